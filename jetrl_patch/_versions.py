@@ -1,0 +1,31 @@
+"""The one table of supported versions: it drives the guards, the packaging extras and the docs.
+
+Read by ``setup.py`` before the package can be imported, so it imports nothing.
+"""
+
+VERSION = "0.1.0"
+
+#: distribution name -> supported range (PEP 440) and the release the tests run on.
+SUPPORTED = {
+    "torch": (">=2.11,<2.14", "2.13.0"),
+    "transformers": (">=5.9,<5.11", "5.10.4"),
+    "vllm": (">=0.30,<0.31", "0.30.0"),
+    "verl": (">=0.9.1,<0.10", "0.9.1"),
+    "openrlhf": (">=0.11.2,<0.12", "0.11.2"),
+    "ray": (">=2.55,<3", "2.60.0"),
+}
+
+CORE_REQUIREMENTS = ["wrapt>=1.16", "packaging>=23", "typer>=0.12", "rich>=13"]
+
+
+def _extra(*names: str) -> list[str]:
+    return [name + SUPPORTED[name][0] for name in names]
+
+
+EXTRAS = {
+    "vllm": _extra("torch", "transformers", "vllm"),
+    "verl": _extra("torch", "transformers", "vllm", "verl", "ray"),
+    "openrlhf": _extra("torch", "transformers", "vllm", "openrlhf", "ray"),
+    "te": ["transformer_engine>=2.3", *_extra("torch")],
+    "dev": ["pytest>=8", "pytest-cov", "pytest-timeout", "hypothesis", "ruff", "mypy", "matplotlib"],
+}

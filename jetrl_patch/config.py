@@ -1,0 +1,164 @@
+"""Frozen settings. Everything that can be wrong about them is said here, before anything changes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from jetrl_patch import env
+from jetrl_patch.errors import ConfigError
+
+__all__ = ["Align", "Backend", "Config", "Platform", "Precision", "ResolvedAlign", "ScaleFormat"]
+
+Precision = Literal["bf16", "fp8-unified", "fp8-rollout"]
+Align = Literal["exact", "linear"]
+ResolvedAlign = Literal["exact", "linear", "none"]
+ScaleFormat = Literal["pow2", "fp32"]
+Backend = Literal["auto", "native", "torch"]
+Platform = Literal["auto", "cpu", "cuda"]
+
+_CHOICES: dict[str, tuple[str, ...]] = {
+    "precision": ("bf16", "fp8-unified", "fp8-rollout"),
+    "align": ("exact", "linear"),
+    "scale_format": ("pow2", "fp32"),
+    "backend": ("auto", "native", "torch"),
+    "platform": ("auto", "cpu", "cuda"),
+}
+_PLANNED = {"precision": ("int8-rollout", "fp16")}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """What this process runs in. The same object, or an equal one, must stand in every process of a run.
+
+    Attributes:
+        precision: ``"bf16"`` measures and changes nothing else; ``"fp8-unified"`` trains and rolls out in one
+            FP8 flow; ``"fp8-rollout"`` is BF16 training with FP8 rollout, the baseline to beat.
+        align: ``"exact"`` makes trainer and rollout agree to the last bit, ``"linear"`` shares the FP8 linears
+            only (Jet-RL as published). ``None`` means ``"exact"`` for ``fp8-unified`` and nothing for the rest.
+        scale_format: ``"pow2"`` rounds scales up to powers of two, ``"fp32"`` keeps them.
+        exclude: patterns of modules that stay in BF16 on both sides. A pattern is matched part by part on whole
+            dotted name parts, ``fnmatch`` within a part: ``mlp.gate`` never matches ``mlp.gate_up_proj``.
+        backend: which GEMM computes the FP8 products; the same one on both sides.
+        platform: ``"cpu"`` also installs what lets verl run without an accelerator.
+        sync_timeout: seconds after which a weight sync that makes no progress is a SyncError.
+    """
+
+    precision: Precision = "fp8-unified"
+    align: Align | None = None
+    scale_format: ScaleFormat = "pow2"
+    exclude: tuple[str, ...] = field(default=())
+    backend: Backend = "auto"
+    platform: Platform = "auto"
+    sync_timeout: float = 300.0
+
+    def __post_init__(self) -> None:
+        for name, allowed in _CHOICES.items():
+            value = getattr(self, name)
+            if not (name == "align" and value is None):
+                _check_choice(name, value, allowed)
+        object.__setattr__(self, "exclude", _check_exclude(self.exclude))
+        object.__setattr__(self, "sync_timeout", _check_timeout(self.sync_timeout))
+        if self.align is not None and self.precision != "fp8-unified":
+            raise ConfigError(
+                f"align={self.align!r} contradicts precision={self.precision!r}: only 'fp8-unified' has the same "
+                f"linears on both sides, and without them nothing can agree; drop align or use 'fp8-unified'"
+            )
+
+    @property
+    def resolved_align(self) -> ResolvedAlign:
+        """What ``align`` comes to: ``"exact"``, ``"linear"`` or ``"none"``."""
+        if self.align is not None:
+            return self.align
+        return "exact" if self.precision == "fp8-unified" else "none"
+
+    @property
+    def fp8_rollout(self) -> bool:
+        """Whether the rollout's linears are FP8."""
+        return self.precision in ("fp8-unified", "fp8-rollout")
+
+    @property
+    def fp8_train(self) -> bool:
+        """Whether the trainer's linears are FP8."""
+        return self.precision == "fp8-unified"
+
+    @property
+    def exact(self) -> bool:
+        """Whether trainer and rollout are promised to agree to the last bit."""
+        return self.resolved_align == "exact"
+
+    def resolved(self) -> Config:
+        """The same settings with ``align`` written out; two configs mean the same when these are equal."""
+        align = self.resolved_align
+        return self if align == "none" else dataclasses.replace(self, align=align)
+
+    def replace(self, **overrides: Any) -> Config:
+        """A copy with some fields changed. Raises ConfigError for a field that does not exist."""
+        known = [f.name for f in dataclasses.fields(self)]
+        unknown = sorted(set(overrides) - set(known))
+        if unknown:
+            raise ConfigError(f"unknown setting {', '.join(unknown)}; the known ones are {', '.join(known)}")
+        return dataclasses.replace(self, **overrides)
+
+    def to_env(self) -> dict[str, str]:
+        """Every variable that ``from_env`` reads, so that stale ones in an environment cannot shine through."""
+        return {
+            env.SWITCH: "1",
+            "JETRL_PRECISION": self.precision,
+            "JETRL_ALIGN": self.align or "",
+            "JETRL_SCALE_FORMAT": self.scale_format,
+            "JETRL_EXCLUDE": ",".join(self.exclude),
+            "JETRL_BACKEND": self.backend,
+            "JETRL_PLATFORM": self.platform,
+            "JETRL_SYNC_TIMEOUT": repr(self.sync_timeout),
+        }
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """The settings of the ``JETRL_*`` variables (see ``jetrl_patch/env.py``), defaults for the rest."""
+        values: dict[str, Any] = dict(env.read_fields(environ))
+        if "exclude" in values:
+            values["exclude"] = tuple(part.strip() for part in values["exclude"].split(","))
+        if "sync_timeout" in values:
+            try:
+                values["sync_timeout"] = float(values["sync_timeout"])
+            except ValueError:
+                raise ConfigError(f"JETRL_SYNC_TIMEOUT={values['sync_timeout']!r} is not a number of seconds") from None
+        return cls(**values)
+
+
+def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
+    if isinstance(value, str) and value in allowed:
+        return
+    if value in _PLANNED.get(name, ()):
+        raise ConfigError(f"{name}={value!r} is not in this version; it has {_listed(allowed)}")
+    raise ConfigError(f"unknown {name} {value!r}; it must be one of {_listed(allowed)}")
+
+
+def _check_exclude(value: object) -> tuple[str, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        raise ConfigError(f"exclude={value!r} must be a list of patterns; write ({value!r},) for a single one")
+    patterns = tuple(value)
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigError(f"exclude has {pattern!r}, which is not text; patterns look like 'layers.0' or 'mlp.*'")
+        if not pattern or any(part == "" for part in pattern.split(".")):
+            raise ConfigError(
+                f"exclude has {pattern!r}, with an empty name part; patterns look like 'layers.0' or 'mlp.*'"
+            )
+        if "," in pattern or any(char.isspace() for char in pattern):
+            raise ConfigError(f"exclude has {pattern!r}, with a comma or a blank; give one pattern per entry")
+    return cast("tuple[str, ...]", patterns)
+
+
+def _check_timeout(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
+        raise ConfigError(f"sync_timeout={value!r} must be a positive, finite number of seconds")
+    return float(value)
+
+
+def _listed(allowed: tuple[str, ...]) -> str:
+    return ", ".join(repr(a) for a in allowed)

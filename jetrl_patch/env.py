@@ -1,0 +1,78 @@
+"""The only reader of ``JETRL_*`` environment variables, lazily: nothing is read at import."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from jetrl_patch.errors import ConfigError
+
+__all__ = ["FIELDS", "PREFIX", "SWITCH", "VARIABLES", "opted_in", "read_fields", "read_variable"]
+
+PREFIX = "JETRL_"
+SWITCH = "JETRL_ENABLED"
+
+#: environment variable -> field of ``Config``
+FIELDS = {
+    "JETRL_PRECISION": "precision",
+    "JETRL_ALIGN": "align",
+    "JETRL_SCALE_FORMAT": "scale_format",
+    "JETRL_EXCLUDE": "exclude",
+    "JETRL_BACKEND": "backend",
+    "JETRL_PLATFORM": "platform",
+    "JETRL_SYNC_TIMEOUT": "sync_timeout",
+}
+
+#: every variable there is, with its meaning; anything else that starts with ``JETRL_`` is a mistake in writing
+VARIABLES = {
+    SWITCH: "1: plugins act in this process and its children; 0: they do nothing whatever else is set",
+    "JETRL_PRECISION": "Config.precision; setting it opts in as JETRL_ENABLED=1 does",
+    "JETRL_ALIGN": "Config.align",
+    "JETRL_SCALE_FORMAT": "Config.scale_format",
+    "JETRL_EXCLUDE": "Config.exclude, separated by commas",
+    "JETRL_BACKEND": "Config.backend",
+    "JETRL_PLATFORM": "Config.platform",
+    "JETRL_SYNC_TIMEOUT": "Config.sync_timeout, in seconds",
+    "JETRL_CACHE_DIR": "folder of the compiled CPU kernels (default: the user's cache folder)",
+}
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+def opted_in(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is meant to be patched: ``JETRL_ENABLED=1``, or ``JETRL_PRECISION`` is set.
+
+    ``JETRL_ENABLED=0`` wins over everything. Raises ConfigError for any other word.
+    """
+    env = os.environ if environ is None else environ
+    switch = env.get(SWITCH, "").strip().lower()
+    if switch in _TRUE:
+        return True
+    if switch in _FALSE:
+        return False
+    if switch:
+        raise ConfigError(f"{SWITCH}={env[SWITCH]!r} is neither on nor off; write 1 or 0")
+    return bool(env.get("JETRL_PRECISION", "").strip())
+
+
+def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The settings that are set, by field name and still as text; an empty variable counts as not set.
+
+    Raises ConfigError for a ``JETRL_*`` name that does not exist: a misspelt setting must not be ignored.
+    """
+    env = os.environ if environ is None else environ
+    unknown = sorted(name for name in env if name.startswith(PREFIX) and name not in VARIABLES)
+    if unknown:
+        raise ConfigError(
+            f"unknown environment variable {', '.join(unknown)}; the known ones are {', '.join(VARIABLES)}"
+        )
+    return {field: env[name].strip() for name, field in FIELDS.items() if env.get(name, "").strip()}
+
+
+def read_variable(name: str, default: str = "", environ: Mapping[str, str] | None = None) -> str:
+    """The value of one variable of ``VARIABLES`` that is not a field of ``Config``, or the default."""
+    if name not in VARIABLES:
+        raise ConfigError(f"{name} is not a variable of this project; add it to jetrl_patch/env.py first")
+    env = os.environ if environ is None else environ
+    return env.get(name, "").strip() or default

@@ -1,0 +1,1 @@
+"""The patch engine: journal, import hooks, guards. It knows neither torch nor any framework."""
