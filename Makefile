@@ -1,0 +1,59 @@
+# make demo | compare | test | lint | bench | clean
+#
+# On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
+# DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
+DEVICE ?= cpu
+VENV   := .venv
+PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+            $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
+
+PINS  := requirements/build.txt requirements/cpu.txt
+STAMP := $(VENV)/.pins-$(shell cat $(PINS) | sha256sum | cut -c1-16)
+SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum | cut -c1-16)
+
+ifeq ($(DEVICE),cpu)
+  RUN   := $(VENV)/bin/python
+  READY := $(SELF)
+else
+  RUN   := python
+  READY :=
+endif
+
+# so that no user setting leaks into a run, and nothing is asked of the network
+QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
+PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
+
+.PHONY: demo compare test lint bench venv clean
+
+demo: $(READY)
+	$(QUIET) $(RUN) examples/verl/demo.py --device $(DEVICE) $(ARGS)
+
+compare: $(READY)
+	$(QUIET) $(RUN) examples/verl/compare.py --device $(DEVICE) $(ARGS)
+
+test: lint
+	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-report=term $(ARGS)
+
+lint: $(SELF)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/python scripts/typecheck.py
+
+bench: $(READY)
+	$(QUIET) $(RUN) -m benchmarks $(ARGS)
+
+venv: $(SELF)
+
+$(STAMP): $(PINS)
+	@test -n "$(PYTHON)" || { echo "python 3.11 or 3.12 is needed for requirements/cpu.txt; set PYTHON=..." >&2; exit 1; }
+	@echo "making $(VENV) from requirements/ (about two minutes)"
+	$(PYTHON) -m venv --clear $(VENV)
+	$(PIP) -r requirements/build.txt
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt
+	@touch $@
+
+$(SELF): $(STAMP)
+	$(PIP) --no-build-isolation -e .
+	@rm -f $(VENV)/.self-* && touch $@
+
+clean:
+	rm -rf build dist outputs .pytest_cache .mypy_cache .ruff_cache .hypothesis .coverage .coverage.* *.egg-info

@@ -1,0 +1,28 @@
+"""What every test starts from: no setting of the user, no network, no session left over."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+for name, value in {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}.items():
+    os.environ.setdefault(name, value)
+for name in [name for name in os.environ if name.startswith("JETRL_") and name != "JETRL_CACHE_DIR"]:
+    del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def _no_session_left() -> Iterator[None]:
+    yield
+    runtime = sys.modules.get("jetrl_patch.runtime")
+    if runtime is not None and runtime.is_active():
+        runtime.disable()
