@@ -49,6 +49,8 @@ $(STAMP): $(PINS)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements/build.txt
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt
+	@$(VENV)/bin/python -c "import torch" || { echo "this torch needs CUDA libraries; point pip at PyTorch's CPU wheels\
+	 (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL) and run make again" >&2; exit 1; }
 	@touch $@
 
 $(SELF): $(STAMP)

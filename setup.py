@@ -1,15 +1,16 @@
 """All metadata of the distribution lives here; ``pyproject.toml`` only configures tools."""
 
 from pathlib import Path
+from typing import Any
 
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
 
 
-def _support_table() -> dict:
-    """Run ``jetrl_patch/support.py`` on its own: the package itself may not be importable yet."""
-    namespace: dict = {}
+def _support_table() -> dict[str, Any]:
+    """Run ``jetrl_patch/_versions.py`` on its own: the package itself may not be importable yet."""
+    namespace: dict[str, Any] = {}
     exec((ROOT / "jetrl_patch" / "_versions.py").read_text(), namespace)
     return namespace
 

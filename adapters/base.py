@@ -20,7 +20,7 @@ __all__ = ["Adapter", "Config", "Journal", "OnImport", "Patch"]
 class Adapter:
     """One framework. ``jetrl_patch.adapters.<name>.adapter:ADAPTER`` is an instance of a subclass."""
 
-    #: the import name of the framework; the adapter is used where it can be imported
+    #: the name of the folder; `runtime.ADAPTERS` says which frameworks the adapter is used for
     name: ClassVar[str] = ""
     #: distributions that must be in their supported range (keys of ``_versions.SUPPORTED``)
     requires: ClassVar[tuple[str, ...]] = ()

@@ -39,8 +39,10 @@ __all__ = [
     "status",
 ]
 
-#: import names of the frameworks that have an adapter, in the order in which they are applied
-ADAPTERS: tuple[str, ...] = ("transformers", "vllm", "verl")
+#: adapters in the order in which they are applied; each is named after its framework
+ADAPTERS: tuple[str, ...] = ("transformers", "vllm", "cpu", "verl")
+#: what an adapter that is not named after a framework needs to be of use
+NEEDS = {"cpu": "vllm"}
 
 
 @dataclass
@@ -220,7 +222,7 @@ def status() -> Status:
 
 def _plan(config: Config) -> _Session:
     """Everything that can be checked without changing anything."""
-    adapters = [_resolve(name) for name in ADAPTERS if is_installed(name)]
+    adapters = [_resolve(name) for name in ADAPTERS if is_installed(NEEDS.get(name, name))]
     if not adapters:
         raise VersionError(
             explain(
@@ -348,7 +350,7 @@ def _resolve(name: str) -> Adapter:
         missing = getattr(error, "name", None)
         if missing not in (path, path.rpartition(".")[0], "ADAPTER"):
             raise
-        raise PatchError(f"{name} is installed, but {path} has no ADAPTER for it; reinstall jetrl_patch") from error
+        raise PatchError(f"{path}:ADAPTER is missing, but its framework is installed; reinstall jetrl_patch") from error
     return adapter
 
 

@@ -1,0 +1,89 @@
+"""``jetrl``: the entry of the command line. Sub-commands import what they need when they are called."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from jetrl_patch import env
+from jetrl_patch._versions import SUPPORTED, VERSION
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.support import check_framework, check_python, installed_frameworks
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    name="jetrl",
+    help="Reinforcement learning of language models in one FP8 flow, equal to the last bit on both sides.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+_PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
+
+
+@app.callback()
+def _root() -> None:
+    """Keep sub-commands named even while there are few of them."""
+
+
+@app.command(context_settings=_PASS_ON)
+def parity(context: typer.Context) -> None:
+    """Load a model into vLLM and into the trainer's form, and print how far the two are apart."""
+    command = importlib.import_module("jetrl_patch.parity.cli")
+    raise typer.Exit(command.main(list(context.args)))
+
+
+@app.command()
+def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
+    """Print the supported versions beside the installed ones, and what the environment asks for.
+
+    The exit status is 1 if an installed framework is in a version that is not supported.
+    """
+    here = set(installed_frameworks())
+    rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
+    config = Config.from_env() if env.opted_in() else None
+    unsupported = [row for row in rows if row[4] == "unsupported"]
+    if as_json:
+        frameworks = {
+            name: {"required": required, "tested": tested, "found": found, "state": state}
+            for name, required, tested, found, state in rows
+        }
+        asked = None if config is None else dataclasses.asdict(config)
+        print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked}))
+    else:
+        print(f"jetrl_patch {VERSION}, Python {check_python()[1]}\n")
+        print(f"{'framework':14}{'required':16}{'tested':10}{'installed':14}")
+        for name, required, tested, found, state in rows:
+            print(f"{name:14}{required:16}{tested:10}{found:14}{state}")
+        text = "asks for nothing (JETRL_ENABLED is not set)" if config is None else f"asks for {config}"
+        print(f"\nthe environment {text}")
+    raise typer.Exit(1 if unsupported else 0)
+
+
+def _finding(name: str, present: bool) -> tuple[str, str]:
+    if not present:
+        return "-", "not installed"
+    ok, _ = check_framework(name)
+    return installed_version(name) or "unknown", "ok" if ok else "unsupported"
+
+
+def main() -> None:
+    """The console script: errors of this project are one line on stderr and exit status 2."""
+    try:
+        app()
+    except JetrlError as error:
+        print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
