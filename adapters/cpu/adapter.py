@@ -1,0 +1,94 @@
+"""The CPU platform as an adapter: does nothing unless this is a CPU run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from types import ModuleType
+from typing import ClassVar
+
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
+from jetrl_patch.adapters.cpu import patches
+from jetrl_patch.adapters.cpu.detect import is_cpu_run
+from jetrl_patch.errors import ConflictError, explain
+from jetrl_patch.patching.guards import is_installed
+
+#: set where the user has not; read by verl and vLLM in this process and its children
+ENVIRONMENT = {
+    "VERL_PLATFORM": ("cpu", "which platform verl uses"),
+    "VERL_ENGINE_DEVICE": ("cuda", "verl registers its FSDP engines for 'cuda' and 'npu' only"),
+    "VLLM_CPU_OMP_THREADS_BIND": ("nobind", "several engines and trainers share the cores of one machine"),
+    "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than it saves at laptop sizes, and fuses what must stay exact"),
+}
+
+
+class CpuAdapter(Adapter):
+    """Registers the platform with verl and removes the obstacles listed in ``patches``."""
+
+    name: ClassVar[str] = "cpu"
+
+    def patches(self, config: Config) -> Sequence[Patch]:
+        """Those of the frameworks that are installed."""
+        if not is_cpu_run(config):
+            return ()
+        found: list[Patch] = [patches.VERSION]
+        if is_installed("torch"):
+            found += patches.FOR_TORCH
+        if is_installed("verl"):
+            found += patches.FOR_VERL
+        if is_installed("vllm"):
+            found += patches.FOR_VLLM
+        return found
+
+    def hooks(self, config: Config) -> Sequence[OnImport]:
+        """verl's own extension point for platforms."""
+        if not is_cpu_run(config) or not is_installed("verl"):
+            return ()
+        return (
+            OnImport(
+                module="verl.plugin.platform.platform_manager",
+                name="cpu",
+                apply=_register,
+                reason="verl has no CPU platform; PlatformRegistry is its extension point for one",
+                remove_when="verl brings a CPU platform",
+            ),
+        )
+
+    def on_apply(self, config: Config, journal: Journal) -> None:
+        """Environment of verl and vLLM; a user's own value wins, except where it names another platform."""
+        if not is_cpu_run(config):
+            return
+        chosen = os.environ.get("VERL_PLATFORM", "cpu")
+        if chosen.strip().lower() != "cpu":
+            raise ConflictError(
+                explain("VERL_PLATFORM", asked="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two")
+            )
+        for name, (value, reason) in ENVIRONMENT.items():
+            if not os.environ.get(name):
+                journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason=reason)
+
+
+def _register(manager: ModuleType, journal: Journal) -> None:
+    from jetrl_patch.adapters.cpu.platform import make_platform
+
+    current = manager._current_platform
+    if current is not None and current.device_name != "cpu":
+        raise ConflictError(
+            explain(
+                "verl's platform",
+                asked="cpu",
+                found=f"{current.device_name!r}, which verl has chosen already",
+                fix="call jetrl_patch.enable() before verl is used, or set VERL_PLATFORM=cpu",
+            )
+        )
+    journal.set_item(
+        manager.PlatformRegistry._platforms,
+        "cpu",
+        make_platform(manager.PlatformBase),
+        target="verl.plugin.platform.PlatformRegistry['cpu']",
+        reason="verl has no CPU platform",
+        remove_when="verl brings one",
+    )
+
+
+ADAPTER = CpuAdapter()

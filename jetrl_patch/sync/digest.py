@@ -1,0 +1,100 @@
+"""A digest of a weight that can be added up over the pieces in which another process holds it.
+
+A trainer holds ``q_proj.weight``; the rollout engine holds the same bytes as a slice of a fused, tensor-parallel
+parameter. To compare the two without moving bytes, the digest is a *sum*:
+
+    digest(T) = Σ_rc  row(r) · col(c) · (byte[r, c] + 1)      (mod 2**64)
+
+with ``r`` the row and ``c`` the byte column *in the whole tensor*. Whatever rectangles tile the tensor, their
+digests add up to the digest of the whole, and a byte that is wrong, missing, doubled or in the wrong place changes
+the sum. ``row`` and ``col`` are odd 64-bit hashes (splitmix64), so a single wrong byte can never cancel out.
+
+It guards against mistakes, not against an adversary.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+_CHUNK_BYTES = 1 << 20  # bytes that are widened to int64 at a time: 8 MiB of extra memory
+_MASK = (1 << 64) - 1
+
+
+class Rect(NamedTuple):
+    """A rectangle of a named tensor as one process holds it: rows [row0, row1), columns [col0, col1).
+
+    Columns count elements, not bytes. ``name`` is the Hugging Face tensor name that the trainer sends
+    (``….weight`` or ``….weight_scale_inv``).
+    """
+
+    name: str
+    row0: int
+    row1: int
+    col0: int
+    col1: int
+    digest: int
+
+    @property
+    def area(self) -> int:
+        """Number of elements."""
+        return (self.row1 - self.row0) * (self.col1 - self.col0)
+
+
+def as_2d(tensor: torch.Tensor) -> torch.Tensor:
+    """View a tensor as the matrix whose digest is taken: a vector is one row, higher ranks keep dim 0 as rows."""
+    if tensor.dim() <= 1:
+        return tensor.reshape(1, -1)
+    return tensor.reshape(tensor.shape[0], -1)
+
+
+def digest(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> int:
+    """Digest of a tensor, or of a rectangle of a bigger one.
+
+    Args:
+        tensor: any dtype, any rank (see ``as_2d``), contiguous or not.
+        row0: first row of this rectangle in the whole tensor.
+        col0: first column of this rectangle in the whole tensor, in elements.
+
+    Returns:
+        An int in [0, 2**64) that adds up (mod 2**64, see ``add``) over any tiling by rectangles.
+    """
+    matrix = as_2d(tensor.detach()).contiguous()
+    if matrix.numel() == 0:
+        return 0
+    size = matrix.element_size()
+    bytes_RC = matrix.view(torch.uint8).reshape(matrix.shape[0], -1)
+    rows, cols = bytes_RC.shape
+    row_R = _odd_hash(torch.arange(row0, row0 + rows, device=matrix.device), salt=1)
+    col_C = _odd_hash(torch.arange(col0 * size, col0 * size + cols, device=matrix.device), salt=2)
+    total = torch.zeros((), dtype=torch.int64, device=matrix.device)
+    step = max(1, _CHUNK_BYTES // cols)
+    for start in range(0, rows, step):
+        chunk = bytes_RC[start : start + step].to(torch.int64) + 1
+        total += (row_R[start : start + step] * (chunk * col_C).sum(1)).sum()
+    return int(total.item()) & _MASK
+
+
+def add(*digests: int) -> int:
+    """Sum of digests, as the digest of what they tile."""
+    return sum(digests) & _MASK
+
+
+def _odd_hash(index: torch.Tensor, salt: int) -> torch.Tensor:
+    """splitmix64 of int64 positions, made odd; int64 arithmetic wraps around."""
+    z = index.to(torch.int64) + _signed(0x9E3779B97F4A7C15 * salt)
+    z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
+    z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
+    return (z ^ _shift(z, 31)) | 1
+
+
+def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
+    """Logical right shift: int64 shifts in torch carry the sign along, so mask it off."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _signed(value: int) -> int:
+    """The int64 with the same 64 bits."""
+    value &= _MASK
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,157 @@
+"""What the trainer says about a sync before the first weight (manifest) and after the last (commit).
+
+Both travel as ordinary ``(name, tensor)`` pairs over the framework's own transfer, as JSON in a uint8 tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from jetrl_patch.errors import AuditError, SyncError
+
+MANIFEST = "jetrl.manifest"
+COMMIT = "jetrl.commit"
+SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
+PROTOCOL = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """How both sides compute. Trainer and rollout each have their own; they must be equal.
+
+    Attributes:
+        precision: ``Config.precision``.
+        align: ``Config.resolved_align``.
+        scale_format: ``Config.scale_format``.
+        backend: the name of the chosen GEMM backend; empty where no FP8 GEMM runs on this side.
+    """
+
+    precision: str
+    align: str
+    scale_format: str
+    backend: str = ""
+
+    @property
+    def quantized(self) -> bool:
+        """Whether the trainer sends FP8 bytes and scales (else BF16, which the rollout quantizes)."""
+        return self.precision == "fp8-unified"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The announcement of one sync.
+
+    Attributes:
+        terms: how the trainer computes.
+        layers: module names (Hugging Face) that are FP8.
+        tensors: name -> (shape, dtype) of every tensor that will be sent; scales not listed apart.
+    """
+
+    terms: Terms
+    layers: tuple[str, ...]
+    tensors: Mapping[str, tuple[tuple[int, ...], str]]
+
+    def encode(self) -> torch.Tensor:
+        """As a uint8 tensor ``[n]`` on the CPU."""
+        tensors = [[name, list(shape), dtype] for name, (shape, dtype) in self.tensors.items()]
+        return encode_json(
+            {"version": PROTOCOL, **asdict(self.terms), "fp8_layers": list(self.layers), "tensors": tensors}
+        )
+
+    @classmethod
+    def decode(cls, tensor: torch.Tensor) -> Manifest:
+        """Back from ``encode``. Raises SyncError for anything else."""
+        data = decode_json(tensor, MANIFEST)
+        if data.get("version") != PROTOCOL:
+            raise SyncError(
+                f"weight sync protocol {data.get('version')!r} arrived, but this process speaks {PROTOCOL}; "
+                f"install the same version of jetrl_patch on both sides"
+            )
+        try:
+            terms = Terms(**{key: str(data[key]) for key in ("precision", "align", "scale_format", "backend")})
+            tensors = {str(n): (tuple(int(d) for d in shape), str(t)) for n, shape, t in data["tensors"]}
+            return cls(terms=terms, layers=tuple(map(str, data["fp8_layers"])), tensors=tensors)
+        except (KeyError, TypeError, ValueError) as error:
+            raise SyncError(f"the weight sync's manifest is malformed: {type(error).__name__}: {error}") from error
+
+    def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Everything that must arrive, scales included."""
+        everything = dict(self.tensors)
+        if self.terms.quantized:
+            for name in weights_of(self.layers):
+                shape = self.tensors[name][0]
+                everything[name + SCALE_SUFFIX] = (scale_shape(shape), "float32")
+        return everything
+
+
+def weights_of(layers: tuple[str, ...] | list[str]) -> list[str]:
+    """The weight tensors of these modules."""
+    return [layer + ".weight" for layer in layers]
+
+
+def scale_shape(shape: tuple[int, ...], block: int = 128) -> tuple[int, int]:
+    """Shape of the per-block scales of a weight ``[N, K]``: ``[ceil(N/128), ceil(K/128)]``."""
+    n, k = shape
+    return -(-n // block), -(-k // block)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float8_e4m3fn`` -> ``"float8_e4m3fn"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def encode_json(data: Mapping[str, Any]) -> torch.Tensor:
+    """JSON text as a uint8 tensor ``[n]``."""
+    text = json.dumps(data, separators=(",", ":")).encode()
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
+    """Back from ``encode_json``. Raises SyncError when it is not a JSON object."""
+    try:
+        data = json.loads(bytes(tensor.detach().cpu().to(torch.uint8).flatten().tolist()))
+    except ValueError as error:
+        raise SyncError(f"{what} does not read as JSON; was the transfer cut short? ({error})") from error
+    if not isinstance(data, dict):
+        raise SyncError(f"{what} holds {type(data).__name__}, not an object")
+    return data
+
+
+def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_layers: set[str]) -> None:
+    """Refuse to go on when the two sides do not compute the same thing.
+
+    Raises AuditError that names every setting and every layer in which they differ.
+    """
+    wrong = [
+        f"{name} is {theirs!r} in the trainer and {ours!r} in the rollout"
+        for name, theirs, ours in (
+            (field, getattr(trainer, field), getattr(rollout, field))
+            for field in ("precision", "align", "scale_format", "backend")
+        )
+        if theirs != ours
+    ]
+    if wrong:
+        raise AuditError(
+            f"trainer and rollout do not compute alike: {'; '.join(wrong)}; start both with the same JETRL_* settings"
+        )
+    if trainer_layers != rollout_layers:
+        only_trainer = _some(trainer_layers - rollout_layers)
+        only_rollout = _some(rollout_layers - trainer_layers)
+        raise AuditError(
+            f"trainer and rollout disagree about which layers are FP8: only in the trainer: {only_trainer}; "
+            f"only in the rollout: {only_rollout}; use the same model and the same JETRL_EXCLUDE on both sides"
+        )
+
+
+def _some(names: set[str], most: int = 20) -> str:
+    """A few names, sorted, with a count of the rest."""
+    if not names:
+        return "none"
+    shown = sorted(names)[:most]
+    rest = len(names) - len(shown)
+    return ", ".join(shown) + (f" and {rest} more" if rest else "")

@@ -1,0 +1,226 @@
+"""The rollout's side of a weight sync: a state machine around the engine's loader.
+
+    serving ──manifest──▶ receiving (buffers poisoned) ──commit, all checks──▶ serving
+                               └────────────── anything wrong ──────────────▶ failed
+
+After a failure the rest of the stream is read and dropped, so that no sender is left waiting, and ``finish`` raises
+on every rank. A failed engine refuses to generate until a later sync arrives whole: it never serves a mix.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
+from jetrl_patch.sync.digest import Rect, digest
+from jetrl_patch.sync.manifest import (
+    COMMIT,
+    MANIFEST,
+    SCALE_SUFFIX,
+    Manifest,
+    Terms,
+    audit,
+    decode_json,
+    dtype_name,
+    weights_of,
+)
+from jetrl_patch.sync.tiling import check_tiling
+
+#: hands over one object per tensor-parallel rank and gives back everybody's, in rank order
+Gather = Callable[[Any], Sequence[Any]]
+
+
+class Installer(Protocol):
+    """What the engine's adapter has to offer. Names are Hugging Face names throughout."""
+
+    def fp8_layers(self) -> Sequence[str]:
+        """Module names that this engine computes in FP8."""
+
+    def poison(self) -> None:
+        """Fill every buffer that a sync must fill with NaN, so that an unwritten one explodes."""
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        """Copy these tensors into the model; a weight and its scales may come in different calls."""
+
+    def finish(self) -> None:
+        """Process what needs it once everything is loaded."""
+
+    def installed(self) -> Sequence[Rect]:
+        """Digests of the FP8 bytes and scales as they now lie in this rank's memory."""
+
+
+class State(enum.Enum):
+    """Where the engine's weights stand."""
+
+    SERVING = "serving"
+    RECEIVING = "receiving"
+    FAILED = "failed"
+
+
+@dataclass
+class _Sync:
+    """One sync under way."""
+
+    manifest: Manifest
+    expected: dict[str, tuple[tuple[int, ...], str]]
+    arrived: dict[str, int] = field(default_factory=dict)
+    nbytes: int = 0
+    committed: bool = False
+
+
+class Receiver:
+    """One per engine process; lives as long as the engine.
+
+    Args:
+        installer: the engine's loader.
+        terms: how this process computes.
+        gather: exchanges objects between the tensor-parallel ranks; the default is a single rank.
+    """
+
+    def __init__(self, installer: Installer, terms: Terms, gather: Gather = lambda mine: [mine]) -> None:
+        self.installer = installer
+        self.terms = terms
+        self.gather = gather
+        self.state = State.SERVING
+        self.error: JetrlError | None = None
+        self._sync: _Sync | None = None
+
+    def on_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Take one bucket of the stream. Never raises: what goes wrong is kept for ``finish``."""
+        if self.error is not None:
+            return
+        try:
+            self._take(weights)
+        except Exception as error:
+            self._fail(error)
+
+    def finish(self) -> dict[str, int]:
+        """End of the stream: check that everything arrived and lies in memory as the trainer sent it.
+
+        Every tensor-parallel rank must call it. Gives ``{"tensors", "bytes", "layers"}``.
+        Raises SyncError (or AuditError, NotPatchedError), the same kind on every rank.
+        """
+        mine: list[Rect] | None = None
+        sync = self._sync
+        if self.error is None:
+            try:
+                mine = self._install()
+            except Exception as error:
+                self._fail(error)
+        everybody = self.gather((mine, self.error))
+        failure = next((error for _, error in everybody if error is not None), None)
+        if failure is None:
+            assert sync is not None
+            try:
+                self._compare([rect for rects, _ in everybody for rect in rects], sync)
+            except JetrlError as error:
+                failure = error
+        if failure is not None:
+            self._fail(failure)
+            self.error = None  # reported; a later sync may heal the engine
+            self._sync = None
+            raise failure
+        assert sync is not None
+        self.state, self._sync = State.SERVING, None
+        return {"tensors": len(sync.arrived), "bytes": sync.nbytes, "layers": len(sync.manifest.layers)}
+
+    def abort(self, reason: str) -> SyncError:
+        """The transfer itself broke: what has arrived so far must not be served. Gives the error to raise."""
+        error = SyncError(reason)
+        self._fail(error)
+        self.error, self._sync = None, None
+        return error
+
+    def check_serving(self) -> None:
+        """Raise SyncError unless the weights in memory are those of one whole sync."""
+        if self.state is not State.SERVING:
+            raise SyncError(
+                f"this engine does not generate: its weights are in state {self.state.value!r} after a weight sync "
+                f"that did not arrive whole; sync again or restart the run"
+            )
+
+    def _take(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
+        batch: list[tuple[str, torch.Tensor]] = []
+        for name, tensor in weights:
+            if name == MANIFEST:
+                self._open(Manifest.decode(tensor))
+            elif self._sync is None:
+                raise NotPatchedError(
+                    f"{name} arrived before {MANIFEST}: the trainer that sends it is not patched; "
+                    f"set the same JETRL_* variables in every process and let verl load its plugins"
+                )
+            elif self._sync.committed:
+                raise SyncError(f"{name} arrived after the end of the weight sync")
+            elif name == COMMIT:
+                if batch:
+                    self.installer.load(batch)
+                    batch = []
+                self._commit(decode_json(tensor, COMMIT))
+            else:
+                self._check_arrival(self._sync, name, tensor)
+                batch.append((name, tensor))
+        if batch:
+            self.installer.load(batch)
+
+    def _open(self, manifest: Manifest) -> None:
+        if self._sync is not None:
+            raise SyncError("a second manifest arrived in the middle of a weight sync")
+        audit(manifest.terms, self.terms, set(manifest.layers), set(self.installer.fp8_layers()))
+        self.state = State.RECEIVING
+        self._sync = _Sync(manifest, manifest.expected())
+        self.installer.poison()
+
+    def _check_arrival(self, sync: _Sync, name: str, tensor: torch.Tensor) -> None:
+        expected = sync.expected.get(name)
+        found = (tuple(tensor.shape), dtype_name(tensor.dtype))
+        if expected is None:
+            raise SyncError(f"{name} arrived, but the trainer had not announced it")
+        if expected != found:
+            raise SyncError(f"{name}: the trainer announced shape and dtype {expected}, but {found} arrived")
+        if name in sync.arrived:
+            raise SyncError(f"{name} arrived twice in one weight sync")
+        sync.arrived[name] = digest(tensor)
+        sync.nbytes += tensor.nbytes
+
+    def _commit(self, data: dict[str, Any]) -> None:
+        assert self._sync is not None
+        sent, arrived = data.get("digests", {}), self._sync.arrived
+        missing = [name for name in self._sync.expected if name not in arrived]
+        if missing:
+            raise SyncError(f"weights missing from the sync: {', '.join(missing[:10])} ({len(missing)} in all)")
+        wrong = [name for name, value in arrived.items() if sent.get(name) != value]
+        if wrong:
+            raise SyncError(f"weights changed on the way: {', '.join(wrong[:10])} ({len(wrong)} in all)")
+        self._sync.committed = True
+
+    def _install(self) -> list[Rect]:
+        if self._sync is None or not self._sync.committed:
+            raise SyncError("the weight sync ended before the trainer said that everything was sent")
+        self.installer.finish()
+        return list(self.installer.installed())
+
+    def _compare(self, rects: list[Rect], sync: _Sync) -> None:
+        """What lies in memory, over all ranks, against what the trainer sent."""
+        if not sync.manifest.terms.quantized:
+            return  # BF16 was sent and quantized here: there is no byte of the trainer's to compare with
+        for name in weights_of(sync.manifest.layers):
+            for tensor in (name, name + SCALE_SUFFIX):
+                shape = sync.expected[tensor][0]
+                check_tiling(tensor, (shape[0], shape[1]), sync.arrived[tensor], [r for r in rects if r.name == tensor])
+
+    def _fail(self, error: Exception) -> None:
+        """Keep the first error, and make sure that what is half loaded cannot be served."""
+        touched = self.state is State.RECEIVING
+        self.state = State.FAILED
+        if isinstance(error, JetrlError):
+            self.error = error
+        else:
+            self.error = SyncError(f"the engine could not load the weights: {type(error).__name__}: {error}")
+            self.error.__cause__ = error
+        if touched:
+            self.installer.poison()

@@ -1,0 +1,152 @@
+"""The trainer's side of a weight sync: turn the framework's weights into the stream that is sent.
+
+    manifest · (q, scales) per FP8 layer, BF16 for the rest, in the framework's order · commit
+
+Each weight is cast to BF16 first (the contract: every process that sees the BF16 value gets the same bytes), checked,
+and quantized once. At any time one tensor is held besides what the framework's transfer holds itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from jetrl_patch.errors import SyncError
+from jetrl_patch.sync.digest import digest
+from jetrl_patch.sync.manifest import (
+    COMMIT,
+    MANIFEST,
+    SCALE_SUFFIX,
+    Manifest,
+    Terms,
+    dtype_name,
+    encode_json,
+    weights_of,
+)
+
+NamedTensor = tuple[str, torch.Tensor]
+#: name of a weight -> the trainer's own (q [N, K] fp8, scales [ceil(N/128), ceil(K/128)] f32), or None
+Cached = Callable[[str], "tuple[torch.Tensor, torch.Tensor] | None"]
+
+
+@dataclass
+class SyncStats:
+    """What one sync sent, in bytes; filled while the stream runs.
+
+    Attributes:
+        total: all tensors.
+        fp8: the quantized layers: bytes and scales.
+        fp8_as_bf16: what the same layers would have been in BF16.
+        layers: number of quantized layers.
+        tensors: number of tensors, scales included.
+    """
+
+    total: int = 0
+    fp8: int = 0
+    fp8_as_bf16: int = 0
+    layers: int = 0
+    tensors: int = 0
+    digests: dict[str, int] = field(default_factory=dict)
+
+
+def quantized_stream(
+    weights: Iterable[NamedTensor],
+    *,
+    terms: Terms,
+    layers: Collection[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    stats: SyncStats,
+    cached: Cached | None = None,
+) -> Iterator[NamedTensor]:
+    """Yield the protocol for one sync.
+
+    Args:
+        weights: the framework's ``(Hugging Face name, full tensor)``, any float dtype.
+        terms: how the trainer computes.
+        layers: module names that are FP8.
+        shapes: name -> shape of every tensor that ``weights`` must yield.
+        stats: filled on the way.
+        cached: gives the trainer's own quantized weight where it holds one that is current.
+
+    Raises:
+        SyncError: a NaN or Inf in a weight; a tensor that is not announced, comes twice or never.
+    """
+    fp8 = set(weights_of(sorted(layers)))
+    absent = sorted(fp8 - set(shapes))
+    if absent:
+        raise SyncError(f"FP8 layers without a weight in the model that is sent: {', '.join(absent[:10])}")
+    announced = {
+        name: (tuple(shape), "float8_e4m3fn" if terms.quantized and name in fp8 else "bfloat16")
+        for name, shape in shapes.items()
+    }
+    yield MANIFEST, Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced).encode()
+    for name, weight in weights:
+        _check_announced(name, weight, announced, stats)
+        if name not in fp8:
+            yield _count(stats, name, _to_bf16(name, weight))
+            continue
+        bf16 = _to_bf16(name, weight)
+        stats.layers += 1
+        stats.fp8_as_bf16 += bf16.nbytes
+        if not terms.quantized:
+            stats.fp8 += bf16.nbytes
+            yield _count(stats, name, bf16)
+            continue
+        q, scales = _quantize(name, bf16, terms.scale_format, cached)
+        del weight, bf16
+        stats.fp8 += q.nbytes + scales.nbytes
+        yield _count(stats, name, q)
+        yield _count(stats, name + SCALE_SUFFIX, scales)
+    missing = sorted(set(announced) - set(stats.digests))
+    if missing:
+        raise SyncError(f"the trainer announced these tensors and never sent them: {', '.join(missing[:10])}")
+    yield COMMIT, encode_json({"digests": stats.digests})
+
+
+def _check_announced(
+    name: str, weight: torch.Tensor, announced: Mapping[str, tuple[tuple[int, ...], str]], stats: SyncStats
+) -> None:
+    if name not in announced:
+        raise SyncError(f"the trainer sends {name}, which its own model did not have when it was built")
+    if name in stats.digests:
+        raise SyncError(f"the trainer sends {name} twice in one sync")
+    if tuple(weight.shape) != announced[name][0]:
+        raise SyncError(
+            f"the trainer sends {name} with shape {tuple(weight.shape)}; the model was built with {announced[name][0]}"
+        )
+
+
+def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The compute value of a weight. Raises SyncError with its name when it is not finite."""
+    bf16 = weight.detach().to(torch.bfloat16)
+    if not bool(torch.isfinite(bf16).all()):
+        raise SyncError(
+            f"{name} holds NaN or Inf, so nothing was synced; look at the last optimizer step "
+            f"(gradient norm, learning rate) that made it so"
+        )
+    return bf16
+
+
+def _quantize(
+    name: str, bf16: torch.Tensor, scale_format: str, cached: Cached | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    own = cached(name) if cached is not None else None
+    if own is not None:
+        return own
+    from jetrl_patch.fp8.quantize import quantize_weight
+
+    q, scales = quantize_weight(bf16, scale_format)
+    return q, scales
+
+
+def _count(stats: SyncStats, name: str, tensor: torch.Tensor) -> NamedTensor:
+    tensor = tensor.contiguous()
+    stats.total += tensor.nbytes
+    stats.tensors += 1
+    stats.digests[name] = digest(tensor)
+    return name, tensor
+
+
+__all__ = ["Cached", "NamedTensor", "SyncStats", "dtype_name", "quantized_stream"]
