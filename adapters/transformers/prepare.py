@@ -1,0 +1,86 @@
+"""The trainer's side of a Hugging Face model: FP8 linears, and in exact mode every other op of the rollout."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from jetrl_patch.adapters.transformers import modules
+from jetrl_patch.adapters.transformers.attention import NAME
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError, NotPatchedError
+from jetrl_patch.exact import dispatch
+from jetrl_patch.exact.families import check_family
+from jetrl_patch.fp8.backends import choose_backend
+from jetrl_patch.fp8.convert import select_layers, swap_linears
+from jetrl_patch.fp8.layers import is_row_parallel
+
+
+def prepare_model(
+    model: nn.Module,
+    config: Config,
+    rollout_tp: int = 1,
+    device_type: str = "cpu",
+) -> list[str]:
+    """Convert a causal language model in place, before it is wrapped by FSDP or ZeRO.
+
+    Everything is checked before anything changes. Parameters keep their names, dtypes and identity; meta
+    tensors stay meta.
+
+    Args:
+        model: a Hugging Face model with an ``lm_head``.
+        rollout_tp: tensor parallel size of the rollout, whose order of partial sums the trainer follows.
+        device_type: where the model will run; decides the backend.
+
+    Returns:
+        Names of the FP8 layers: of those converted here, or, where only the rollout is FP8, of those that
+        the rollout quantizes. Empty in BF16.
+
+    Raises:
+        ModelError: the model cannot be converted; ConfigError: no such backend here; NotPatchedError: exact
+        attention was not registered with transformers.
+    """
+    if not config.fp8_rollout:
+        return []
+    names = select_layers(model, config.exclude)
+    if not config.fp8_train:
+        return names
+    if config.exact:
+        _check_exact(model)
+    backend = choose_backend(config.backend, device_type)
+    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp)
+    if config.exact:
+        dispatch.configure(config.backend, device_type)
+        _make_exact(model, rollout_tp)
+    return names
+
+
+def _check_exact(model: Any) -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    check_family(model.config)
+    if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
+        raise NotPatchedError(
+            f"transformers does not know the attention {NAME!r} in this process; call jetrl_patch.enable() before "
+            "the model is prepared"
+        )
+    if not isinstance(getattr(model, "lm_head", None), nn.Linear):
+        raise ModelError(f"{type(model).__name__} has no lm_head: exact mode prepares causal language models")
+
+
+def _make_exact(model: Any, rollout_tp: int) -> None:
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind.endswith("RMSNorm"):
+            modules.swap(module, modules.ExactNorm)
+        elif kind.endswith("RotaryEmbedding"):
+            modules.swap(module, modules.ExactRotary)
+        elif kind.endswith("MLP"):
+            modules.swap(module, modules.ExactMLP)
+        elif isinstance(module, nn.Embedding):
+            modules.swap(module, modules.ExactEmbedding)
+        elif type(module) is nn.Linear:
+            modules.swap(module, modules.ExactLinear)
+            module.jetrl_splits = rollout_tp if is_row_parallel(name) else 1
+    model.config._attn_implementation = NAME

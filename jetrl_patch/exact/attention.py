@@ -1,0 +1,161 @@
+"""Causal attention with the rollout's forward and an ordinary backward.
+
+Each query row is computed alone: scores in FP32 over ascending keys, two passes, one rounding to BF16. A row
+of a packed training batch, of a prefill, of a chunk of one and of a decode step therefore has the same bits.
+Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.exact.dispatch import native
+from jetrl_patch.native import ops
+
+#: Up to so many scores the backward pads all sequences into one batch; above, it walks through them.
+_BATCHED_SCORES = 1 << 26
+
+
+def attention_paged(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    scale: float,
+) -> Tensor:
+    """The rollout's attention (no gradient).
+
+    Args:
+        q_THD: BF16 [T, H, D]; queries of request r are rows query_start_loc[r] : query_start_loc[r + 1] and
+            stand at the end of its keys.
+        k_cache, v_cache: BF16 [blocks, block size, KH, D], any strides but the last.
+        block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
+
+    Returns:
+        BF16 [T, H, D].
+    """
+    if native(q_THD):
+        return ops.attention(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
+    out = torch.empty_like(q_THD)
+    size = k_cache.shape[1]
+    starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
+    for r, length in enumerate(lengths):
+        if starts[r + 1] > starts[r]:
+            blocks = block_table[r, : -(-length // size)].long()
+            k, v = (cache[blocks].flatten(0, 1)[:length] for cache in (k_cache, v_cache))
+            rows = slice(starts[r], starts[r + 1])
+            out[rows] = _reference(q_THD[rows], k, v, scale)[0]
+    return out
+
+
+def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One sequence in FP64: output [Tq, H, D] BF16 and log-sum-exp [Tq, H] FP32."""
+    per = q.shape[1] // k.shape[1]
+    qd, kd, vd = q.double(), k.double().repeat_interleave(per, 1), v.double().repeat_interleave(per, 1)
+    scores = torch.einsum("qhd,khd->hqk", qd, kd) * scale
+    first = k.shape[0] - q.shape[0]
+    keys, rows = torch.arange(k.shape[0], device=q.device), torch.arange(q.shape[0], device=q.device)
+    scores = scores.masked_fill(keys[None] > rows[:, None] + first, float("-inf"))
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), vd)
+    return out.to(torch.bfloat16), scores.logsumexp(-1).t().float()
+
+
+class _VarlenAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
+    ) -> Tensor:
+        q16, k16, v16 = (t.to(torch.bfloat16).contiguous() for t in (q, k, v))
+        if native(q):
+            # One block that is as long as the batch: sequence r begins cu_seqlens[r] tokens into it.
+            cu = cu_seqlens.to(torch.int32)
+            caches = (t.unsqueeze(1) for t in (k16, v16))  # blocks of one token: [T, 1, KH, D]
+            longest = int((cu[1:] - cu[:-1]).max())
+            table = cu[:-1, None] + torch.arange(longest, dtype=torch.int32)
+            out, lse = ops.attention(q16, *caches, table, cu[1:] - cu[:-1], cu, scale, want_lse=True)
+            assert lse is not None
+        else:
+            pieces = [
+                _reference(q16[a:b], k16[a:b], v16[a:b], scale)
+                for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True)
+            ]
+            out, lse = torch.cat([p[0] for p in pieces]), torch.cat([p[1] for p in pieces])
+        ctx.save_for_backward(q16, k16, v16, out, lse, cu_seqlens)
+        ctx.scale, ctx.dtypes = scale, (q.dtype, k.dtype, v.dtype)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
+        q, k, v, out, lse, cu = ctx.saved_tensors
+        grad = grad_outputs[0].to(torch.bfloat16)
+        lengths = cu[1:] - cu[:-1]
+        longest = int(lengths.max())
+        if lengths.numel() * q.shape[1] * longest * longest <= _BATCHED_SCORES:
+            ranges = [(cu, longest)]
+        else:
+            ranges = [(cu[r : r + 2], int(lengths[r])) for r in range(lengths.numel())]
+        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
+        for part, width in ranges:
+            _backward_batch(q, k, v, out, lse, grad, part, width, ctx.scale, (dq, dk, dv))
+        return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv.to(ctx.dtypes[2]), None, None
+
+
+def _backward_batch(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    cu: Tensor,
+    width: int,
+    scale: float,
+    into: tuple[Tensor, Tensor, Tensor],
+) -> None:
+    """Gradients of the sequences in ``cu``, padded to ``width``, in FP32 (FlashAttention, arXiv 2205.14135, section B).
+
+    P = exp(scale QK^T - lse); dV = P^T dO; dP = dO V^T; dS = P (dP - rowsum(dO O)); dQ = scale dS K; dK = scale dS^T Q.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    per = heads // kv_heads
+    steps = torch.arange(width, device=q.device)
+    index = cu[:-1, None].long() + steps  # [R, width]
+    valid = steps < (cu[1:] - cu[:-1])[:, None]
+    index = index.clamp(max=q.shape[0] - 1)
+
+    def padded(t: Tensor) -> Tensor:  # [T, h, D] -> FP32 [R, h, width, D], zero outside
+        return (t[index].float() * valid[..., None, None]).transpose(1, 2)
+
+    Q, dO, O = padded(q), padded(grad), padded(out)
+    K, V = (padded(t).repeat_interleave(per, 1) for t in (k, v))
+    seen = steps[None, :] <= steps[:, None]
+    mask = seen & valid[:, None, :, None] & valid[:, None, None, :]
+    L = lse[index].transpose(1, 2).unsqueeze(-1)  # [R, H, width, 1]
+    P = torch.where(mask, torch.exp(Q @ K.transpose(-1, -2) * scale - L), 0.0)
+    dV = P.transpose(-1, -2) @ dO
+    dS = P * (dO @ V.transpose(-1, -2) - (dO * O).sum(-1, keepdim=True)) * scale
+    grads = (dS @ K, dS.transpose(-1, -2) @ Q, dV)
+    rows = index[valid]
+    for target, value in zip(into, grads, strict=True):
+        if target.shape[1] != heads:
+            value = value.unflatten(1, (kv_heads, per)).sum(2)
+        target[rows] = value.transpose(1, 2)[valid].to(target.dtype)
+
+
+def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Causal attention of packed sequences, differentiable.
+
+    Args:
+        q_THD: [T, H, D]; k_TKD, v_TKD: [T, KH, D], KH divides H; computed from their BF16 values.
+        cu_seqlens: int32 [R + 1], the first is 0 and the last T. scale: usually D ** -0.5.
+
+    Returns:
+        BF16 [T, H, D]; gradients in FP32, rounded to the inputs' dtypes.
+    """
+    result: Tensor = _VarlenAttention.apply(q_THD, k_TKD, v_TKD, cu_seqlens, scale)
+    return result

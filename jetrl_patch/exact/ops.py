@@ -1,0 +1,22 @@
+"""The exact ops in one place; each stands in a module of its own."""
+
+from jetrl_patch.exact.activation import silu_mul
+from jetrl_patch.exact.attention import attention_paged, attention_varlen
+from jetrl_patch.exact.head import head_linear, linear, partial_sum
+from jetrl_patch.exact.logprob import token_log_probs
+from jetrl_patch.exact.norm import rms_norm
+from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table
+
+__all__ = [
+    "apply_rotary",
+    "attention_paged",
+    "attention_varlen",
+    "head_linear",
+    "linear",
+    "partial_sum",
+    "rms_norm",
+    "rope_frequencies",
+    "rotary_table",
+    "silu_mul",
+    "token_log_probs",
+]

@@ -1,0 +1,70 @@
+"""Rotary embedding: one table of cosines and sines for both sides, applied in the rounding order of Hugging Face."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.exact.dispatch import native
+from jetrl_patch.native import ops
+
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """``rope_type``, ``rope_theta`` and the rest, from whichever of its two spellings the config uses."""
+    found = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    found.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
+    return found
+
+
+def rope_frequencies(hf_config: Any) -> Tensor:
+    """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
+
+    Computed from the config on both sides: a module's buffer may have been rounded to BF16 on its way.
+    """
+    rope = rope_parameters(hf_config)
+    dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    if rope["rope_type"] == "default":
+        return inv_freq
+    factor = rope["factor"]
+    if rope["rope_type"] == "linear":
+        return inv_freq / factor
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"rope type {rope['rope_type']!r} is not covered; expected default, linear or llama3")
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelength > context / low, inv_freq / factor, inv_freq)
+    smooth = (context / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = ~(wavelength < context / high) * ~(wavelength > context / low)
+    return torch.where(medium, smoothed, scaled)
+
+
+def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, BF16 [positions, D/2].
+
+    The angle is the FP32 product that Hugging Face forms. Its cosine is taken in FP64: there the last bit,
+    which may depend on how a vectorized loop cuts the table, is far below the rounding to BF16.
+    ``scaling`` is the ``attention_scaling`` of the rope type.
+    """
+    p = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
+    angle = (p[:, None] * inv_freq.float()[None, :]).double()
+    return (angle.cos() * scaling).float().to(torch.bfloat16), (angle.sin() * scaling).float().to(torch.bfloat16)
+
+
+def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [T, h, D] BF16 by the tables [P, D/2] at ``positions`` [T]: bf16(bf16(x cos) + bf16(rotate_half(x) sin)).
+
+    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables; its
+    operations round one by one, so both give the same bits.
+    """
+    if native(x_ThD):
+        return ops.rotary(x_ThD, cos, sin, positions)
+    c, s = (torch.cat((t, t), -1)[positions].unsqueeze(1) for t in (cos, sin))
+    low, high = x_ThD.chunk(2, -1)
+    return x_ThD * c + torch.cat((-high, low), -1) * s

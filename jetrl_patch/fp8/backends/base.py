@@ -1,0 +1,71 @@
+"""What a backend offers: the quantizers and the three GEMMs of a linear layer.
+
+Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). Operands are row-major.
+
+| GEMM  | output  | left operand              | right operand             | contracts over |
+| FProp | Y [M,N] | X e4m3 [M,K], s [M,G]     | W e4m3 [N,K], s [N,G]     | K              |
+| DGrad | dX[M,K] | dY e4m3 [M,N], s [M,N/128]| W e4m3 [N,K], s blocks    | N              |
+| WGrad | dW[N,K] | dY e4m3 [M,N], s [M/128,N]| X e4m3 [M,K], s [M/128,K] | M (tokens)     |
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.fp8.formats import ScaleFormat
+
+
+class Backend(ABC):
+    """A row of an FProp result must depend on that row alone; DGrad and WGrad are the trainer's own."""
+
+    name: str
+
+    @abstractmethod
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """As ``fp8.quantize.quantize_activation``, bit for bit."""
+
+    @abstractmethod
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """As ``fp8.quantize.quantize_tokens``, bit for bit."""
+
+    @abstractmethod
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """As ``fp8.quantize.quantize_weight``, bit for bit."""
+
+    @abstractmethod
+    def gemm(
+        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        """FProp on quantized operands, BF16 or FP32 (an unrounded partial sum) [M, N]; see ``reference.fprop``."""
+
+    @abstractmethod
+    def dgrad(
+        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        """dX [M, K] from the BF16 output gradient [M, N], which is quantized here in 1x128 groups along N."""
+
+    @abstractmethod
+    def wgrad(
+        self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        """dW [N, K]; the saved FP8 activation is requantized from 1x128 to 128x1, dY is quantized 128x1."""
+
+    @abstractmethod
+    def fingerprint(self, w_NK: Tensor) -> int | None:
+        """A value that changes with the weight's bytes, or None where computing one costs more than quantizing."""
+
+    def fprop(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype = torch.bfloat16,
+        splits: int = 1,
+    ) -> Tensor:
+        """Quantize a BF16 activation [M, K] and multiply: what a rollout's linear layer does."""
+        q_MK, s_MG = self.quantize_activation(x_MK, scale_format)
+        return self.gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)

@@ -1,0 +1,58 @@
+"""The CPU backend: C kernels for the quantizers and FProp, torch matmuls on exact BF16 operands for the gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.fp8.backends.base import Backend
+from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
+from jetrl_patch.native import ops
+
+
+class NativeBackend(Backend):
+    """Rows are independent by construction: see ``kernels.c``."""
+
+    name = "native"
+
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        return ops.quantize_rows(x_MK, scale_format == "pow2")
+
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        return ops.quantize_tokens(x_MK, scale_format == "pow2")
+
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        return ops.quantize_blocks(w_NK.to(torch.bfloat16), scale_format == "pow2")
+
+    def gemm(
+        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        return ops.fp8_gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+
+    def dgrad(
+        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        exact = _exact_dtype(scale_format)
+        q, s = self.quantize_activation(g_MN, scale_format)
+        g = ops.dequantize(q, s, 1, BLOCK, exact)  # [M, N]
+        w = ops.dequantize(w_NK, s_blocks, BLOCK, BLOCK, exact)  # [N, K]
+        return torch.mm(g, w).to(out_dtype)
+
+    def wgrad(
+        self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        exact = _exact_dtype(scale_format)
+        x = ops.dequantize(q_MK, s_MG, 1, BLOCK, torch.bfloat16)
+        x = ops.dequantize(*self.quantize_tokens(x, scale_format), BLOCK, 1, exact)  # [M, K]
+        g = ops.dequantize(*self.quantize_tokens(g_MN, scale_format), BLOCK, 1, exact)  # [M, N]
+        if out_dtype == torch.float32:  # keep the FP32 sums: BF16 operands are exact in FP32 too
+            g, x = g.float(), x.float()
+        return torch.mm(g.t(), x).to(out_dtype)
+
+    def fingerprint(self, w_NK: Tensor) -> int | None:
+        return ops.fingerprint(w_NK)
+
+
+def _exact_dtype(scale_format: ScaleFormat) -> torch.dtype:
+    """The dtype in which q * s is exact, or nearly: 4 significant bits times a power of two fit BF16."""
+    return torch.bfloat16 if scale_format == "pow2" else torch.float32

@@ -1,0 +1,69 @@
+"""Swap the linear layers of a Hugging Face model to ``Fp8Linear``, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.layers import check_splits, is_fp8, is_row_parallel
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+
+
+def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
+    """Names of the modules that become FP8, in the model's order.
+
+    Raises:
+        ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, or a layer is
+            already quantized by somebody else.
+    """
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    chosen = [name for name in linears if is_fp8(name, exclude)]
+    if not chosen:
+        raise ModelError(
+            f"{type(model).__name__} has no nn.Linear to quantize: looked for layers inside `layers.N.`, found "
+            f"{len(linears)} linear layers in all, exclude={list(exclude)}"
+        )
+    for pattern in exclude:
+        if not any(not is_fp8(name, (pattern,)) and is_fp8(name, ()) for name in linears):
+            raise ModelError(
+                f"exclude pattern {pattern!r} matches no FP8 layer; patterns match whole parts of names such as {chosen[0]!r}"
+            )
+    foreign = [name for name in chosen if type(linears[name]) not in (nn.Linear, Fp8Linear)]
+    if foreign:
+        kinds = sorted({type(linears[name]).__name__ for name in foreign})
+        raise ModelError(
+            f"{len(foreign)} layers are not plain nn.Linear but {', '.join(kinds)} (first: {foreign[0]}); "
+            "switch the other quantization or adapter off, or exclude these layers"
+        )
+    return chosen
+
+
+def swap_linears(
+    model: nn.Module,
+    exclude: Sequence[str] = (),
+    scale_format: ScaleFormat = "pow2",
+    backend: str = "torch",
+    k_splits: int = 1,
+) -> list[str]:
+    """Turn every selected layer into an ``Fp8Linear``; parameters and names stay what they were.
+
+    Works on meta tensors and on ZeRO-3's emptied parameters: nothing is read from the weights here.
+
+    Args:
+        backend: a name from ``fp8.backends``, already chosen.
+        k_splits: tensor parallel size of the rollout.
+
+    Returns:
+        The names of the swapped modules.
+    """
+    names = select_layers(model, exclude)
+    modules = dict(model.named_modules())
+    check_splits(((name, modules[name].in_features) for name in names), k_splits)
+    for name in names:
+        module = modules[name]
+        module.__class__ = Fp8Linear
+        module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)  # type: ignore[assignment]
+    return names

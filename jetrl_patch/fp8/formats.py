@@ -1,0 +1,24 @@
+"""Numbers that both sides share: the FP8 format, the block size and the two scale formats.
+
+Source: Jet-RL (arXiv 2601.14243, section 4) for the granularity; DeepSeek-V3 (arXiv 2412.19437, section 3.3)
+for the blocks and the name ``weight_scale_inv``.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+BLOCK = 128
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+#: Floor of an amax. 1e-4, used elsewhere, would squash gradients; 448 / amax would overflow, amax / 448 does not.
+AMAX_FLOOR = 1e-10
+
+ScaleFormat = Literal["pow2", "fp32"]
+
+
+def groups(size: int) -> int:
+    """How many groups of 128 cover ``size`` elements; the last one may be cut short."""
+    return -(-size // BLOCK)

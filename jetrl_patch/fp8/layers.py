@@ -1,0 +1,62 @@
+"""Which linear layers are FP8: one rule, used by the trainer and by the rollout.
+
+Patterns match whole parts of a dotted module name, never prefixes of a part: "mlp.gate" is the router of a
+mixture of experts and leaves "mlp.gate_up_proj" alone (the opposite once left 56 layers of a rollout in BF16).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8.formats import BLOCK
+
+#: A linear layer of a transformer block; all others (embedding, lm_head, value heads) stay in BF16.
+_IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
+#: Router gates stay in BF16.
+_ROUTERS = ("gate", "router", "shared_expert_gate")
+#: Layers that a tensor-parallel rollout splits along K.
+ROW_PARALLEL = ("o_proj", "down_proj")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Does ``pattern`` (parts may hold ``*``) equal a run of whole parts of ``name``?"""
+    parts, wanted = name.split("."), pattern.split(".")
+    return any(
+        all(fnmatchcase(part, want) for part, want in zip(parts[at:], wanted, strict=False))
+        for at in range(len(parts) - len(wanted) + 1)
+    )
+
+
+def is_fp8(name: str, exclude: Sequence[str]) -> bool:
+    """Is the linear layer called ``name`` (Hugging Face module name) quantized?"""
+    if not _IN_BLOCK.search(name) or name.rsplit(".", 1)[-1] in _ROUTERS:
+        return False
+    return not any(matches(name, pattern) for pattern in exclude)
+
+
+def is_row_parallel(name: str) -> bool:
+    return name.rsplit(".", 1)[-1] in ROW_PARALLEL
+
+
+def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
+    """Refuse a tensor-parallel degree that cuts a 128-block of a row-parallel layer.
+
+    Args:
+        layers: (name, K) of each FP8 layer.
+
+    Raises:
+        ModelError: with every layer that would be cut.
+    """
+    if tp <= 1:
+        return
+    cut = [f"{name} (K = {k})" for name, k in layers if is_row_parallel(name) and k % (tp * BLOCK)]
+    if cut:
+        shown = ", ".join(cut[:8]) + (f" and {len(cut) - 8} more" if len(cut) > 8 else "")
+        raise ModelError(
+            f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(cut)} layers: {shown}. "
+            f"Use a size that keeps K / size a multiple of {BLOCK}, or leave these layers in BF16 on both sides "
+            f"by exclude={sorted({name.rsplit('.', 1)[-1] for name, k in layers if k % (tp * BLOCK)} & set(ROW_PARALLEL))}."
+        )

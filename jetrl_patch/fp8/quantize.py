@@ -1,0 +1,91 @@
+"""The quantizers, written to be read: these lines are the contract, and every faster one must equal them bit for bit.
+
+Shape legend: M tokens, N output features, K input features, G = ceil(K / 128).
+For a group with values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
+With scale format "pow2", s is rounded up to a power of two; then q * s is exact in BF16.
+A NaN or Inf in a group makes its scale NaN or Inf and stays visible.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.fp8.formats import AMAX_FLOOR, BLOCK, FP8, FP8_MAX, ScaleFormat, groups
+
+
+def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """The scale of a group, FP32, same shape as ``amax``.
+
+    "pow2" works on the exponent bits: ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
+    """
+    scale = amax.float().clamp(min=AMAX_FLOOR) / FP8_MAX
+    if scale_format == "fp32":
+        return scale
+    bits = scale.view(torch.int32)
+    rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(torch.isfinite(scale), rounded, scale)
+
+
+def _to_fp8(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN: always clamp
+
+
+def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """1x128 groups along K, for FProp (x) and DGrad (output gradients along N).
+
+    Args:
+        x_MK: BF16 [M, K], any K.
+
+    Returns:
+        e4m3fn [M, K] and FP32 scales [M, G].
+    """
+    M, K = x_MK.shape
+    x = F.pad(x_MK.float(), (0, groups(K) * BLOCK - K)).view(M, groups(K), BLOCK)
+    s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
+    return _to_fp8(x / s_MG.unsqueeze(-1)).view(M, -1)[:, :K].contiguous(), s_MG
+
+
+def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """128x1 groups along M: the operands of WGrad, which contracts over tokens.
+
+    Returns:
+        e4m3fn [M, K] and FP32 scales [ceil(M / 128), K].
+    """
+    q_KM, s_KG = quantize_activation(x_MK.t(), scale_format)
+    return q_KM.t().contiguous(), s_KG.t().contiguous()
+
+
+def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """128x128 blocks. An FP32 master is rounded to BF16 first, so that all who see the BF16 value get the same bytes.
+
+    Returns:
+        e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
+    """
+    N, K = w_NK.shape
+    w = w_NK.to(torch.bfloat16).float()
+    w = F.pad(w, (0, groups(K) * BLOCK - K, 0, groups(N) * BLOCK - N)).view(groups(N), BLOCK, groups(K), BLOCK)
+    s_blocks = scale_from_amax(w.abs().amax(dim=(1, 3)), scale_format)
+    q = _to_fp8(w / s_blocks[:, None, :, None]).view(groups(N) * BLOCK, groups(K) * BLOCK)
+    return q[:N, :K].contiguous(), s_blocks
+
+
+def expand_weight_scale(s_blocks: Tensor, rows: int) -> Tensor:
+    """Block scales [ceil(N / 128), G] as per-row scales [N, G]: any slice of rows then keeps its scales."""
+    return s_blocks.repeat_interleave(BLOCK, 0)[:rows].contiguous()
+
+
+def dequantize_activation(q_MK: Tensor, s_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * s of 1x128 groups, [M, K]."""
+    return (q_MK.float() * s_MG.repeat_interleave(BLOCK, 1)[:, : q_MK.shape[1]]).to(dtype)
+
+
+def dequantize_tokens(q_MK: Tensor, s_GK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * s of 128x1 groups, [M, K]."""
+    return (q_MK.float() * s_GK.repeat_interleave(BLOCK, 0)[: q_MK.shape[0]]).to(dtype)
+
+
+def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * s of 128x128 blocks, [N, K]."""
+    return dequantize_activation(q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), dtype)

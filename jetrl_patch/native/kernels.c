@@ -1,0 +1,437 @@
+/* CPU kernels of the exact FP8 flow.
+ *
+ * One rule holds for every function: the bits of an output row depend on the inputs of that row
+ * alone. Sums run in a fixed order (16 lanes over ascending K, then one fixed tree over the lanes),
+ * the tile a row falls into only decides when it is computed, and threads split rows or columns,
+ * never a sum. So decoding one token and training on a packed batch give the same bits.
+ *
+ * Legend: M tokens, N output features, K input features, G = ceil(K/128) groups, T query tokens,
+ * H query heads, D head width, L keys. All matrices are row-major; `ld*` is the row stride in elements.
+ * BF16 values are passed as uint16_t, e4m3fn bytes as uint8_t.
+ */
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#define LANES 16
+#define GROUP 128
+#define MR 6          /* rows of the register tile    */
+#define NR 2          /* columns of the register tile */
+#define MTILE 192     /* rows whose operands are kept in scratch at a time */
+#define NTILE 16      /* columns whose weights are widened to FP32 at a time */
+
+typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
+typedef int32_t i16 __attribute__((vector_size(64), aligned(4), may_alias));
+
+static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+
+static inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
+static inline uint32_t as_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+
+static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
+
+static inline uint16_t to_bf16(float f) {  /* round to nearest even; a NaN stays a NaN */
+    uint32_t b = as_bits(f);
+    uint32_t r = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
+    return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)r;
+}
+
+static inline float lane_sum(v16 a) {  /* one fixed tree */
+    float t[8], u[4];
+    for (int i = 0; i < 8; i++) t[i] = a[i] + a[i + 8];
+    for (int i = 0; i < 4; i++) u[i] = t[i] + t[i + 4];
+    return (u[0] + u[2]) + (u[1] + u[3]);
+}
+
+/* ---- e4m3fn ------------------------------------------------------------------------------- */
+
+static inline uint8_t encode_e4m3(float y) {  /* saturating round to nearest even; NaN -> 0x7f */
+    uint32_t b = as_bits(y), sign = (b >> 24) & 0x80u, a = b & 0x7fffffffu;
+    uint32_t normal = (a + 0x7ffffu + ((a >> 20) & 1u) - (120u << 23)) >> 20;
+    uint32_t tiny = as_bits(as_float(a) + 16384.0f) - as_bits(16384.0f);  /* steps of 2^-9 below 2^-6 */
+    uint32_t code = a < 0x3c800000u ? tiny : normal;
+    code = a >= 0x43e00000u ? 0x7eu : code;  /* 448 and above */
+    code = a > 0x7f800000u ? 0x7fu : code;
+    return (uint8_t)(sign | code);
+}
+
+static inline float decode_e4m3(uint8_t q) {
+    uint32_t a = q & 0x7fu;
+    /* No FP32 subnormal is formed on the way: some libraries switch them off for the whole process. */
+    float v = a < 8u ? (float)(int32_t)a * 0x1p-9f : as_float((a << 20) + (120u << 23));
+    v = a == 0x7fu ? as_float(0x7fc00000u) : v;
+    return q & 0x80u ? -v : v;
+}
+
+static inline float scale_of(uint32_t amax_bits, int pow2) {
+    /* Bits of non-negative floats order like integers, and NaN sorts above everything: it survives. */
+    float amax = as_float(amax_bits);
+    float s = (amax_bits < 0x2edbe6ffu ? 1e-10f : amax) / 448.0f;
+    if (pow2) {
+        uint32_t b = as_bits(s);
+        if (b < 0x7f800000u) s = as_float((b + 0x7fffffu) & 0x7f800000u);
+    }
+    return s;
+}
+
+/* X [M,K] bf16 -> q [M,K], s [M,G]: groups of 128 along a row. */
+void jetrl_quantize_rows(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int pow2,
+                         uint8_t *q, float *s, int threads) {
+    const int64_t G = (K + GROUP - 1) / GROUP;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t g = 0; g < G; g++) {
+            const int64_t n = K - g * GROUP < GROUP ? K - g * GROUP : GROUP;
+            const uint16_t *xg = x + m * ldx + g * GROUP;
+            uint8_t *qg = q + m * K + g * GROUP;
+            uint32_t amax = 0;
+            for (int64_t i = 0; i < n; i++) {
+                uint32_t a = ((uint32_t)xg[i] << 16) & 0x7fffffffu;
+                amax = a > amax ? a : amax;
+            }
+            const float scale = scale_of(amax, pow2);
+            s[m * G + g] = scale;
+            for (int64_t i = 0; i < n; i++) qg[i] = encode_e4m3(from_bf16(xg[i]) / scale);
+        }
+}
+
+/* X [M,K] bf16 -> q [M,K], s [ceil(M/128),K]: groups of 128 tokens, for WGrad. */
+void jetrl_quantize_tokens(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int pow2,
+                           uint8_t *q, float *s, int threads) {
+    const int64_t GM = (M + GROUP - 1) / GROUP;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && GM > 1)
+    for (int64_t g = 0; g < GM; g++) {
+        const int64_t m0 = g * GROUP, m1 = m0 + GROUP < M ? m0 + GROUP : M;
+        uint32_t *amax = (uint32_t *)(s + g * K);
+        memset(amax, 0, (size_t)K * 4);
+        for (int64_t m = m0; m < m1; m++)
+            for (int64_t k = 0; k < K; k++) {
+                uint32_t a = ((uint32_t)x[m * ldx + k] << 16) & 0x7fffffffu;
+                amax[k] = a > amax[k] ? a : amax[k];
+            }
+        for (int64_t k = 0; k < K; k++) s[g * K + k] = scale_of(as_bits(s[g * K + k]), pow2);
+        for (int64_t m = m0; m < m1; m++)
+            for (int64_t k = 0; k < K; k++)
+                q[m * K + k] = encode_e4m3(from_bf16(x[m * ldx + k]) / s[g * K + k]);
+    }
+}
+
+/* W [N,K] bf16 -> q [N,K], s [ceil(N/128),G]: blocks of 128x128. */
+void jetrl_quantize_blocks(const uint16_t *w, int64_t ldw, int64_t N, int64_t K, int pow2,
+                           uint8_t *q, float *s, int threads) {
+    const int64_t G = (K + GROUP - 1) / GROUP, GN = (N + GROUP - 1) / GROUP;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && GN > 1)
+    for (int64_t b = 0; b < GN; b++)
+        for (int64_t g = 0; g < G; g++) {
+            const int64_t n0 = b * GROUP, n1 = n0 + GROUP < N ? n0 + GROUP : N;
+            const int64_t k0 = g * GROUP, k1 = k0 + GROUP < K ? k0 + GROUP : K;
+            uint32_t amax = 0;
+            for (int64_t n = n0; n < n1; n++)
+                for (int64_t k = k0; k < k1; k++) {
+                    uint32_t a = ((uint32_t)w[n * ldw + k] << 16) & 0x7fffffffu;
+                    amax = a > amax ? a : amax;
+                }
+            const float scale = scale_of(amax, pow2);
+            s[b * G + g] = scale;
+            for (int64_t n = n0; n < n1; n++)
+                for (int64_t k = k0; k < k1; k++)
+                    q[n * K + k] = encode_e4m3(from_bf16(w[n * ldw + k]) / scale);
+        }
+}
+
+/* q [M,K] with s[(m / row_group) * lds + k / col_group] -> FP32 or BF16 (exact for power-of-two scales). */
+void jetrl_dequantize(const uint8_t *q, const float *s, int64_t lds, int64_t M, int64_t K,
+                      int64_t row_group, int64_t col_group, int bf16, void *out, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
+    for (int64_t m = 0; m < M; m++) {
+        const float *sr = s + (m / row_group) * lds;
+        const uint8_t *qr = q + m * K;
+        for (int64_t k0 = 0; k0 < K; k0 += col_group == 1 ? K : col_group) {
+            const int64_t k1 = col_group == 1 ? K : (k0 + col_group < K ? k0 + col_group : K);
+            const float fixed = sr[col_group == 1 ? 0 : k0 / col_group];
+            for (int64_t k = k0; k < k1; k++) {
+                const float v = decode_e4m3(qr[k]) * (col_group == 1 ? sr[k] : fixed);
+                if (bf16) ((uint16_t *)out)[m * K + k] = to_bf16(v);
+                else ((float *)out)[m * K + k] = v;
+            }
+        }
+    }
+}
+
+/* A 64-bit fingerprint of `bytes` bytes: tells whether a weight has changed since it was quantized. */
+uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
+    uint64_t lane[8], tail[8] = {0};
+    for (int i = 0; i < 8; i++) lane[i] = 0x9e3779b97f4a7c15ull * (uint64_t)(i + 1);
+    int64_t at = 0;
+    for (; at + 64 <= bytes; at += 64)
+        for (int i = 0; i < 8; i++) {
+            uint64_t word;
+            memcpy(&word, data + at + 8 * i, 8);
+            lane[i] = (lane[i] ^ word) * 0xff51afd7ed558ccdull;
+            lane[i] ^= lane[i] >> 32;
+        }
+    memcpy(tail, data + at, (size_t)(bytes - at));
+    uint64_t h = (uint64_t)bytes;
+    for (int i = 0; i < 8; i++) {
+        h = (h ^ lane[i]) * 0xff51afd7ed558ccdull; h ^= h >> 32;
+        h = (h ^ tail[i]) * 0xc4ceb9fe1a85ec53ull; h ^= h >> 32;
+    }
+    return h;
+}
+
+/* ---- GEMM: Y [M,N] = X [M,K] * W [N,K]^T ---------------------------------------------------
+ * Both operands stand in scratch as FP32, rows padded with zeros to Kp = a multiple of 16.
+ * With scales: y = sum over groups of fma(dot128(qX, qW), sX * sW, acc), ascending, lane-wise;
+ * the lanes are added once at the end. Without scales: y = sum over K of fma(x, w, acc). */
+
+static inline __attribute__((always_inline)) void tile(
+    const int mr, const int nr, const float *x, const float *w, int64_t Kp, int64_t k0, int64_t k1,
+    const float *sx, const float *sw, int64_t lds, float *y, int64_t ldy) {
+    v16 total[MR][NR];
+    for (int i = 0; i < mr; i++) for (int j = 0; j < nr; j++) total[i][j] = (v16){0};
+    if (sx) {
+        for (int64_t g = k0; g < k1; g += GROUP) {
+            const int64_t end = g + GROUP < k1 ? g + GROUP : k1;
+            v16 dot[MR][NR];
+            for (int i = 0; i < mr; i++) for (int j = 0; j < nr; j++) dot[i][j] = (v16){0};
+            for (int64_t k = g; k < end; k += LANES)
+                for (int j = 0; j < nr; j++) {
+                    const v16 wv = *(const v16 *)(w + j * Kp + k);
+                    for (int i = 0; i < mr; i++) dot[i][j] += *(const v16 *)(x + i * Kp + k) * wv;
+                }
+            for (int i = 0; i < mr; i++)
+                for (int j = 0; j < nr; j++) {
+                    const float s = sx[i * lds + g / GROUP] * sw[j * lds + g / GROUP];
+                    total[i][j] += dot[i][j] * s;
+                }
+        }
+    } else {
+        for (int64_t k = k0; k < k1; k += LANES)
+            for (int j = 0; j < nr; j++) {
+                const v16 wv = *(const v16 *)(w + j * Kp + k);
+                for (int i = 0; i < mr; i++) total[i][j] += *(const v16 *)(x + i * Kp + k) * wv;
+            }
+    }
+    for (int i = 0; i < mr; i++) for (int j = 0; j < nr; j++) y[i * ldy + j] = lane_sum(total[i][j]);
+}
+
+static void rows_times_columns(int64_t rows, int64_t cols, const float *x, const float *w, int64_t Kp,
+                               int64_t k0, int64_t k1, const float *sx, const float *sw, int64_t lds,
+                               float *y, int64_t ldy) {
+    for (int64_t j = 0; j < cols; j += NR) {
+        const int nr = cols - j < NR ? (int)(cols - j) : NR;
+        for (int64_t i = 0; i < rows; i += MR) {
+            const int64_t mr = rows - i < MR ? rows - i : MR;
+            const float *xi = x + i * Kp, *wj = w + j * Kp;
+            const float *si = sx ? sx + i * lds : 0, *sj = sw ? sw + j * lds : 0;
+            float *yij = y + i * ldy + j;
+            if (mr == MR && nr == NR) tile(MR, NR, xi, wj, Kp, k0, k1, si, sj, lds, yij, ldy);
+            else if (nr == NR)
+                for (int64_t r = 0; r < mr; r++)
+                    tile(1, NR, xi + r * Kp, wj, Kp, k0, k1, si ? si + r * lds : 0, sj, lds, yij + r * ldy, ldy);
+            else
+                for (int64_t r = 0; r < mr; r++)
+                    tile(1, 1, xi + r * Kp, wj, Kp, k0, k1, si ? si + r * lds : 0, sj, lds, yij + r * ldy, ldy);
+        }
+    }
+}
+
+/* X: e4m3 with scales sx [M,G] (fp8 = 1) or bf16 (fp8 = 0); W likewise with per-row scales sw [N,G].
+ * `splits` > 1: the partial sums of `splits` equal ranges of K, added in ascending order, as the ranks
+ * of a tensor-parallel rollout add theirs. out: FP32 (bf16 = 0) or BF16, rounded once. Returns 0, or 1
+ * when memory ran out. */
+int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64_t ldw, const float *sw,
+               int64_t ldsw, int64_t M, int64_t N, int64_t K, int fp8, int splits, int bf16, void *out,
+               int threads) {
+    const int64_t Kp = round_up(K, LANES), G = (K + GROUP - 1) / GROUP, step = K / splits;
+    const int64_t mtile = M < MTILE ? M : MTILE;
+    float *xf = aligned_alloc(64, (size_t)round_up(mtile * Kp * 4, 64));
+    if (!xf) return 1;
+    int failed = 0;
+    for (int64_t m0 = 0; m0 < M; m0 += MTILE) {
+        const int64_t rows = M - m0 < MTILE ? M - m0 : MTILE;
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+#pragma omp for
+            for (int64_t r = 0; r < rows; r++) {
+                float *row = xf + r * Kp;
+                if (fp8) for (int64_t k = 0; k < K; k++) row[k] = decode_e4m3(((const uint8_t *)x)[(m0 + r) * ldx + k]);
+                else for (int64_t k = 0; k < K; k++) row[k] = from_bf16(((const uint16_t *)x)[(m0 + r) * ldx + k]);
+                for (int64_t k = K; k < Kp; k++) row[k] = 0.0f;
+            }
+            float *wf = aligned_alloc(64, (size_t)round_up((NTILE * Kp + NTILE * G + 2 * MTILE * NTILE) * 4, 64));
+            if (!wf) failed = 1;
+            float *sf = wf + NTILE * Kp, *part = sf + NTILE * G, *acc = part + MTILE * NTILE;
+#pragma omp for schedule(dynamic, 1)
+            for (int64_t n0 = 0; n0 < N; n0 += NTILE) {
+                if (!wf) continue;
+                const int64_t cols = N - n0 < NTILE ? N - n0 : NTILE;
+                for (int64_t j = 0; j < cols; j++) {
+                    float *row = wf + j * Kp;
+                    if (fp8) for (int64_t k = 0; k < K; k++) row[k] = decode_e4m3(((const uint8_t *)w)[(n0 + j) * ldw + k]);
+                    else for (int64_t k = 0; k < K; k++) row[k] = from_bf16(((const uint16_t *)w)[(n0 + j) * ldw + k]);
+                    for (int64_t k = K; k < Kp; k++) row[k] = 0.0f;
+                    if (fp8) memcpy(sf + j * G, sw + (n0 + j) * ldsw, (size_t)G * 4);
+                }
+                for (int split = 0; split < splits; split++) {
+                    const int64_t k0 = split * step, k1 = split + 1 == splits ? Kp : k0 + step;
+                    float *y = split ? part : acc;
+                    rows_times_columns(rows, cols, xf, wf, Kp, k0, k1, fp8 ? sx + m0 * G : 0, fp8 ? sf : 0, G, y, NTILE);
+                    if (split)
+                        for (int64_t i = 0; i < rows * NTILE; i++) acc[i] += part[i];
+                }
+                for (int64_t r = 0; r < rows; r++)
+                    for (int64_t j = 0; j < cols; j++) {
+                        const int64_t at = (m0 + r) * N + n0 + j;
+                        if (bf16) ((uint16_t *)out)[at] = to_bf16(acc[r * NTILE + j]);
+                        else ((float *)out)[at] = acc[r * NTILE + j];
+                    }
+            }
+            free(wf);
+        }
+    }
+    free(xf);
+    return failed;
+}
+
+/* ---- what stands between the linears ------------------------------------------------------ */
+
+static inline v16 exp16(v16 x) {  /* exp in FP32, about 1 ulp; below -87.3 it is 0; NaN stays NaN */
+    const v16 zero = {0};
+    v16 c = x;
+    i16 low = x < -87.3f, high = x > 88.0f, nan = x != x;
+    c = (v16)(((i16)c & ~low) | ((i16)(zero - 87.3f) & low));
+    c = (v16)(((i16)c & ~high) | ((i16)(zero + 88.0f) & high));
+    const v16 magic = zero + 12582912.0f;  /* 1.5 * 2^23: adding it rounds to an integer */
+    v16 n = (c * 1.44269504088896341f + magic) - magic;
+    v16 r = c - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    v16 p = zero + 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    i16 exponent = __builtin_convertvector(n, i16);
+    v16 y = p * (v16)((exponent + 127) << 23);
+    y = (v16)((i16)y & ~low);
+    return (v16)(((i16)y & ~nan) | ((i16)x & nan));
+}
+
+/* Y = bf16(w * bf16(x * rsqrt(mean(x^2) + eps))), the rounding order of Hugging Face models. */
+void jetrl_rms_norm(const uint16_t *x, const uint16_t *w, int64_t M, int64_t K, float eps, uint16_t *y,
+                    float *rstd, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
+    for (int64_t m = 0; m < M; m++) {
+        const uint16_t *row = x + m * K;
+        v16 sum = {0};
+        int64_t k = 0;
+        for (; k + LANES <= K; k += LANES) {
+            v16 v;
+            for (int l = 0; l < LANES; l++) v[l] = from_bf16(row[k + l]);
+            sum += v * v;
+        }
+        if (k < K) {
+            v16 v = {0};
+            for (int l = 0; k + l < K; l++) v[l] = from_bf16(row[k + l]);
+            sum += v * v;
+        }
+        const float r = 1.0f / sqrtf(lane_sum(sum) / (float)K + eps);
+        if (rstd) rstd[m] = r;
+        for (int64_t i = 0; i < K; i++) y[m * K + i] = to_bf16(from_bf16(w[i]) * from_bf16(to_bf16(from_bf16(row[i]) * r)));
+    }
+}
+
+/* Y = bf16(bf16(silu(g)) * u), element by element; g and u [M,K] with row strides. */
+void jetrl_silu_mul(const uint16_t *g, int64_t ldg, const uint16_t *u, int64_t ldu, int64_t M, int64_t K,
+                    uint16_t *y, int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
+    for (int64_t m = 0; m < M; m++)
+        for (int64_t k = 0; k < K; k += LANES) {
+            const int n = K - k < LANES ? (int)(K - k) : LANES;
+            float in[LANES] = {0}, out[LANES];
+            for (int l = 0; l < n; l++) in[l] = from_bf16(g[m * ldg + k + l]);
+            const v16 v = *(v16 *)in;
+            *(v16 *)out = v / (1.0f + exp16(-v));
+            for (int l = 0; l < n; l++)
+                y[m * K + k + l] = to_bf16(from_bf16(to_bf16(out[l])) * from_bf16(u[m * ldu + k + l]));
+        }
+}
+
+/* Rotary embedding in the rounding order of Hugging Face: bf16(bf16(x*cos) + bf16(rotate_half(x)*sin)).
+ * x [T,h,D] with token stride ldx and head stride D; cos, sin [P,D/2]; pos [T]. In place if y == x. */
+void jetrl_rotary(const uint16_t *x, int64_t ldx, const uint16_t *cos, const uint16_t *sin, const int64_t *pos,
+                  int64_t T, int64_t h, int64_t D, uint16_t *y, int64_t ldy, int threads) {
+    const int64_t half = D / 2;
+#pragma omp parallel for num_threads(threads) if (threads > 1 && T > 1)
+    for (int64_t t = 0; t < T; t++)
+        for (int64_t i = 0; i < h; i++) {
+            const uint16_t *a = x + t * ldx + i * D, *c = cos + pos[t] * half, *s = sin + pos[t] * half;
+            uint16_t *o = y + t * ldy + i * D;
+            for (int64_t d = 0; d < half; d++) {
+                const float lo = from_bf16(a[d]), hi = from_bf16(a[d + half]), cd = from_bf16(c[d]), sd = from_bf16(s[d]);
+                const float lc = from_bf16(to_bf16(lo * cd)), hs = from_bf16(to_bf16(hi * sd));
+                const float hc = from_bf16(to_bf16(hi * cd)), ls = from_bf16(to_bf16(lo * sd));
+                o[d] = to_bf16(lc - hs);
+                o[d + half] = to_bf16(hc + ls);
+            }
+        }
+}
+
+/* Causal attention over a paged or a plain cache. Request r owns queries q_start[r]..q_start[r+1]-1, the last
+ * of its seq_lens[r] positions. Key j of request r stands at
+ *   base + block_table[r*ldb + j/BS]*block_stride + (j%BS)*token_stride + head*head_stride.
+ * Scores, weights and sums in FP32, keys ascending, two passes, one rounding to BF16. lse [T,H] may be NULL.
+ * Returns 0, or 1 when memory ran out. */
+int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, const uint16_t *vc, int64_t block_stride,
+                    int64_t token_stride, int64_t head_stride, const int32_t *block_table, int64_t ldb, int64_t BS,
+                    const int32_t *seq_lens, const int32_t *q_start, int64_t R, int64_t H, int64_t KH, int64_t D,
+                    float scale, uint16_t *out, int64_t ldo, float *lse, int threads) {
+    const int64_t Dp = round_up(D, LANES), per = H / KH;
+    int failed = 0;
+#pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads) if (threads > 1)
+    for (int64_t r = 0; r < R; r++)
+        for (int64_t kh = 0; kh < KH; kh++) {
+            const int64_t L = seq_lens[r], q0 = q_start[r], q1 = q_start[r + 1];
+            if (q1 <= q0) continue;
+            const int64_t Lp = round_up(L, LANES);
+            float *kf = aligned_alloc(64, (size_t)round_up((2 * L * Dp + Lp + 2 * Dp) * 4, 64));
+            if (!kf) { failed = 1; continue; }
+            float *vf = kf + L * Dp, *p = vf + L * Dp, *qf = p + Lp, *o = qf + Dp;
+            for (int64_t j = 0; j < L; j++) {
+                const int64_t at = (int64_t)block_table[r * ldb + j / BS] * block_stride + (j % BS) * token_stride + kh * head_stride;
+                for (int64_t d = 0; d < D; d++) { kf[j * Dp + d] = from_bf16(kc[at + d]); vf[j * Dp + d] = from_bf16(vc[at + d]); }
+                for (int64_t d = D; d < Dp; d++) kf[j * Dp + d] = vf[j * Dp + d] = 0.0f;
+            }
+            for (int64_t t = q0; t < q1; t++)
+                for (int64_t h = kh * per; h < (kh + 1) * per; h++) {
+                    const int64_t n = L - (q1 - t) + 1;  /* causal: this row sees n keys */
+                    for (int64_t d = 0; d < D; d++) qf[d] = from_bf16(q[t * ldq + h * D + d]);
+                    for (int64_t d = D; d < Dp; d++) qf[d] = 0.0f;
+                    float top = -INFINITY;
+                    for (int64_t j = 0; j < n; j++) {
+                        v16 dot = {0};
+                        for (int64_t d = 0; d < Dp; d += LANES) dot += *(v16 *)(qf + d) * *(v16 *)(kf + j * Dp + d);
+                        p[j] = lane_sum(dot) * scale;
+                        top = p[j] > top ? p[j] : top;
+                    }
+                    for (int64_t j = n; j < round_up(n, LANES); j++) p[j] = -INFINITY;
+                    for (int64_t j = 0; j < n; j += LANES) *(v16 *)(p + j) = exp16(*(v16 *)(p + j) - top);
+                    memset(o, 0, (size_t)Dp * 4);
+                    float sum = 0.0f;
+                    for (int64_t j = 0; j < n; j++) {
+                        sum += p[j];
+                        for (int64_t d = 0; d < Dp; d += LANES) *(v16 *)(o + d) += *(v16 *)(vf + j * Dp + d) * p[j];
+                    }
+                    for (int64_t d = 0; d < D; d++) out[t * ldo + h * D + d] = to_bf16(o[d] / sum);
+                    if (lse) lse[t * H + h] = top + logf(sum);
+                }
+            free(kf);
+        }
+    return failed;
+}

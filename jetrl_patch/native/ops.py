@@ -1,0 +1,208 @@
+"""Torch tensors in, torch tensors out: thin, checked calls into the C kernels. No autograd here.
+
+Shape legend: M tokens, N output features, K input features, G = ceil(K/128); T query tokens,
+H query heads, KH key/value heads, D head width, R requests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.fp8.formats import BLOCK, FP8, groups
+from jetrl_patch.native.build import library
+
+_BF16 = torch.bfloat16
+
+
+def _ptr(tensor: Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(tensor.data_ptr() if tensor is not None else None)
+
+
+def _long(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
+
+
+def _threads(work: int) -> int:
+    """Threads for so many multiply-adds: below about 20 microseconds of work a second thread costs more."""
+    return torch.get_num_threads() if work > 1_000_000 else 1
+
+
+def _rows(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+    """A CPU matrix whose rows are dense (any row stride)."""
+    if tensor.dtype != dtype or tensor.device.type != "cpu":
+        raise TypeError(f"{name}: expected a CPU {dtype} tensor, found {tensor.dtype} on {tensor.device}")
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _checked(status: int) -> None:
+    if status:
+        raise MemoryError("the native kernels could not allocate their scratch memory")
+
+
+def quantize_rows(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    """1x128 groups along K. Returns e4m3 [M, K] and FP32 scales [M, G]."""
+    x_MK = _rows(x_MK, _BF16, "x")
+    M, K = x_MK.shape
+    q_MK = torch.empty(M, K, dtype=FP8)
+    s_MG = torch.empty(M, groups(K), dtype=torch.float32)
+    library().jetrl_quantize_rows(
+        _ptr(x_MK), _long(x_MK.stride(0)), _long(M), _long(K), int(pow2), _ptr(q_MK), _ptr(s_MG), _threads(M * K)
+    )
+    return q_MK, s_MG
+
+
+def quantize_tokens(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    """128x1 groups along M. Returns e4m3 [M, K] and FP32 scales [ceil(M/128), K]."""
+    x_MK = _rows(x_MK, _BF16, "x")
+    M, K = x_MK.shape
+    q_MK = torch.empty(M, K, dtype=FP8)
+    s_GK = torch.empty(groups(M), K, dtype=torch.float32)
+    library().jetrl_quantize_tokens(
+        _ptr(x_MK), _long(x_MK.stride(0)), _long(M), _long(K), int(pow2), _ptr(q_MK), _ptr(s_GK), _threads(M * K)
+    )
+    return q_MK, s_GK
+
+
+def quantize_blocks(w_NK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
+    """128x128 blocks. Returns e4m3 [N, K] and FP32 scales [ceil(N/128), G]."""
+    w_NK = _rows(w_NK, _BF16, "w")
+    N, K = w_NK.shape
+    q_NK = torch.empty(N, K, dtype=FP8)
+    s_blocks = torch.empty(groups(N), groups(K), dtype=torch.float32)
+    library().jetrl_quantize_blocks(
+        _ptr(w_NK), _long(w_NK.stride(0)), _long(N), _long(K), int(pow2), _ptr(q_NK), _ptr(s_blocks), _threads(N * K)
+    )
+    return q_NK, s_blocks
+
+
+def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtype: torch.dtype) -> Tensor:
+    """q * s in FP32, then ``dtype`` (BF16 is exact for power-of-two scales). Returns [M, K].
+
+    ``scale[m // row_group, k // col_group]`` belongs to ``q[m, k]``.
+    """
+    q_MK = q_MK.contiguous()
+    scale = _rows(scale, torch.float32, "scale")
+    M, K = q_MK.shape
+    out = torch.empty(M, K, dtype=dtype)
+    library().jetrl_dequantize(
+        _ptr(q_MK), _ptr(scale), _long(scale.stride(0)), _long(M), _long(K), _long(row_group), _long(col_group),
+        int(dtype == _BF16), _ptr(out), _threads(M * K),
+    )  # fmt: skip
+    return out
+
+
+def fingerprint(tensor: Tensor) -> int:
+    """64-bit fingerprint of a contiguous tensor's bytes."""
+    function: Any = library().jetrl_fingerprint
+    function.restype = ctypes.c_uint64
+    return int(function(_ptr(tensor), _long(tensor.numel() * tensor.element_size())))
+
+
+def fp8_gemm(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+) -> Tensor:
+    """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc); FP32 or rounded once to BF16."""
+    q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
+    w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
+    (M, K), N = q_MK.shape, w_NK.shape[0]
+    if splits > 1 and K % (splits * BLOCK):
+        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    out = torch.empty(M, N, dtype=out_dtype)
+    _checked(
+        library().jetrl_gemm(
+            _ptr(q_MK), _long(q_MK.stride(0)), _ptr(s_MG), _ptr(w_NK), _long(w_NK.stride(0)), _ptr(s_NG),
+            _long(s_NG.stride(0)), _long(M), _long(N), _long(K), 1, splits, int(out_dtype == _BF16), _ptr(out),
+            _threads(M * N * K // 16),
+        )
+    )  # fmt: skip
+    return out
+
+
+def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """Y [M, N] = X W^T with BF16 operands and FP32 sums in ascending K; FP32, or rounded once to BF16."""
+    x_MK, w_NK = _rows(x_MK, _BF16, "x"), _rows(w_NK, _BF16, "w")
+    (M, K), N = x_MK.shape, w_NK.shape[0]
+    out = torch.empty(M, N, dtype=out_dtype)
+    _checked(
+        library().jetrl_gemm(
+            _ptr(x_MK), _long(x_MK.stride(0)), None, _ptr(w_NK), _long(w_NK.stride(0)), None, _long(0),
+            _long(M), _long(N), _long(K), 0, 1, int(out_dtype == _BF16), _ptr(out), _threads(M * N * K // 16),
+        )
+    )  # fmt: skip
+    return out
+
+
+def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns y [M, K] BF16 and 1/rms [M] FP32."""
+    x_MK, weight = _rows(x_MK, _BF16, "x").contiguous(), _rows(weight, _BF16, "weight")
+    M, K = x_MK.shape
+    y, rstd = torch.empty_like(x_MK), torch.empty(M, dtype=torch.float32)
+    library().jetrl_rms_norm(
+        _ptr(x_MK), _ptr(weight), _long(M), _long(K), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads(M * K)
+    )
+    return y, rstd
+
+
+def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
+    """bf16(bf16(silu(gate)) * up), [M, K]; rows may be strided halves of one tensor."""
+    gate_MK, up_MK = _rows(gate_MK, _BF16, "gate"), _rows(up_MK, _BF16, "up")
+    M, K = gate_MK.shape
+    y = torch.empty(M, K, dtype=_BF16)
+    library().jetrl_silu_mul(
+        _ptr(gate_MK), _long(gate_MK.stride(0)), _ptr(up_MK), _long(up_MK.stride(0)), _long(M), _long(K), _ptr(y),
+        _threads(M * K * 4),
+    )  # fmt: skip
+    return y
+
+
+def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [T, h, D] by the BF16 tables [P, D/2] at ``positions`` [T] int64. Returns a new [T, h, D]."""
+    T, h, D = x_ThD.shape
+    if x_ThD.stride(2) != 1 or x_ThD.stride(1) != D:
+        x_ThD = x_ThD.contiguous()
+    y = torch.empty(T, h, D, dtype=_BF16)
+    positions = positions.to(torch.int64).contiguous()
+    library().jetrl_rotary(
+        _ptr(x_ThD), _long(x_ThD.stride(0)), _ptr(cos), _ptr(sin), _ptr(positions), _long(T), _long(h), _long(D),
+        _ptr(y), _long(y.stride(0)), _threads(T * h * D),
+    )  # fmt: skip
+    return y
+
+
+def attention(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+    want_lse: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of [T, H, D] queries over caches [blocks, block size, KH, D] (any strides but the last).
+
+    ``block_table`` int32 [R, B], ``seq_lens`` int32 [R] (keys so far), ``query_start`` int32 [R + 1].
+    Returns the output [T, H, D] BF16 and, if wanted, the log-sum-exp [T, H] FP32.
+    """
+    T, H, D = q_THD.shape
+    if q_THD.stride(2) != 1 or q_THD.stride(1) != D:
+        q_THD = q_THD.contiguous()
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError("k_cache and v_cache need the same strides and a dense last dimension")
+    block_table, seq_lens, query_start = block_table.contiguous(), seq_lens.contiguous(), query_start.contiguous()
+    out = torch.empty(T, H, D, dtype=_BF16)
+    lse = torch.empty(T, H, dtype=torch.float32) if want_lse else None
+    block, token, head, _ = k_cache.stride()
+    _checked(
+        library().jetrl_attention(
+            _ptr(q_THD), _long(q_THD.stride(0)), _ptr(k_cache), _ptr(v_cache), _long(block), _long(token), _long(head),
+            _ptr(block_table), _long(block_table.stride(0)), _long(k_cache.shape[1]), _ptr(seq_lens),
+            _ptr(query_start), _long(seq_lens.shape[0]), _long(H), _long(k_cache.shape[2]), _long(D),
+            ctypes.c_float(scale), _ptr(out), _long(out.stride(0)), _ptr(lse), _threads(T * H * D * 64),
+        )
+    )  # fmt: skip
+    return out, lse

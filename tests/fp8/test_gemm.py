@@ -1,0 +1,119 @@
+"""FProp against the oracle and against itself in other company; DGrad and WGrad against FP64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl_patch.fp8 import quantize, reference
+from jetrl_patch.fp8.backends import get_backend
+
+from .thresholds import NATIVE_EQUALS_ORACLE, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
+
+SHAPES = [(1, 128, 128), (5, 64, 320), (33, 320, 1000), (130, 1000, 256), (200, 17, 129)]  # M, N, K
+FORMATS = ["pow2", "fp32"]
+
+
+def operands(M, N, K, seed=0):
+    g = torch.Generator().manual_seed(seed + M + N + K)
+    x = torch.randn(M, K, generator=g) * torch.exp(torch.randn(M, 1, generator=g))
+    w = torch.randn(N, K, generator=g) * K**-0.5
+    return x.to(torch.bfloat16), w.to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_fprop_sqnr(shape, scale_format, backend):
+    x, w = operands(*shape)
+    b = get_backend(backend)
+    q, s = b.quantize_weight(w, scale_format)
+    y = b.fprop(x, q, quantize.expand_weight_scale(s, w.shape[0]), scale_format)
+    assert y.dtype == torch.bfloat16
+    assert sqnr(y, x.double() @ w.double().t()) > SQNR_UNQUANTIZED["fprop", scale_format]
+    qx, sx = quantize.quantize_activation(x, scale_format)
+    exact = quantize.dequantize_activation(qx, sx, torch.float64) @ quantize.dequantize_weight(q, s, torch.float64).t()
+    assert sqnr(y, exact) > SQNR_GEMM
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_native_fprop_against_the_oracle(shape, scale_format):
+    x, w = operands(*shape)
+    q, s = quantize.quantize_weight(w, scale_format)
+    rows = quantize.expand_weight_scale(s, w.shape[0])
+    args = (*quantize.quantize_activation(x, scale_format), q, rows, torch.bfloat16)
+    equal = get_backend("native").gemm(*args) == reference.fprop(*args)
+    assert equal.float().mean() >= NATIVE_EQUALS_ORACLE
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_row_depends_on_itself_alone(backend, out_dtype):
+    x, w = operands(257, 320, 1000)
+    b = get_backend(backend)
+    q, s = b.quantize_weight(w, "fp32")
+    rows = quantize.expand_weight_scale(s, 320)
+    whole = b.fprop(x, q, rows, "fp32", out_dtype)
+    for size in (1, 2, 7, 32, 193, 256):
+        for start in (0, 1, 130, 257 - size):
+            part = b.fprop(x[start : start + size], q, rows, "fp32", out_dtype)
+            assert torch.equal(part, whole[start : start + size])
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_threads_change_nothing(backend):
+    x, w = operands(300, 512, 512)
+    b = get_backend(backend)
+    q, s = b.quantize_weight(w, "pow2")
+    rows = quantize.expand_weight_scale(s, 512)
+    before = torch.get_num_threads()
+    try:
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(b.fprop(x, q, rows, "pow2"))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks, scale_format):
+    x, w = operands(9, 130, 1024)
+    b = get_backend(backend)
+    q, s = b.quantize_weight(w, scale_format)
+    rows = quantize.expand_weight_scale(s, 130)
+    K, G = 1024 // ranks, 8 // ranks
+    total = None
+    for r in range(ranks):
+        k, g = slice(r * K, (r + 1) * K), slice(r * G, (r + 1) * G)
+        part = b.fprop(x[:, k].contiguous(), q[:, k].contiguous(), rows[:, g].contiguous(), scale_format, torch.float32)
+        total = part if total is None else total + part
+    assert torch.equal(b.fprop(x, q, rows, scale_format, splits=ranks), total.to(torch.bfloat16))
+    with pytest.raises(ValueError, match="without cutting a block"):
+        b.fprop(x, q, rows, scale_format, splits=16)
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1000), (260, 130, 257)])
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_sqnr(shape, scale_format, backend, dtype):
+    M, N, K = shape
+    x, w = operands(M, N, K)
+    g = (torch.randn(M, N, generator=torch.Generator().manual_seed(5)) * 1e-6).to(torch.bfloat16)  # as small as real ones
+    b = get_backend(backend)
+    qw, sw = b.quantize_weight(w, scale_format)
+    dx = b.dgrad(g, qw, sw, scale_format, dtype)
+    assert dx.dtype == dtype and sqnr(dx, g.double() @ w.double()) > SQNR_UNQUANTIZED["dgrad", scale_format]
+    qg, sg = quantize.quantize_activation(g, scale_format)
+    assert sqnr(dx, reference.dgrad(qg, sg, qw, sw)) > SQNR_GEMM
+    qx, sx = b.quantize_activation(x, scale_format)
+    dw = b.wgrad(g, qx, sx, scale_format, dtype)
+    assert dw.dtype == dtype and sqnr(dw, g.double().t() @ x.double()) > SQNR_UNQUANTIZED["wgrad", scale_format]
+    back = quantize.dequantize_activation(qx, sx, torch.bfloat16)
+    exact = reference.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(back, scale_format))
+    assert sqnr(dw, exact) > SQNR_GEMM

@@ -1,0 +1,29 @@
+"""Every numeric threshold of the FP8 tests, in dB of signal over error against an FP64 computation.
+
+Unquantized: Y = X W^T from the unrounded FP64 product; it shows what FP8 itself costs. Quantized: the same
+operands, so it shows the GEMM alone.
+"""
+
+#: (GEMM, scale format) -> least SQNR in dB against the product of the unquantized operands
+SQNR_UNQUANTIZED = {
+    ("fprop", "pow2"): 27.0,
+    ("fprop", "fp32"): 27.0,
+    ("dgrad", "pow2"): 27.0,
+    ("dgrad", "fp32"): 27.0,
+    ("wgrad", "pow2"): 25.0,  # x is quantized twice: 1x128 when saved, 128x1 in backward
+    ("wgrad", "fp32"): 25.0,
+}
+#: least SQNR in dB against the FP64 product of the same quantized operands, BF16 output
+SQNR_GEMM = 48.0
+#: share of BF16 outputs of the native FProp that equal the oracle's
+NATIVE_EQUALS_ORACLE = 0.995
+#: saved bytes of an Fp8Linear over those of a BF16 nn.Linear
+SAVED_BYTES_RATIO = 0.55
+
+
+def sqnr(value, reference) -> float:  # type: ignore[no-untyped-def]
+    """10 log10(|reference|^2 / |value - reference|^2)."""
+    import torch
+
+    error = (value.double() - reference.double()).pow(2).sum()
+    return float(10 * torch.log10(reference.double().pow(2).sum() / error))
