@@ -33,6 +33,7 @@ __all__ = [
     "disable",
     "enable",
     "is_active",
+    "reach",
     "register_backend",
     "register_layers",
     "require_active",
@@ -181,6 +182,15 @@ def activate_from_env() -> bool:
     if _session is None and _starting is None:
         enable(Config.from_env())
     return True
+
+
+def reach(adapter: str, path: str) -> Any:
+    """What another adapter offers, by name: ``reach("transformers", "prepare:prepare_model")``.
+
+    Adapters never import one another; this is the one road between them.
+    """
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(f"jetrl_patch.adapters.{adapter}.{module}"), name)
 
 
 def register_layers(names: Iterable[str]) -> None:
