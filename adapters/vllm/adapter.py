@@ -1,0 +1,147 @@
+"""The vLLM adapter: what goes in where, and how it comes out again.
+
+Wherever vLLM has an extension point, that is used: the quantization registry, the tables of out-of-tree ops and of
+attention backends. Their entries are classes that inherit from vLLM's own, so they can be made only when vLLM's
+modules are fully imported: ``install`` runs when vLLM loads its plugins or builds an engine, not at import.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch
+from jetrl_patch.errors import ConflictError
+
+__all__ = ["ADAPTER", "VllmAdapter"]
+
+
+class VllmAdapter(Adapter):
+    """See the module's docstring."""
+
+    name = "vllm"
+    requires = ("torch", "vllm")
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._session: tuple[Config, Journal] | None = None
+        self._installed = False
+
+    def on_apply(self, config: Config, journal: Journal) -> None:
+        """Remember the session; the registries follow in ``install``."""
+        self._session = (config, journal)
+
+    def on_undo(self) -> None:
+        """Forget the session."""
+        self._session = None
+        self._installed = False
+
+    @property
+    def installed(self) -> bool:
+        """Whether the quantization, the ops and the attention of this session stand in vLLM's registries."""
+        return self._installed
+
+    def install(self) -> None:
+        """Fill vLLM's registries. Does nothing the second time, or when the process is not enabled."""
+        with self._lock:
+            if self._session is None or self._installed:
+                return
+            from jetrl_patch.adapters.vllm.registries import fill
+
+            fill(*self._session)
+            self._installed = True
+
+    def patches(self, config: Config) -> Sequence[Patch]:
+        """Four attributes: the engine's settings, the worker's load and step, and the CPU's BF16 linears."""
+        return (
+            Patch(
+                module="vllm.engine.arg_utils",
+                attr="EngineArgs.create_engine_config",
+                make=functools.partial(_create_engine_config, adapter=self, config=config),
+                reason="choose quantization='jetrl_fp8' and eager mode, refuse what cannot be combined; "
+                "an engine built from a VllmConfig by hand is not covered, its workers refuse to load instead",
+                remove_when="vLLM plugins may set or check engine arguments",
+            ),
+            Patch(
+                module="vllm.v1.worker.gpu_worker",
+                attr="Worker.load_model",
+                make=functools.partial(_load_model, config=config),
+                reason="audit the loaded model and give the worker its weight receiver and its report; "
+                "workers that do not derive from gpu_worker.Worker are not covered",
+                remove_when="vLLM calls plugins after a model is loaded",
+            ),
+            Patch(
+                module="vllm.v1.worker.gpu_worker",
+                attr="Worker.execute_model",
+                make=_execute_model,
+                reason="an engine whose weights are half updated must not generate",
+                remove_when="vLLM lets a weight transfer engine veto steps",
+            ),
+            Patch(
+                module="vllm.model_executor.layers.utils",
+                attr="dispatch_cpu_unquantized_gemm",
+                make=_keep_live_weight,
+                reason="vLLM on CPU repacks BF16 weights after loading and empties them: later weight updates would "
+                "fail or go unseen; only CPU builds call it",
+                remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
+            ),
+        )
+
+
+def _create_engine_config(original: Callable[..., Any], *, adapter: VllmAdapter, config: Config) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from jetrl_patch.adapters.vllm.engine import check_engine, prepare_arguments
+
+        adapter.install()
+        prepare_arguments(self, config)
+        vllm_config = original(self, *args, **kwargs)
+        check_engine(vllm_config, config)
+        return vllm_config
+
+    return create_engine_config
+
+
+def _load_model(original: Callable[..., Any], *, config: Config) -> Callable[..., Any]:
+    def load_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from jetrl_patch.adapters.vllm.worker import attach
+
+        result = original(self, *args, **kwargs)
+        attach(self, config)
+        return result
+
+    return load_model
+
+
+def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def execute_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        receiver = getattr(self, "jetrl_receiver", None)
+        if receiver is not None:
+            receiver.check_serving()
+        return original(self, *args, **kwargs)
+
+    return execute_model
+
+
+def _keep_live_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
+        import torch
+
+        if layer.weight.ndim != 2:
+            original(layer, remove_weight)
+            return
+        layer.cpu_linear = torch.nn.functional.linear
+
+    return dispatch_cpu_unquantized_gemm
+
+
+def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str, reason: str) -> None:
+    """Put an entry of ours into a vLLM registry. Raises ConflictError if somebody else holds the place."""
+    held = registry.get(key)
+    if held is not None:
+        raise ConflictError(f"{target}: wanted for jetrl_patch, but {held!r} stands there; switch the other plugin off")
+    journal.set_item(registry, key, value, target=target, reason=reason)
+
+
+ADAPTER = VllmAdapter()

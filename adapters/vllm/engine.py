@@ -1,0 +1,146 @@
+"""Engine settings: choose what our modes need, refuse by name what they cannot keep.
+
+Runs in the process that builds the engine, before a worker starts, so that errors are seen where they are made.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.adapters.vllm.quant import NAME, cut_error
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.fp8.layers import is_fp8
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+__all__ = ["check_engine", "prepare_arguments"]
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_arguments(args: EngineArgs, config: Config) -> None:
+    """Before vLLM resolves them: set our quantization, and eager mode where compilation would change roundings.
+
+    Raises:
+        ConflictError: another quantization, LoRA, speculative decoding and the like stand beside ours.
+    """
+    if not config.fp8_rollout:
+        return
+    if args.quantization not in (None, NAME) or args.quantization_config is not None:
+        raise ConflictError(
+            explain(
+                "vLLM quantization",
+                asked=repr(args.quantization or args.quantization_config),
+                found=f"JETRL_PRECISION={config.precision}, which brings {NAME!r}",
+                fix="leave quantization unset, or use precision='bf16'",
+            )
+        )
+    refused = {
+        "enable_lora": bool(args.enable_lora),
+        "speculative_config": args.speculative_config is not None,
+        "enable_expert_parallel": bool(args.enable_expert_parallel),
+        "pipeline_parallel_size": args.pipeline_parallel_size > 1,
+        "decode_context_parallel_size": args.decode_context_parallel_size > 1,
+        "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
+    }
+    if not config.exact:
+        refused = {"enable_lora": refused["enable_lora"]}
+    elif args.kv_cache_dtype not in ("auto", "bfloat16"):
+        refused[f"kv_cache_dtype={args.kv_cache_dtype}"] = True
+    found = [name for name, there in refused.items() if there]
+    if found:
+        raise ConflictError(
+            f"vLLM was asked for {', '.join(found)}, which precision={config.precision!r} with "
+            f"align={config.resolved_align!r} does not cover; switch it off"
+            + (", or use align='linear'" if config.exact and not args.enable_lora else "")
+        )
+    args.quantization = NAME
+    if not args.enforce_eager and (config.exact or _on_cpu()):
+        logger.warning(
+            "jetrl_patch: enforce_eager=True: a compiled graph fuses ops and rounds them otherwise"
+            if config.exact
+            else "jetrl_patch: enforce_eager=True: the FP8 kernels for CPU cannot be traced"
+        )
+        args.enforce_eager = True
+
+
+def check_engine(vllm_config: VllmConfig, config: Config) -> None:
+    """After vLLM resolved everything.
+
+    Raises:
+        ModelError: a family, an attention or a tensor-parallel split that cannot be kept.
+        ConfigError: a dtype other than BF16, CUDA in exact mode.
+    """
+    if not config.fp8_rollout:
+        return
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if str(model.dtype) != "torch.bfloat16":
+        raise ConfigError(
+            explain(
+                "vLLM dtype",
+                asked=str(model.dtype),
+                found="FP8 linears, which need bfloat16",
+                fix="set dtype='bfloat16'",
+            )
+        )
+    if config.exact:
+        _check_exact(vllm_config, model.hf_text_config)
+    cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
+    if cut:
+        raise cut_error(cut, parallel.tensor_parallel_size)
+
+
+def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
+    from jetrl_patch.exact.families import check_family
+
+    model = vllm_config.model_config
+    if not _on_cpu():
+        raise ConfigError(
+            "align='exact' needs an attention kernel that trainer and rollout share, and this version has one for CPU "
+            "only; use align='linear' on CUDA"
+        )
+    check_family(hf_config)
+    problems = {
+        "model_impl='transformers'": model.using_transformers_backend(),
+        "a sliding window": _has_window(hf_config),
+        "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
+        "dual chunk attention": getattr(hf_config, "dual_chunk_attention_config", None) is not None,
+        "sequence parallelism": bool(vllm_config.compilation_config.pass_config.enable_sp),
+    }
+    found = [what for what, there in problems.items() if there]
+    if found:
+        raise ModelError(
+            f"align='exact' cannot keep trainer and rollout equal with {', '.join(found)}; switch it off, or use "
+            f"align='linear'"
+        )
+
+
+def _has_window(hf_config: Any) -> bool:
+    types = getattr(hf_config, "layer_types", None) or ()
+    return bool(getattr(hf_config, "use_sliding_window", False)) or any(kind != "full_attention" for kind in types)
+
+
+def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
+    """Row-parallel layers of a Llama-like model whose share of K is no multiple of 128 (others: see ``quant``)."""
+    layers, heads = getattr(hf_config, "num_hidden_layers", None), getattr(hf_config, "num_attention_heads", None)
+    inner, hidden = getattr(hf_config, "intermediate_size", None), getattr(hf_config, "hidden_size", None)
+    if tp == 1 or not all(isinstance(value, int) for value in (layers, heads, inner, hidden)):
+        return []
+    width = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
+    names = []
+    for index in range(layers):
+        for leaf, k in (("self_attn.o_proj", width), ("mlp.down_proj", inner)):
+            name = f"model.layers.{index}.{leaf}"
+            if k % tp == 0 and (k // tp) % 128 and is_fp8(name, exclude):
+                names.append(name)
+    return names
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

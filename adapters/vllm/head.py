@@ -1,0 +1,44 @@
+"""The BF16 products of exact mode: ``lm_head``, and linears that ``exclude`` names.
+
+vLLM on CPU repacks these weights once after loading (so that a later weight update is not seen) and multiplies by a
+GEMM whose rounding depends on how many rows stand in the batch. Here the product reads the live weight and gives a
+row the same bits whatever stands beside it; the trainer uses the same one.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_weight_loader_v2_supported_method
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+
+from jetrl_patch.exact import ops
+
+__all__ = ["ExactHeadMethod", "ExactLinearMethod"]
+
+
+class ExactHeadMethod(UnquantizedEmbeddingMethod):
+    """For ``lm_head``, and for the embedding where the two are tied."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: the weight is used as loaded."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [M, K]`` BF16 -> logits ``[M, V]`` BF16 of this rank's part of the vocabulary."""
+        logits = ops.head_linear(x, layer.weight.data)
+        return logits if bias is None else logits + bias
+
+
+@register_weight_loader_v2_supported_method
+class ExactLinearMethod(UnquantizedLinearMethod):
+    """For linears that stay BF16 on both sides."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Nothing: the weight is used as loaded."""
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [..., K]`` BF16 -> ``[..., N]`` BF16, the bias added after the rounding."""
+        return ops.linear(x, layer.weight.data, bias)
+
+    def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """``x [M, K of this rank]`` BF16 -> the unrounded FP32 sum ``[M, N]``."""
+        return ops.partial_sum(x, layer.weight.data)

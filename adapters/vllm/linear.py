@@ -1,0 +1,43 @@
+"""Row-parallel linears whose sum over the ranks is rounded once.
+
+vLLM rounds every rank's partial sum to BF16 before its all-reduce, and the all-reduce may add in any order. Here the
+partial sums stay FP32, every rank gathers all of them, adds them in rank order and rounds once; the trainer
+accumulates over the same splits of K.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.distributed import tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from jetrl_patch.adapters.vllm.head import ExactLinearMethod
+from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod
+
+__all__ = ["JetrlRowParallelLinear"]
+
+
+class JetrlRowParallelLinear(RowParallelLinear):
+    """Stands in for ``RowParallelLinear``; other quantizations and a single rank behave as before."""
+
+    def forward(self, input_: torch.Tensor) -> Any:
+        """``input_ [M, K / ranks]`` BF16 -> ``[M, N]`` BF16, the same on every rank."""
+        method = self.quant_method
+        ours = isinstance(method, (JetrlFp8LinearMethod, ExactLinearMethod))
+        if not ours or self.tp_size == 1 or not self.reduce_results:
+            return super().forward(input_)
+        if not self.input_is_parallel:
+            input_ = input_.chunk(self.tp_size, dim=-1)[self.tp_rank].contiguous()
+        partial_MN = method.partial_sum(self, input_)
+        parts_RMN = tensor_model_parallel_all_gather(partial_MN.unsqueeze(0), dim=0)
+        total_MN = parts_RMN[0]
+        for part_MN in parts_RMN[1:]:
+            total_MN = total_MN + part_MN
+        output = total_MN.to(input_.dtype)
+        if self.bias is not None and not self.skip_bias_add:
+            output = output + self.bias
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None

@@ -1,0 +1,90 @@
+"""vLLM's norm, rotary embedding and activation in the order and rounding of Hugging Face models.
+
+All three go in by vLLM's own table of out-of-tree ops, which swaps a class by name when a model is built.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
+from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.exact import ops
+
+__all__ = ["OPS", "ExactRMSNorm", "ExactRotaryEmbedding", "ExactSiluAndMul"]
+
+
+class ExactRMSNorm(RMSNorm):
+    """vLLM normalises the unrounded sum of input and residual; Hugging Face models the BF16 sum."""
+
+    def forward(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
+        if self.variance_size_override is not None or not self.has_weight:
+            raise ModelError(
+                "align='exact' has no RMSNorm over a part of the width or without a weight; use align='linear'"
+            )
+        if residual is None:
+            return ops.rms_norm(x, self.weight.data, self.variance_epsilon)
+        residual = residual + x
+        return ops.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+
+
+class ExactSiluAndMul(SiluAndMul):
+    """``silu(gate) * up`` with the trainer's rounding of the product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x [..., 2D]`` BF16 -> ``[..., D]`` BF16."""
+        gate, up = x.chunk(2, dim=-1)
+        return ops.silu_mul(gate, up)
+
+
+class ExactRotaryEmbedding(RotaryEmbedding):
+    """Tables rounded to BF16, and every product and sum rounded, as in Hugging Face's ``apply_rotary_pos_emb``."""
+
+    def _compute_cos_sin_cache(self) -> torch.Tensor:
+        """``[2, P, D/2]`` BF16: cosines, then sines, so that each table is dense."""
+        if not self.is_neox_style or self.rotary_dim != self.head_size:
+            raise ModelError(
+                "align='exact' needs a rotary embedding over the whole head in two halves; "
+                f"found rotary_dim={self.rotary_dim} of {self.head_size}, neox={self.is_neox_style}; use align='linear'"
+            )
+        model = get_current_vllm_config().model_config
+        positions = max(self.max_position_embeddings, model.max_model_len)
+        return torch.stack(ops.rotary_table(ops.rope_frequencies(model.hf_text_config), positions))
+
+    def forward(
+        self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """``positions [T]``, ``query`` and ``key [T, heads * D]`` BF16 -> both rotated, new tensors."""
+        cos, sin = self._match_cos_sin_cache_dtype(query)
+        positions = positions.flatten()
+
+        def turn(x: torch.Tensor) -> torch.Tensor:
+            heads_ThD = x.view(positions.shape[0], -1, self.head_size)
+            return ops.apply_rotary(heads_ThD, cos, sin, positions).view(x.shape)
+
+        return turn(query), None if key is None else turn(key)
+
+
+class ExactLlama3RotaryEmbedding(ExactRotaryEmbedding, Llama3RotaryEmbedding):
+    """Where vLLM has a class of its own for Llama 3's frequencies."""
+
+
+class ExactLinearScalingRotaryEmbedding(ExactRotaryEmbedding, LinearScalingRotaryEmbedding):
+    """Where vLLM has a class of its own for positions divided by a factor."""
+
+
+OPS: dict[str, type] = {
+    "RMSNorm": ExactRMSNorm,
+    "SiluAndMul": ExactSiluAndMul,
+    "RotaryEmbedding": ExactRotaryEmbedding,
+    "Llama3RotaryEmbedding": ExactLlama3RotaryEmbedding,
+    "LinearScalingRotaryEmbedding": ExactLinearScalingRotaryEmbedding,
+}

@@ -1,0 +1,83 @@
+"""Our entries in vLLM's registries. Importing this imports vLLM's layers."""
+
+from __future__ import annotations
+
+import torch
+import vllm.model_executor.custom_op as custom_op
+import vllm.model_executor.layers.quantization as quantization
+import vllm.model_executor.layers.rotary_embedding as rotary_embedding
+import vllm.v1.attention.backends.registry as attention_registry
+from vllm.platforms import current_platform
+
+from jetrl_patch.adapters.vllm.adapter import claim
+from jetrl_patch.adapters.vllm.linear import JetrlRowParallelLinear
+from jetrl_patch.adapters.vllm.quant import NAME, JetrlFp8Config
+from jetrl_patch.config import Config
+from jetrl_patch.exact.dispatch import configure
+from jetrl_patch.patching.journal import Journal
+
+__all__ = ["fill"]
+
+
+def fill(config: Config, journal: Journal) -> None:
+    """Register quantization, row-parallel linear and, in exact mode, ops and attention; all through the journal."""
+    # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
+    getattr(torch.cpu, "_init_amx", lambda: None)()
+    if not config.fp8_rollout:
+        return
+    _quantization(journal)
+    _op(journal, "RowParallelLinear", JetrlRowParallelLinear, "partial sums stay FP32 and are added in rank order")
+    if config.exact:
+        configure(config.backend, current_platform.device_type)
+        _exact(journal)
+
+
+def _quantization(journal: Journal) -> None:
+    # register_quantization_config() appends to lists and cannot be undone, so the same entries go in by hand.
+    lists = [("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS)]
+    if current_platform.supported_quantization:
+        lists.append(("current_platform.supported_quantization", current_platform.supported_quantization))
+    for name, entries in lists:
+        if NAME not in entries:
+            entries.append(NAME)
+            journal.add_undo(
+                lambda entries=entries: entries.remove(NAME), target=f"vllm {name}", reason="the FP8 linears"
+            )
+    claim(
+        journal,
+        quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
+        NAME,
+        JetrlFp8Config,
+        target=f"vllm quantization {NAME!r}",
+        reason="the FP8 linears",
+    )
+
+
+def _op(journal: Journal, name: str, replacement: type, reason: str) -> None:
+    claim(
+        journal, custom_op.op_registry_oot, name, replacement, target=f"vllm out-of-tree op {name!r}", reason=reason
+    )
+
+
+def _exact(journal: Journal) -> None:
+    from jetrl_patch.adapters.vllm.ops import OPS
+
+    for name, replacement in OPS.items():
+        _op(journal, name, replacement, "the order and rounding of Hugging Face models")
+    # get_rope() keeps the modules it made; those of an engine built before would come back without our class.
+    journal.set_attr(
+        rotary_embedding,
+        "_ROPE_DICT",
+        {},
+        target="vllm.model_executor.layers.rotary_embedding._ROPE_DICT",
+        reason="a cache of modules; engines built before and after must not share it",
+    )
+    if current_platform.is_cpu():
+        claim(
+            journal,
+            attention_registry._ATTN_OVERRIDES,
+            attention_registry.AttentionBackendEnum.CPU_ATTN,
+            "jetrl_patch.adapters.vllm.attention.ExactCPUAttentionBackend",
+            target="vllm attention backend 'CPU_ATTN'",
+            reason="the trainer's attention over vLLM's paged cache",
+        )

@@ -1,0 +1,127 @@
+"""Tiny models of the supported families, made here: nothing is downloaded.
+
+Weights are scaled up from their initial values, so that logits are far from flat, hidden states differ from token to
+token, and rounding differences show. ``train`` moves them by a few optimizer steps, as a run would.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FAMILIES = ("qwen2", "qwen3", "llama")
+
+
+def config_of(family: str, **options: Any) -> Any:
+    """A Hugging Face config: 3 layers, hidden 256, 4 heads of 64, KV width 128, vocabulary 384."""
+    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+
+    settings: dict[str, Any] = {
+        "vocab_size": 384,
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    if family != "qwen2":
+        settings["head_dim"] = 64
+    settings.update(options)
+    kinds = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
+    return kinds[family](**settings)
+
+
+#: what the exactness tests cover: KV width 64, tied embeddings, attention bias, widths that are no multiples of 128
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2": ("qwen2", {}),  # Qwen2 has an attention bias of its own
+    "qwen3": ("qwen3", {}),
+    "llama": ("llama", {}),
+    "qwen2-odd": (
+        "qwen2",
+        {"hidden_size": 320, "intermediate_size": 1000, "num_attention_heads": 5, "num_key_value_heads": 1},
+    ),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "attention_bias": True}),
+    "llama-odd": (
+        "llama",
+        {
+            "hidden_size": 320,
+            "intermediate_size": 1000,
+            "num_key_value_heads": 1,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "llama3-rope": (
+        "llama",
+        {
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 500000.0,
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            }
+        },
+    ),
+    "tp4": (
+        "qwen3",
+        {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2},
+    ),
+}
+
+
+def build(family: str, seed: int = 0, **options: Any) -> Any:
+    """A BF16 model with weights large enough that its next-token distribution has a shape."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config_of(family, **options), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3.0)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.to(torch.bfloat16).eval()
+
+
+def train(model: Any, steps: int = 10, seed: int = 0) -> Any:
+    """A few AdamW steps on random walks over the vocabulary, in place."""
+    generator = torch.Generator().manual_seed(seed)
+    model.float().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    vocabulary = model.config.vocab_size
+    for _ in range(steps):
+        moves = torch.randint(1, 4, (8, 48), generator=generator).cumsum(1)
+        ids = (moves + torch.randint(2, vocabulary, (8, 1), generator=generator)) % (vocabulary - 2) + 2
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.to(torch.bfloat16).eval()
+
+
+def save(path: Path, family: str, seed: int = 0, steps: int = 10, **options: Any) -> str:
+    """Build, train a little, write a checkpoint; its path."""
+    model = train(build(family, seed, **options), steps, seed)
+    model.save_pretrained(path)
+    return str(path)
+
+
+def variant(path: Path, name: str, seed: int = 0, steps: int = 10) -> str:
+    """The checkpoint of one of ``VARIANTS``, made at the first call."""
+    if not (path / "config.json").exists():
+        family, options = VARIANTS[name]
+        save(path, family, seed, steps, **options)
+    return str(path)
