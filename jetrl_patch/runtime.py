@@ -40,10 +40,13 @@ __all__ = [
     "status",
 ]
 
-#: adapters in the order in which they are applied; each is named after its framework
-ADAPTERS: tuple[str, ...] = ("transformers", "vllm", "cpu", "verl")
-#: what an adapter that is not named after a framework needs to be of use
-NEEDS = {"cpu": "vllm"}
+#: adapter -> import names of frameworks, one of which must be installed for it; in the order of application
+ADAPTERS: dict[str, tuple[str, ...]] = {
+    "transformers": ("transformers",),
+    "vllm": ("vllm",),
+    "cpu": ("vllm", "verl"),
+    "verl": ("verl",),
+}
 
 
 @dataclass
@@ -232,12 +235,13 @@ def status() -> Status:
 
 def _plan(config: Config) -> _Session:
     """Everything that can be checked without changing anything."""
-    adapters = [_resolve(name) for name in ADAPTERS if is_installed(NEEDS.get(name, name))]
+    adapters = [_resolve(name) for name, needs in ADAPTERS.items() if any(map(is_installed, needs))]
     if not adapters:
+        frameworks = dict.fromkeys(need for needs in ADAPTERS.values() for need in needs)
         raise VersionError(
             explain(
                 "enable()",
-                asked=f"one of {', '.join(ADAPTERS)}",
+                asked=f"one of {', '.join(frameworks)}",
                 found="none of them installed",
                 fix="install one, for instance: pip install 'jetrl_patch[verl]'",
             )

@@ -21,7 +21,8 @@ for name in [name for name in os.environ if name.startswith("JETRL_") and name !
 
 
 @pytest.fixture(autouse=True)
-def _no_session_left() -> Iterator[None]:
+def _no_session_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Asks for monkeypatch, so that the session goes before what the test has set in the environment."""
     yield
     runtime = sys.modules.get("jetrl_patch.runtime")
     if runtime is not None and runtime.is_active():

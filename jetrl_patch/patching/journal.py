@@ -6,6 +6,7 @@ when the owner had none and only inherited the name: undoing then *deletes*, so 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
@@ -171,7 +172,8 @@ class Journal:
             except Exception as error:
                 raise PatchError(f"{record.target} cannot be set: {type(error).__name__}: {error}") from error
             if not _same(slot.read(), value):
-                (slot.erase if before is NOTSET else lambda: slot.write(before))()
+                with contextlib.suppress(Exception):
+                    slot.erase() if before is NOTSET else slot.write(before)
                 raise PatchError(f"{record.target} does not keep what is set on it, so it cannot be patched")
             self._entries.append(entry)
 
