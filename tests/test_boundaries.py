@@ -1,0 +1,172 @@
+"""Import directions, public names, and who may read the environment."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FRAMEWORKS = ("transformers", "vllm", "verl", "ray", "openrlhf", "deepspeed", "tensordict")
+
+
+def loaded_by(statement: str) -> set[str]:
+    """The top-level modules that stand in a fresh process after a statement."""
+    code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "COV"))}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd="/")
+    assert run.returncode == 0, run.stderr
+    return set(run.stdout.split())
+
+
+def modules(*parts: str) -> list[str]:
+    """Dotted names of all modules of a folder of the core."""
+    folder = ROOT.joinpath("jetrl_patch", *parts)
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))]
+    return [name.removesuffix(".__init__") for name in names]
+
+
+def test_import_jetrl_patch_loads_nothing() -> None:
+    found = loaded_by("import jetrl_patch")
+    assert not found & {"torch", "wrapt", "packaging", "typer", *FRAMEWORKS}
+
+
+def test_the_patch_engine_and_the_runtime_know_no_framework() -> None:
+    names = [*modules("patching"), *(f"jetrl_patch.{n}" for n in ("runtime", "config", "env", "errors", "support"))]
+    found = loaded_by(f"import {', '.join(names)}, jetrl_patch.adapters.base, jetrl_patch.cli.main")
+    assert "wrapt" in found
+    assert not found & {"torch", "numpy", *FRAMEWORKS}
+
+
+@pytest.mark.parametrize("folder", ["fp8", "exact", "native", "sync", "correction"])
+def test_the_core_knows_torch_and_no_framework(folder: str) -> None:
+    found = loaded_by(f"import {', '.join(modules(folder))}")
+    assert "torch" in found
+    assert not found & set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("framework", ["transformers", "vllm", "verl", "cpu"])
+def test_an_adapter_is_made_without_its_framework(framework: str) -> None:
+    found = loaded_by(f"import jetrl_patch.adapters.{framework}.adapter as a; a.ADAPTER")
+    assert not found & set(FRAMEWORKS)
+
+
+@pytest.mark.parametrize("entry", ["jetrl_patch.adapters.vllm.entry", "jetrl_patch.adapters.verl.entry"])
+def test_an_entry_point_does_nothing_unless_opted_in(entry: str) -> None:
+    call = f"import {entry} as e\ngetattr(e, 'register', lambda: None)()\nfrom jetrl_patch import runtime\n"
+    found = loaded_by(call + "assert not runtime.is_active()")
+    assert not found & {"torch", *FRAMEWORKS}
+
+
+def imports(path: Path) -> Iterator[tuple[str, bool]]:
+    """``(dotted name, inside a function or TYPE_CHECKING)`` of every import of a file."""
+    tree = ast.parse(path.read_text())
+    lazy = {
+        id(child)
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+        or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
+        for child in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, id(node) in lazy) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from ((f"{node.module}.{alias.name}", id(node) in lazy) for alias in node.names)
+
+
+def python_files(folder: str) -> list[Path]:
+    return sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_adapters_never_import_one_another() -> None:
+    for path in python_files("adapters"):
+        own = path.relative_to(ROOT / "adapters").parts[0].removesuffix(".py")
+        for name, _ in imports(path):
+            parts = name.split(".")
+            assert parts[0] != "adapters", f"{path}: import it as jetrl_patch.adapters"
+            if parts[:2] == ["jetrl_patch", "adapters"] and len(parts) > 2:
+                assert parts[2] in (own, "base"), f"{path} imports {name}; use runtime.reach"
+
+
+def test_the_core_never_imports_an_adapter_and_only_the_runtime_names_them() -> None:
+    for path in python_files("jetrl_patch"):
+        for name, lazy in imports(path):
+            if name.startswith("jetrl_patch.adapters"):
+                assert lazy, f"{path} imports {name}"
+                assert path.relative_to(ROOT / "jetrl_patch").parts[0] in ("runtime.py", "parity", "cli"), (
+                    f"{path} imports {name}"
+                )
+
+
+def test_only_env_reads_our_variables() -> None:
+    for path in [*python_files("jetrl_patch"), *python_files("adapters")]:
+        if path == ROOT / "jetrl_patch" / "env.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("os.environ.get", "os.getenv", "environ.get"):
+                read = ast.unparse(node.args[0])
+            elif isinstance(node, ast.Subscript) and ast.unparse(node.value) == "os.environ":
+                read = ast.unparse(node.slice)
+            else:
+                continue
+            assert "JETRL_" not in read, f"{path}:{node.lineno} reads {read}; that belongs in jetrl_patch/env.py"
+
+
+def test_public_names_are_pinned() -> None:
+    import jetrl_patch
+
+    assert jetrl_patch.__all__ == [
+        "AuditError",
+        "Config",
+        "ConfigError",
+        "ConflictError",
+        "JetrlError",
+        "ModelError",
+        "NotPatchedError",
+        "PatchError",
+        "Status",
+        "SyncError",
+        "VersionError",
+        "__version__",
+        "disable",
+        "enable",
+        "status",
+    ]
+    for name in jetrl_patch.__all__:
+        assert getattr(jetrl_patch, name) is not None
+    assert dir(jetrl_patch) == sorted(jetrl_patch.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'enabel'"):
+        jetrl_patch.enabel  # noqa: B018
+
+
+def test_public_functions_stay_functions_whatever_is_imported_first() -> None:
+    for first in ("jetrl_patch.snapshot", "jetrl_patch.runtime", "jetrl_patch.config"):
+        loaded_by(f"import {first}, jetrl_patch\nassert callable(jetrl_patch.status) and callable(jetrl_patch.Config)")
+
+
+def test_the_adapters_folder_refuses_its_source_name() -> None:
+    run = subprocess.run(
+        [sys.executable, "-c", "import adapters"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={"PATH": os.environ["PATH"]},
+    )
+    assert run.returncode == 1
+    assert "installed as jetrl_patch.adapters" in run.stderr
+
+
+def test_every_error_of_the_project_has_one_root() -> None:
+    from jetrl_patch import errors
+
+    for name in errors.__all__:
+        kind = getattr(errors, name)
+        if isinstance(kind, type):
+            assert issubclass(kind, errors.JetrlError)

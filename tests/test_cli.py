@@ -1,0 +1,60 @@
+"""``jetrl``: status, delegation, errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+from typer.testing import CliRunner
+
+from jetrl_patch._versions import SUPPORTED
+from jetrl_patch.cli.main import app
+from jetrl_patch.patching import guards
+
+
+def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = CliRunner().invoke(app, ["status"])
+    assert text.exit_code == 0
+    assert all(name in text.output for name in SUPPORTED)
+    assert "asks for nothing" in text.output
+    monkeypatch.setenv("JETRL_PRECISION", "bf16")
+    result = json.loads(CliRunner().invoke(app, ["status", "--json"]).output)
+    assert result["config"]["precision"] == "bf16"
+    assert set(result["frameworks"]) == set(SUPPORTED)
+    assert result["frameworks"]["vllm"]["state"] == "ok"
+
+
+def test_status_fails_where_a_version_is_not_supported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "installed_version", lambda _: "0.0.1")
+    result = CliRunner().invoke(app, ["status"])
+    assert result.exit_code == 1
+    assert "unsupported" in result.output
+
+
+def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = ModuleType("jetrl_patch.parity.cli")
+    seen: list[list[str]] = []
+
+    def main(arguments: list[str]) -> int:
+        seen.append(arguments)
+        return 1
+
+    fake.main = main  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "jetrl_patch.parity.cli", fake)
+    result = CliRunner().invoke(app, ["parity", "--model", "folder", "--tp", "2", "--help"])
+    assert result.exit_code == 1
+    assert seen == [["--model", "folder", "--tp", "2", "--help"]]
+
+
+def test_an_error_of_the_project_is_one_line_and_status_2() -> None:
+    environ = {"PATH": os.environ["PATH"], "JETRL_PRECISION": "fp9"}
+    command = [sys.executable, "-m", "jetrl_patch.cli.main", "status"]
+    run = subprocess.run(command, capture_output=True, text=True, env=environ, cwd="/")
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert run.stderr.startswith("jetrl: ConfigError: unknown precision 'fp9'")
+    assert run.stderr.count("\n") == 1

@@ -1,0 +1,173 @@
+"""Settings: defaults, every bad input, the environment."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jetrl_patch import env
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError
+
+
+def test_defaults_and_what_they_come_to() -> None:
+    config = Config()
+    assert dataclasses.asdict(config) == {
+        "precision": "fp8-unified",
+        "align": None,
+        "scale_format": "pow2",
+        "exclude": (),
+        "backend": "auto",
+        "platform": "auto",
+        "sync_timeout": 300.0,
+    }
+    assert config.resolved_align == "exact"
+    assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
+    assert config.resolved() == Config(align="exact")
+
+
+@pytest.mark.parametrize(
+    ("precision", "align", "resolved", "train", "rollout"),
+    [
+        ("bf16", None, "none", False, False),
+        ("fp8-rollout", None, "none", False, True),
+        ("fp8-unified", "linear", "linear", True, True),
+        ("fp8-unified", "exact", "exact", True, True),
+    ],
+)
+def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: bool) -> None:
+    config = Config(precision=precision, align=align)
+    assert (config.resolved_align, config.fp8_train, config.fp8_rollout) == (resolved, train, rollout)
+    assert config.exact == (resolved == "exact")
+    assert config.resolved().resolved() == config.resolved()
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"precision": "fp9"}, "unknown precision 'fp9'; it must be one of 'bf16', 'fp8-unified', 'fp8-rollout'"),
+        ({"precision": "FP8-unified"}, "unknown precision"),
+        ({"precision": None}, "unknown precision None"),
+        ({"precision": ["bf16"]}, "unknown precision"),
+        ({"precision": "int8-rollout"}, "'int8-rollout' is not in this version; it has 'bf16'"),
+        ({"precision": "fp16"}, "'fp16' is not in this version"),
+        ({"align": "none"}, "unknown align 'none'"),
+        ({"align": "bits"}, "unknown align 'bits'; it must be one of 'exact', 'linear'"),
+        ({"precision": "bf16", "align": "exact"}, "align='exact' contradicts precision='bf16'"),
+        ({"precision": "fp8-rollout", "align": "linear"}, "align='linear' contradicts precision='fp8-rollout'"),
+        ({"scale_format": "e8m0"}, "unknown scale_format 'e8m0'"),
+        ({"backend": "cublas"}, "unknown backend 'cublas'"),
+        ({"platform": "tpu"}, "unknown platform 'tpu'"),
+        ({"exclude": "mlp.gate"}, "must be a list of patterns"),
+        ({"exclude": None}, "must be a list of patterns"),
+        ({"exclude": (3,)}, "which is not text"),
+        ({"exclude": ("",)}, "empty name part"),
+        ({"exclude": ("mlp..gate",)}, "empty name part"),
+        ({"exclude": (".mlp",)}, "empty name part"),
+        ({"exclude": ("a,b",)}, "comma or a blank"),
+        ({"exclude": ("a b",)}, "comma or a blank"),
+        ({"sync_timeout": 0}, "positive, finite"),
+        ({"sync_timeout": -1.0}, "positive, finite"),
+        ({"sync_timeout": float("inf")}, "positive, finite"),
+        ({"sync_timeout": float("nan")}, "positive, finite"),
+        ({"sync_timeout": "300"}, "positive, finite"),
+        ({"sync_timeout": True}, "positive, finite"),
+    ],
+)
+def test_nonsense_is_refused(bad: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config(**bad)
+    assert message in str(error.value)
+    assert isinstance(error.value, ValueError)
+
+
+def test_it_is_frozen_and_keyword_only() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().precision = "bf16"  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        Config("bf16")  # type: ignore[call-arg]
+    assert hash(Config(exclude=["a"])) == hash(Config(exclude=("a",)))  # type: ignore[arg-type]
+
+
+def test_replace_names_unknown_settings() -> None:
+    assert Config().replace(precision="bf16") == Config(precision="bf16")
+    with pytest.raises(ConfigError, match="unknown setting precison; the known ones are precision, align"):
+        Config().replace(precison="bf16")
+
+
+NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
+
+
+@given(
+    precision=st.sampled_from(["bf16", "fp8-unified", "fp8-rollout"]),
+    align=st.sampled_from([None, "exact", "linear"]),
+    scale_format=st.sampled_from(["pow2", "fp32"]),
+    exclude=st.lists(NAMES, max_size=4),
+    backend=st.sampled_from(["auto", "native", "torch"]),
+    platform=st.sampled_from(["auto", "cpu", "cuda"]),
+    sync_timeout=st.floats(min_value=1e-6, max_value=1e9),
+)
+def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
+    if fields["precision"] != "fp8-unified":
+        fields["align"] = None
+    config = Config(**fields)
+    exported = config.to_env()
+    assert set(exported) == {env.SWITCH, *env.FIELDS}
+    stale = dict.fromkeys(env.FIELDS, "stale")
+    assert Config.from_env({**stale, **exported}) == config
+    assert env.opted_in(exported)
+
+
+def test_empty_variables_count_as_not_set() -> None:
+    assert Config.from_env({}) == Config()
+    assert Config.from_env(dict.fromkeys(env.FIELDS, " ")) == Config()
+    assert Config.from_env({"JETRL_EXCLUDE": "lm_head, mlp.gate"}).exclude == ("lm_head", "mlp.gate")
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({"JETRL_PRECISON": "bf16"}, "unknown environment variable JETRL_PRECISON; the known ones are JETRL_ENABLED"),
+        ({"JETRL_PRECISION": "fp9"}, "unknown precision 'fp9'"),
+        ({"JETRL_ALIGN": "exact", "JETRL_PRECISION": "bf16"}, "contradicts"),
+        ({"JETRL_SYNC_TIMEOUT": "five"}, "JETRL_SYNC_TIMEOUT='five' is not a number of seconds"),
+        ({"JETRL_SYNC_TIMEOUT": "-5"}, "positive, finite"),
+        ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
+    ],
+)
+def test_a_wrong_environment_is_refused(environ: dict[str, str], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Config.from_env(environ)
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("environ", "answer"),
+    [
+        ({}, False),
+        ({"JETRL_ALIGN": "exact"}, False),
+        ({"JETRL_PRECISION": ""}, False),
+        ({"JETRL_PRECISION": "bf16"}, True),
+        ({"JETRL_ENABLED": "1"}, True),
+        ({"JETRL_ENABLED": "ON"}, True),
+        ({"JETRL_ENABLED": "0", "JETRL_PRECISION": "bf16"}, False),
+        ({"JETRL_ENABLED": "false"}, False),
+    ],
+)
+def test_opting_in(environ: dict[str, str], answer: bool) -> None:
+    assert env.opted_in(environ) is answer
+
+
+def test_a_switch_that_is_neither_on_nor_off() -> None:
+    with pytest.raises(ConfigError, match="JETRL_ENABLED='maybe' is neither on nor off"):
+        env.opted_in({"JETRL_ENABLED": "maybe"})
+
+
+def test_reading_a_variable_that_is_not_in_the_table() -> None:
+    assert env.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
+    with pytest.raises(ConfigError, match=r"add it to jetrl_patch/env\.py"):
+        env.read_variable("JETRL_OTHER", "", {})

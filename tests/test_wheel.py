@@ -1,0 +1,84 @@
+"""The built wheel, away from the source tree: everything is in it, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(*command: str, cwd: Path) -> str:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "JETRL_", "COV"))}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    copy = folder / "source"  # building leaves build/ and egg-info behind
+    copy.mkdir()
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "jetrl_patch", "adapters"):
+        run("cp", "-r", str(ROOT / name), str(copy), cwd=folder)
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(folder), str(copy), cwd=folder)
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def target(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("target")
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check")
+    run(*pip, "install", "--quiet", "--no-deps", "--target", str(folder), str(wheel), cwd=folder)
+    return folder
+
+
+def test_the_wheel_has_every_file(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for source, prefix in (("jetrl_patch", "jetrl_patch"), ("adapters", "jetrl_patch/adapters")):
+        for path in (ROOT / source).rglob("*"):
+            if path.suffix in (".py", ".c", ".html", ".typed"):
+                assert f"{prefix}/{path.relative_to(ROOT / source)}" in names
+    tops = {name.split("/")[0] for name in names}
+    assert {top for top in tops if not top.endswith(".dist-info")} == {"jetrl_patch"}
+
+
+def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.path.insert(0, {str(target)!r})\n"
+        "import jetrl_patch, jetrl_patch.adapters.base as base\n"
+        "from jetrl_patch import runtime\n"
+        f"assert base.__file__.startswith({str(target)!r}) and jetrl_patch.__file__.startswith({str(target)!r})\n"
+        "for name in runtime.ADAPTERS: runtime._resolve(name)\n"
+        "print(sorted(runtime.ADAPTERS))"
+    )
+    assert run(sys.executable, "-c", code, cwd=tmp_path).strip() == "['cpu', 'transformers', 'verl', 'vllm']"
+
+
+def test_the_entry_points_are_declared(target: Path) -> None:
+    (text,) = (path.read_text() for path in target.glob("*.dist-info/entry_points.txt"))
+    assert "jetrl = jetrl_patch.cli.main:main" in text
+    assert "[vllm.general_plugins]\njetrl_patch = jetrl_patch.adapters.vllm.entry:register" in text
+    assert "[verl.plugins]\njetrl_patch = jetrl_patch.adapters.verl.entry" in text
+
+
+def test_from_the_repository_root_an_ordinary_install_is_named_as_the_trap_it_is(wheel: Path) -> None:
+    # the source folder comes first on the path and has no adapters; the editable finder is kept away by -S
+    site = [path for path in sys.path if path.endswith("site-packages")]
+    code = (
+        f"import sys; sys.path[1:1] = {site!r}\n"
+        "from jetrl_patch import runtime\n"
+        "try: runtime._resolve('transformers')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    said = run(sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, '.')\n{code}", cwd=ROOT)
+    assert said.startswith("PatchError jetrl_patch.adapters cannot be imported")
+    assert "pip install -e ." in said
