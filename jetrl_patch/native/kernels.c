@@ -300,7 +300,7 @@ int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64
 
 /* ---- what stands between the linears ------------------------------------------------------ */
 
-static inline v16 exp16(v16 x) {  /* exp in FP32, about 1 ulp; below -87.3 it is 0; NaN stays NaN */
+static inline v16 exp16(v16 x) {  /* exp in FP32, about 1 ulp; below -87.3 it is 0, above 88 inf; NaN stays NaN */
     const v16 zero = {0};
     v16 c = x;
     i16 low = x < -87.3f, high = x > 88.0f, nan = x != x;
@@ -320,6 +320,7 @@ static inline v16 exp16(v16 x) {  /* exp in FP32, about 1 ulp; below -87.3 it is
     i16 exponent = __builtin_convertvector(n, i16);
     v16 y = p * (v16)((exponent + 127) << 23);
     y = (v16)((i16)y & ~low);
+    y = (v16)(((i16)y & ~high) | ((i16)(zero + INFINITY) & high));
     return (v16)(((i16)y & ~nan) | ((i16)x & nan));
 }
 

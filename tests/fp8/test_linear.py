@@ -1,0 +1,229 @@
+"""``Fp8Linear``: gradients, what it saves, what it caches, and the in-place swap."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8 import quantize
+from jetrl_patch.fp8.convert import select_layers, swap_linears
+from jetrl_patch.fp8.layers import check_splits, is_fp8, matches
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+
+from .thresholds import SAVED_BYTES_RATIO, SQNR_UNQUANTIZED, sqnr
+
+
+def make(K=320, N=130, bias=True, dtype=torch.float32, scale_format="pow2", backend="native"):
+    torch.manual_seed(0)
+    layer = nn.Linear(K, N, bias=bias).to(dtype)
+    layer.__class__ = Fp8Linear
+    layer.fp8 = Fp8State(scale_format, backend)
+    return layer
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("shape", [(3, 7), (1, 1), (2, 130)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_gradients(backend, scale_format, shape, dtype):
+    layer = make(dtype=dtype, scale_format=scale_format, backend=backend)
+    x = torch.randn(*shape, 320, dtype=dtype, requires_grad=True)
+    g = torch.randn(*shape, 130).to(torch.bfloat16)
+    y = layer(x)
+    y.backward(g)
+    assert y.dtype == torch.bfloat16 and x.grad.dtype == dtype and layer.weight.grad.dtype == dtype
+    x64, w64, g64 = (t.detach().double() for t in (x, layer.weight, g))
+    flat_x, flat_g = x64.reshape(-1, 320), g64.reshape(-1, 130)
+    expected = {"fprop": x64 @ w64.t() + layer.bias.detach().double(), "dgrad": g64 @ w64, "wgrad": flat_g.t() @ flat_x}
+    for name, value in {"fprop": y, "dgrad": x.grad, "wgrad": layer.weight.grad}.items():
+        assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
+    # The bias gradient is a plain sum: equal to FP32 up to the dtype's rounding.
+    assert torch.equal(layer.bias.grad, g.reshape(-1, 130).float().sum(0).to(dtype))
+
+
+def saved_bytes(layer, x):
+    storages = {}
+
+    def pack(t):
+        if t.untyped_storage().data_ptr() != layer.weight.untyped_storage().data_ptr():
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x)
+    return sum(storages.values())
+
+
+def test_saved_bytes():
+    x = torch.randn(4096, 512, dtype=torch.bfloat16, requires_grad=True)
+    plain = nn.Linear(512, 128).to(torch.bfloat16)
+    ours = make(512, 128, dtype=torch.bfloat16)
+    bf16 = saved_bytes(plain, x)
+    w = ours.fp8.quantized(ours.weight)
+    weight = w.q.nbytes + w.s_blocks.nbytes  # held once a layer, not once a micro-batch
+    assert bf16 == x.nbytes
+    assert (saved_bytes(ours, x) - weight) / bf16 <= SAVED_BYTES_RATIO
+    assert (saved_bytes(ours, x)) / (bf16 + plain.weight.nbytes) <= SAVED_BYTES_RATIO
+
+
+def test_layers_that_read_the_same_input_save_it_once():
+    x = torch.randn(64, 256, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.data_ptr()) or t, lambda t: t):
+        for layer in (make(256, 64), make(256, 64), make(256, 64)):
+            layer(x)
+    assert saved[0] == saved[4] == saved[8] and saved[1] == saved[5]
+
+
+def test_an_input_changed_in_place_is_quantized_again():
+    layer = make(256, 64)
+    x = torch.randn(8, 256, dtype=torch.bfloat16)
+    first = layer(x)
+    x.mul_(-1)
+    second = layer(x)
+    assert not torch.equal(second, first) and torch.equal(second, layer(x.clone()))
+
+
+def test_weight_is_quantized_once_per_value(monkeypatch):
+    layer = make(256, 64)
+    calls = []
+    original = type(layer.fp8.backend).quantize_weight
+    monkeypatch.setattr(
+        type(layer.fp8.backend), "quantize_weight", lambda *a: calls.append(1) or original(*a)
+    )
+    x = torch.randn(8, 256)
+    for _ in range(3):
+        layer(x).float().sum().backward()
+    assert len(calls) == 1
+    with torch.no_grad():
+        layer.weight[3, 5] += 1.0  # any road: no optimizer, no version to rely on
+    layer(x)
+    layer.weight.data.view(-1)[7] = 3.0
+    layer(x)
+    assert len(calls) == 3
+    expected = quantize.quantize_weight(layer.weight, "pow2")
+    assert torch.equal(layer.fp8.quantized(layer.weight).q.view(torch.uint8), expected[0].view(torch.uint8))
+
+
+def test_checkpointing_gives_the_same_gradients():
+    results = []
+    for use in (False, True):
+        layer = make(256, 256)
+        x = torch.randn(16, 256, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).requires_grad_()
+        run = lambda t, layer=layer: layer(torch.nn.functional.silu(layer(t)))  # noqa: E731
+        y = checkpoint(run, x, use_reentrant=False) if use else run(x)
+        y.backward(torch.ones_like(y))
+        results.append((x.grad, layer.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q_proj, self.o_proj = nn.Linear(256, 256), nn.Linear(256, 256)
+        self.gate, self.gate_up_proj = nn.Linear(256, 8), nn.Linear(256, 512)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block(), Block()])
+        self.lm_head = nn.Linear(256, 300)
+
+
+def test_swap_in_place_keeps_everything_else():
+    model = Model()
+    before = {name: id(p) for name, p in model.named_parameters()}
+    keys = list(model.state_dict())
+    names = swap_linears(model, exclude=("layers.1.o_proj",), backend="native")
+    assert names == ["layers.0.q_proj", "layers.0.o_proj", "layers.0.gate_up_proj", "layers.1.q_proj", "layers.1.gate_up_proj"]
+    assert {name: id(p) for name, p in model.named_parameters()} == before and list(model.state_dict()) == keys
+    assert type(model.lm_head) is nn.Linear and type(model.layers[0].gate) is nn.Linear
+    assert isinstance(model.layers[0].q_proj, Fp8Linear) and "fp8=pow2" in repr(model.layers[0].q_proj)
+    assert swap_linears(model, exclude=("layers.1.o_proj",), backend="native") == names
+    assert isinstance(copy.deepcopy(model).layers[0].q_proj, Fp8Linear)
+
+
+def test_swap_works_on_meta_tensors():
+    with torch.device("meta"):
+        model = Model()
+    assert len(swap_linears(model, backend="native")) == 6
+    assert all(p.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "expected"),
+    [
+        ("model.layers.0.mlp.gate_up_proj", "mlp.gate", False),
+        ("model.layers.0.mlp.gate", "mlp.gate", True),
+        ("model.layers.1.self_attn.q_proj", "layers.1", True),
+        ("model.layers.11.self_attn.q_proj", "layers.1", False),
+        ("model.layers.0.mlp.down_proj", "down_*", True),
+        ("model.layers.0.mlp.down_proj", "*", True),
+        ("model.layers.0.mlp.down_proj", "proj", False),
+    ],
+)
+def test_patterns_match_whole_parts(name, pattern, expected):
+    assert matches(name, pattern) is expected
+
+
+def test_routers_and_heads_are_never_fp8():
+    assert not is_fp8("lm_head", ()) and not is_fp8("model.layers.0.mlp.gate", ())
+    assert is_fp8("model.layers.0.mlp.gate_proj", ()) and not is_fp8("score", ())
+
+
+def test_bad_models_are_refused_before_anything_changes():
+    with pytest.raises(ModelError, match=r"no nn\.Linear to quantize"):
+        swap_linears(nn.Sequential(nn.LayerNorm(4)))
+    model = Model()
+    with pytest.raises(ModelError, match="matches no FP8 layer"):
+        select_layers(model, exclude=("mlp.gat",))
+    model.layers[0].q_proj.__class__ = type("LoraLinear", (nn.Linear,), {})
+    with pytest.raises(ModelError, match="LoraLinear"):
+        swap_linears(model)
+    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+
+
+def test_a_split_that_cuts_a_block_is_refused_with_the_layers():
+    layers = [("layers.0.self_attn.o_proj", 256), ("layers.0.mlp.down_proj", 1000), ("layers.0.mlp.up_proj", 320)]
+    check_splits(layers, 1)
+    with pytest.raises(ModelError, match=r"size 2 cuts a block of 128 in 1 layers: layers\.0\.mlp\.down_proj \(K = 1000\)"):
+        check_splits(layers, 2)
+    with pytest.raises(ModelError, match="in 2 layers"):
+        check_splits(layers, 4)
+    model = Model()
+    with pytest.raises(ModelError, match="o_proj"):
+        swap_linears(model, backend="native", k_splits=4)
+    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+
+
+def test_training_from_scratch_ends_near_bf16():
+    """Teacher and student: the loss in FP8 ends within 2% of the BF16 loss."""
+    losses = {}
+    for kind in ("bf16", "fp8"):
+        torch.manual_seed(0)
+        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleList([nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 32)])])})
+        if kind == "fp8":
+            swap_linears(model, backend="native")
+        teacher = nn.Linear(64, 32)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        last = []
+        for step in range(300):
+            x = torch.randn(256, 64, generator=torch.Generator().manual_seed(step))
+            target = teacher(x).argmax(-1)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                h = x
+                for i, layer in enumerate(model["layers"][0]):
+                    h = layer(h if i == 0 else torch.nn.functional.silu(h))
+            loss = nn.functional.cross_entropy(h.float(), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            last.append(loss.item())
+        losses[kind] = sum(last[-50:]) / 50
+    assert losses["fp8"] <= 1.02 * losses["bf16"], losses

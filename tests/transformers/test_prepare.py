@@ -1,0 +1,144 @@
+"""A prepared model in real transformers: the same bits for a token in every company, and gradients that are right."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import jetrl_patch
+from jetrl_patch.adapters.transformers.prepare import prepare_model
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError, NotPatchedError
+from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.fp8.linear import Fp8Linear
+
+from ..fp8.thresholds import GRADIENT_COSINE, sqnr
+from ..models import VARIANTS, build
+
+LENGTHS = [3, 17, 40, 29]
+
+
+@pytest.fixture(params=["qwen2", "qwen3", "llama", "qwen2-odd", "qwen3-tied", "llama-odd", "llama3-rope"])
+def model(request):
+    jetrl_patch.enable(precision="fp8-unified")
+    family, options = VARIANTS[request.param]
+    m = build(family, **options)
+    prepare_model(m, Config(precision="fp8-unified").resolved())
+    m.unprepared = [build(family, **options)]  # in a list, so that it is no submodule
+    return m
+
+
+def sequences(model):
+    g = torch.Generator().manual_seed(0)
+    return [torch.randint(2, model.config.vocab_size, (n,), generator=g) for n in LENGTHS]
+
+
+def padded(ids, side, extra=0):
+    width = max(len(t) for t in ids) + extra
+    batch, mask = torch.zeros(len(ids), width, dtype=torch.long), torch.zeros(len(ids), width, dtype=torch.long)
+    for row, t in enumerate(ids):
+        place = slice(width - len(t), width) if side == "left" else slice(0, len(t))
+        if side == "both":
+            place = slice(extra // 2, extra // 2 + len(t))
+        batch[row, place], mask[row, place] = t, 1
+    return batch, mask, (mask.cumsum(1) - 1).clamp(min=0)
+
+
+@torch.no_grad()
+def test_a_token_has_the_same_logits_in_every_company(model):
+    ids = sequences(model)
+    alone = [model(input_ids=t[None], use_cache=False).logits[0] for t in ids]
+    for side, extra in (("left", 0), ("right", 0), ("left", 9), ("both", 12)):
+        batch, mask, positions = padded(ids, side, extra)
+        out = model(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False).logits
+        for row, expected in enumerate(alone):
+            assert torch.equal(out[row][mask[row].bool()], expected), side
+    packed = torch.cat(ids)[None]
+    positions = torch.cat([torch.arange(len(t)) for t in ids])[None]
+    out = model(input_ids=packed, position_ids=positions, use_cache=False).logits[0]
+    assert torch.equal(out, torch.cat(alone))
+    for t, expected in zip(ids, alone, strict=True):  # a prefix does not see what follows
+        assert torch.equal(model(input_ids=t[None, : len(t) // 2 + 1], use_cache=False).logits[0], expected[: len(t) // 2 + 1])
+
+
+def loss_of(model, ids, side):
+    batch, mask, positions = padded(ids, side)
+    out = model(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    weights = mask[:, 1:].float() * mask[:, :-1]
+    return -(token_log_probs(out[:, :-1], batch[:, 1:]) * weights).sum() / weights.sum()
+
+
+def test_gradients_follow_bf16(model):
+    ids = sequences(model)
+    plain = model.unprepared[0]
+    results = {}
+    for name, m in (("ours", model), ("plain", plain)):
+        m.train()
+        loss = loss_of(m, ids, "left")
+        loss.backward()
+        results[name] = loss.item(), {n: p.grad.float() for n, p in m.named_parameters()}
+    assert abs(results["ours"][0] - results["plain"][0]) < 0.05 * results["plain"][0]
+    for name, grad in results["plain"][1].items():
+        if grad.norm() > 1e-2 * max(g.norm() for g in results["plain"][1].values()):
+            cosine = torch.nn.functional.cosine_similarity(grad.flatten(), results["ours"][1][name].flatten(), dim=0)
+            assert cosine > GRADIENT_COSINE, (name, cosine)
+
+
+def test_checkpointing_and_fp32_masters_change_nothing(model):
+    ids = sequences(model)
+    model.train()
+    results = []
+    for kind in ("bf16", "checkpointing", "fp32 masters"):
+        m = copy.deepcopy(model)
+        if kind == "checkpointing":
+            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if kind == "fp32 masters":
+            m.float()
+        loss = loss_of(m, ids, "right")
+        loss.backward()
+        results.append((loss.item(), m.model.layers[0].mlp.down_proj.weight.grad.float()))
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert torch.equal(results[0][1], results[1][1])
+    assert sqnr(results[0][1], results[2][1]) > 40  # BF16 gradients are the FP32 ones, rounded
+
+
+def test_linear_mode_changes_the_linears_alone():
+    model = build("qwen3")
+    names = prepare_model(model, Config(precision="fp8-unified", align="linear").resolved())
+    assert len(names) == 3 * 7 and all(isinstance(model.get_submodule(n), Fp8Linear) for n in names)
+    assert type(model.model.norm).__name__ == "Qwen3RMSNorm" and model.config._attn_implementation != "jetrl_exact"
+    assert prepare_model(build("qwen3"), Config(precision="fp8-rollout").resolved()) == names
+    assert prepare_model(build("qwen3"), Config(precision="bf16").resolved()) == []
+
+
+def test_errors_come_before_any_change():
+    model = build("qwen3")
+    with pytest.raises(NotPatchedError, match="enable"):
+        prepare_model(model, Config(precision="fp8-unified").resolved())
+    jetrl_patch.enable(precision="fp8-unified")
+    config = Config(precision="fp8-unified").resolved()
+    model.config.model_type = "mixtral"
+    with pytest.raises(ModelError, match="qwen2, qwen3, llama.*mixtral.*linear"):
+        prepare_model(model, config)
+    model.config.model_type = "qwen3"
+    model.config.hidden_act = "gelu"
+    with pytest.raises(ModelError, match="hidden_act='gelu'"):
+        prepare_model(model, config)
+    model.config.hidden_act = "silu"
+    with pytest.raises(ModelError, match="cuts a block of 128"):
+        prepare_model(model, config, rollout_tp=3)
+    assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+
+
+def test_enable_and_disable_leave_transformers_as_it_was():
+    from transformers.masking_utils import AttentionMaskInterface
+    from transformers.modeling_utils import AttentionInterface
+
+    before = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+    jetrl_patch.enable(precision="fp8-unified")
+    assert "jetrl_exact" in AttentionInterface._global_mapping
+    jetrl_patch.disable()
+    after = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
+    assert before == after
