@@ -36,8 +36,6 @@ class CpuAdapter(Adapter):
             found += patches.FOR_TORCH
         if is_installed("verl"):
             found += patches.FOR_VERL
-        if is_installed("vllm"):
-            found += patches.FOR_VLLM
         return found
 
     def hooks(self, config: Config) -> Sequence[OnImport]:

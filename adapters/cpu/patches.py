@@ -1,4 +1,7 @@
-"""Each obstacle that verl 0.9.1 and vLLM 0.30 put in a CPU's way, and what takes it away."""
+"""Each obstacle that verl 0.9.1 puts in a CPU's way, and what takes it away.
+
+What vLLM needs on a CPU (weights that can be loaded again) is the vLLM adapter's, which needs it without verl too.
+"""
 
 from __future__ import annotations
 
@@ -64,18 +67,6 @@ def _receive_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return receive_weights
 
 
-def _dispatch_gemm(original: Callable[..., Any]) -> Callable[..., Any]:
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        import torch
-
-        if layer.weight.ndim != 2:
-            original(layer, remove_weight)
-        else:
-            layer.cpu_linear = torch.nn.functional.linear
-
-    return dispatch_cpu_unquantized_gemm
-
-
 VERSION = Patch(
     module="importlib.metadata",
     attr="version",
@@ -123,16 +114,5 @@ FOR_VERL = (
         reason="tensor.to('cpu') does not copy: received weights stay views of the shared memory, whose close() then "
         "raises BufferError and leaves the sender waiting",
         remove_when="verl copies out of the bucket, or drops the views before it closes the segment",
-    ),
-)
-
-FOR_VLLM = (
-    Patch(
-        module="vllm.model_executor.layers.utils",
-        attr="dispatch_cpu_unquantized_gemm",
-        make=_dispatch_gemm,
-        reason="vLLM packs BF16 weights on the CPU and empties the parameter, so that no weight can be loaded again "
-        "(and lm_head keeps computing with its old packed copy); F.linear on the live parameter can be reloaded",
-        remove_when="vLLM's load_weights repacks CPU weights",
     ),
 )

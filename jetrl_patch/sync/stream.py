@@ -21,14 +21,14 @@ from jetrl_patch.sync.manifest import (
     SCALE_SUFFIX,
     Manifest,
     Terms,
-    dtype_name,
     encode_json,
     weights_of,
 )
 
 NamedTensor = tuple[str, torch.Tensor]
-#: name of a weight -> the trainer's own (q [N, K] fp8, scales [ceil(N/128), ceil(K/128)] f32), or None
-Cached = Callable[[str], "tuple[torch.Tensor, torch.Tensor] | None"]
+#: (layer name, BF16 weight [N, K]) -> the bytes the trainer computes with: (q [N, K] fp8, scales
+#: [ceil(N/128), ceil(K/128)] f32)
+Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
 
 @dataclass
@@ -58,7 +58,7 @@ def quantized_stream(
     layers: Collection[str],
     shapes: Mapping[str, tuple[int, ...]],
     stats: SyncStats,
-    cached: Cached | None = None,
+    quantize: Quantize | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield the protocol for one sync.
 
@@ -68,12 +68,13 @@ def quantized_stream(
         layers: module names that are FP8.
         shapes: name -> shape of every tensor that ``weights`` must yield.
         stats: filled on the way.
-        cached: gives the trainer's own quantized weight where it holds one that is current.
+        quantize: the trainer's own quantizer, which may know the bytes already; the contract's by default.
 
     Raises:
         SyncError: a NaN or Inf in a weight; a tensor that is not announced, comes twice or never.
     """
     fp8 = set(weights_of(sorted(layers)))
+    quantize = quantize or _by_contract(terms.scale_format)
     absent = sorted(fp8 - set(shapes))
     if absent:
         raise SyncError(f"FP8 layers without a weight in the model that is sent: {', '.join(absent[:10])}")
@@ -94,7 +95,7 @@ def quantized_stream(
             stats.fp8 += bf16.nbytes
             yield _count(stats, name, bf16)
             continue
-        q, scales = _quantize(name, bf16, terms.scale_format, cached)
+        q, scales = quantize(name.removesuffix(".weight"), bf16)
         del weight, bf16
         stats.fp8 += q.nbytes + scales.nbytes
         yield _count(stats, name, q)
@@ -129,16 +130,10 @@ def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
     return bf16
 
 
-def _quantize(
-    name: str, bf16: torch.Tensor, scale_format: str, cached: Cached | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    own = cached(name) if cached is not None else None
-    if own is not None:
-        return own
+def _by_contract(scale_format: str) -> Quantize:
     from jetrl_patch.fp8.quantize import quantize_weight
 
-    q, scales = quantize_weight(bf16, scale_format)
-    return q, scales
+    return lambda name, weight: quantize_weight(weight, scale_format)  # type: ignore[arg-type]
 
 
 def _count(stats: SyncStats, name: str, tensor: torch.Tensor) -> NamedTensor:
@@ -149,4 +144,4 @@ def _count(stats: SyncStats, name: str, tensor: torch.Tensor) -> NamedTensor:
     return name, tensor
 
 
-__all__ = ["Cached", "NamedTensor", "SyncStats", "dtype_name", "quantized_stream"]
+__all__ = ["NamedTensor", "Quantize", "SyncStats", "quantized_stream"]

@@ -1,0 +1,25 @@
+"""What verl's entry point group ``verl.plugins`` loads, in the driver and in every Ray worker that imports verl.
+
+verl (0.9.1, ``verl/__init__.py``) logs an exception of a plugin at debug level and goes on without it. A run that was
+meant to be patched must not go on unpatched, so what goes wrong here leaves as ``PluginFailed``, which is no
+``Exception`` and which verl therefore does not swallow.
+"""
+
+from __future__ import annotations
+
+from jetrl_patch import runtime
+
+
+class PluginFailed(BaseException):
+    """This process opted in (``JETRL_*``) and could not be patched; the cause says why."""
+
+
+def activate() -> None:
+    """Patch this process if its environment opts in. Raises PluginFailed with the real error as its cause."""
+    try:
+        runtime.activate_from_env()
+    except Exception as error:
+        raise PluginFailed(f"{type(error).__name__}: {error}") from error
+
+
+activate()

@@ -1,0 +1,122 @@
+"""Mismatch and sync figures into verl's own log, in every mode, with or without a correction."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.settings import MARK
+from jetrl_patch.adapters.verl.state import DRIVER
+from jetrl_patch.correction.mismatch import mismatch
+from jetrl_patch.errors import ConflictError, NotPatchedError
+
+logger = logging.getLogger(__name__)
+
+
+def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
+
+    def _compute_old_log_prob(self: Any, batch: Any) -> Any:
+        result = original(self, batch)
+        if runtime.is_active():
+            ours = result[0].batch["old_log_probs"]
+            note_mismatch(self.config, ours, batch.batch["rollout_log_probs"], batch.batch["response_mask"])
+        return result
+
+    return _compute_old_log_prob
+
+
+def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``PPOTrainer._compute_old_log_prob`` (trainer V1, whose batches live in the TransferQueue)."""
+
+    def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        result = original(self, batch, metrics)
+        if runtime.is_active():
+            import transfer_queue
+
+            fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
+            data = transfer_queue.kv_batch_get(
+                keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
+            ).to_padded_tensor()
+            note_mismatch(self.config, *(data[field] for field in fields))
+        return result
+
+    return _compute_old_log_prob
+
+
+def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any) -> None:
+    """Compare log-probs ``[batch, response]`` and keep the figures for the step's line in the log."""
+    found = mismatch(trainer, rollout, mask, correction_bounds(config.algorithm.get("rollout_correction", None)))
+    DRIVER.metrics.update(found.as_metrics())
+    if runtime.active_config().exact and found.tokens and found.bit_equal_fraction != 1.0:
+        logger.error(
+            "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
+            found.bit_equal_fraction,
+            found.tokens,
+            found.logp_abs_diff_mean,
+            found.logp_abs_diff_max,
+        )
+
+
+def correction_bounds(correction: Any) -> tuple[float, float] | None:
+    """(lowest, highest) token ratio that verl's ``algorithm.rollout_correction`` leaves alone.
+
+    ``rollout_is_threshold`` is one number (truncated above it) or "low_high". None without a token-level correction.
+    """
+    if not correction or correction.get("rollout_is", None) != "token":
+        return None
+    threshold = correction.get("rollout_is_threshold", 2.0)
+    if isinstance(threshold, str) and "_" in threshold:
+        low, high = threshold.split("_", 1)
+        return float(low), float(high)
+    return 0.0, float(threshold)
+
+
+def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``CheckpointEngineManager.update_weights``: every worker must report, and its figures are kept."""
+    from verl.utils.ray_utils import auto_await
+
+    async def update_weights(self: Any, global_steps: int | None = None) -> Any:
+        import ray
+
+        if not runtime.is_active():
+            return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
+        if self.backend != "naive":
+            if runtime.active_config().fp8_rollout:
+                raise ConflictError(f"checkpoint_engine.backend={self.backend!r} sends BF16; use 'naive' with FP8")
+            return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
+        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
+        note_sync(results)
+        return {}
+
+    return auto_await(update_weights)  # type: ignore[no-any-return]
+
+
+def note_sync(results: Sequence[Any]) -> None:
+    """Keep what the training workers report of a sync. Raises NotPatchedError when one reports nothing."""
+    reports = [result.get(MARK) if isinstance(result, dict) else None for result in results]
+    silent = [rank for rank, report in enumerate(reports) if report is None]
+    if silent:
+        raise NotPatchedError(
+            f"training worker {silent} is not patched; install jetrl_patch on its node, give it the JETRL_* variables "
+            f"and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)"
+        )
+    first = reports[0]
+    assert first is not None
+    names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "quantized_layers")
+    DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in names})
+    DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports if report)
+
+
+def log(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Tracking.log``: the line of a training step also has our figures."""
+
+    def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
+        if runtime.is_active() and "training/global_step" in data:
+            data = {**data, **DRIVER.metrics}
+            DRIVER.metrics = {}
+        return original(self, data, step, backend)
+
+    return log

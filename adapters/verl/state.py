@@ -1,0 +1,38 @@
+"""What the patches of one process tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from jetrl_patch.sync.stream import SyncStats
+
+
+@dataclass
+class WorkerState:
+    """In a training worker.
+
+    Attributes:
+        rollout_tp: tensor parallel size of the rollout that this trainer feeds.
+        stats: of the sync that is under way or was the last.
+    """
+
+    rollout_tp: int = 1
+    stats: SyncStats | None = None
+
+
+@dataclass
+class DriverState:
+    """In the process that runs verl's trainer loop: figures that wait for the next line of its log."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+WORKER = WorkerState()
+DRIVER = DriverState()
+
+
+def reset() -> None:
+    """As at start; called by ``disable()``."""
+    WORKER.__init__()  # type: ignore[misc]
+    DRIVER.__init__()  # type: ignore[misc]

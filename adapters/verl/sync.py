@@ -1,0 +1,154 @@
+"""Trainer's side of the weight sync in verl: what is sent, by whom, and what is reported.
+
+``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
+verl's own buckets → ``worker.py`` in the vLLM worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.settings import MARK
+from jetrl_patch.adapters.verl.state import WORKER
+from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError, explain
+from jetrl_patch.sync.stream import SyncStats, quantized_stream
+
+
+def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``ActorRolloutRefWorker.init_model``: the trainer loop must be patched too, and in the same settings."""
+
+    def init_model(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_active():
+            config = runtime.active_config()
+            custom = self.config.rollout.get("custom", None) or {}
+            check_mark(dict(custom.get(MARK, None) or {}))
+            if config.fp8_rollout:
+                WORKER.rollout_tp = int(self.config.rollout.tensor_model_parallel_size)
+        return original(self, *args, **kwargs)
+
+    return init_model
+
+
+def check_mark(mark: dict[str, str]) -> None:
+    """Compare the settings that the trainer loop wrote into verl's configuration with those of this process.
+
+    Raises NotPatchedError when there are none, ConflictError when they differ.
+    """
+    mine = runtime.active_config().to_env()
+    if not mark:
+        raise NotPatchedError(
+            "verl's trainer loop (its TaskRunner process) is not patched, while this worker is; install jetrl_patch "
+            "on its node, give it the JETRL_* variables and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)"
+        )
+    if mark != mine:
+        raise ConflictError(
+            explain("settings of a training worker", asked=mark, found=mine, fix="give every process the same ones")
+        )
+
+
+def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``FSDPEngine.get_per_tensor_param``: FP8 bytes and scales instead of FP32 weights."""
+
+    def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
+        weights, peft = original(self, *args, **kwargs)
+        if not runtime.is_active():
+            return weights, peft
+        stats = WORKER.stats = SyncStats()
+        if not runtime.active_config().fp8_rollout:
+            return counted(weights, stats), peft
+        prepared = getattr(self, "_jetrl", None)
+        if prepared is None:
+            raise NotPatchedError(
+                "the trainer's model was built before this process was patched; call jetrl_patch.enable() first"
+            )
+        if peft is not None:
+            raise ConflictError("LoRA adapters cannot be synced in FP8; set lora_rank=0 or use precision='bf16'")
+        stream = quantized_stream(
+            weights,
+            terms=prepared.terms,
+            layers=prepared.layers,
+            shapes=prepared.shapes,
+            stats=stats,
+            quantize=prepared.quantize if prepared.terms.quantized else None,
+        )
+        return stream, None
+
+    return get_per_tensor_param
+
+
+def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
+    """The stream as it is, with its bytes counted: nothing is quantized in BF16."""
+    for name, tensor in weights:
+        stats.total += tensor.nbytes
+        stats.tensors += 1
+        yield name, tensor
+
+
+def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``ServerAdapter.update_weights``: the same steps, watched and with an end."""
+
+    async def update_weights(
+        self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
+    ) -> None:
+        if not runtime.is_active():
+            await original(self, weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
+            return
+        if wire_format != "named_tensors":
+            raise ConflictError(f"weight sync in wire format {wire_format!r}; use checkpoint_engine.backend=naive")
+        config = runtime.active_config()
+        call = await self._execute_method(
+            "update_weights_from_ipc",
+            non_block=True,
+            kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env()},
+        )
+        peer = Peer(None if call is None else call.future(), config.sync_timeout)
+        sender = watched_sender(
+            peer,
+            zmq_handle=self.zmq_handle,
+            bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
+            use_shm=self.use_shm,
+        )
+        try:
+            await sender.async_send_weights(ending_early(weights, lambda: sender))
+            if peer.call is not None:
+                await asyncio.wait_for(asyncio.wrap_future(peer.call), config.sync_timeout)
+            if self._has_server:
+                await self.server_handle.clear_kv_cache.remote()
+                if global_steps is not None:
+                    await self.server_handle.set_global_steps.remote(global_steps)
+        except JetrlError:
+            raise
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise SyncError(f"the vLLM workers did not end a weight sync in {config.sync_timeout:g} s") from error
+        except Exception as error:
+            raise as_sync_error(error) from error
+
+    return update_weights
+
+
+def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``ActorRolloutRefWorker.update_weights``: says who did it, and what it cost."""
+
+    async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
+        start = time.perf_counter()
+        result = await original(self, global_steps=global_steps, mode=mode)
+        if not runtime.is_active():
+            return result
+        stats = WORKER.stats or SyncStats()
+        report = {
+            "pid": os.getpid(),
+            "sync_seconds": time.perf_counter() - start,
+            "sync_bytes": stats.fp8,
+            "sync_bytes_bf16": stats.fp8_as_bf16,
+            "sync_bytes_total": stats.total,
+            "quantized_layers": stats.layers,
+        }
+        return {**(result or {}), MARK: report}
+
+    return update_weights
