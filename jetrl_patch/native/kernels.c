@@ -1,9 +1,8 @@
 /* CPU kernels of the exact FP8 flow.
  *
  * One rule holds for every function: the bits of an output row depend on the inputs of that row
- * alone. Sums run in a fixed order (16 lanes over ascending K, then one fixed tree over the lanes),
- * the tile a row falls into only decides when it is computed, and threads split rows or columns,
- * never a sum. So decoding one token and training on a packed batch give the same bits.
+ * alone. Sums run in a fixed order, the tile a row falls into only decides when it is computed, and
+ * threads split rows or columns, never a sum. So decoding one token and training on a packed batch give the same bits.
  *
  * Legend: M tokens, N output features, K input features, G = ceil(K/128) groups, T query tokens,
  * H query heads, D head width, L keys. All matrices are row-major; `ld*` is the row stride in elements.
@@ -19,10 +18,6 @@
 
 #define LANES 16
 #define GROUP 128
-#define MR 6          /* rows of the register tile    */
-#define NR 2          /* columns of the register tile */
-#define MTILE 192     /* rows whose operands are kept in scratch at a time */
-#define NTILE 16      /* columns whose weights are widened to FP32 at a time */
 
 typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
 typedef int32_t i16 __attribute__((vector_size(64), aligned(4), may_alias));
@@ -78,6 +73,19 @@ static inline float scale_of(uint32_t amax_bits, int pow2) {
     return s;
 }
 
+static __attribute__((noinline)) uint32_t amax_of(const uint16_t *restrict x, int64_t n) {
+    uint32_t amax = 0;
+    for (int64_t i = 0; i < n; i++) {
+        const uint32_t a = ((uint32_t)x[i] << 16) & 0x7fffffffu;
+        amax = a > amax ? a : amax;
+    }
+    return amax;
+}
+
+static __attribute__((noinline)) void encode_run(const uint16_t *restrict x, float scale, int64_t n, uint8_t *restrict q) {
+    for (int64_t i = 0; i < n; i++) q[i] = encode_e4m3(from_bf16(x[i]) / scale);
+}
+
 /* X [M,K] bf16 -> q [M,K], s [M,G]: groups of 128 along a row. */
 void jetrl_quantize_rows(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, int pow2,
                          uint8_t *q, float *s, int threads) {
@@ -85,18 +93,22 @@ void jetrl_quantize_rows(const uint16_t *x, int64_t ldx, int64_t M, int64_t K, i
 #pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
     for (int64_t m = 0; m < M; m++)
         for (int64_t g = 0; g < G; g++) {
-            const int64_t n = K - g * GROUP < GROUP ? K - g * GROUP : GROUP;
-            const uint16_t *xg = x + m * ldx + g * GROUP;
-            uint8_t *qg = q + m * K + g * GROUP;
-            uint32_t amax = 0;
-            for (int64_t i = 0; i < n; i++) {
-                uint32_t a = ((uint32_t)xg[i] << 16) & 0x7fffffffu;
-                amax = a > amax ? a : amax;
-            }
-            const float scale = scale_of(amax, pow2);
+            const int64_t k = g * GROUP, n = K - k < GROUP ? K - k : GROUP;
+            const float scale = scale_of(amax_of(x + m * ldx + k, n), pow2);
             s[m * G + g] = scale;
-            for (int64_t i = 0; i < n; i++) qg[i] = encode_e4m3(from_bf16(xg[i]) / scale);
+            encode_run(x + m * ldx + k, scale, n, q + m * K + k);
         }
+}
+
+static __attribute__((noinline)) void amax_columns(const uint16_t *restrict x, int64_t n, uint32_t *restrict amax) {
+    for (int64_t k = 0; k < n; k++) {
+        const uint32_t a = ((uint32_t)x[k] << 16) & 0x7fffffffu;
+        amax[k] = a > amax[k] ? a : amax[k];
+    }
+}
+
+static __attribute__((noinline)) void encode_columns(const uint16_t *restrict x, const float *restrict s, int64_t n, uint8_t *restrict q) {
+    for (int64_t k = 0; k < n; k++) q[k] = encode_e4m3(from_bf16(x[k]) / s[k]);
 }
 
 /* X [M,K] bf16 -> q [M,K], s [ceil(M/128),K]: groups of 128 tokens, for WGrad. */
@@ -106,17 +118,11 @@ void jetrl_quantize_tokens(const uint16_t *x, int64_t ldx, int64_t M, int64_t K,
 #pragma omp parallel for num_threads(threads) if (threads > 1 && GM > 1)
     for (int64_t g = 0; g < GM; g++) {
         const int64_t m0 = g * GROUP, m1 = m0 + GROUP < M ? m0 + GROUP : M;
-        uint32_t *amax = (uint32_t *)(s + g * K);
-        memset(amax, 0, (size_t)K * 4);
-        for (int64_t m = m0; m < m1; m++)
-            for (int64_t k = 0; k < K; k++) {
-                uint32_t a = ((uint32_t)x[m * ldx + k] << 16) & 0x7fffffffu;
-                amax[k] = a > amax[k] ? a : amax[k];
-            }
-        for (int64_t k = 0; k < K; k++) s[g * K + k] = scale_of(as_bits(s[g * K + k]), pow2);
-        for (int64_t m = m0; m < m1; m++)
-            for (int64_t k = 0; k < K; k++)
-                q[m * K + k] = encode_e4m3(from_bf16(x[m * ldx + k]) / s[g * K + k]);
+        float *sg = s + g * K;
+        memset(sg, 0, (size_t)K * 4);
+        for (int64_t m = m0; m < m1; m++) amax_columns(x + m * ldx, K, (uint32_t *)sg);
+        for (int64_t k = 0; k < K; k++) sg[k] = scale_of(as_bits(sg[k]), pow2);
+        for (int64_t m = m0; m < m1; m++) encode_columns(x + m * ldx, sg, K, q + m * K);
     }
 }
 
@@ -128,18 +134,15 @@ void jetrl_quantize_blocks(const uint16_t *w, int64_t ldw, int64_t N, int64_t K,
     for (int64_t b = 0; b < GN; b++)
         for (int64_t g = 0; g < G; g++) {
             const int64_t n0 = b * GROUP, n1 = n0 + GROUP < N ? n0 + GROUP : N;
-            const int64_t k0 = g * GROUP, k1 = k0 + GROUP < K ? k0 + GROUP : K;
+            const int64_t k = g * GROUP, width = K - k < GROUP ? K - k : GROUP;
             uint32_t amax = 0;
-            for (int64_t n = n0; n < n1; n++)
-                for (int64_t k = k0; k < k1; k++) {
-                    uint32_t a = ((uint32_t)w[n * ldw + k] << 16) & 0x7fffffffu;
-                    amax = a > amax ? a : amax;
-                }
+            for (int64_t n = n0; n < n1; n++) {
+                const uint32_t a = amax_of(w + n * ldw + k, width);
+                amax = a > amax ? a : amax;
+            }
             const float scale = scale_of(amax, pow2);
             s[b * G + g] = scale;
-            for (int64_t n = n0; n < n1; n++)
-                for (int64_t k = k0; k < k1; k++)
-                    q[n * K + k] = encode_e4m3(from_bf16(w[n * ldw + k]) / scale);
+            for (int64_t n = n0; n < n1; n++) encode_run(w + n * ldw + k, scale, width, q + n * K + k);
         }
 }
 
@@ -184,58 +187,100 @@ uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
 }
 
 /* ---- GEMM: Y [M,N] = X [M,K] * W [N,K]^T ---------------------------------------------------
- * Both operands stand in scratch as FP32, rows padded with zeros to Kp = a multiple of 16.
- * With scales: y = sum over groups of fma(dot128(qX, qW), sX * sW, acc), ascending, lane-wise;
- * the lanes are added once at the end. Without scales: y = sum over K of fma(x, w, acc). */
+ * A lane is an output column. For each column tile the weights of one group of K are widened to FP32 and
+ * transposed, [k][column]; then dot += x[m][k] * w[k][lane] over ascending k, one FMA each, and after
+ * the group total = fma(dot, sX * sW, total) (FP8), or total = dot carried on (BF16). The order of an
+ * element's sum is k = 0, 1, 2, ... whatever tile it falls into. */
 
-static inline __attribute__((always_inline)) void tile(
-    const int mr, const int nr, const float *x, const float *w, int64_t Kp, int64_t k0, int64_t k1,
-    const float *sx, const float *sw, int64_t lds, float *y, int64_t ldy) {
-    v16 total[MR][NR];
-    for (int i = 0; i < mr; i++) for (int j = 0; j < nr; j++) total[i][j] = (v16){0};
-    if (sx) {
-        for (int64_t g = k0; g < k1; g += GROUP) {
-            const int64_t end = g + GROUP < k1 ? g + GROUP : k1;
-            v16 dot[MR][NR];
-            for (int i = 0; i < mr; i++) for (int j = 0; j < nr; j++) dot[i][j] = (v16){0};
-            for (int64_t k = g; k < end; k += LANES)
-                for (int j = 0; j < nr; j++) {
-                    const v16 wv = *(const v16 *)(w + j * Kp + k);
-                    for (int i = 0; i < mr; i++) dot[i][j] += *(const v16 *)(x + i * Kp + k) * wv;
-                }
-            for (int i = 0; i < mr; i++)
-                for (int j = 0; j < nr; j++) {
-                    const float s = sx[i * lds + g / GROUP] * sw[j * lds + g / GROUP];
-                    total[i][j] += dot[i][j] * s;
-                }
-        }
-    } else {
-        for (int64_t k = k0; k < k1; k += LANES)
-            for (int j = 0; j < nr; j++) {
-                const v16 wv = *(const v16 *)(w + j * Kp + k);
-                for (int i = 0; i < mr; i++) total[i][j] += *(const v16 *)(x + i * Kp + k) * wv;
-            }
-    }
-    for (int i = 0; i < mr; i++) for (int j = 0; j < nr; j++) y[i * ldy + j] = lane_sum(total[i][j]);
+#define MR 8      /* rows of the register tile */
+#define NT 32     /* columns of a tile: two vectors */
+#define MTILE 256 /* rows whose operands and sums are kept in scratch at a time */
+
+typedef uint8_t b16 __attribute__((vector_size(16), aligned(1), may_alias));
+typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
+
+#define LOW(n) {0, n, 1, n + 1, 2, n + 2, 3, n + 3, 4, n + 4, 5, n + 5, 6, n + 6, 7, n + 7}
+#define HIGH(n) {8, n + 8, 9, n + 9, 10, n + 10, 11, n + 11, 12, n + 12, 13, n + 13, 14, n + 14, 15, n + 15}
+
+static inline v16 decode16(b16 q) {
+    const i16 u = __builtin_convertvector(q, i16), a = u & 127;
+    const v16 normal = (v16)((a << 20) + (120 << 23)), small = __builtin_convertvector(a, v16) * 0x1p-9f;
+    const i16 is_small = a < 8, is_nan = a == 127;
+    i16 bits = ((i16)small & is_small) | ((i16)normal & ~is_small);
+    bits = (bits & ~is_nan) | (0x7fc00000 & is_nan);
+    return (v16)(bits | ((u & 128) << 24));
 }
 
-static void rows_times_columns(int64_t rows, int64_t cols, const float *x, const float *w, int64_t Kp,
-                               int64_t k0, int64_t k1, const float *sx, const float *sw, int64_t lds,
-                               float *y, int64_t ldy) {
-    for (int64_t j = 0; j < cols; j += NR) {
-        const int nr = cols - j < NR ? (int)(cols - j) : NR;
-        for (int64_t i = 0; i < rows; i += MR) {
-            const int64_t mr = rows - i < MR ? rows - i : MR;
-            const float *xi = x + i * Kp, *wj = w + j * Kp;
-            const float *si = sx ? sx + i * lds : 0, *sj = sw ? sw + j * lds : 0;
-            float *yij = y + i * ldy + j;
-            if (mr == MR && nr == NR) tile(MR, NR, xi, wj, Kp, k0, k1, si, sj, lds, yij, ldy);
-            else if (nr == NR)
-                for (int64_t r = 0; r < mr; r++)
-                    tile(1, NR, xi + r * Kp, wj, Kp, k0, k1, si ? si + r * lds : 0, sj, lds, yij + r * ldy, ldy);
-            else
-                for (int64_t r = 0; r < mr; r++)
-                    tile(1, 1, xi + r * Kp, wj, Kp, k0, k1, si ? si + r * lds : 0, sj, lds, yij + r * ldy, ldy);
+static inline v16 widen16(h16 x) { return (v16)(__builtin_convertvector(x, i16) << 16); }
+
+/* 16x16 transpose: four rounds of interleaving row i with row i + 8. */
+static inline void transpose_bytes(b16 r[16]) {
+    b16 t[16];
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 8; i++) {
+            t[2 * i] = __builtin_shuffle(r[i], r[i + 8], (b16)LOW(16));
+            t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 8], (b16)HIGH(16));
+        }
+        memcpy(r, t, sizeof t);
+    }
+}
+static inline void transpose_halves(h16 r[16]) {
+    h16 t[16];
+    for (int round = 0; round < 4; round++) {
+        for (int i = 0; i < 8; i++) {
+            t[2 * i] = __builtin_shuffle(r[i], r[i + 8], (h16)LOW(16));
+            t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 8], (h16)HIGH(16));
+        }
+        memcpy(r, t, sizeof t);
+    }
+}
+
+/* Columns n0.. of W, k in [k0, k0 + 16): wt[k][column] in FP32; zeros outside N and K. */
+static void widen_weights(const void *w, int64_t ldw, int64_t n, int64_t k0, int64_t k_end, int fp8, float *wt) {
+    for (int half = 0; half < NT; half += 16) {
+        const int64_t k_count = k_end - k0 < 16 ? k_end - k0 : 16;
+        if (fp8) {
+            b16 r[16];
+            memset(r, 0, sizeof r);
+            for (int j = 0; j < 16 && half + j < n; j++) memcpy(&r[j], (const uint8_t *)w + (half + j) * ldw + k0, (size_t)k_count);
+            transpose_bytes(r);
+            for (int k = 0; k < 16; k++) *(v16 *)(wt + k * NT + half) = decode16(r[k]);
+        } else {
+            h16 r[16];
+            memset(r, 0, sizeof r);
+            for (int j = 0; j < 16 && half + j < n; j++) memcpy(&r[j], (const uint16_t *)w + (half + j) * ldw + k0, (size_t)k_count * 2);
+            transpose_halves(r);
+            for (int k = 0; k < 16; k++) *(v16 *)(wt + k * NT + half) = widen16(r[k]);
+        }
+    }
+}
+
+/* rows x NT columns over one group of K. dot starts at zero and is scaled into `total` (FP8), or carries it on. */
+static inline __attribute__((always_inline)) void tile(
+    const int rows, const float *x, int64_t ldx, const float *wt, int64_t k_count, const float *sx, int64_t ldsx,
+    const float *sw, float *total) {
+    v16 a[MR], b[MR];
+    for (int i = 0; i < rows; i++) {
+        a[i] = sx ? (v16){0} : *(v16 *)(total + i * NT);
+        b[i] = sx ? (v16){0} : *(v16 *)(total + i * NT + 16);
+    }
+    for (int64_t k = 0; k < k_count; k++) {
+        const v16 w0 = *(const v16 *)(wt + k * NT), w1 = *(const v16 *)(wt + k * NT + 16);
+        for (int i = 0; i < rows; i++) {
+            const float v = x[i * ldx + k];
+            a[i] += w0 * v;
+            b[i] += w1 * v;
+        }
+    }
+    for (int i = 0; i < rows; i++) {
+        v16 *t0 = (v16 *)(total + i * NT), *t1 = t0 + 1;
+        if (sx) {
+            const float s = sx[i * ldsx];
+            *t0 += a[i] * (*(const v16 *)sw * s);
+            *t1 += b[i] * (*(const v16 *)(sw + 16) * s);
+        } else {
+            *t0 = a[i];
+            *t1 = b[i];
         }
     }
 }
@@ -247,9 +292,9 @@ static void rows_times_columns(int64_t rows, int64_t cols, const float *x, const
 int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64_t ldw, const float *sw,
                int64_t ldsw, int64_t M, int64_t N, int64_t K, int fp8, int splits, int bf16, void *out,
                int threads) {
-    const int64_t Kp = round_up(K, LANES), G = (K + GROUP - 1) / GROUP, step = K / splits;
+    const int64_t G = (K + GROUP - 1) / GROUP, step = splits > 1 ? K / splits : K;
     const int64_t mtile = M < MTILE ? M : MTILE;
-    float *xf = aligned_alloc(64, (size_t)round_up(mtile * Kp * 4, 64));
+    float *xf = aligned_alloc(64, (size_t)round_up(mtile * K * 4, 64));
     if (!xf) return 1;
     int failed = 0;
     for (int64_t m0 = 0; m0 < M; m0 += MTILE) {
@@ -258,40 +303,46 @@ int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64
         {
 #pragma omp for
             for (int64_t r = 0; r < rows; r++) {
-                float *row = xf + r * Kp;
-                if (fp8) for (int64_t k = 0; k < K; k++) row[k] = decode_e4m3(((const uint8_t *)x)[(m0 + r) * ldx + k]);
-                else for (int64_t k = 0; k < K; k++) row[k] = from_bf16(((const uint16_t *)x)[(m0 + r) * ldx + k]);
-                for (int64_t k = K; k < Kp; k++) row[k] = 0.0f;
+                float *restrict row = xf + r * K;
+                const uint8_t *restrict x8 = (const uint8_t *)x + (m0 + r) * ldx;
+                const uint16_t *restrict x16 = (const uint16_t *)x + (m0 + r) * ldx;
+                if (fp8) for (int64_t k = 0; k < K; k++) row[k] = decode_e4m3(x8[k]);
+                else for (int64_t k = 0; k < K; k++) row[k] = from_bf16(x16[k]);
             }
-            float *wf = aligned_alloc(64, (size_t)round_up((NTILE * Kp + NTILE * G + 2 * MTILE * NTILE) * 4, 64));
-            if (!wf) failed = 1;
-            float *sf = wf + NTILE * Kp, *part = sf + NTILE * G, *acc = part + MTILE * NTILE;
+            float *wt = aligned_alloc(64, (size_t)((GROUP + 1 + 2 * mtile) * NT * 4));
+            if (!wt) failed = 1;
+            float *sg = wt + GROUP * NT, *acc = sg + NT, *part = acc + mtile * NT;
 #pragma omp for schedule(dynamic, 1)
-            for (int64_t n0 = 0; n0 < N; n0 += NTILE) {
-                if (!wf) continue;
-                const int64_t cols = N - n0 < NTILE ? N - n0 : NTILE;
-                for (int64_t j = 0; j < cols; j++) {
-                    float *row = wf + j * Kp;
-                    if (fp8) for (int64_t k = 0; k < K; k++) row[k] = decode_e4m3(((const uint8_t *)w)[(n0 + j) * ldw + k]);
-                    else for (int64_t k = 0; k < K; k++) row[k] = from_bf16(((const uint16_t *)w)[(n0 + j) * ldw + k]);
-                    for (int64_t k = K; k < Kp; k++) row[k] = 0.0f;
-                    if (fp8) memcpy(sf + j * G, sw + (n0 + j) * ldsw, (size_t)G * 4);
-                }
+            for (int64_t n0 = 0; n0 < N; n0 += NT) {
+                if (!wt) continue;
+                const int64_t cols = N - n0 < NT ? N - n0 : NT;
+                const void *wn = fp8 ? (const void *)((const uint8_t *)w + n0 * ldw) : (const void *)((const uint16_t *)w + n0 * ldw);
                 for (int split = 0; split < splits; split++) {
-                    const int64_t k0 = split * step, k1 = split + 1 == splits ? Kp : k0 + step;
-                    float *y = split ? part : acc;
-                    rows_times_columns(rows, cols, xf, wf, Kp, k0, k1, fp8 ? sx + m0 * G : 0, fp8 ? sf : 0, G, y, NTILE);
-                    if (split)
-                        for (int64_t i = 0; i < rows * NTILE; i++) acc[i] += part[i];
-                }
-                for (int64_t r = 0; r < rows; r++)
-                    for (int64_t j = 0; j < cols; j++) {
-                        const int64_t at = (m0 + r) * N + n0 + j;
-                        if (bf16) ((uint16_t *)out)[at] = to_bf16(acc[r * NTILE + j]);
-                        else ((float *)out)[at] = acc[r * NTILE + j];
+                    const int64_t k1 = (split + 1) * step;
+                    float *total = split ? part : acc;
+                    memset(total, 0, (size_t)(rows * NT * 4));
+                    for (int64_t k0 = split * step; k0 < k1; k0 += GROUP) {
+                        const int64_t count = k1 - k0 < GROUP ? k1 - k0 : GROUP;
+                        for (int64_t k = 0; k < count; k += 16) widen_weights(wn, ldw, cols, k0 + k, k1, fp8, wt + k * NT);
+                        for (int64_t j = 0; fp8 && j < NT; j++) sg[j] = j < cols ? sw[(n0 + j) * ldsw + k0 / GROUP] : 0.0f;
+                        for (int64_t i = 0; i < rows; i += MR) {
+                            const float *xi = xf + i * K + k0, *si = fp8 ? sx + (m0 + i) * G + k0 / GROUP : 0;
+                            if (rows - i >= MR) tile(MR, xi, K, wt, count, si, G, sg, total + i * NT);
+                            else
+                                for (int64_t r = 0; i + r < rows; r++)
+                                    tile(1, xi + r * K, K, wt, count, si ? si + r * G : 0, G, sg, total + (i + r) * NT);
+                        }
                     }
+                    if (split)
+                        for (int64_t i = 0; i < rows * NT; i++) acc[i] += part[i];
+                }
+                for (int64_t r = 0; r < rows; r++) {
+                    const int64_t at = (m0 + r) * N + n0;
+                    if (bf16) for (int64_t j = 0; j < cols; j++) ((uint16_t *)out)[at + j] = to_bf16(acc[r * NT + j]);
+                    else memcpy((float *)out + at, acc + r * NT, (size_t)cols * 4);
+                }
             }
-            free(wf);
+            free(wt);
         }
     }
     free(xf);
