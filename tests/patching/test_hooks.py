@@ -71,6 +71,15 @@ def test_a_cancelled_hook_is_never_called(make_module: MakeModule) -> None:
     assert seen == ["stays"]
 
 
+def test_a_hook_may_cancel_the_one_after_it(make_module: MakeModule) -> None:
+    name = make_module("x = 1")
+    seen: list[ModuleType] = []
+    watch(name, lambda _: second.cancel())
+    second = watch(name, seen.append)
+    importlib.import_module(name)
+    assert seen == []
+
+
 def test_all_cancelled_then_watched_again(make_module: MakeModule) -> None:
     name = make_module("x = 1")
     seen: list[str] = []
