@@ -26,10 +26,10 @@ PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -
 .PHONY: demo compare test lint bench venv clean
 
 demo: $(READY)
-	$(QUIET) $(RUN) examples/verl/demo.py --device $(DEVICE) $(ARGS)
+	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
 
 compare: $(READY)
-	$(QUIET) $(RUN) examples/verl/compare.py --device $(DEVICE) $(ARGS)
+	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
 test: lint
 	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-report=term $(ARGS)
