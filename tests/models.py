@@ -47,7 +47,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen2",
         {"hidden_size": 320, "intermediate_size": 1000, "num_attention_heads": 5, "num_key_value_heads": 1},
     ),
-    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1, "attention_bias": True}),
+    "qwen3-tied": ("qwen3", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "llama-odd": (
         "llama",
         {

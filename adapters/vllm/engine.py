@@ -109,6 +109,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         "a sliding window": _has_window(hf_config),
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
         "dual chunk attention": getattr(hf_config, "dual_chunk_attention_config", None) is not None,
+        "attention_bias of qwen3 (vLLM leaves the bias of o_proj out)": hf_config.model_type == "qwen3"
+        and bool(getattr(hf_config, "attention_bias", False)),
         "sequence parallelism": bool(vllm_config.compilation_config.pass_config.enable_sp),
     }
     found = [what for what, there in problems.items() if there]

@@ -1,0 +1,109 @@
+"""Sampling with vLLM for ``jetrl parity``: tokens, and the log-probs with which vLLM sampled them."""
+
+from __future__ import annotations
+
+import itertools
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.parity.prompts import make_prompts
+from jetrl_patch.parity.sample import Sample
+
+if TYPE_CHECKING:
+    from jetrl_patch.parity.modes import Job
+
+__all__ = ["build_engine", "generate", "sample"]
+
+
+def sample(job: Job) -> list[Sample]:
+    """Build an engine in this process, sample batch after batch until there are enough tokens, shut it down."""
+    if job.temperature <= 0:
+        raise ConfigError(f"--temperature {job.temperature} must be above 0: greedy log-probs have no temperature")
+    hf_config = _config(job.model)
+    longest = min(256, hf_config.max_position_embeddings - job.length)
+    if longest < 1:
+        raise ConfigError(
+            f"--length {job.length} leaves no room for a prompt: the model has {hf_config.max_position_embeddings} "
+            f"positions"
+        )
+    requests = -(-job.tokens // job.length)
+    prompts = make_prompts(
+        job.prompts,
+        _tokenizer(job.model),
+        count=max(requests, job.batch),
+        vocabulary=hf_config.vocab_size,
+        longest=longest,
+        seed=job.seed,
+    )
+    engine = build_engine(job, max(map(len, prompts)) + job.length)
+    try:
+        samples: list[Sample] = []
+        for start in itertools.count(0, job.batch):
+            batch = [prompts[(start + i) % len(prompts)] for i in range(job.batch)]
+            samples += generate(engine, batch, job.length, job.temperature)
+            if sum(len(s.response) for s in samples) >= job.tokens:
+                return samples
+    finally:
+        engine.llm_engine.engine_core.shutdown()
+    raise AssertionError("unreachable")
+
+
+def build_engine(job: Job, max_model_len: int) -> Any:
+    """A ``vllm.LLM`` that takes and gives token ids."""
+    from vllm import LLM
+
+    settings: dict[str, Any] = {
+        "model": job.model,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "max_model_len": max_model_len,
+        "max_num_seqs": max(job.batch, 2),
+        "tensor_parallel_size": job.tp,
+        "enforce_eager": True,
+        "seed": job.seed,
+        # what the sampler sampled from; the trainer recomputes it with the same temperature
+        "logprobs_mode": "processed_logprobs",
+    }
+    if _on_cpu():
+        settings["kv_cache_memory_bytes"] = 1 << 29
+    settings.update(job.engine)
+    return LLM(**settings)
+
+
+def generate(engine: Any, prompts: list[list[int]], length: int, temperature: float) -> list[Sample]:
+    """Responses of ``length`` tokens to all prompts at once."""
+    from vllm import SamplingParams
+
+    params = SamplingParams(
+        temperature=temperature, max_tokens=length, logprobs=0, ignore_eos=True, detokenize=False
+    )
+    outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    samples = []
+    for prompt, output in zip(prompts, outputs):
+        response = list(output.outputs[0].token_ids)
+        log_probs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)]
+        samples.append(Sample(prompt, response, log_probs))
+    return samples
+
+
+def _config(model: str) -> Any:
+    from vllm.transformers_utils.config import get_config
+
+    return get_config(model, trust_remote_code=False).get_text_config()
+
+
+def _tokenizer(model: str) -> Any:
+    """Text to token ids, or None if the directory has no tokenizer that loads."""
+    from vllm.tokenizers import get_tokenizer
+
+    try:
+        tokenizer = get_tokenizer(model)
+    except Exception:  # each tokenizer library has errors of its own; without one, prompts are random
+        return None
+    return lambda text: list(tokenizer.encode(text))
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())

@@ -1,0 +1,121 @@
+"""The command: arguments in, a table and a JSON file out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.parity.modes import Job, check_model, choose
+from jetrl_patch.parity.run import run_mode
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. 0: as promised; 1: a mode that promises equality is not equal; errors are raised."""
+    options = _parser().parse_args(arguments)
+    common = {
+        "scale_format": options.scale_format,
+        "exclude": tuple(options.exclude),
+        "backend": options.backend,
+    }
+    configs = choose(options.precision, options.align, **common)
+    check_model(options.model, configs)
+    jobs = [
+        Job(
+            model=options.model,
+            config=config,
+            tp=options.tp,
+            batch=options.batch,
+            tokens=options.tokens,
+            length=options.length,
+            temperature=options.temperature,
+            seed=options.seed,
+            prompts=options.prompts,
+            engine=_engine(options.engine),
+        )
+        for config in configs
+    ]
+    results = _measure(jobs, options.verbose)
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+    broken = [r for job, r in zip(jobs, results) if job.promises_equality and r["bit_equal_fraction"] != 1.0]
+    for result in broken:
+        print(
+            f"{result['precision']} with align={result['align']} promises equal log-probs, but "
+            f"{1 - result['bit_equal_fraction']:.2%} of the tokens differ, by up to {result['logp_abs_diff_max']:.3g}"
+        )
+    return 1 if broken else 0
+
+
+def _measure(jobs: list[Job], verbose: bool) -> list[dict[str, Any]]:
+    from rich.console import Console
+
+    console = Console()
+    results = []
+    for job in jobs:
+        with console.status(f"{job.config.precision}, align={job.config.resolved_align}"):
+            results.append(run_mode(job, verbose))
+    console.print(_table(jobs[0], results))
+    return results
+
+
+def _table(job: Job, results: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    title = f"rollout against trainer: {Path(job.model).name}, tensor parallel {job.tp}, batches of {job.batch}"
+    table = Table(title=title, caption="Δlogp: log-prob of a sampled token, trainer minus rollout")
+    for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
+        table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
+    for r in results:
+        figures = [f"{r[key]:.3g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
+    return table
+
+
+def _engine(text: str | None) -> tuple[tuple[str, Any], ...]:
+    if text is None:
+        return ()
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--engine {text} does not read as JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--engine {text} must be a JSON object of arguments of vllm.LLM")
+    return tuple(settings.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jetrl parity",
+        description="Load a local model into vLLM and into the trainer's form, sample, and compare the log-probs.",
+    )
+    names = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
+    parser.add_argument("--precision", **names, help="bf16, fp8-rollout, fp8-unified; all of them by default")
+    parser.add_argument("--align", **names, help="linear, exact (of fp8-unified); both by default")
+    parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
+    parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="modules that stay in BF16 on both sides")
+    parser.add_argument("--backend", default="auto", help="auto (default), native or torch")
+    parser.add_argument("--prompts", metavar="FILE", help="text file, one prompt a line")
+    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel size of the rollout")
+    parser.add_argument("--batch", type=_positive, default=32, help="requests sampled at a time")
+    parser.add_argument("--tokens", type=_positive, default=2048, help="response tokens at least")
+    parser.add_argument("--length", type=_positive, default=64, help="tokens of one response")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--engine", metavar="JSON", help='further arguments of vllm.LLM, {"enable_prefix_caching": false}')
+    parser.add_argument("--json", metavar="FILE", help="write one object a mode")
+    parser.add_argument("--verbose", action="store_true", help="let the frameworks print")
+    return parser
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value

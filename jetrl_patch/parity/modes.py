@@ -1,0 +1,99 @@
+"""Which modes are compared, and which of them promise equality."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ModelError
+
+__all__ = ["Job", "check_model", "choose"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One mode of one model, as it travels to the process that measures it.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint.
+        config: settings of the mode.
+        tp: tensor-parallel size of the rollout.
+        batch: how many requests are sampled at a time.
+        tokens: how many response tokens at least.
+        length: tokens of one response.
+        temperature: of sampling, and of the log-probs.
+        seed: of prompts and sampling.
+        prompts: text file with one prompt a line, or None.
+        engine: further arguments of vLLM's ``LLM``.
+    """
+
+    model: str
+    config: Config
+    tp: int = 1
+    batch: int = 32
+    tokens: int = 2048
+    length: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+    prompts: str | None = None
+    engine: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def promises_equality(self) -> bool:
+        """Whether a difference in this mode is a failure."""
+        return self.config.exact
+
+    def with_config(self, config: Config) -> Job:
+        """The same job in another mode."""
+        return replace(self, config=config)
+
+
+def choose(precisions: list[str], aligns: list[str], **common: Any) -> list[Config]:
+    """The modes that the command line asks for; all of them if it names none.
+
+    An ``align`` belongs to ``fp8-unified`` and brings it along. Raises ConfigError for unknown values.
+    """
+    if not precisions and not aligns:
+        precisions, aligns = ["bf16", "fp8-rollout", "fp8-unified"], ["linear", "exact"]
+    elif not precisions:
+        precisions = ["fp8-unified"]
+    elif aligns and "fp8-unified" not in precisions:
+        raise ConfigError(
+            f"align={', '.join(aligns)} belongs to precision fp8-unified, but --precision is {', '.join(precisions)}; "
+            f"add fp8-unified or drop --align"
+        )
+    configs = []
+    for precision in dict.fromkeys(precisions):
+        choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == "fp8-unified" and aligns else [None]
+        for align in choices:
+            configs.append(Config(precision=precision, align=align, **common).resolved())  # type: ignore[arg-type]
+    return configs
+
+
+def check_model(path: str, configs: list[Config]) -> None:
+    """What can be seen without loading anything.
+
+    Raises:
+        ModelError: no checkpoint there, or a family for which a mode cannot be kept.
+    """
+    import json
+    from types import SimpleNamespace
+
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            f"--model {path}: expected a directory with a Hugging Face checkpoint, found no {file.name} there; "
+            f"give the path of a local model (nothing is downloaded)"
+        )
+    try:
+        settings = json.loads(file.read_text())
+    except ValueError as error:
+        raise ModelError(f"--model {path}: {file.name} does not read as JSON ({error})") from None
+    if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
+        raise ModelError(f"--model {path}: found no weights (*.safetensors or *.bin) beside {file.name}")
+    if any(config.exact for config in configs):
+        from jetrl_patch.exact.families import check_family
+
+        check_family(SimpleNamespace(**settings))

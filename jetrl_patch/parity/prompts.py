@@ -1,0 +1,56 @@
+"""Prompts as token ids: the user's, a few of ours, or random ones."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from jetrl_patch.errors import ConfigError
+
+__all__ = ["SAMPLES", "make_prompts"]
+
+SAMPLES = (
+    "The capital of France is",
+    "Question: a train travels 120 km in 2 hours. What is its average speed? Answer:",
+    "def fibonacci(n):",
+    "Once upon a time there was a mathematician who",
+    "List three prime numbers greater than 50:",
+    "In 1687 Isaac Newton published",
+    "Explain in one sentence why the sky is blue.",
+    "12 + 7 * 3 =",
+)
+
+#: text -> token ids
+Tokenize = Callable[[str], list[int]]
+
+
+def make_prompts(
+    file: str | None, tokenize: Tokenize | None, *, count: int, vocabulary: int, longest: int, seed: int
+) -> list[list[int]]:
+    """``count`` prompts of 1 to ``longest`` token ids, repeated if there are fewer.
+
+    Args:
+        file: one prompt a line, blank lines skipped.
+        tokenize: None if the model came without a usable tokenizer; then prompts are random, unless ``file`` is set.
+
+    Raises:
+        ConfigError: the file is missing, empty, or there is no tokenizer to read it with.
+    """
+    texts: list[str] = list(SAMPLES)
+    if file is not None:
+        if tokenize is None:
+            raise ConfigError(f"--prompts {file} needs a tokenizer, but the model's directory has none that loads")
+        try:
+            texts = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+        except OSError as error:
+            raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from None
+        if not texts:
+            raise ConfigError(f"--prompts {file} holds no prompt; write one a line")
+    if tokenize is not None:
+        prompts = [ids for ids in (tokenize(text)[:longest] for text in texts) if ids]
+        if prompts:
+            return [prompts[i % len(prompts)] for i in range(count)]
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, min(24, longest)) for _ in range(count)]
+    return [[generator.randrange(vocabulary) for _ in range(length)] for length in lengths]

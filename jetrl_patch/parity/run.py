@@ -1,0 +1,64 @@
+"""Each mode in a process of its own: patches, caches and memory of one mode do not reach the next."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch import errors
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.parity.modes import Job
+
+__all__ = ["run_mode"]
+
+#: defaults for the child, where the user's environment says nothing
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
+    """Measure one mode in a child process; see ``measure.measure`` for the result.
+
+    Raises JetrlError (of the child's kind) when the mode cannot be measured; what the child printed is in it only if
+    the error was none of ours.
+    """
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    environment.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
+    for name, value in _ENVIRONMENT.items():
+        environment.setdefault(name, value)
+    if job.tp == 1:
+        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with tempfile.TemporaryDirectory(prefix="jetrl-parity-") as folder:
+        answer = Path(folder) / "result"
+        child = subprocess.run(
+            [sys.executable, "-m", "jetrl_patch.parity.measure", str(answer)],
+            input=pickle.dumps(job),
+            env=environment,
+            stdout=None if verbose else subprocess.PIPE,
+            stderr=None if verbose else subprocess.STDOUT,
+            check=False,
+        )
+        if not answer.exists():
+            tail = b"" if child.stdout is None else child.stdout[-2000:]
+            raise JetrlError(
+                f"the process that measured {job.config.precision} ended with status {child.returncode} and no "
+                f"result; run again with --verbose. {tail.decode(errors='replace')}"
+            )
+        found: dict[str, Any] = pickle.loads(answer.read_bytes())
+    if "error" in found:
+        kind, text = found["error"]
+        error: type[JetrlError] = getattr(errors, kind) if kind else JetrlError
+        raise error(text if kind else f"measuring {job.config.precision} failed:\n{text}")
+    result: dict[str, Any] = found["result"]
+    return result
