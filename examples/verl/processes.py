@@ -1,0 +1,91 @@
+"""One training run as a group of processes: start it, weigh it, and leave nothing of it behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+#: marks every process of a run: Ray starts its own sessions, so the process group alone does not find them all
+MARK = "WORDS_RUN"
+
+
+@contextlib.contextmanager
+def temporary_folder() -> Iterator[Path]:
+    """A folder with a short path (a Unix socket's name ends at 107 characters), removed at the end."""
+    folder = Path(tempfile.mkdtemp(prefix="jetrl-", dir="/tmp"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+class Group:
+    """A process and all its descendants, found by a mark in their environment."""
+
+    def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
+        self.mark = uuid.uuid4().hex
+        self.peak_memory_bytes = 0
+        with log.open("wb") as out:
+            self.leader = subprocess.Popen(
+                command, env={**env, MARK: self.mark}, cwd=cwd, stdout=out, stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+
+    def members(self) -> list[psutil.Process]:
+        """The living processes of this run, the leader among them."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def weigh(self) -> int:
+        """Bytes of memory in use now, shared pages counted once where the system tells; remembers the largest."""
+        total = 0
+        for process in self.members():
+            with contextlib.suppress(psutil.Error, OSError):
+                info = process.memory_full_info()
+                total += getattr(info, "pss", info.rss)
+        self.peak_memory_bytes = max(self.peak_memory_bytes, total)
+        return total
+
+    def wait(self, tick: Callable[[], None], seconds: float = 0.5) -> int:
+        """Call ``tick`` until the leader ends; return its exit status."""
+        last_weighed = 0.0
+        while (status := self.leader.poll()) is None:
+            tick()
+            if time.monotonic() - last_weighed > 4:
+                self.weigh()
+                last_weighed = time.monotonic()
+            time.sleep(seconds)
+        tick()
+        return status
+
+    def end(self, patience: float = 10.0) -> None:
+        """End every process of the run: ask, wait, then insist. Safe to call twice."""
+        if self.leader.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.leader.pid, signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.leader.wait(patience)
+        members = self.members()
+        for process in members:
+            with contextlib.suppress(psutil.Error):
+                process.terminate()
+        _, alive = psutil.wait_procs(members, timeout=3)
+        for process in {*alive, *self.members()}:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.leader.wait(patience)

