@@ -1,0 +1,135 @@
+"""Which scale format is the default? Measure both and write ``docs/scale_formats.md``.
+
+Three things: the quantization error of weights and activations of the example's model, the mismatch between
+trainer and rollout when only the linears are shared, and the loss of training from scratch by cross-entropy.
+Run: ``python -m scripts.scale_format`` (about ten minutes on two cores).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import random
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+
+from examples.words import task, warm_start
+from examples.words.tokenizer import build_tokenizer
+from jetrl_patch.fp8 import quantize
+from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch.fp8.layers import is_fp8
+
+FORMATS = ("pow2", "fp32")
+PAGE = Path(__file__).parents[1] / "docs" / "scale_formats.md"
+
+
+def sqnr(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Signal over quantization error in dB."""
+    error = (value.double() - reference.double()).pow(2).sum()
+    return float(10 * torch.log10(reference.double().pow(2).sum() / error))
+
+
+def quantization_error() -> dict[str, tuple[float, float]]:
+    """SQNR in dB of (weights, activations), the mean over the FP8 layers of the example's checkpoint."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(warm_start.CHECKPOINT, dtype=torch.bfloat16)
+    inputs: dict[str, torch.Tensor] = {}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and is_fp8(n, ())}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda m, args, n=name: inputs.__setitem__(n, args[0].flatten(0, 1)))
+    tokenizer = build_tokenizer()
+    prompts = {q: warm_start.prompt_ids(tokenizer, q) for q in task.split()[0][:64]}
+    ids, _ = warm_start.batch(tokenizer, prompts, 32, 0.5, random.Random(0))
+    with torch.no_grad():
+        model(input_ids=ids)
+    result = {}
+    for scale_format in FORMATS:
+        w = [sqnr(quantize.dequantize_weight(*quantize.quantize_weight(m.weight, scale_format)), m.weight) for m in layers.values()]
+        a = [sqnr(quantize.dequantize_activation(*quantize.quantize_activation(x, scale_format)), x) for x in inputs.values()]
+        result[scale_format] = sum(w) / len(w), sum(a) / len(a)
+    return result
+
+
+def mismatch(tokens: int) -> dict[str, dict[str, Any]]:
+    """``jetrl parity`` with shared linears only, per format."""
+    result = {}
+    for scale_format in track(FORMATS, "mismatch with shared linears"):
+        with tempfile.NamedTemporaryFile(suffix=".json") as file:
+            command = [sys.executable, "-m", "jetrl_patch.cli.main", "parity", "--model", str(warm_start.CHECKPOINT)]
+            command += ["--precision", "fp8-unified", "--align", "linear", "--scale-format", scale_format]
+            subprocess.run([*command, "--tokens", str(tokens), "--json", file.name], check=True)
+            result[scale_format] = json.loads(Path(file.name).read_text())[0]
+    return result
+
+
+def from_scratch(convert: Callable[[torch.nn.Module], object], steps: int, seed: int, label: str) -> float:
+    """Mean cross-entropy of the last tenth of the steps, trained from scratch on the example's answers."""
+    tokenizer = build_tokenizer()
+    model = warm_start.build_model(tokenizer, seed)
+    convert(model)
+    prompts = {q: warm_start.prompt_ids(tokenizer, q) for q in task.split()[0]}
+    rng = random.Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.98))
+    losses = []
+    for step in track(range(steps), label):
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * min(1.0, (step + 1) / (0.05 * steps)) * (1 - step / steps)
+        ids, labels = warm_start.batch(tokenizer, prompts, 64, 0.5, rng)
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(input_ids=ids).logits
+        loss = torch.nn.functional.cross_entropy(
+            logits[:, :-1].float().flatten(0, 1), labels[:, 1:].flatten(), ignore_index=warm_start.IGNORE
+        )
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    tail = losses[-max(1, steps // 10) :]
+    return sum(tail) / len(tail)
+
+
+def training(steps: int, seeds: int) -> dict[str, list[float]]:
+    """Final losses per seed: BF16, and FP8 with each scale format."""
+    arms: dict[str, Callable[[torch.nn.Module], object]] = {"bf16": lambda m: None}
+    for scale_format in FORMATS:
+        arms[scale_format] = lambda m, f=scale_format: swap_linears(m, (), f, "native")  # type: ignore[misc]
+    return {arm: [from_scratch(convert, steps, s, f"{arm}, seed {s}") for s in range(seeds)] for arm, convert in arms.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=4000)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    errors, losses, apart = quantization_error(), training(args.steps, args.seeds), mismatch(args.tokens)
+    mean = {arm: sum(values) / len(values) for arm, values in losses.items()}
+    rows = [
+        f"| {f} | {errors[f][0]:.2f} | {errors[f][1]:.2f} | {apart[f]['logp_abs_diff_mean']:.2e} | "
+        f"{apart[f]['k3_kl']:.2e} | {mean[f]:.4f} ({(mean[f] / mean['bf16'] - 1) * 100:+.2f}%) |"
+        for f in FORMATS
+    ]
+    PAGE.write_text(
+        "# Scale formats\n\n"
+        "| `scale_format` | weights, SQNR dB | activations, SQNR dB | mean abs Δlogp, `align=\"linear\"` | k3 KL | "
+        "loss from scratch (against BF16) |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
+        f"The example's model; {args.tokens} sampled tokens; {args.steps} steps of cross-entropy, {args.seeds} seeds, "
+        f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
+        f"Command: `python -m scripts.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`.\n"
+    )
+    print(PAGE.read_text())
+
+
+if __name__ == "__main__":
+    main()
