@@ -7,20 +7,15 @@ from __future__ import annotations
 
 import importlib
 import os
-import sys
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import env
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, PatchError, VersionError, explain
-from jetrl_patch.patching.guards import installed_version, is_installed, module_exists, require_versions
-from jetrl_patch.patching.hooks import ImportHook, watch
-from jetrl_patch.patching.journal import Journal
-from jetrl_patch.patching.patch import OnImport, Patch, apply_patch, find_target
+from jetrl_patch.errors import ConflictError, NotPatchedError, PatchError, VersionError, explain
+from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.session import Session, plan
 from jetrl_patch.snapshot import PatchStatus, Status
 
 if TYPE_CHECKING:
@@ -49,25 +44,8 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
 }
 
 
-@dataclass
-class _Planned:
-    what: Patch | OnImport
-    hook: ImportHook | None = None
-    applied: bool = False
-
-
-@dataclass
-class _Session:
-    config: Config
-    adapters: list[Adapter]
-    versions: dict[str, str]
-    journal: Journal = field(default_factory=Journal)
-    planned: list[_Planned] = field(default_factory=list)
-    error: BaseException | None = None  # of a hook, also if somebody swallowed the failed import
-
-
 _lock = threading.RLock()
-_session: _Session | None = None  # set last: whoever sees it sees a session that stands
+_session: Session | None = None  # set last: whoever sees it sees a session that stands
 _starting: Config | None = None  # the config of an enable() that is under way in this process
 _failure: str = ""  # why the last session of this process fell, for the errors of require_active
 _layers: dict[str, None] = {}
@@ -101,16 +79,14 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
                 )
             )
         _starting = wanted
-        session: _Session | None = None
+        session: Session | None = None
         try:
-            session = _plan(wanted)
-            _apply(session)
-            if session.error is not None:
-                raise session.error
+            session = plan(wanted, _adapters())
+            session.apply(on_failure=_fall)
         except BaseException as error:
             _failure = f"{type(error).__name__}: {error}"
             if session is not None:
-                _take_down(session, error)
+                session.take_down(error)
             raise
         finally:
             _starting = None
@@ -133,13 +109,15 @@ def disable() -> None:
         try:
             session.journal.rollback()
         except ConflictError:
-            raise
+            raise  # nothing was undone: the session stands
         except PatchError:
-            _session = None
-            _forget(session)
+            _session = None  # all that could be undone was
+            session.forget()
+            _forget()
             raise
         _session = None
-        _forget(session)
+        session.forget()
+        _forget()
 
 
 def is_active() -> bool:
@@ -233,10 +211,9 @@ def status() -> Status:
     )
 
 
-def _plan(config: Config) -> _Session:
-    """Everything that can be checked without changing anything."""
-    adapters = [_resolve(name) for name, needs in ADAPTERS.items() if any(map(is_installed, needs))]
-    if not adapters:
+def _adapters() -> list[Adapter]:
+    found = [_resolve(name) for name, needs in ADAPTERS.items() if any(map(is_installed, needs))]
+    if not found:
         frameworks = dict.fromkeys(need for needs in ADAPTERS.values() for need in needs)
         raise VersionError(
             explain(
@@ -246,67 +223,10 @@ def _plan(config: Config) -> _Session:
                 fix="install one, for instance: pip install 'jetrl_patch[verl]'",
             )
         )
-    versions = require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
-    session = _Session(config, adapters, versions)
-    for adapter in adapters:
-        adapter.check(config)
-    for adapter in adapters:
-        changes: list[Patch | OnImport] = [*adapter.patches(config), *adapter.hooks(config)]
-        for what in changes:
-            _check_target(what)
-            session.planned.append(_Planned(what))
-    return session
+    return found
 
 
-def _check_target(what: Patch | OnImport) -> None:
-    if not module_exists(what.module):
-        root = what.module.split(".")[0]
-        raise PatchError(
-            f"{what.target} is missing: {root} {installed_version(root) or ''} has no module {what.module}; "
-            f"see the supported versions with `jetrl status`"
-        )
-    module = sys.modules.get(what.module)
-    if isinstance(what, Patch) and module is not None:
-        find_target(module, what.attr)
-
-
-def _apply(session: _Session) -> None:
-    for name, value in session.config.to_env().items():
-        session.journal.set_item(
-            os.environ, name, value, target=f"os.environ[{name!r}]", reason="settings for child processes"
-        )
-    for adapter in session.adapters:
-        adapter.on_apply(session.config, session.journal)
-    for planned in session.planned:
-        planned.hook = watch(planned.what.module, _callback(session, planned))
-
-
-def _callback(session: _Session, planned: _Planned) -> Any:
-    def on_import(module: ModuleType) -> None:
-        try:
-            if isinstance(planned.what, Patch):
-                apply_patch(planned.what, module, session.journal)
-            else:
-                _apply_hook(planned.what, module, session.journal)
-            planned.applied = True
-        except BaseException as error:
-            session.error = error
-            _fall(session, error)
-            raise
-
-    return on_import
-
-
-def _apply_hook(what: OnImport, module: ModuleType, journal: Journal) -> None:
-    try:
-        what.apply(module, journal)
-    except JetrlError:
-        raise
-    except Exception as error:
-        raise PatchError(f"{what.target} failed: {type(error).__name__}: {error}") from error
-
-
-def _fall(session: _Session, error: BaseException) -> None:
+def _fall(session: Session, error: BaseException) -> None:
     """A patch did not fit when its module came in: the whole session goes, not this patch alone.
 
     Inside ``enable()`` there is no session yet, and ``enable()`` itself takes down what it has begun.
@@ -316,34 +236,14 @@ def _fall(session: _Session, error: BaseException) -> None:
         if _session is session:
             _session = None
             _failure = f"{type(error).__name__}: {error}"
-            _take_down(session, error)
+            session.take_down(error)
+            _forget()
 
 
-def _take_down(session: _Session, error: BaseException) -> None:
-    try:
-        session.journal.rollback(force=True)
-    except JetrlError as second:
-        _note(error, f"while undoing: {second}")
-    _forget(session)
-
-
-def _note(error: BaseException, text: str) -> None:
-    if hasattr(error, "add_note"):
-        error.add_note(text)
-    else:  # Python 3.10
-        error.args = (f"{error} ({text})",)
-
-
-def _forget(session: _Session) -> None:
+def _forget() -> None:
     global _backend
-    for planned in session.planned:
-        if planned.hook is not None:
-            planned.hook.cancel()
-        planned.applied = False
     _layers.clear()
     _backend = ""
-    for adapter in session.adapters:
-        adapter.on_undo()
 
 
 def _resolve(name: str) -> Adapter:

@@ -1,0 +1,137 @@
+"""What one ``enable()`` plans, does and takes back. ``runtime.py`` decides which one stands."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError, PatchError
+from jetrl_patch.patching.guards import installed_version, module_exists, require_versions
+from jetrl_patch.patching.hooks import ImportHook, watch
+from jetrl_patch.patching.journal import Journal
+from jetrl_patch.patching.patch import OnImport, Patch, apply_patch, find_target
+
+if TYPE_CHECKING:
+    from jetrl_patch.adapters.base import Adapter
+
+__all__ = ["Planned", "Session", "plan"]
+
+#: called with the session and the error when a patch fails, before the import that brought its target in fails
+OnFailure = Callable[["Session", BaseException], None]
+
+
+@dataclass
+class Planned:
+    """One change and what became of it."""
+
+    what: Patch | OnImport
+    hook: ImportHook | None = None
+    applied: bool = False
+
+
+@dataclass
+class Session:
+    """The changes of one ``enable()``. ``error`` is what a patch raised, also if somebody swallowed the import."""
+
+    config: Config
+    adapters: Sequence[Adapter]
+    versions: dict[str, str]
+    planned: list[Planned]
+    journal: Journal = field(default_factory=Journal)
+    error: BaseException | None = None
+
+    def apply(self, on_failure: OnFailure) -> None:
+        """Make all changes whose modules are here, and wait for the others."""
+        for name, value in self.config.to_env().items():
+            self.journal.set_item(
+                os.environ, name, value, target=f"os.environ[{name!r}]", reason="settings for child processes"
+            )
+        for adapter in self.adapters:
+            adapter.on_apply(self.config, self.journal)
+        for planned in self.planned:
+            planned.hook = watch(planned.what.module, self._callback(planned, on_failure))
+        if self.error is not None:
+            raise self.error
+
+    def take_down(self, error: BaseException) -> None:
+        """Undo what was done before ``error``. What cannot be undone is added to the error as a note."""
+        try:
+            self.journal.rollback(force=True)
+        except JetrlError as second:
+            _note(error, f"while undoing: {second}")
+        self.forget()
+
+    def forget(self) -> None:
+        """After the rollback: cancel what still waits, and let the adapters drop what they remember."""
+        for planned in self.planned:
+            if planned.hook is not None:
+                planned.hook.cancel()
+            planned.applied = False
+        for adapter in self.adapters:
+            adapter.on_undo()
+
+    def _callback(self, planned: Planned, on_failure: OnFailure) -> Callable[[ModuleType], None]:
+        def on_import(module: ModuleType) -> None:
+            try:
+                if isinstance(planned.what, Patch):
+                    apply_patch(planned.what, module, self.journal)
+                else:
+                    _run(planned.what, module, self.journal)
+                planned.applied = True
+            except BaseException as error:
+                self.error = error
+                on_failure(self, error)
+                raise
+
+        return on_import
+
+
+def plan(config: Config, adapters: Sequence[Adapter]) -> Session:
+    """Everything that can be checked without changing anything: versions, settings, targets.
+
+    Targets in modules that are imported are looked up; of the others the module's file must be there.
+    Raises VersionError, PatchError, and what the adapters' own checks raise.
+    """
+    versions = require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
+    for adapter in adapters:
+        adapter.check(config)
+    planned: list[Planned] = []
+    for adapter in adapters:
+        changes: list[Patch | OnImport] = [*adapter.patches(config), *adapter.hooks(config)]
+        for what in changes:
+            _check_target(what)
+            planned.append(Planned(what))
+    return Session(config, adapters, versions, planned)
+
+
+def _check_target(what: Patch | OnImport) -> None:
+    if not module_exists(what.module):
+        root = what.module.split(".")[0]
+        raise PatchError(
+            f"{what.target} is missing: {root} {installed_version(root) or ''} has no module {what.module}; "
+            f"see the supported versions with `jetrl status`"
+        )
+    module = sys.modules.get(what.module)
+    if isinstance(what, Patch) and module is not None:
+        find_target(module, what.attr)
+
+
+def _run(what: OnImport, module: ModuleType, journal: Journal) -> None:
+    try:
+        what.apply(module, journal)
+    except JetrlError:
+        raise
+    except Exception as error:
+        raise PatchError(f"{what.target} failed: {type(error).__name__}: {error}") from error
+
+
+def _note(error: BaseException, text: str) -> None:
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:  # Python 3.10
+        error.args = (f"{error} ({text})",)
