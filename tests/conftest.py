@@ -6,7 +6,11 @@ import os
 import sys
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
+
+hypothesis.settings.register_profile("house", deadline=None)  # the machine may be busy
+hypothesis.settings.load_profile("house")
 
 for name, value in {
     "HF_HUB_OFFLINE": "1",

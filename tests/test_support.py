@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+import jetrl_patch
 from jetrl_patch import _versions, support
 from jetrl_patch.errors import VersionError
 from jetrl_patch.patching import guards
@@ -106,6 +108,20 @@ def test_all_wrong_versions_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(VersionError) as error:
         guards.require_versions(["torch", "vllm", "verl"])
     assert all(f"{name}>=" in str(error.value) for name in ("torch", "vllm", "verl"))
+
+
+@pytest.mark.parametrize(("name", "found"), [("torch", "2.9.0"), ("vllm", "0.29.0"), ("verl", "0.8.0")])
+def test_enable_with_the_real_adapters_refuses_before_anything_changes(
+    monkeypatch: pytest.MonkeyPatch, name: str, found: str
+) -> None:
+    real = guards.installed_version
+    monkeypatch.setattr(guards, "installed_version", lambda asked: found if asked == name else real(asked))
+    environ, finders = dict(os.environ), list(sys.meta_path)
+    with pytest.raises(VersionError, match=rf"{name}>=.* is required, but {found} is installed"):
+        jetrl_patch.enable()
+    assert dict(os.environ) == environ
+    assert sys.meta_path == finders
+    assert not jetrl_patch.status().enabled
 
 
 def test_a_bare_folder_is_no_framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
