@@ -40,6 +40,15 @@ def _check_sync_module_states(original: Callable[..., Any]) -> Callable[..., Any
     return _check_module_states_for_sync_module_states
 
 
+def _fsdp1_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def __init__(self: Any, module: Any, *args: Any, **kwargs: Any) -> None:
+        if getattr(kwargs.get("device_id"), "type", None) == "cpu":
+            kwargs["cpu_offload"] = None
+        original(self, module, *args, **kwargs)
+
+    return __init__
+
+
 def _load_fsdp_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_fsdp_model_to_gpu(model: Any) -> None:
         from verl.utils.fsdp_utils import fsdp_version
@@ -89,6 +98,14 @@ FOR_TORCH = (
         make=_check_sync_module_states,
         reason="FSDP1 refuses sync_module_states with CPU parameters, although gloo broadcasts them",
         remove_when="torch asks the process group instead of the parameter's device",
+    ),
+    Patch(
+        module="torch.distributed.fsdp.fully_sharded_data_parallel",
+        attr="FullyShardedDataParallel.__init__",
+        make=_fsdp1_init,
+        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; parameters that "
+        "are on the CPU anyway have nowhere to go",
+        remove_when="FSDP1 pins only where the device can",
     ),
 )
 

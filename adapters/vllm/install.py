@@ -49,7 +49,12 @@ class VllmInstaller:
         """Nothing is repacked, so only completeness is left. Raises SyncError with the parameters still missing."""
         # Tied parameters are the same object under two names; named_parameters() lists it once, load under either.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
-        missing = [name for name, p in self.model.named_parameters() if id(p) not in ids]
+        # A weight that came in BF16 was quantized here, scales included, under the one name of the weight.
+        missing = [
+            name
+            for name, p in self.model.named_parameters()
+            if id(p) not in ids and not (name.endswith("_scale_inv") and not bool(p.isnan().any()))
+        ]
         if missing:
             raise SyncError(
                 f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:10])}"

@@ -46,7 +46,7 @@ def as_2d(tensor: torch.Tensor) -> torch.Tensor:
     """View a tensor as the matrix whose digest is taken: a vector is one row, higher ranks keep dim 0 as rows."""
     if tensor.dim() <= 1:
         return tensor.reshape(1, -1)
-    return tensor.reshape(tensor.shape[0], -1)
+    return tensor.flatten(1)
 
 
 def digest(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> int:

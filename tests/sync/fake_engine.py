@@ -1,0 +1,74 @@
+"""A rollout engine of two fused, tensor-parallel parameters, as small as the receiver's protocol allows."""
+
+from __future__ import annotations
+
+import torch
+
+from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.sync.digest import Rect, digest
+from jetrl_patch.sync.manifest import Terms
+
+LAYERS = ("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj")
+TERMS = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend="torch")
+SHAPES = {
+    "layers.0.self_attn.q_proj.weight": (256, 128),
+    "layers.0.mlp.down_proj.weight": (100, 256),
+    "norm.weight": (128,),
+}
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+
+
+class Engine:
+    """One tensor-parallel rank: q_proj split by rows, down_proj by columns; keeps per-row scales."""
+
+    def __init__(self, rank: int = 0, size: int = 1, layers: tuple[str, ...] = LAYERS) -> None:
+        self.rank, self.size, self.layers = rank, size, layers
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.poisoned = 0
+        self.finished = 0
+        self.break_bytes = ""
+
+    def fp8_layers(self) -> list[str]:
+        return list(self.layers)
+
+    def poison(self) -> None:
+        self.poisoned += 1
+        self.tensors = {name: torch.full_like(t.float(), float("nan")) for name, t in self.tensors.items()}
+
+    def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            if name.endswith("_scale_inv"):
+                tensor = expand_weight_scale(tensor, SHAPES[name.removesuffix("_scale_inv")][0])
+            self.tensors[name] = self._mine(name, tensor).clone()
+            if name == self.break_bytes:
+                self.tensors[name].view(torch.uint8)[0, 0] ^= 1
+
+    def finish(self) -> None:
+        self.finished += 1
+
+    def installed(self) -> list[Rect]:
+        rects = []
+        for layer in self.layers:
+            name = layer + ".weight"
+            if name in self.tensors:
+                rects.append(self._rect(name, self.tensors[name], 1))
+                scales = self.tensors[name + "_scale_inv"][::128]
+                rects.append(self._rect(name + "_scale_inv", scales, 128))
+        return rects
+
+    def _mine(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if "q_proj" in name:
+            return tensor.chunk(self.size, 0)[self.rank]
+        if "down_proj" in name:
+            return tensor.chunk(self.size, 1)[self.rank]
+        return tensor
+
+    def _rect(self, name: str, tensor: torch.Tensor, unit: int) -> Rect:
+        rows, cols = tensor.shape
+        row0 = self.rank * rows if "q_proj" in name else 0
+        col0 = self.rank * cols if "down_proj" in name else 0
+        return Rect(name, row0, row0 + rows, col0, col0 + cols, digest(tensor, row0, col0))

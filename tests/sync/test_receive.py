@@ -1,0 +1,246 @@
+"""The receiver: one good way through, and every bad one ends in an error and an engine that does not generate."""
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+
+from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+from jetrl_patch.sync.digest import digest
+from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Manifest, encode_json
+from jetrl_patch.sync.receive import Receiver, State
+from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, weights
+
+Q = "layers.0.self_attn.q_proj.weight"
+
+
+def _sent(seed=0, **changes):
+    arguments = {"terms": TERMS, "layers": LAYERS, "shapes": SHAPES, "stats": SyncStats()} | changes
+    return list(quantized_stream(iter(weights(seed).items()), **arguments))
+
+
+def _push(receiver, items, bucket=2):
+    for start in range(0, len(items), bucket):
+        receiver.on_bucket(items[start : start + bucket])
+    return receiver.finish()
+
+
+def _fails(items, error=SyncError, match="", engine=None, terms=TERMS):
+    engine = engine or Engine()
+    receiver = Receiver(engine, terms)
+    with pytest.raises(error, match=match):
+        _push(receiver, items)
+    assert receiver.state is State.FAILED
+    with pytest.raises(SyncError, match="does not generate"):
+        receiver.check_serving()
+    return receiver, engine
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 3, 100])
+def test_a_whole_sync_serves_the_trainers_bytes(bucket):
+    engine, items = Engine(), _sent()
+    receiver = Receiver(engine, TERMS)
+    assert receiver.state is State.SERVING
+    report = _push(receiver, items, bucket)
+    assert receiver.state is State.SERVING and receiver.check_serving() is None
+    assert report["layers"] == 2 and report["tensors"] == 5
+    assert (engine.poisoned, engine.finished) == (1, 1)
+    sent = dict(items)
+    assert torch.equal(engine.tensors[Q].view(torch.uint8), sent[Q].view(torch.uint8))
+
+
+def test_is_receiving_and_does_not_serve_in_between():
+    receiver = Receiver(Engine(), TERMS)
+    receiver.on_bucket(_sent()[:3])
+    assert receiver.state is State.RECEIVING
+    with pytest.raises(SyncError, match="'receiving'"):
+        receiver.check_serving()
+
+
+def test_a_later_whole_sync_heals_the_engine():
+    receiver, engine = _fails(_sent()[:-1], match="ended before")
+    _push(receiver, _sent(seed=1))
+    assert receiver.state is State.SERVING
+    assert not torch.isnan(engine.tensors[Q].float()).any()
+
+
+@pytest.mark.parametrize("index", [1, 2, 5])
+def test_a_missing_tensor_is_named_and_poison_stays(index):
+    items = _sent()
+    name = items.pop(index)[0]
+    _, engine = _fails(items, match=f"missing from the sync: {name}")
+    assert engine.poisoned == 2  # before the load, and again so that the half-loaded weights cannot be served
+
+
+def test_a_byte_changed_on_the_way():
+    items = [(name, tensor.clone()) for name, tensor in _sent()]
+    dict(items)[Q].view(torch.uint8)[3, 3] ^= 1
+    _fails(items, match=f"changed on the way: {Q}")
+
+
+def test_a_byte_changed_by_the_loader():
+    engine = Engine()
+    engine.break_bytes = Q
+    _fails(_sent(), match=f"{Q}: the bytes in the rollout engine are not those", engine=engine)
+
+
+def test_a_scale_changed_by_the_loader():
+    engine = Engine()
+    engine.break_bytes = Q + "_scale_inv"
+    _fails(_sent(), match=f"{Q}_scale_inv: the bytes", engine=engine)
+
+
+def test_a_loader_that_drops_a_layer():
+    engine = Engine()
+    load = engine.load
+    engine.load = lambda items: load([(n, t) for n, t in items if not n.startswith(Q)])
+    _fails(_sent(), match=f"{Q} was sent, but no part of it lies", engine=engine)
+
+
+def test_a_loader_that_fails():
+    engine = Engine()
+
+    def load(items):
+        raise KeyError("no such parameter")
+
+    engine.load = load
+    _fails(_sent(), match="could not load the weights: KeyError", engine=engine)
+
+
+@pytest.mark.parametrize("field", ["precision", "align", "scale_format", "backend"])
+def test_sides_that_compute_otherwise(field):
+    mine = dataclasses.replace(TERMS, **{field: "other"})
+    receiver, engine = _fails(_sent(), AuditError, rf"{field} is '.*' in the trainer and 'other' in the rollout", terms=mine)
+    assert engine.poisoned == 0  # refused before anything changed
+
+
+def test_sides_that_disagree_about_the_fp8_layers():
+    engine = Engine(layers=(LAYERS[0], "layers.0.mlp.up_proj"))
+    match = rf"only in the trainer: {LAYERS[1]}; only in the rollout: layers\.0\.mlp\.up_proj"
+    _fails(_sent(), AuditError, match, engine=engine)
+    assert engine.poisoned == 0
+
+
+def test_an_unpatched_trainer():
+    _fails(list(weights().items()), NotPatchedError, "before jetrl.manifest")
+
+
+def test_nothing_at_all():
+    _fails([], match="ended before")
+
+
+def test_wrong_order():
+    items = _sent()
+    _fails([*items[:2], items[0], *items[2:]], match="second manifest")
+    _fails([*items, items[1]], match="after the end")
+
+
+def test_a_tensor_that_was_not_announced_or_has_another_form():
+    items = _sent()
+    _fails([items[0], ("extra", torch.ones(2)), *items[1:]], match="extra arrived, but the trainer had not announced")
+    _fails([items[0], (Q, torch.ones(256, 128)), *items[2:]], match="'float32'\\) arrived")
+    _fails([items[0], items[1], *items[1:]], match="arrived twice")
+
+
+def test_a_protocol_of_another_version_or_garbage():
+    _fails([(MANIFEST, encode_json({"version": 99}))], match="protocol 99 arrived")
+    _fails([(MANIFEST, encode_json({"version": 1}))], match="malformed")
+    _fails([(MANIFEST, torch.tensor([1, 2, 3], dtype=torch.uint8))], match="does not read as JSON")
+    items = _sent()
+    _fails([*items[:-1], (COMMIT, items[-1][1][:-3])], match="does not read as JSON")
+
+
+def test_what_comes_after_a_failure_is_read_and_dropped():
+    engine = Engine()
+    receiver = Receiver(engine, TERMS)
+    items = _sent()
+    receiver.on_bucket([("extra", torch.ones(1))])
+    receiver.on_bucket(items)
+    with pytest.raises(NotPatchedError):
+        receiver.finish()
+    assert engine.tensors == {}
+
+
+def test_abort_of_a_broken_transfer():
+    engine = Engine()
+    receiver = Receiver(engine, TERMS)
+    receiver.on_bucket(_sent()[:2])
+    error = receiver.abort("the transfer broke")
+    assert isinstance(error, SyncError) and receiver.state is State.FAILED and engine.poisoned == 2
+
+
+def test_bf16_that_the_rollout_quantizes_itself():
+    terms = dataclasses.replace(TERMS, precision="fp8-rollout", align="none", backend="")
+    engine = Engine()
+    engine.installed = lambda: []
+    receiver = Receiver(engine, terms)
+    assert _push(receiver, _sent(terms=terms))["layers"] == 2
+    _fails(_sent(terms=terms)[:2], match="ended before", terms=terms)
+
+
+class _Ranks:
+    """gather() of two ranks in two threads."""
+
+    def __init__(self) -> None:
+        self.barrier = threading.Barrier(2, timeout=10)
+        self.slots = [None, None]
+
+    def gather(self, rank):
+        def exchange(mine):
+            self.slots[rank] = mine
+            self.barrier.wait()
+            both = list(self.slots)
+            self.barrier.wait()
+            return both
+
+        return exchange
+
+
+def _two_ranks(streams, prepare=lambda engines: None):
+    ranks = _Ranks()
+    engines = [Engine(0, 2), Engine(1, 2)]
+    prepare(engines)
+    receivers = [Receiver(engines[r], TERMS, ranks.gather(r)) for r in range(2)]
+    results = [None, None]
+
+    def run(r):
+        try:
+            results[r] = _push(receivers[r], streams[r])
+        except Exception as error:
+            results[r] = error
+
+    threads = [threading.Thread(target=run, args=(r,)) for r in range(2)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    return results, receivers
+
+
+def test_two_ranks_hold_the_tensor_between_them():
+    results, receivers = _two_ranks([_sent(), _sent()])
+    assert [r["layers"] for r in results] == [2, 2]
+    assert {r.state for r in receivers} == {State.SERVING}
+
+
+def test_a_failure_of_one_rank_fails_both_and_nobody_waits():
+    results, receivers = _two_ranks([_sent(), _sent()[:-2]])
+    assert all(isinstance(r, SyncError) for r in results), results
+    assert {r.state for r in receivers} == {State.FAILED}
+
+
+def test_a_wrong_slice_on_one_rank_is_found():
+    def swap(engines):
+        engines[1].rank = 0  # loads the first half, too
+
+    results, _ = _two_ranks([_sent(), _sent()], swap)
+    assert all("elements lie in the engine" in str(r) for r in results), results
+
+
+def test_manifest_round_trip():
+    manifest = Manifest.decode(dict(_sent())[MANIFEST])
+    assert manifest.terms == TERMS and manifest.layers == tuple(sorted(LAYERS))
+    assert manifest.expected()[Q + "_scale_inv"] == ((2, 1), "float32")
+    assert digest(manifest.encode()) == digest(dict(_sent())[MANIFEST])

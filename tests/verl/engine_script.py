@@ -1,0 +1,109 @@
+"""Run under torchrun: verl's real FSDP engines (actor and reference model), patched, on the CPU.
+
+    torchrun --nproc_per_node=N engine_script.py fsdp|fsdp2 MODEL_DIR
+
+Trains a few steps, then streams the weights and compares every byte with a direct quantization of the full weights;
+prints one JSON line of facts on rank 0.
+"""
+
+import json
+import sys
+
+import jetrl_patch
+
+if __name__ == "__main__":
+    strategy, model_dir = sys.argv[1:3]
+    jetrl_patch.enable(precision="fp8-unified")
+
+    import torch
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from jetrl_patch.fp8.linear import Fp8Linear
+    from jetrl_patch.fp8.quantize import quantize_weight
+    from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
+
+    torch.set_num_threads(1)
+    _, rank, world = initialize_global_process_group()
+
+    def engine(forward_only: bool):
+        built = EngineRegistry.new(
+            model_type="language_model",
+            backend=strategy,
+            model_config=HFModelConfig(
+                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, forward_only=forward_only),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
+            checkpoint_config=None,
+        )  # fmt: skip
+        built._build_model_optimizer()
+        return built
+
+    def batch(rows: list[int], **extra):
+        generator = torch.Generator().manual_seed(1)
+        lengths = [9, 33, 17, 26]
+        sequences = [torch.randint(2, 384, (n,), generator=generator) for n in lengths]
+        chosen = [sequences[i] for i in rows]
+        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
+        return tu.get_tensordict(
+            {
+                "input_ids": nested(chosen),
+                "position_ids": nested([torch.arange(len(s)) for s in chosen]),
+                "loss_mask": nested([torch.ones(len(s)) for s in chosen]),
+            },
+            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True}
+            | extra,
+        )
+
+    def log_probs(model, rows, **extra):
+        with model.eval_mode(disable_auto_offload=True):
+            output = model.infer_batch(batch(rows, **extra))
+        # the last label of a sequence is rolled in from its neighbour: it means nothing
+        return [t[:-1].clone() for t in output["model_output"]["log_probs"].unbind()]
+
+    def loss(model_output, data, dp_group=None):
+        return -model_output["log_probs"].values().mean(), {}
+
+    actor, reference = engine(False), engine(True)
+    before = log_probs(reference, [0, 1, 2, 3])
+    assert all(torch.equal(a, b) for a, b in zip(log_probs(actor, [0, 1, 2, 3]), before, strict=True))
+    with actor.train_mode(disable_auto_offload=True):
+        for _ in range(2):
+            actor.train_batch(batch([2 * (rank % 2), 2 * (rank % 2) + 1]), loss)
+    after = log_probs(actor, [0, 1, 2, 3])
+    assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "training changed nothing"
+
+    # a row's log-probs depend on that row alone: packed or padded, whatever stands beside it
+    same = {
+        "packed": log_probs(actor, [0, 1, 2, 3], micro_batch_size_per_gpu=4),
+        "padded": log_probs(actor, [0, 1, 2, 3], micro_batch_size_per_gpu=4, use_remove_padding=False),
+        "padded by 2": log_probs(actor, [0, 1, 2, 3], micro_batch_size_per_gpu=2, use_remove_padding=False),
+    }
+    for how, found in same.items():
+        for ours, theirs in zip(found, after, strict=True):
+            assert torch.equal(ours, theirs), f"{how}: {(ours - theirs).abs().max()}"
+
+    full = {n: t.detach().clone() for n, t in type(actor).get_per_tensor_param.__wrapped__(actor)[0]}
+    stream, peft = actor.get_per_tensor_param()
+    sent = {name: tensor.clone() for name, tensor in stream}
+    assert peft is None and len(actor._jetrl.layers) == 7 * 3
+    for name, weight in full.items():
+        if name.removesuffix(".weight") in actor._jetrl.layers:
+            q, s = quantize_weight(weight.to(torch.bfloat16), "pow2")
+            assert torch.equal(sent[name].view(torch.uint8), q.view(torch.uint8)), name
+            assert torch.equal(sent[name + SCALE_SUFFIX], s), name
+        else:
+            assert torch.equal(sent[name], weight.to(torch.bfloat16)), name
+    assert set(sent) == {*full, *(n + ".weight" + SCALE_SUFFIX for n in actor._jetrl.layers), MANIFEST, COMMIT}
+    digests = decode_json(sent[COMMIT], COMMIT)["digests"]
+    everybody = [None] * world
+    torch.distributed.all_gather_object(everybody, digests)
+    assert all(d == digests for d in everybody), "ranks send different bytes"
+    if rank == 0:
+        names = sorted(type(m).__name__ for m in actor.module.modules() if isinstance(m, Fp8Linear))
+        print("FACTS " + json.dumps({"digests": digests, "layers": len(names), "tensors": len(sent) - 2}))
+    destroy_global_process_group()

@@ -1,0 +1,49 @@
+"""verl's FSDP engines under torchrun: training in FP8, and the bytes that a sync would send."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import save
+
+SCRIPT = Path(__file__).with_name("engine_script.py")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", steps=2)
+
+
+@pytest.fixture(scope="module")
+def tied_dir(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "tied", "llama", steps=0, tie_word_embeddings=True)
+
+
+def facts(strategy: str, ranks: int, model_dir: str) -> dict:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run(
+        [*command, str(SCRIPT), strategy, model_dir], env=environ, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
+    return json.loads(line.removeprefix("FACTS "))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)])
+def test_streams_the_bytes_of_a_direct_quantization(strategy, ranks, model_dir):
+    found = facts(strategy, ranks, model_dir)
+    assert found["layers"] == 21
+    assert found["tensors"] == len(found["digests"])
+
+
+@pytest.mark.e2e
+def test_tied_embeddings(tied_dir):
+    assert "lm_head.weight" in facts("fsdp2", 1, tied_dir)["digests"]

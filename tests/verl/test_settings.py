@@ -1,0 +1,133 @@
+"""verl's own configuration, with each setting that cannot stand beside ours, refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from jetrl_patch.adapters.verl import settings
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, ModelError
+from tests.models import config_of
+
+R = "actor_rollout_ref.rollout"
+EXACT = Config(precision="fp8-unified")
+LINEAR = Config(precision="fp8-unified", align="linear")
+ROLLOUT = Config(precision="fp8-rollout")
+BF16 = Config(precision="bf16")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config_of("qwen3").save_pretrained(path)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield lambda *extra: compose(
+            "ppo_trainer",
+            [
+                f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *extra,
+            ],
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("config", [EXACT, LINEAR, ROLLOUT, BF16])
+def test_verls_own_defaults_are_accepted(base, config):
+    settings.check(base(), config)
+
+
+CONFLICTS = [
+    (f"{R}.quantization=fp8", "rollout.quantization", BF16),
+    ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "qat.enable", BF16),
+    (f"+{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", BF16),
+    ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank", ROLLOUT),
+    ("actor_rollout_ref.model.lora.rank=8", "model.lora.rank", ROLLOUT),
+    ("actor_rollout_ref.model.use_liger=True", "model.use_liger", EXACT),
+]
+
+
+@pytest.mark.parametrize(("override", "path", "config"), CONFLICTS)
+def test_another_owner_of_the_same_thing_is_a_conflict(base, override, path, config):
+    verl_config = base(override)
+    before = OmegaConf.to_container(verl_config)
+    with pytest.raises(ConflictError, match=rf"{path}.* asked for .*, but found .*; "):
+        settings.check(verl_config, config)
+    assert OmegaConf.to_container(verl_config) == before
+
+
+REFUSED = [
+    (f"{R}.name=sglang", "rollout.name", BF16),
+    ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode", BF16),
+    ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy", ROLLOUT),
+    (f"{R}.checkpoint_engine.backend=nccl", "checkpoint_engine.backend", ROLLOUT),
+    (f"{R}.disaggregation.enabled=True", "disaggregation", ROLLOUT),
+    (f"{R}.pipeline_model_parallel_size=2", "pipeline_model_parallel_size", ROLLOUT),
+    (f"{R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
+    (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
+    ("reward.reward_model.enable=True", "reward_model.enable", ROLLOUT),
+    ("actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels", EXACT),
+    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses", EXACT),
+    ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper", EXACT),
+    (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
+    (f"{R}.top_p=0.9", "top_p", EXACT),
+    (f"{R}.top_k=20", "top_k", EXACT),
+    (f"+{R}.repetition_penalty=1.1", "repetition_penalty", EXACT),
+    (f"+{R}.min_tokens=1", "min_tokens", EXACT),
+    (f"{R}.temperature=0", "temperature", EXACT),
+    (f"{R}.logprobs_mode=raw_logprobs", "logprobs_mode", EXACT),
+    ("trainer.v1.trainer_mode=colocate_async", "trainer_mode", EXACT),
+]
+
+
+@pytest.mark.parametrize(("override", "path", "config"), REFUSED)
+def test_what_cannot_be_kept_is_refused_by_name(base, override, path, config):
+    with pytest.raises(ConfigError, match=rf"{path}.* asked for .*, but found .*; "):
+        settings.check(base(override), config)
+
+
+def test_what_only_exact_mode_cannot_keep_is_free_in_the_others(base):
+    for override, _, config in REFUSED + CONFLICTS:
+        if config is EXACT:
+            settings.check(base(override), LINEAR)
+            settings.check(base(override), BF16)
+
+
+def test_a_family_outside_the_list(base, tmp_path):
+    from transformers import GPT2Config
+
+    GPT2Config(n_layer=2, n_embd=128, n_head=2).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="gpt2"):
+        settings.check(base(f"actor_rollout_ref.model.path={tmp_path}"), EXACT)
+
+
+def test_a_tensor_parallel_split_that_cuts_a_block(base):
+    with pytest.raises(ModelError, match=r"tensor parallel size 4 cuts a block .*o_proj"):
+        settings.check(base(f"{R}.tensor_model_parallel_size=4"), EXACT)
+    settings.check(base(f"{R}.tensor_model_parallel_size=2"), EXACT)
+
+
+def test_a_split_layer_may_be_left_out_on_both_sides(base):
+    settings.check(base(f"{R}.tensor_model_parallel_size=4"), Config(exclude=("o_proj",)))
+
+
+def test_completes_what_the_user_need_not_know(base):
+    verl_config = base(f"{R}.calculate_log_probs=False", f"{R}.enforce_eager=False")
+    settings.complete(verl_config, EXACT)
+    rollout = verl_config.actor_rollout_ref.rollout
+    assert rollout.calculate_log_probs is True and rollout.enforce_eager is True
+    bf16 = base(f"{R}.calculate_log_probs=False", f"{R}.enforce_eager=False")
+    settings.complete(bf16, BF16)
+    assert bf16.actor_rollout_ref.rollout.calculate_log_probs is True
+    assert bf16.actor_rollout_ref.rollout.enforce_eager is False
+
+
+def test_the_mark_survives_verls_dataclasses(base):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    verl_config = base()
+    settings.mark(verl_config, EXACT)
+    rollout = omega_conf_to_dataclass(verl_config.actor_rollout_ref.rollout)
+    assert rollout.custom[settings.MARK] == EXACT.to_env()
