@@ -1,0 +1,47 @@
+"""The entry point: trivial to import, silent unless opted in, safe to call again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from jetrl_patch import runtime
+
+
+def test_import_brings_no_framework() -> None:
+    code = (
+        "import sys; import jetrl_patch.adapters.vllm.entry as e; e.register(); "
+        "assert not {'torch', 'vllm', 'transformers'} & set(sys.modules), sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_nothing_happens_unless_opted_in() -> None:
+    from jetrl_patch.adapters.vllm.entry import register
+
+    register()
+    assert not runtime.is_active()
+
+
+def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch.adapters.vllm.adapter import ADAPTER
+    from jetrl_patch.adapters.vllm.entry import register
+
+    monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
+    register()
+    assert runtime.is_active()
+    assert ADAPTER.installed
+    records = len(runtime.status().patches)
+    register()
+    assert len(runtime.status().patches) == records
+    runtime.disable()
+    assert not ADAPTER.installed
+
+
+def test_the_entry_point_is_declared() -> None:
+    from importlib.metadata import entry_points
+
+    (point,) = [p for p in entry_points(group="vllm.general_plugins") if p.name == "jetrl_patch"]
+    assert point.value == "jetrl_patch.adapters.vllm.entry:register"

@@ -1,0 +1,164 @@
+"""What an engine may not be asked for: real EngineArgs, no engine is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import jetrl_patch
+from jetrl_patch import ConfigError, ConflictError, ModelError
+
+from .. import models
+
+
+def build(model: str, **settings: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(model=model, skip_tokenizer_init=True, max_model_len=128, **settings)
+    return arguments.create_engine_config()
+
+
+def test_quantization_and_eager_mode_are_chosen(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    found = build(checkpoint("qwen3"))
+    assert found.model_config.quantization == "jetrl_fp8"
+    assert found.model_config.enforce_eager
+    assert type(found.quant_config).__module__.startswith("jetrl_patch")
+
+
+def test_bf16_changes_no_setting(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="bf16")
+    found = build(checkpoint("qwen3"))
+    assert found.model_config.quantization is None
+    assert not found.model_config.enforce_eager
+
+
+def test_the_config_travels_pickled(checkpoint: Callable[..., str]) -> None:
+    import pickle
+
+    jetrl_patch.enable(precision="fp8-unified", exclude=("layers.0",))
+    found = pickle.loads(pickle.dumps(build(checkpoint("qwen3"))))
+    assert found.quant_config.config == jetrl_patch.status().config
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"quantization": "fp8"}, "quantization"),
+        ({"enable_lora": True}, "enable_lora"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype=fp8"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size"),
+        ({"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}, "speculative_config"),
+    ],
+)
+def test_conflicts_are_named(checkpoint: Callable[..., str], settings: dict[str, Any], said: str) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    with pytest.raises(ConflictError, match=said):
+        build(checkpoint("qwen3"), **settings)
+
+
+def test_only_lora_conflicts_without_exactness(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-rollout")
+    build(checkpoint("qwen3"), kv_cache_dtype="fp8")
+    with pytest.raises(ConflictError, match="enable_lora"):
+        build(checkpoint("qwen3"), enable_lora=True)
+
+
+def test_float32_is_refused(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-rollout")
+    with pytest.raises(Exception, match=r"(?i)float32.*bfloat16|bfloat16.*float32"):
+        build(checkpoint("qwen3"), dtype="float32")
+
+
+def test_a_cut_block_names_all_layers_and_the_way_out(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", exclude=("layers.1.mlp",))
+    with pytest.raises(ModelError) as caught:  # o_proj: K = 256 over 4 ranks; down_proj: K = 512 is whole
+        build(checkpoint("qwen3"), tensor_parallel_size=4)
+    text = str(caught.value)
+    assert "tensor_parallel_size=4" in text
+    assert all(f"model.layers.{i}.self_attn.o_proj" in text for i in range(3))
+    assert "down_proj" not in text
+    assert "JETRL_EXCLUDE=o_proj" in text
+
+
+def test_what_is_excluded_cannot_be_cut(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", exclude=("o_proj",))
+    build(checkpoint("qwen3"), tensor_parallel_size=4)
+
+
+def test_a_foreign_family_names_the_supported_ones(tmp_path: Any) -> None:
+    from transformers import GemmaConfig
+
+    GemmaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=4,
+        head_dim=64, vocab_size=384, architectures=["GemmaForCausalLM"], dtype="bfloat16",
+    ).save_pretrained(tmp_path)  # fmt: skip
+    jetrl_patch.enable(precision="fp8-unified")
+    with pytest.raises(ModelError, match=r"(?s)qwen2, qwen3, llama.*gemma.*linear"):
+        build(str(tmp_path))
+    jetrl_patch.disable()
+    jetrl_patch.enable(precision="fp8-unified", align="linear")
+    build(str(tmp_path))
+
+
+def test_a_bias_that_vllm_leaves_out_is_refused(tmp_path: Any) -> None:
+    models.config_of("qwen3", attention_bias=True, architectures=["Qwen3ForCausalLM"]).save_pretrained(tmp_path)
+    jetrl_patch.enable(precision="fp8-unified")
+    with pytest.raises(ModelError, match="attention_bias of qwen3"):
+        build(str(tmp_path))
+
+
+def test_a_quantized_checkpoint_conflicts(tmp_path: Any) -> None:
+    config = models.config_of("qwen3", architectures=["Qwen3ForCausalLM"])
+    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config.save_pretrained(tmp_path)
+    jetrl_patch.enable(precision="fp8-rollout")
+    with pytest.raises(ConflictError, match=r"quant_method='fp8'"):
+        build(str(tmp_path))
+
+
+def test_disable_gives_the_registries_back(checkpoint: Callable[..., str]) -> None:
+    import vllm.model_executor.custom_op as custom_op
+    import vllm.model_executor.layers.quantization as quantization
+    import vllm.model_executor.layers.rotary_embedding as rotary
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    def state() -> tuple[Any, ...]:
+        return (
+            dict(custom_op.op_registry_oot),
+            dict(quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG),
+            list(quantization.QUANTIZATION_METHODS),
+            AttentionBackendEnum.CPU_ATTN.get_path(),
+            EngineArgs.__dict__["create_engine_config"],
+        )
+
+    before, ropes = state(), rotary._ROPE_DICT
+    for _ in range(2):
+        jetrl_patch.enable(precision="fp8-unified")
+        build(checkpoint("qwen3"))
+        assert AttentionBackendEnum.CPU_ATTN.is_overridden()
+        assert "RMSNorm" in custom_op.op_registry_oot
+        jetrl_patch.disable()
+        assert state() == before
+        assert rotary._ROPE_DICT is ropes
+
+
+def test_somebody_elses_op_is_a_conflict(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    import vllm.model_executor.custom_op as custom_op
+
+    monkeypatch.setitem(custom_op.op_registry_oot, "SiluAndMul", object)
+    jetrl_patch.enable(precision="fp8-unified")
+    with pytest.raises(ConflictError, match="SiluAndMul"):
+        build(checkpoint("qwen3"))
+
+
+def test_exact_mode_needs_the_cpu_for_now(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch.adapters.vllm import engine
+
+    monkeypatch.setattr(engine, "_on_cpu", lambda: False)
+    jetrl_patch.enable(precision="fp8-unified")
+    with pytest.raises(ConfigError, match="align='linear' on CUDA"):
+        build(checkpoint("qwen3"))

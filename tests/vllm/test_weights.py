@@ -1,0 +1,165 @@
+"""What lies in a live engine: a BF16 checkpoint, an FP8 push, a broken push. One rank; two are in test_parallel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import jetrl_patch
+from jetrl_patch import SyncError
+from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.quantize import quantize_weight
+from jetrl_patch.parity.modes import Job
+from jetrl_patch.sync.digest import digest
+from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.sync.stream import SyncStats, quantized_stream
+
+
+def weights_of(path: str) -> dict[str, torch.Tensor]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def stream(path: str, config: Any, terms: Terms, change: Callable[..., Any] = lambda items: items) -> list[Any]:
+    weights = weights_of(path)
+    layers = [n.removesuffix(".weight") for n, w in weights.items() if w.dim() == 2 and is_fp8(n[:-7], config.exclude)]
+    shapes = {name: tuple(w.shape) for name, w in weights.items()}
+    items = quantized_stream(weights.items(), terms=terms, layers=layers, shapes=shapes, stats=SyncStats())
+    return list(change(items))
+
+
+def push(worker: Any, items: list[Any]) -> dict[str, int]:
+    for start in range(0, len(items), 5):
+        worker.jetrl_receiver.on_bucket(items[start : start + 5])
+    return worker.jetrl_receiver.finish()
+
+
+def expected(path: str, exclude: tuple[str, ...], scale_format: str) -> dict[str, int]:
+    found = {}
+    for name, weight in weights_of(path).items():
+        if weight.dim() == 2 and is_fp8(name.removesuffix(".weight"), exclude):
+            q, s = quantize_weight(weight, scale_format)
+            found[name], found[name + "_scale_inv"] = digest(q), digest(s)
+    return found
+
+
+def in_engine(llm: Any) -> dict[str, int]:
+    (report,) = llm.collective_rpc("jetrl_report")
+    found: dict[str, int] = {}
+    for name, *_, value in report["digests"]:
+        found[name] = (found.get(name, 0) + value) % 2**64
+    return found
+
+
+def worker_of(llm: Any) -> Any:
+    return llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("variant", "exclude", "scale_format"),
+    [("qwen2-odd", (), "pow2"), ("llama-odd", ("layers.1.mlp", "self_attn.o_proj"), "fp32")],
+)
+def test_bytes_in_the_engine_are_the_trainers(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, exclude: tuple[str, ...], scale_format: str
+) -> None:
+    first, second = checkpoint(variant), checkpoint(variant, seed=1)
+    jetrl_patch.enable(precision="fp8-unified", exclude=exclude, scale_format=scale_format)
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=first, config=config))
+    assert in_engine(llm) == expected(first, exclude, scale_format)
+    names = [n.removesuffix(".weight") for n in expected(first, exclude, scale_format) if n.endswith(".weight")]
+    assert set(jetrl_patch.status().layers) == set(names)
+    assert f"{len(names)} " in str(jetrl_patch.status()) or names[0] in str(jetrl_patch.status())
+
+    worker = worker_of(llm)
+    receipt = push(worker, stream(second, config, worker.jetrl_receiver.terms))
+    assert receipt["layers"] == len(names)
+    assert in_engine(llm) == expected(second, exclude, scale_format) != expected(first, exclude, scale_format)
+    other = dict(worker.model_runner.get_model().named_parameters())
+    assert torch.equal(other["model.norm.weight"], weights_of(second)["model.norm.weight"])
+
+
+@pytest.mark.e2e
+def test_a_broken_push_stops_the_engine_until_a_whole_one(
+    checkpoint: Callable[..., str], engine: Callable[..., Any]
+) -> None:
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    path = checkpoint("qwen3")
+    jetrl_patch.enable(precision="fp8-unified")
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=path, config=config))
+    worker = worker_of(llm)
+    terms = worker.jetrl_receiver.terms
+    before = generate(llm, [[5, 6, 7]], 4, 1.0)
+    assert all(torch.tensor(before[0].log_probs).isfinite())
+
+    lost = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    with pytest.raises(SyncError, match=lost):
+        push(worker, stream(path, config, terms, lambda items: (i for i in items if i[0] != lost)))
+    assert llm.collective_rpc("jetrl_report", kwargs={"digests": False})[0]["state"] == "failed"
+    assert bool(worker.model_runner.get_model().model.norm.weight.isnan().all())
+    with pytest.raises(SyncError, match="does not generate"):
+        worker.execute_model(None)
+
+    push(worker, stream(path, config, terms))
+    assert in_engine(llm) == expected(path, (), "pow2")
+    generate(llm, [[5, 6, 7]], 4, 1.0)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("precision", ["bf16", "fp8-rollout"])
+def test_a_bf16_push_is_served_at_once(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], precision: str
+) -> None:
+    """Also ``lm_head`` and, in BF16, the linears that vLLM on CPU repacks and empties."""
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    first, second = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
+    jetrl_patch.enable(precision=precision)
+    config = jetrl_patch.status().config
+    prompts = [[5, 6, 7, 8], [9, 10]]
+    fresh = generate(engine(Job(model=second, config=config)), prompts, 6, 0.0)
+    llm = engine(Job(model=first, config=config))
+    assert generate(llm, prompts, 6, 0.0) != fresh
+    worker = worker_of(llm)
+    if precision == "bf16":
+        worker.model_runner.get_model().load_weights(weights_of(second).items())
+    else:
+        push(worker, stream(second, config, worker.jetrl_receiver.terms))
+        assert in_engine(llm) == expected(second, (), "pow2")
+    llm.reset_prefix_cache()
+    assert generate(llm, prompts, 6, 0.0) == fresh
+
+
+@pytest.mark.e2e
+def test_nan_in_a_bf16_checkpoint_names_the_weight(
+    checkpoint: Callable[..., str], engine: Callable[..., Any]
+) -> None:
+    path = checkpoint("qwen3")
+    jetrl_patch.enable(precision="fp8-rollout")
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=path, config=config))
+    name = "model.layers.2.self_attn.k_proj.weight"
+    weight = weights_of(path)[name].clone()
+    weight[3, 4] = float("nan")
+    with pytest.raises(SyncError, match=r"layers\.2\.self_attn\.k_proj"):
+        worker_of(llm).model_runner.get_model().load_weights([(name, weight)])
+
+
+@pytest.mark.e2e
+def test_dummy_weights_load(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    """verl starts its engines that way, and fills them by the first sync."""
+    path = checkpoint("qwen3")
+    jetrl_patch.enable(precision="fp8-unified")
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=path, config=config, engine=(("load_format", "dummy"),)))
+    worker = worker_of(llm)
+    push(worker, stream(path, config, worker.jetrl_receiver.terms))
+    assert in_engine(llm) == expected(path, (), "pow2")
