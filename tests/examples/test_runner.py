@@ -1,0 +1,209 @@
+"""The runner of demo and compare: its command line, its following of a run, and what it leaves behind."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from examples.verl import runner, show
+from examples.verl.processes import MARK, Group, temporary_folder
+from examples.verl.recipe import Arm, Recipe, environment, overrides
+from examples.verl.runner import Follower, RunFailedError, ending
+from jetrl_patch.errors import ConfigError
+
+EXACT = Arm(precision="fp8-unified")
+RECIPE = Recipe(steps=3)
+
+# stands where the trainer's command stands: logs steps as verl's file logger does, beside a child in its own session
+TRAINER = """
+import json, os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(os.path.join({folder!r}, "child"), "w").write(str(child.pid))
+out = open(os.environ["VERL_FILE_LOGGER_PATH"], "w")
+for step in range({steps} + 1):
+    data = {{"jetrl/tokens": 10, "critic/score/mean": 0.5, "jetrl/logp_abs_diff_max": {largest},
+             "jetrl/bit_equal_fraction": 1.0}} if step else {{"val-core/words/reward/mean@1": 0.3}}
+    out.write(json.dumps({{"step": step, "data": data}}) + chr(10)); out.flush()
+{end}
+"""
+
+
+def trainer(monkeypatch: pytest.MonkeyPatch, folder: Path, steps: int = 3, largest: float = 0.0, end: str = "") -> None:
+    code = TRAINER.format(folder=str(folder), steps=steps, largest=largest, end=end)
+    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", code])
+
+
+def gone(pid: int) -> bool:
+    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+
+
+def run(folder: Path, arm: Arm = EXACT) -> int:
+    return show.run_all(RECIPE, [arm], folder, "title", "subtitle")
+
+
+def leftovers() -> set[str]:
+    return {name for name in os.listdir("/tmp") if name.startswith("jetrl-")}
+
+
+def test_a_run_that_keeps_its_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = leftovers()
+    trainer(monkeypatch, tmp_path)
+    assert run(tmp_path) == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(s["precision"], s["align"], s["steps"], s["logp_abs_diff_max"]) for s in summary] == [
+        ("fp8-unified", "exact", 3, 0.0)
+    ]
+    assert summary[0]["peak_memory_bytes"] > 0
+    assert summary[0]["versions"]["verl"]
+    assert (tmp_path / "report.html").exists()
+    assert gone(int((tmp_path / "child").read_text()))
+    assert leftovers() <= before
+
+
+def test_an_exact_arm_that_is_not_exact_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer(monkeypatch, tmp_path, largest=1e-7)
+    assert run(tmp_path) == 1
+    assert json.loads((tmp_path / "summary.json").read_text())[0]["logp_abs_diff_max"] == 1e-7
+
+
+def test_other_arms_promise_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(monkeypatch, tmp_path, largest=1e-3)
+    assert run(tmp_path, Arm(precision="fp8-unified", align="linear")) == 0
+
+
+@pytest.mark.parametrize(
+    ("steps", "end", "says"),
+    [
+        (3, "raise ValueError('out of luck')", "out of luck"),
+        (2, "", "asked for 3 steps, found 2"),
+        (2, "os.kill(os.getpid(), 9)", "status -9"),
+    ],
+)
+def test_a_run_that_fails_says_why_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, end: str, says: str
+) -> None:
+    before = leftovers()
+    trainer(monkeypatch, tmp_path, steps=steps, end=end)
+    with pytest.raises(RunFailedError, match=says):
+        runner.run_arm(RECIPE, EXACT, tmp_path, lambda *_: None, lambda: None)
+    assert gone(int((tmp_path / "child").read_text()))
+    assert leftovers() <= before
+    assert run(tmp_path) == 1
+    assert (tmp_path / "report.html").exists()  # of the steps that there are
+
+
+def test_a_run_that_stalls_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runner, "STALL_SECONDS", 3.0)
+    trainer(monkeypatch, tmp_path, end="time.sleep(600)")
+    with pytest.raises(RunFailedError, match="no step in 3 s"):
+        runner.run_arm(RECIPE, EXACT, tmp_path, lambda *_: None, lambda: None)
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+def test_stopping_by_the_keyboard_ends_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(monkeypatch, tmp_path, end="time.sleep(600)")
+
+    def press() -> None:
+        while not (tmp_path / "child").exists():
+            time.sleep(0.1)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    assert run(tmp_path) == 130
+    assert gone(int((tmp_path / "child").read_text()))
+
+
+def test_a_group_finds_descendants_in_other_sessions_and_weighs_them(tmp_path: Path) -> None:
+    code = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'],"
+    code += " start_new_session=True); time.sleep(600)"
+    group = Group([sys.executable, "-c", code], dict(os.environ), tmp_path, tmp_path / "log")
+    try:
+        deadline = time.monotonic() + 30
+        while len(group.members()) < 2 and time.monotonic() < deadline:
+            time.sleep(0.1)
+        pids = [p.pid for p in group.members()]
+        assert len(pids) == 2
+        assert group.weigh() == group.peak_memory_bytes > 0
+    finally:
+        group.end()
+    group.end()
+    assert all(map(gone, pids))
+
+
+def test_the_temporary_folder_is_short_and_goes() -> None:
+    with temporary_folder() as folder:
+        assert len(str(folder)) < 30
+        (folder / "file").write_text("")
+    assert not folder.exists()
+
+
+def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    follower = Follower(path)
+    assert follower.new() == []
+    path.write_text('{"step": 0, "data": {"a": 1}}\n{"step": 1, "da')
+    assert follower.new() == [(0, {"a": 1})]
+    with path.open("a") as file:
+        file.write('ta": {}}\n')
+    assert follower.new() == [(1, {})]
+    assert follower.last == 1
+
+
+def test_the_ending_of_a_log_starts_at_its_last_traceback(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert ending(log) == ""
+    log.write_text("a\nTraceback (most recent call last):\n  first\nb\nTraceback (most recent call last):\n  second\n")
+    assert ending(log) == "Traceback (most recent call last):\n  second"
+
+
+def test_names_of_arms() -> None:
+    assert EXACT.exact
+    assert EXACT.name == "fp8-unified/exact, seed 0"
+    assert EXACT.slug == "fp8-unified-exact-seed0"
+    assert Arm(precision="bf16", seed=3).name == "bf16, seed 3"
+    assert not Arm(precision="fp8-unified", align="linear").exact
+    with pytest.raises(ConfigError):
+        Arm(precision="bf16", align="exact").config("cpu")
+
+
+def test_the_environment_carries_the_settings_and_no_foreign_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setenv("JETRL_ALIGN", "linear")
+    env = environment(RECIPE, EXACT, Path("/tmp/x/steps"), Path("/tmp/x"))
+    assert "RAY_ADDRESS" not in env
+    assert (env["JETRL_ENABLED"], env["JETRL_PRECISION"], env["JETRL_PLATFORM"]) == ("1", "fp8-unified", "cpu")
+    assert env["JETRL_ALIGN"] == ""
+    assert env["VERL_FILE_LOGGER_PATH"] == "/tmp/x/steps"
+    assert MARK not in env
+    assert environment(Recipe(device="cuda"), EXACT, Path("s"), Path("t"))["JETRL_PLATFORM"] == "cuda"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_verl_accepts_every_override(tmp_path: Path, device: Any) -> None:
+    """Composed by Hydra against verl's own configuration: a key that verl does not know is an error there."""
+    spec = importlib.util.find_spec("verl")
+    assert spec is not None and spec.origin is not None
+    config = Path(spec.origin).parent / "trainer" / "config"
+    given = overrides(Recipe(device=device), EXACT, tmp_path / "train", tmp_path / "held_out")
+    code = (
+        "import sys, hydra\n"
+        "with hydra.initialize_config_dir(sys.argv[1], version_base=None):\n"
+        "    c = hydra.compose('ppo_trainer', [o for o in sys.argv[2:] if not o.startswith('hydra.')])\n"
+        "print(c.data.train_batch_size, c.actor_rollout_ref.rollout.n, c.trainer.use_v1, list(c.trainer.logger))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(config), *given], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{Recipe().prompts} {Recipe().samples} False ['console', 'file']"
