@@ -1,0 +1,138 @@
+"""The promise itself: vLLM's log-probs and the trainer's are the same bits, whatever shares the batch.
+
+Two engines in small here; all families and the larger counts are marked slow.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import jetrl_patch
+from jetrl_patch.correction.mismatch import Mismatch, mismatch
+from jetrl_patch.parity.modes import Job
+from jetrl_patch.parity.sample import Sample
+
+from .. import models
+
+pytestmark = pytest.mark.e2e
+
+
+def prompts_of(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(2, 384) for _ in range(generator.randint(*lengths))] for _ in range(count)]
+
+
+def apart(job: Job, samples: Sequence[Sample]) -> Mismatch:
+    from jetrl_patch.adapters.transformers.score import score
+
+    rollout = torch.tensor([value for s in samples for value in s.log_probs])
+    return mismatch(score(job, samples), rollout, torch.ones_like(rollout))
+
+
+def assert_equal(job: Job, samples: Sequence[Sample], tokens: int) -> None:
+    found = apart(job, samples)
+    assert found.tokens >= tokens
+    assert found.logp_abs_diff_max == 0.0
+    assert found.bit_equal_fraction == 1.0
+    spread = torch.tensor([value for s in samples for value in s.log_probs]).std()
+    assert spread > 0.5  # flat logits would prove nothing
+
+
+def run(make: Callable[..., Any], job: Job, batches: Sequence[tuple[int, int]], length: int) -> list[Sample]:
+    """Sample ``(size, how often)`` batches one after the other in one engine."""
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    llm = make(job)
+    samples: list[Sample] = []
+    for size, times in batches:
+        for turn in range(times):
+            samples += generate(llm, prompts_of(size, (1, 40), seed=100 * size + turn), length, job.temperature)
+    return samples
+
+
+def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    job = Job(model=checkpoint("qwen2-odd"), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("chunked", [False, True])
+def test_prefix_caching_and_chunked_prefill(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], cached: bool, chunked: bool
+) -> None:
+    from vllm import SamplingParams
+
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    jetrl_patch.enable(precision="fp8-unified")
+    settings = {
+        "block_size": 32,
+        "enable_prefix_caching": cached,
+        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": 48 if chunked else 512,
+    }
+    job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, engine=tuple(settings.items()))
+    llm = engine(job)
+    start = prompts_of(1, (100, 100))[0]
+    prompts = [start + prompt for prompt in prompts_of(6, (1, 30))]
+    samples = generate(llm, prompts, 8, 1.0) + generate(llm, prompts, 8, 1.0)
+    params = SamplingParams(max_tokens=1, detokenize=False)
+    (last,) = llm.generate([{"prompt_token_ids": prompts[0]}], params, use_tqdm=False)
+    assert (last.num_cached_tokens >= 96) is cached
+    assert_equal(job, samples, tokens=96)
+
+
+def test_linear_alignment_is_close_and_not_equal(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    """The other modes do differ, so zero above is no accident of the comparison."""
+    jetrl_patch.enable(precision="fp8-unified", align="linear")
+    job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
+    found = apart(job, run(engine, job, [(16, 1)], 12))
+    assert 0 < found.logp_abs_diff_mean < 0.2
+
+
+@pytest.mark.parametrize(
+    ("raw", "temperature"), [(True, 0.7), (False, 0.7)], ids=["raw log-probs", "processed log-probs"]
+)
+def test_temperature(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], raw: bool, temperature: float
+) -> None:
+    """Processed log-probs are those of the divided logits, raw ones those at temperature 1."""
+    jetrl_patch.enable(precision="fp8-unified")
+    mode = (("logprobs_mode", "raw_logprobs"),) if raw else ()
+    job = Job(model=checkpoint("llama"), config=jetrl_patch.status().config, temperature=temperature, engine=mode)
+    samples = run(engine, job, [(16, 1)], 12)
+    scored = Job(model=job.model, config=job.config, temperature=1.0 if raw else temperature)
+    assert_equal(scored, samples, tokens=192)
+
+
+def test_excluded_layers_are_exact_too(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", exclude=("layers.0", "mlp.down_proj"), scale_format="fp32")
+    job = Job(model=checkpoint("llama-odd"), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 1), (16, 1)], 12), tokens=192)
+
+
+def test_fused_parts_that_disagree_are_an_error(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", exclude=("q_proj",))
+    with pytest.raises(jetrl_patch.ModelError, match=r"q_proj.*k_proj.*one layer.*qkv_proj"):
+        engine(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", [name for name in models.VARIANTS if name != "tp4"])
+def test_every_family(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 10), (7, 3), (32, 1)], 40), tokens=2400)
+
+
+@pytest.mark.slow
+def test_the_torch_backend(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", backend="torch")
+    job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 1), (7, 1)], 8), tokens=64)
