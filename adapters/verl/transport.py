@@ -88,6 +88,12 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
             super()._init_socket()
             self.socket = WatchedSocket(self.socket, peer)
 
+        def _cleanup(self) -> None:
+            try:
+                super()._cleanup()
+            except FileNotFoundError:  # Python removes the shared memory of a process that died attached to it
+                self.shm = None
+
     return WatchedSender(**kwargs)
 
 

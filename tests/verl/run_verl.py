@@ -1,0 +1,123 @@
+"""Start the real verl trainer as a user does, with a small model, and read its log."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+
+R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
+
+
+def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
+    """A model, a tokenizer as wide as its vocabulary or narrower, prompts and a reward: all in ``folder``."""
+    import pandas
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+    from tests.models import save
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {token: i for i, token in enumerate(["<pad>", "<end>", *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", model_max_length=512)
+    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
+    save(folder / "model", family, steps=3, **options)  # vocabulary 384: wider than the tokenizer's 258
+    fast.save_pretrained(folder / "model")
+    GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder / "model")
+    rows = [
+        {
+            "data_source": "toy", "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}"}], "ability": "math",
+            "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": i},
+        }
+        for i in range(32)
+    ]  # fmt: skip
+    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n"
+        "    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))\n"
+    )
+    return folder
+
+
+def command(folder: Path, ray_dir: str, *extra: str, strategy: str = "fsdp2", processes: int = 1, steps: int = 2) -> list[str]:
+    return [
+        sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(processes),
+        "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
+        "data.train_batch_size=4", "data.max_prompt_length=32", "data.max_response_length=16",
+        f"{M}.path={folder}/model", f"{M}.enable_gradient_checkpointing=False",
+        f"{A}.strategy={strategy}", f"{A}.fsdp_config.strategy={strategy}",
+        f"actor_rollout_ref.ref.fsdp_config.strategy={strategy}",
+        f"{A}.optim.lr=1e-3", f"{A}.ppo_mini_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu=4",
+        f"{R}.name=vllm", f"{R}.n=4", f"{R}.tensor_model_parallel_size={processes}",
+        f"{R}.log_prob_micro_batch_size_per_gpu=8", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+        f"{R}.max_model_len=64", f"{R}.max_num_batched_tokens=512", f"{R}.max_num_seqs=16",
+        f"reward.custom_reward_function.path={folder}/reward.py", "reward.custom_reward_function.name=compute_score",
+        "trainer.val_before_train=False", "trainer.logger=[console]", f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=5", "trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.resume_mode=disable",
+        f"trainer.default_local_dir={folder}/checkpoints", f"+ray_kwargs.ray_init._temp_dir={ray_dir}", *extra,
+    ]  # fmt: skip
+
+
+class Run:
+    """One run of verl in a process group of its own; its output so far is ``text``."""
+
+    def __init__(self, folder: Path, *extra: str, environ: dict[str, str], **options: object) -> None:
+        self._ray_dir = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
+        self.log = folder / f"log-{time.monotonic_ns()}.txt"
+        clean = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "VERL_", "VLLM_CPU_KV"))}
+        defaults = {
+            "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0",
+            "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                command(folder, self._ray_dir.name, *extra, **options),  # type: ignore[arg-type]
+                env={**clean, **defaults, **environ}, cwd=folder, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.stop()
+
+    def wait_for(self, seen: Callable[[str], bool], timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while not seen(self.text):
+            assert self.process.poll() is None, self.text[-4000:]
+            assert time.monotonic() < end, self.text[-4000:]
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._ray_dir.cleanup()
+
+    def metrics(self) -> list[dict[str, float]]:
+        """The figures of each step's line."""
+        steps = []
+        for line in self.text.splitlines():
+            if "step:" in line and "training/global_step" in line:
+                found = re.findall(r"(jetrl/\w+|critic/rewards/mean|training/global_step):([^ ]+)", line)
+                steps.append({name: _number(value) for name, value in found})
+        return steps
+
+
+def _number(value: str) -> float:
+    return float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", value))

@@ -1,0 +1,115 @@
+"""Real verl, real vLLM rollouts, a few GRPO steps on the CPU: what the promise comes to in a run."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+
+import pytest
+
+from tests.verl.run_verl import A, R, Run, make_task
+
+TIMEOUT = 900
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def finish(run: Run, steps: int = 2) -> list[dict[str, float]]:
+    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    found = run.metrics()
+    assert len(found) == steps, run.text[-3000:]
+    return found
+
+
+def assert_exact(found: list[dict[str, float]]) -> None:
+    for step in found:
+        assert step["jetrl/bit_equal_fraction"] == 1.0, found
+        assert step["jetrl/logp_abs_diff_max"] == 0.0 and step["jetrl/tokens"] >= 16
+        assert step["jetrl/quantized_layers"] == 21
+        assert 0 < step["jetrl/sync_bytes"] <= 0.55 * step["jetrl/sync_bytes_bf16"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_unified_is_exact_v0_fsdp2(task):
+    """The vocabulary is wider than the tokenizer: verl bans the rest in vLLM, and we in the trainer."""
+    assert_exact(finish(Run(task, "trainer.use_v1=False", environ={"JETRL_PRECISION": "fp8-unified"})))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_unified_is_exact_v1_fsdp1_reference_model_and_temperature(task):
+    extra = ["trainer.use_v1=True", f"{A}.use_kl_loss=True", f"{R}.temperature=0.7"]
+    assert_exact(finish(Run(task, *extra, strategy="fsdp", environ={"JETRL_PRECISION": "fp8-unified"})))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_unified_is_exact_on_two_ranks_with_tensor_parallel_rollout(task):
+    run = Run(task, "trainer.use_v1=False", processes=2, environ={"JETRL_PRECISION": "fp8-unified"})
+    assert_exact(finish(run))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize(
+    ("environ", "least"),
+    [
+        ({"JETRL_PRECISION": "bf16"}, 1e-4),
+        ({"JETRL_PRECISION": "fp8-rollout"}, 1e-3),
+        ({"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}, 1e-4),
+    ],
+)
+def test_the_other_modes_are_measured(task, environ, least):
+    for step in finish(Run(task, "trainer.use_v1=False", environ=environ)):
+        assert step["jetrl/logp_abs_diff_mean"] > least and step["jetrl/bit_equal_fraction"] < 1.0
+        assert step["jetrl/sync_seconds"] > 0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_a_vllm_worker_killed_during_a_sync_stops_the_run_in_bounded_time(task):
+    """The worker stops itself (SIGSTOP, by a debug hook of the test) in the middle of a sync, and is then killed."""
+    import os
+
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC_TIMEOUT": "20", "PYTHONPATH": str(_stopper(task))}
+    run = Run(task, "trainer.use_v1=False", steps=50, environ=environ)
+    run.wait_for(lambda text: "STOPPED IN SYNC" in text, TIMEOUT)
+    worker = int(re.findall(r"STOPPED IN SYNC (\d+)", run.text)[-1])
+    os.kill(worker, signal.SIGKILL)
+    start = time.monotonic()
+    assert run.wait(120) != 0
+    assert time.monotonic() - start < 120
+    assert "SyncError" in run.text
+
+
+def _stopper(folder):
+    """A sitecustomize that makes the second sync of a vLLM worker stop in the middle."""
+    place = folder / "stopper"
+    place.mkdir(exist_ok=True)
+    (place / "sitecustomize.py").write_text(
+        """
+import os, signal, wrapt
+
+@wrapt.when_imported("jetrl_patch.sync.receive")
+def _(module):
+    take, syncs = module.Receiver._take, []
+    def _take(self, weights):
+        take(self, weights)
+        syncs.append(1)
+        if self.state is module.State.RECEIVING or len(syncs) == 2:
+            print("STOPPED IN SYNC", os.getpid(), flush=True)
+            os.kill(os.getpid(), signal.SIGSTOP)
+    module.Receiver._take = _take
+"""
+    )
+    return place

@@ -1,0 +1,103 @@
+"""Figures on their way into verl's log, and the check that every worker is patched."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import metrics, state, sync
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConflictError, NotPatchedError
+
+
+@pytest.fixture(autouse=True)
+def active(monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: Config().resolved())
+    state.reset()
+    yield
+    state.reset()
+
+
+REPORT = {
+    "pid": 1, "sync_seconds": 0.5, "sync_bytes": 10, "sync_bytes_bf16": 20, "sync_bytes_total": 15,
+    "quantized_layers": 14,
+}  # fmt: skip
+
+
+def test_a_steps_line_gets_everything_once():
+    lines = []
+    write = metrics.log(lambda self, data, step, backend: lines.append((dict(data), step)))
+    logp = -torch.rand(2, 5)
+    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp, logp.clone(), torch.ones(2, 5))
+    metrics.note_sync([{"jetrl": REPORT}, {"jetrl": {**REPORT, "sync_seconds": 0.7}}])
+    write(None, {"val/accuracy": 1.0}, 0)
+    write(None, {"training/global_step": 1, "actor/loss": 2.0}, 1)
+    write(None, {"training/global_step": 2}, 2)
+    assert lines[0] == ({"val/accuracy": 1.0}, 0)
+    first = lines[1][0]
+    assert first["actor/loss"] == 2.0 and first["jetrl/bit_equal_fraction"] == 1.0 and first["jetrl/tokens"] == 10
+    assert first["jetrl/sync_seconds"] == 0.7 and first["jetrl/sync_bytes"] == 10
+    assert first["jetrl/sync_bytes_bf16"] == 20 and first["jetrl/quantized_layers"] == 14
+    assert lines[2][0] == {"training/global_step": 2}
+
+
+def test_an_inexact_step_in_exact_mode_is_not_silent(caplog):
+    logp = -torch.rand(1, 4)
+    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp + 1e-3, logp, torch.ones(1, 4))
+    assert "exact mode is not exact" in caplog.text
+
+
+@pytest.mark.parametrize("results", [[None], [{}], [{"jetrl": REPORT}, None]])
+def test_a_training_worker_that_is_not_patched_stops_the_run(results):
+    with pytest.raises(NotPatchedError, match="training worker"):
+        metrics.note_sync(results)
+
+
+def test_a_trainer_loop_that_is_not_patched_stops_the_run():
+    with pytest.raises(NotPatchedError, match="TaskRunner"):
+        sync.check_mark({})
+
+
+def test_other_settings_in_the_trainer_loop_stop_the_run():
+    with pytest.raises(ConflictError, match="fp8-rollout"):
+        sync.check_mark(Config(precision="fp8-rollout").to_env())
+    sync.check_mark(Config().resolved().to_env())
+
+
+@pytest.mark.parametrize(
+    ("correction", "bounds"),
+    [
+        (None, None),
+        ({"rollout_is": None}, None),
+        ({"rollout_is": "sequence", "rollout_is_threshold": 2.0}, None),
+        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, (0.0, 2.0)),
+        ({"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, (0.5, 5.0)),
+    ],
+)
+def test_bounds_of_verls_correction(correction, bounds):
+    assert metrics.correction_bounds(OmegaConf.create(correction) if correction else None) == bounds
+
+
+def test_a_model_built_before_the_patch_stops_the_sync():
+    wrapped = sync.get_per_tensor_param(lambda self: (iter(()), None))
+    with pytest.raises(NotPatchedError, match="built before"):
+        wrapped(SimpleNamespace())
+
+
+def test_lora_stops_the_sync():
+    wrapped = sync.get_per_tensor_param(lambda self: (iter(()), {"r": 8}))
+    with pytest.raises(ConflictError, match="LoRA"):
+        wrapped(SimpleNamespace(_jetrl=SimpleNamespace()))
+
+
+def test_bf16_is_counted_and_passed_on(monkeypatch):
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="bf16"))
+    source = [("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
+    weights, peft = sync.get_per_tensor_param(lambda self: (iter(source), "peft"))(SimpleNamespace())
+    assert [name for name, _ in weights] == ["a", "b"] and peft == "peft"
+    assert state.WORKER.stats.total == 16 and state.WORKER.stats.fp8 == 0

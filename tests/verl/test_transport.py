@@ -1,0 +1,144 @@
+"""verl's own bucketed transfer, watched: whatever happens to the other side, the sender ends in bounded time.
+
+Each case runs in a process of its own, with the CPU platform; the receiver is verl's, in a child process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jetrl_patch.adapters.verl.transport import as_sync_error
+from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+
+PRELUDE = """
+import asyncio, multiprocessing, os, sys, time, uuid
+from concurrent.futures import Future
+import jetrl_patch
+jetrl_patch.enable(precision="fp8-unified", platform="cpu")
+import torch
+from jetrl_patch.adapters.verl.transport import Peer, ending_early, timed_receiver, watched_sender
+from jetrl_patch.errors import SyncError
+
+HANDLE = f"ipc:///tmp/jetrl-test-{uuid.uuid4().hex}.sock"
+WEIGHTS = [(f"w{i}", torch.full((200_000,), float(i))) for i in range(12)]  # 0.8 MB each, buckets of 1 MB
+
+def receive(handle, die_after, timeout, queue):
+    seen = []
+    def on_bucket(weights, is_last):
+        seen.extend((name, tensor.sum().item()) for name, tensor in weights)
+        if die_after is not None and len(seen) >= die_after:
+            os._exit(9)
+    try:
+        timed_receiver(timeout, zmq_handle=handle, device=torch.device("cpu"), use_shm=True).receive_weights(on_bucket)
+    except Exception as error:
+        queue.put(type(error).__name__)
+        return
+    queue.put(seen)
+
+def start(die_after=None, timeout=60):
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=receive, args=(HANDLE, die_after, timeout, queue), daemon=True)
+    process.start()
+    return process, queue
+
+def send(peer, weights):
+    sender = watched_sender(peer, zmq_handle=HANDLE, bucket_size_mb=1, use_shm=True)
+    start = time.monotonic()
+    try:
+        asyncio.run(sender.async_send_weights(ending_early(weights, lambda: sender)))
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+    print("seconds", time.monotonic() - start)
+    return time.monotonic() - start
+"""
+
+
+def run(body: str) -> str:
+    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)], env=environ, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.mark.e2e
+def test_weights_arrive_in_buckets():
+    run("""
+        process, queue = start()
+        send(Peer(None, 60), WEIGHTS)
+        assert queue.get(timeout=60) == [(name, tensor.sum().item()) for name, tensor in WEIGHTS]
+    """)
+
+
+@pytest.mark.e2e
+def test_a_receiver_that_dies_in_the_middle_ends_the_sender():
+    out = run("""
+        process, queue = start(die_after=4)
+        assert send(Peer(None, 3.0), WEIGHTS) < 30
+        process.join(10)
+        assert process.exitcode == 9
+    """)
+    assert "SyncError: the vLLM worker has not answered for 3 s during a weight sync" in out
+
+
+@pytest.mark.e2e
+def test_a_failed_rpc_ends_the_sender_at_once():
+    out = run("""
+        import threading
+        call = Future()
+        threading.Timer(1.0, lambda: call.set_exception(RuntimeError("EngineCore died"))).start()
+        process, queue = start(die_after=4)
+        assert send(Peer(call, 600.0), WEIGHTS) < 30
+    """)
+    assert "SyncError: the vLLM worker failed during a weight sync: RuntimeError: EngineCore died" in out
+
+
+@pytest.mark.e2e
+def test_no_receiver_at_all():
+    out = run("assert send(Peer(None, 2.0), WEIGHTS) < 20")
+    assert "SyncError: the vLLM worker has not answered for 2 s" in out
+
+
+@pytest.mark.e2e
+def test_a_stream_that_breaks_tells_the_receiver():
+    out = run("""
+        def broken():
+            yield from WEIGHTS[:5]
+            raise SyncError("w5 holds NaN or Inf")
+        process, queue = start(timeout=120)
+        send(Peer(None, 60), broken())
+        start_waiting = time.monotonic()
+        print("receiver got", len(queue.get(timeout=60)))
+        assert time.monotonic() - start_waiting < 30  # and not the 120 s of its own patience
+    """)
+    assert "SyncError: w5 holds NaN or Inf" in out
+
+
+@pytest.mark.e2e
+def test_a_receiver_without_a_sender_gives_up():
+    run("""
+        process, queue = start(timeout=1.0)
+        assert queue.get(timeout=60) == "Again"
+    """)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("... TypeError: f() got an unexpected keyword argument 'jetrl'", NotPatchedError, "a vLLM worker is not patched"),
+        ("Worker failed with error 'AuditError: layers differ'", AuditError, "layers differ"),
+        ("x\njetrl_patch.errors.SyncError: w missing\nmore", SyncError, "w missing"),
+        ("EngineDeadError", SyncError, "failed during a weight sync"),
+        ("", SyncError, "failed during a weight sync"),
+    ],
+)
+def test_errors_of_the_worker_come_back_as_what_they_were(text, kind, message):
+    error = as_sync_error(RuntimeError(text))
+    assert type(error) is kind and message in str(error)
