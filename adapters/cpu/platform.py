@@ -58,7 +58,7 @@ DEVICE_MODULE = CpuDeviceModule("jetrl_cpu_device")
 def make_platform(base: type) -> type:
     """The platform class, derived from verl's ``PlatformBase`` (which cannot be imported here)."""
 
-    class PlatformCPU(base):  # type: ignore[misc]
+    class PlatformCPU(base):
         """CPU: gloo, shared memory for weights, Ray's logical GPUs for placement."""
 
         device_name = "cpu"

@@ -91,7 +91,7 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         note_sync(results)
         return {}
 
-    return auto_await(update_weights)  # type: ignore[no-any-return]
+    return auto_await(update_weights)
 
 
 def note_sync(results: Sequence[Any]) -> None:

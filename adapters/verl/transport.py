@@ -83,7 +83,9 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
     """A ``BucketedWeightSender`` (same arguments) that watches its peer."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
-    class WatchedSender(BucketedWeightSender):  # type: ignore[misc]
+    class WatchedSender(BucketedWeightSender):
+        socket: Any
+
         def _init_socket(self) -> None:
             super()._init_socket()
             self.socket = WatchedSocket(self.socket, peer)
@@ -102,7 +104,7 @@ def timed_receiver(timeout: float, **kwargs: Any) -> Any:
     import zmq
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
-    class TimedReceiver(BucketedWeightReceiver):  # type: ignore[misc]
+    class TimedReceiver(BucketedWeightReceiver):
         def _init_socket(self) -> None:
             super()._init_socket()
             self.socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))

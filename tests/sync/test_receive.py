@@ -112,7 +112,7 @@ def test_a_loader_that_fails():
 @pytest.mark.parametrize("field", ["precision", "align", "scale_format", "backend"])
 def test_sides_that_compute_otherwise(field):
     mine = dataclasses.replace(TERMS, **{field: "other"})
-    receiver, engine = _fails(_sent(), AuditError, rf"{field} is '.*' in the trainer and 'other' in the rollout", terms=mine)
+    _, engine = _fails(_sent(), AuditError, rf"{field} is '.*' in the trainer and 'other' in the rollout", terms=mine)
     assert engine.poisoned == 0  # refused before anything changed
 
 

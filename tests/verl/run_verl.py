@@ -30,7 +30,9 @@ def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", model_max_length=512)
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", model_max_length=512
+    )
     fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
     save(folder / "model", family, steps=3, **options)  # vocabulary 384: wider than the tokenizer's 258
     fast.save_pretrained(folder / "model")
@@ -50,7 +52,9 @@ def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
     return folder
 
 
-def command(folder: Path, ray_dir: str, *extra: str, strategy: str = "fsdp2", processes: int = 1, steps: int = 2) -> list[str]:
+def command(
+    folder: Path, ray_dir: str, *extra: str, strategy: str = "fsdp2", processes: int = 1, steps: int = 2
+) -> list[str]:
     return [
         sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(processes),
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",

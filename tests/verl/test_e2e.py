@@ -34,7 +34,6 @@ def assert_exact(found: list[dict[str, float]]) -> None:
 
 
 @pytest.mark.e2e
-@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_unified_is_exact_v0_fsdp2(task):
     """The vocabulary is wider than the tokenizer: verl bans the rest in vLLM, and we in the trainer."""

@@ -51,7 +51,9 @@ def test_verls_own_helper_is_neither(mode):
     assert not torch.equal(logprobs_from_logits(LOGITS, LABELS).float(), theirs)
 
 
-@pytest.mark.parametrize("config", [None, Config(precision="bf16"), Config(align="linear"), Config(precision="fp8-rollout")])
+@pytest.mark.parametrize(
+    "config", [None, Config(precision="bf16"), Config(align="linear"), Config(precision="fp8-rollout")]
+)
 def test_other_modes_keep_verls_own(mode, config):
     mode(config)
     assert logprob.scale_logits(_original)(LOGITS, 1.0, is_unit_temperature=True) == "verl's own"

@@ -62,7 +62,11 @@ def send(peer, weights):
 def run(body: str) -> str:
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)], env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", PRELUDE + textwrap.dedent(body)],
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=200,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout
@@ -132,7 +136,11 @@ def test_a_receiver_without_a_sender_gives_up():
 @pytest.mark.parametrize(
     ("text", "kind", "message"),
     [
-        ("... TypeError: f() got an unexpected keyword argument 'jetrl'", NotPatchedError, "a vLLM worker is not patched"),
+        (
+            "... TypeError: f() got an unexpected keyword argument 'jetrl'",
+            NotPatchedError,
+            "a vLLM worker is not patched",
+        ),
         ("Worker failed with error 'AuditError: layers differ'", AuditError, "layers differ"),
         ("x\njetrl_patch.errors.SyncError: w missing\nmore", SyncError, "w missing"),
         ("EngineDeadError", SyncError, "failed during a weight sync"),
