@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch
+from jetrl_patch.adapters.vllm.live import keep_live_weight
 from jetrl_patch.errors import ConflictError
 
 __all__ = ["ADAPTER", "VllmAdapter"]
@@ -82,7 +83,7 @@ class VllmAdapter(Adapter):
             Patch(
                 module="vllm.model_executor.layers.utils",
                 attr="dispatch_cpu_unquantized_gemm",
-                make=_keep_live_weight,
+                make=keep_live_weight,
                 reason="vLLM on CPU repacks BF16 weights after loading and empties them: later weight updates would "
                 "fail or go unseen; only CPU builds call it",
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
@@ -122,18 +123,6 @@ def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return execute_model
-
-
-def _keep_live_weight(original: Callable[..., Any]) -> Callable[..., Any]:
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        import torch
-
-        if layer.weight.ndim != 2:
-            original(layer, remove_weight)
-            return
-        layer.cpu_linear = torch.nn.functional.linear
-
-    return dispatch_cpu_unquantized_gemm
 
 
 def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str, reason: str) -> None:

@@ -128,10 +128,11 @@ def _has_window(hf_config: Any) -> bool:
 
 def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
     """Row-parallel layers of a Llama-like model whose share of K is no multiple of 128 (others: see ``quant``)."""
-    layers, heads = getattr(hf_config, "num_hidden_layers", None), getattr(hf_config, "num_attention_heads", None)
-    inner, hidden = getattr(hf_config, "intermediate_size", None), getattr(hf_config, "hidden_size", None)
-    if tp == 1 or not all(isinstance(value, int) for value in (layers, heads, inner, hidden)):
+    keys = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+    sizes = [getattr(hf_config, key, None) for key in keys]
+    if tp == 1 or not all(isinstance(size, int) for size in sizes):
         return []
+    layers, heads, inner, hidden = (int(size or 0) for size in sizes)
     width = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
     names = []
     for index in range(layers):

@@ -48,11 +48,11 @@ class JetrlFp8Config(QuantizationConfig):
     """vLLM's handle on our settings. It travels pickled to every worker; the worker's own settings must equal it."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.config = runtime.active_config()
         self.cut: list[str] = []
 
-    def get_name(self) -> str:  # type: ignore[override]
+    def get_name(self) -> str:
         return NAME
 
     @classmethod

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import vllm.model_executor.custom_op as custom_op
 import vllm.model_executor.layers.quantization as quantization
@@ -40,9 +42,8 @@ def _quantization(journal: Journal) -> None:
     for name, entries in lists:
         if NAME not in entries:
             entries.append(NAME)
-            journal.add_undo(
-                lambda entries=entries: entries.remove(NAME), target=f"vllm {name}", reason="the FP8 linears"
-            )
+            undo = functools.partial(entries.remove, NAME)
+            journal.add_undo(undo, target=f"vllm {name}", reason="the FP8 linears")
     claim(
         journal,
         quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG,

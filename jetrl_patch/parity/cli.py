@@ -94,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="jetrl parity",
         description="Load a local model into vLLM and into the trainer's form, sample, and compare the log-probs.",
     )
-    names = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
+    names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
     parser.add_argument("--precision", **names, help="bf16, fp8-rollout, fp8-unified; all of them by default")
     parser.add_argument("--align", **names, help="linear, exact (of fp8-unified); both by default")
