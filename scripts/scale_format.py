@@ -53,8 +53,12 @@ def quantization_error() -> dict[str, tuple[float, float]]:
         model(input_ids=ids)
     result = {}
     for scale_format in FORMATS:
-        w = [sqnr(quantize.dequantize_weight(*quantize.quantize_weight(m.weight, scale_format)), m.weight) for m in layers.values()]
-        a = [sqnr(quantize.dequantize_activation(*quantize.quantize_activation(x, scale_format)), x) for x in inputs.values()]
+        w, a = [], []
+        for name, layer in layers.items():
+            q = quantize.quantize_weight(layer.weight, scale_format)
+            w.append(sqnr(quantize.dequantize_weight(*q), layer.weight))
+            q = quantize.quantize_activation(inputs[name], scale_format)
+            a.append(sqnr(quantize.dequantize_activation(*q), inputs[name]))
         result[scale_format] = sum(w) / len(w), sum(a) / len(a)
     return result
 

@@ -72,12 +72,11 @@ class _VarlenAttention(torch.autograd.Function):
     ) -> Tensor:
         q16, k16, v16 = (t.to(torch.bfloat16).contiguous() for t in (q, k, v))
         if native(q):
-            # One block that is as long as the batch: sequence r begins cu_seqlens[r] tokens into it.
             cu = cu_seqlens.to(torch.int32)
-            caches = (t.unsqueeze(1) for t in (k16, v16))  # blocks of one token: [T, 1, KH, D]
+            k_cache, v_cache = k16.unsqueeze(1), v16.unsqueeze(1)  # blocks of one token: [T, 1, KH, D]
             longest = int((cu[1:] - cu[:-1]).max())
             table = cu[:-1, None] + torch.arange(longest, dtype=torch.int32)
-            out, lse = ops.attention(q16, *caches, table, cu[1:] - cu[:-1], cu, scale, want_lse=True)
+            out, lse = ops.attention(q16, k_cache, v_cache, table, cu[1:] - cu[:-1], cu, scale, want_lse=True)
             assert lse is not None
         else:
             pieces = [

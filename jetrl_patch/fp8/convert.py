@@ -65,5 +65,5 @@ def swap_linears(
     for name in names:
         module = modules[name]
         module.__class__ = Fp8Linear
-        module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)  # type: ignore[assignment]
+        module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)
     return names

@@ -207,7 +207,8 @@ def test_training_from_scratch_ends_near_bf16():
     losses = {}
     for kind in ("bf16", "fp8"):
         torch.manual_seed(0)
-        model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleList([nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 32)])])})
+        block = nn.ModuleList([nn.Linear(64, 256), nn.Linear(256, 256), nn.Linear(256, 32)])
+        model = nn.ModuleDict({"layers": nn.ModuleList([block])})
         if kind == "fp8":
             swap_linears(model, backend="native")
         teacher = nn.Linear(64, 32)

@@ -120,7 +120,7 @@ def test_errors_come_before_any_change():
     jetrl_patch.enable(precision="fp8-unified")
     config = Config(precision="fp8-unified").resolved()
     model.config.model_type = "mixtral"
-    with pytest.raises(ModelError, match="qwen2, qwen3, llama.*mixtral.*linear"):
+    with pytest.raises(ModelError, match=r"qwen2, qwen3, llama.*mixtral.*linear"):
         prepare_model(model, config)
     model.config.model_type = "qwen3"
     model.config.hidden_act = "gelu"
