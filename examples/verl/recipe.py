@@ -65,8 +65,11 @@ class Recipe:
     device: Device = "cpu"
 
 
-def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path) -> list[str]:
-    """Hydra overrides of verl's ``ppo_trainer``: GRPO, one update a step, FSDP2, vLLM rollout on the same device."""
+def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
+    """Hydra overrides of verl's ``ppo_trainer``: GRPO, one update a step, FSDP2, vLLM rollout on the same device.
+
+    ``answers`` is the folder in which verl puts what the model said at each validation, as ``<step>.jsonl``.
+    """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     length = recipe.prompt_tokens + recipe.response_tokens
     sequences = recipe.prompts * recipe.samples
@@ -105,6 +108,7 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path) -> list[str
         "trainer.total_epochs=1000",
         "trainer.val_before_train=True",
         f"trainer.test_freq={recipe.validate_every}",
+        f"trainer.validation_data_dir={answers}",
         "trainer.save_freq=-1",
         "trainer.resume_mode=disable",
         "trainer.project_name=jetrl_patch",
@@ -137,9 +141,9 @@ def _cuda() -> list[str]:
     ]
 
 
-def command(recipe: Recipe, arm: Arm, train: Path, held_out: Path) -> list[str]:
+def command(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
     """The whole command line, with this process's Python."""
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(recipe, arm, train, held_out)]
+    return [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(recipe, arm, train, held_out, answers)]
 
 
 def environment(recipe: Recipe, arm: Arm, metrics: Path, temporary: Path) -> dict[str, str]:
@@ -168,5 +172,6 @@ def environment(recipe: Recipe, arm: Arm, metrics: Path, temporary: Path) -> dic
     )
     if recipe.device == "cpu":
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
-        env.update(OMP_NUM_THREADS=str(max(1, min(4, os.cpu_count() or 1))), VLLM_CPU_OMP_THREADS_BIND="nobind")
+        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+        env.setdefault("OMP_NUM_THREADS", str(max(1, min(4, os.cpu_count() or 1))))
     return env

@@ -49,7 +49,7 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
         steps = temporary / "steps.jsonl"
         env = environment(recipe, arm, steps, temporary)
         follower = Follower(steps)
-        group = Group(command(recipe, arm, train, held_out), env, temporary, log)
+        group = Group(command(recipe, arm, train, held_out, temporary / "answers"), env, temporary, log)
         last_step = time.monotonic()
 
         def tick() -> None:
@@ -71,6 +71,7 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
             "peak_memory_bytes": group.peak_memory_bytes,
             "wall_seconds": time.monotonic() - started,
             "versions": versions(),
+            "answers": answers(temporary / "answers"),
         }
         out.write(json.dumps({**identity, "final": final}) + "\n")
     if status != 0:
@@ -106,6 +107,30 @@ class Follower:
             found.append((int(record["step"]), dict(record["data"])))
             self.last = found[-1][0]
         return found
+
+
+def answers(folder: Path, shown: int = 6) -> list[dict[str, Any]]:
+    """The first held-out questions with what the model said at the first and at the last validation.
+
+    Reads verl's ``<step>.jsonl``, one line a question; empty when fewer than two validations were written.
+    """
+    steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    if len(steps) < 2:
+        return []
+    first, last = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:shown]]
+        for path in (steps[0], steps[-1])
+    )
+    return [
+        {
+            "question": before["input"].split("\n")[1],  # between "user" and "assistant" of the chat prompt
+            "before": before["output"],
+            "before_right": before["score"] == 1.0,
+            "after": after["output"],
+            "after_right": after["score"] == 1.0,
+        }
+        for before, after in zip(first, last, strict=True)
+    ]
 
 
 def ending(log: Path, lines: int = 30) -> str:

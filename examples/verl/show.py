@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from examples.verl.recipe import Arm, Recipe
 from examples.verl.runner import RunFailedError, run_arm
-from jetrl_patch.report import ReportError, Run, make_table, write_report
+from jetrl_patch.report import ReportError, Run, make_answers, make_table, write_report
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -23,7 +23,8 @@ if not console.is_terminal:
 def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subtitle: str) -> int:
     """Run the arms one after the other, write the report, return the exit status: 0 only if all kept their promise.
 
-    The folder's ``metrics.jsonl`` is begun anew.  If an arm fails, the report of those that finished is still written.
+    The folder's ``metrics.jsonl`` is begun anew.  If an arm fails or Ctrl-C stops it, the report of what there is
+    is still written.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     folder.mkdir(parents=True, exist_ok=True)
@@ -39,8 +40,11 @@ def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subti
             return _finish(folder, title, subtitle, [*broken, f"{arm.name} failed"], started)
         except KeyboardInterrupt:
             console.print("\n[yellow]stopped[/]; every process of the run has been ended")
+            _finish(folder, title, subtitle, broken, started)
             return 130
         broken += _promises(arm, run)
+        if run.final["answers"]:
+            console.print(make_answers(run.final["answers"][:3]))
     return _finish(folder, title, subtitle, broken, started)
 
 

@@ -12,9 +12,9 @@ from typing import Any
 from jetrl_patch.report.page import make_page
 from jetrl_patch.report.pictures import draw_learning, draw_mismatch
 from jetrl_patch.report.runs import SUMMARY_KEYS, ReportError, Run, read_runs, summarize
-from jetrl_patch.report.tables import make_table
+from jetrl_patch.report.tables import make_answers, make_table
 
-__all__ = ["SUMMARY_KEYS", "ReportError", "Run", "make_table", "read_runs", "summarize", "write_report"]
+__all__ = ["SUMMARY_KEYS", "ReportError", "Run", "make_answers", "make_table", "read_runs", "summarize", "write_report"]
 
 
 def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -> list[dict[str, Any]]:
@@ -31,6 +31,7 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
     (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     draw_learning(runs, folder / "learning.png")
     draw_mismatch(runs, folder / "mismatch.png")
-    page = make_page(summaries, title, subtitle, folder / "learning.png", folder / "mismatch.png")
+    answers = next((run.final["answers"] for run in reversed(runs) if run.final.get("answers")), [])
+    page = make_page(summaries, title, subtitle, folder / "learning.png", folder / "mismatch.png", answers)
     (folder / "report.html").write_text(page, encoding="utf-8")
     return summaries

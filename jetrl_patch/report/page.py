@@ -25,8 +25,20 @@ LEGEND = (
 )
 
 
-def make_page(summaries: Sequence[dict[str, Any]], title: str, subtitle: str, learning: Path, mismatch: Path) -> str:
-    """The page's text. ``learning`` and ``mismatch`` are PNG files; their bytes go into the page."""
+def make_page(
+    summaries: Sequence[dict[str, Any]],
+    title: str,
+    subtitle: str,
+    learning: Path,
+    mismatch: Path,
+    answers: Sequence[dict[str, Any]] = (),
+) -> str:
+    """The page's text.
+
+    Args:
+        learning, mismatch: PNG files; their bytes go into the page.
+        answers: what the model said before and after (see ``runs``); without any, the page has no such section.
+    """
     arms = list(dict.fromkeys(cells(summary)[0] for summary in summaries))
     template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -37,6 +49,7 @@ def make_page(summaries: Sequence[dict[str, Any]], title: str, subtitle: str, le
         rows="".join(_row(summary, arms) for summary in summaries),
         mismatch=_inline(mismatch),
         learning=_inline(learning),
+        answers=_answers(answers),
         legend="".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in LEGEND),
         versions=escape(_versions(summaries)),
     )
@@ -78,6 +91,24 @@ def _row(summary: dict[str, Any], arms: Sequence[str]) -> str:
     dot = f'<i class="dot" style="background:{colour(first, arms.index(first))}"></i>'
     good = ' class="good"' if summary["logp_abs_diff_max"] == 0 else ""
     return f"<tr{good}><td>{dot}{escape(first)}</td>" + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>"
+
+
+def _answers(answers: Sequence[dict[str, Any]]) -> str:
+    if not answers:
+        return ""
+
+    def said(answer: dict[str, Any], when: str) -> str:
+        kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
+        return f'<td class="text"><b class="{kind}">{mark}</b> {escape(answer[when])}</td>'
+
+    rows = "".join(
+        f'<tr><td class="text">{escape(a["question"])}</td>{said(a, "before")}{said(a, "after")}</tr>' for a in answers
+    )
+    heads = "".join(f'<th class="text">{text}</th>' for text in ("held-out question", "before", "after"))
+    return (
+        "<h2>What the model says</h2>"
+        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+    )
 
 
 def _versions(summaries: Sequence[dict[str, Any]]) -> str:

@@ -5,7 +5,8 @@ A line of the file is one JSON object of one of two kinds::
     {"precision": "fp8-unified", "align": "exact", "seed": 0, "step": 3, "data": {"jetrl/logp_abs_diff_max": 0.0, ...}}
     {"precision": "fp8-unified", "align": "exact", "seed": 0, "final": {"peak_memory_bytes": ..., "versions": {...}}}
 
-``data`` is what the framework's own logger wrote for that step, names and all.
+``data`` is what the framework's own logger wrote for that step, names and all.  ``final`` may also hold ``answers``, a
+list of ``{"question", "before", "before_right", "after", "after_right"}``: what the model said before and after.
 """
 
 from __future__ import annotations

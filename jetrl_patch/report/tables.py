@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["COLUMNS", "cells", "make_table"]
+__all__ = ["COLUMNS", "cells", "make_answers", "make_table"]
 
 #: below this width of the terminal the columns of ``_WIDE_ONLY`` are left out
 _WIDE = 130
@@ -53,6 +54,17 @@ def make_table(summaries: Sequence[dict[str, Any]], title: str, width: int = _WI
     for summary in summaries:
         row = cells(summary)
         table.add_row(*(row[i] for i in shown), style="green" if summary["logp_abs_diff_max"] == 0 else None)
+    return table
+
+
+def make_answers(answers: Sequence[dict[str, Any]]) -> Table:
+    """What the model said before and after, one row a question, right answers marked."""
+    table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in ("held-out question", "before", "after"):
+        table.add_column(column)
+    for answer in answers:
+        said = (("✓ " if answer[f"{when}_right"] else "✗ ") + answer[when] for when in ("before", "after"))
+        table.add_row(*map(escape, (answer["question"], *said)))
     return table
 
 

@@ -162,6 +162,27 @@ def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
     assert follower.last == 1
 
 
+def test_answers_are_those_of_the_first_and_the_last_validation(tmp_path: Path) -> None:
+    assert runner.answers(tmp_path / "nothing") == []
+    for step, score in ((0, 0.0), (5, 0.0), (10, 1.0)):
+        line = {"input": "user\nwhat is ten plus ten?\nassistant\n", "output": f"it is {step}", "score": score}
+        (tmp_path / f"{step}.jsonl").write_text((json.dumps(line) + "\n") * 9)
+    found = runner.answers(tmp_path, shown=2)
+    assert (
+        found
+        == [
+            {
+                "question": "what is ten plus ten?",
+                "before": "it is 0",
+                "before_right": False,
+                "after": "it is 10",
+                "after_right": True,
+            }
+        ]
+        * 2
+    )
+
+
 def test_the_ending_of_a_log_starts_at_its_last_traceback(tmp_path: Path) -> None:
     log = tmp_path / "log"
     assert ending(log) == ""
@@ -197,7 +218,7 @@ def test_verl_accepts_every_override(tmp_path: Path, device: Any) -> None:
     spec = importlib.util.find_spec("verl")
     assert spec is not None and spec.origin is not None
     config = Path(spec.origin).parent / "trainer" / "config"
-    given = overrides(Recipe(device=device), EXACT, tmp_path / "train", tmp_path / "held_out")
+    given = overrides(Recipe(device=device), EXACT, *(tmp_path / name for name in ("train", "held_out", "answers")))
     code = (
         "import sys, hydra\n"
         "with hydra.initialize_config_dir(sys.argv[1], version_base=None):\n"

@@ -12,10 +12,12 @@ import pytest
 from rich.console import Console
 
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.report import SUMMARY_KEYS, ReportError, make_table, read_runs, summarize, write_report
+from jetrl_patch.report import SUMMARY_KEYS, ReportError, make_answers, make_table, read_runs, summarize, write_report
 from jetrl_patch.report.tables import COLUMNS, cells
 
 ARMS = (("bf16", "none", 2e-3), ("fp8-rollout", "none", 1e-2), ("fp8-unified", "exact", 0.0))
+
+ANSWERS = [{"question": "1 < 2?", "before": "[b]no", "before_right": False, "after": "yes & no", "after_right": True}]
 
 
 def step(precision: str, align: str, seed: int, number: int, mismatch: float) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def step(precision: str, align: str, seed: int, number: int, mismatch: float) ->
 
 def final(precision: str, align: str, seed: int) -> dict[str, Any]:
     versions = {"torch": "2.13.0", "verl": "0.9.1"}
-    body = {"peak_memory_bytes": 5 * 2**30, "versions": versions}
+    body = {"peak_memory_bytes": 5 * 2**30, "versions": versions, "answers": ANSWERS}
     return {"precision": precision, "align": align, "seed": seed, "final": body}
 
 
@@ -93,6 +95,9 @@ def test_everything_is_written_and_the_page_stands_alone(folder: Path) -> None:
     assert page.count("data:image/png;base64,") == 2
     assert not re.findall(r"""(?:src|href)=["'](?!data:)""", page)
     assert "0 of 2,000" in page
+    assert "1 &lt; 2?" in page
+    assert "✗</b> [b]no" in page
+    assert "✓</b> yes &amp; no" in page
     assert "$" not in page.replace("$10^", "")
 
 
@@ -106,6 +111,12 @@ def test_the_table_fits_its_terminal(folder: Path, width: int) -> None:
     assert "fp8-unified/exact" in text
     assert "30.0% → 90.0%" in text
     assert ("tokens" in text) is (width == 160)
+
+
+def test_answers_keep_their_brackets() -> None:
+    console = Console(width=100, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(make_answers(ANSWERS))
+    assert "✗ [b]no" in console.export_text()
 
 
 def test_a_share_says_100_percent_only_when_it_is() -> None:
