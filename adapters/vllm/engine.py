@@ -111,6 +111,9 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         "dual chunk attention": getattr(hf_config, "dual_chunk_attention_config", None) is not None,
         "attention_bias of qwen3 (vLLM leaves the bias of o_proj out)": hf_config.model_type == "qwen3"
         and bool(getattr(hf_config, "attention_bias", False)),
+        "the V2 model runner, whose log-softmax is another (set VLLM_USE_V2_MODEL_RUNNER=0)": (
+            vllm_config.use_v2_model_runner
+        ),
         "sequence parallelism": bool(vllm_config.compilation_config.pass_config.enable_sp),
     }
     found = [what for what, there in problems.items() if there]

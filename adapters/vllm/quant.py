@@ -219,9 +219,8 @@ class JetrlFp8LinearMethod(LinearMethodBase):
         return next((s for s in self.shards(layer) if s.shard_id == wanted), None)
 
     def _whole(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Rows of the whole weight that is being loaded; for one that is fused on disk, all of its parts."""
-        found = self._find(layer, shard, kwargs)
-        return found.rows if found else sum(s.rows for s in self.shards(layer))
+        """Rows of the whole weight that is being loaded; a weight that is fused on disk comes without a shard."""
+        return (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows
 
     def _hf_name(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
         found = self._find(layer, shard, kwargs)

@@ -77,8 +77,20 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
         sizes = [(None, layer.output_size, layer.output_size_per_partition, rank)]
     else:
         sizes = [(None, layer.output_size, layer.output_size, 0)]
+    if len(names) == 1 and len(sizes) > 1:
+        return _one_weight(names[0], sizes, k)
     found, offset = [], 0
     for name, (shard_id, rows, local, part) in zip(names, sizes, strict=True):
         found.append(Shard(name, shard_id, rows, part * local, (part + 1) * local, 0, k, offset))
+        offset += local
+    return found
+
+
+def _one_weight(name: str, sizes: Sequence[tuple[str | int | None, int, int, int]], k: int) -> list[Shard]:
+    """Parts that are one weight in Hugging Face's model, too (Phi-3): rectangles of one tensor, one below the other."""
+    total, base, found, offset = sum(rows for _, rows, _, _ in sizes), 0, [], 0
+    for shard_id, rows, local, part in sizes:
+        found.append(Shard(name, shard_id, total, base + part * local, base + (part + 1) * local, 0, k, offset))
+        base += rows
         offset += local
     return found

@@ -86,6 +86,25 @@ def test_bytes_in_the_engine_are_the_trainers(
 
 
 @pytest.mark.e2e
+def test_a_weight_that_is_fused_on_disk(tmp_path: Any, engine: Callable[..., Any]) -> None:
+    """Phi-3 has qkv_proj and gate_up_proj as one weight each: one block grid over all of it, on both sides."""
+    from transformers import Phi3Config, Phi3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Phi3Config(
+        hidden_size=192, intermediate_size=320, num_hidden_layers=1, num_attention_heads=3, num_key_value_heads=1,
+        vocab_size=384, max_position_embeddings=512, pad_token_id=0, eos_token_id=1, bos_token_id=None,
+    )  # fmt: skip
+    Phi3ForCausalLM(config).to(torch.bfloat16).save_pretrained(tmp_path)
+    jetrl_patch.enable(precision="fp8-unified", align="linear")
+    settings = jetrl_patch.status().config
+    llm = engine(Job(model=str(tmp_path), config=settings))
+    assert set(in_engine(llm)) == set(expected(str(tmp_path), (), "pow2"))
+    worker = worker_of(llm)
+    push(worker, stream(str(tmp_path), settings, worker.jetrl_receiver.terms))
+
+
+@pytest.mark.e2e
 def test_a_broken_push_stops_the_engine_until_a_whole_one(
     checkpoint: Callable[..., str], engine: Callable[..., Any]
 ) -> None:

@@ -1,0 +1,158 @@
+"""The command: what it measures, what it refuses, and its exit status."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl_patch import Config, ConfigError, JetrlError, ModelError
+from jetrl_patch.parity import cli, prompts
+from jetrl_patch.parity.modes import Job, check_model, choose
+from jetrl_patch.parity.run import run_mode
+
+from .. import models
+
+KEYS = {
+    "precision",
+    "align",
+    "tokens",
+    "logp_abs_diff_mean",
+    "logp_abs_diff_max",
+    "k3_kl",
+    "bit_equal_fraction",
+}
+
+
+def modes(configs: list[Config]) -> list[tuple[str, str]]:
+    return [(config.precision, config.resolved_align) for config in configs]
+
+
+def test_all_modes_by_default() -> None:
+    assert modes(choose([], [])) == [
+        ("bf16", "none"),
+        ("fp8-rollout", "none"),
+        ("fp8-unified", "linear"),
+        ("fp8-unified", "exact"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("precisions", "aligns", "expected"),
+    [
+        (["fp8-unified"], [], [("fp8-unified", "exact")]),
+        ([], ["linear"], [("fp8-unified", "linear")]),
+        (["bf16", "fp8-unified"], ["exact"], [("bf16", "none"), ("fp8-unified", "exact")]),
+        (["bf16", "bf16"], [], [("bf16", "none")]),
+    ],
+)
+def test_chosen_modes(precisions: list[str], aligns: list[str], expected: list[tuple[str, str]]) -> None:
+    assert modes(choose(precisions, aligns)) == expected
+
+
+@pytest.mark.parametrize(
+    ("precisions", "aligns", "said"),
+    [(["bf16"], ["exact"], "add fp8-unified"), (["fp4"], [], "fp4"), (["int8-rollout"], [], "not in this version")],
+)
+def test_contradictions(precisions: list[str], aligns: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose(precisions, aligns)
+
+
+def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json there"):
+        cli.main(["--model", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ModelError, match="does not read as JSON"):
+        cli.main(["--model", str(tmp_path)])
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match="no weights"):
+        cli.main(["--model", str(tmp_path)])
+
+
+def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r'(?s)gpt2.*align="linear"'):
+        check_model(str(tmp_path), choose([], []))
+    check_model(str(tmp_path), choose(["bf16", "fp8-unified"], ["linear"]))
+
+
+def test_prompts(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"vocabulary": 50, "longest": 10, "seed": 0}
+    random = prompts.make_prompts(None, None, count=5, **common)
+    assert random == prompts.make_prompts(None, None, count=5, **common)
+    assert all(0 <= token < 50 for ids in random for token in ids)
+    assert all(1 <= len(ids) <= 10 for ids in random)
+
+    def tokenize(text: str) -> list[int]:
+        return [ord(c) for c in text]
+
+    assert len(prompts.make_prompts(None, tokenize, count=20, **common)) == 20
+    file = tmp_path / "prompts"
+    file.write_text("one\n\ntwo\n")
+    found = prompts.make_prompts(str(file), tokenize, count=3, **common)
+    assert found == [tokenize("one"), tokenize("two"), tokenize("one")]
+    with pytest.raises(ConfigError, match="needs a tokenizer"):
+        prompts.make_prompts(str(file), None, count=1, **common)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        prompts.make_prompts(str(tmp_path / "none"), tokenize, count=1, **common)
+    file.write_text("\n")
+    with pytest.raises(ConfigError, match="holds no prompt"):
+        prompts.make_prompts(str(file), tokenize, count=1, **common)
+
+
+def result(job: Job, **figures: Any) -> dict[str, Any]:
+    """What a mode's process answers; the arithmetic of the exit status needs no engine."""
+    found = dict.fromkeys(KEYS, 0.0)
+    found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10}
+    return found | {"bit_equal_fraction": 1.0, **figures}
+
+
+def test_the_exit_status_is_one_when_a_promise_breaks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model.safetensors").touch()
+    arguments = ["--model", str(tmp_path), "--json", str(tmp_path / "out.json")]
+    apart = {"bit_equal_fraction": 0.75, "logp_abs_diff_max": 0.5}
+
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job))
+    assert cli.main(arguments) == 0
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else apart)))
+    assert cli.main(arguments) == 0  # the other modes promise nothing
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert [(r["precision"], r["align"]) for r in written] == modes(choose([], []))
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **(apart if job.config.exact else {})))
+    assert cli.main(arguments) == 1
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "align=exact promises equal log-probs, but 25.00% of the tokens differ, by up to 0.5" in text
+
+
+@pytest.mark.e2e
+def test_an_error_of_the_child_keeps_its_kind(tmp_path: Path) -> None:
+    model = models.save(tmp_path / "m", "qwen3", steps=0)
+    job = Job(model=model, config=Config(), tokens=4, length=4, engine=(("enable_lora", True),))
+    with pytest.raises(JetrlError, match="enable_lora") as caught:
+        run_mode(job)
+    assert type(caught.value).__name__ == "ConflictError"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Everything at once, each mode in a process of its own."""
+    model = models.save(tmp_path / "m", "qwen3")
+    file = tmp_path / "out.json"
+    status = cli.main(["--model", model, "--tokens", "256", "--length", "16", "--json", str(file)])
+    assert status == 0
+    rows = {(r["precision"], r["align"]): r for r in json.loads(file.read_text())}
+    assert all(set(row) >= KEYS and row["tokens"] >= 256 for row in rows.values())
+    exact = rows["fp8-unified", "exact"]
+    assert exact["bit_equal_fraction"] == 1.0
+    assert exact["logp_abs_diff_max"] == exact["k3_kl"] == 0.0
+    assert rows["fp8-rollout", "none"]["logp_abs_diff_mean"] > 1e-3
+    assert "100.00%" in capsys.readouterr().out
