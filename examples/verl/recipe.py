@@ -53,7 +53,7 @@ class Recipe:
     """Sizes of one run. ``prompts`` questions a step, ``samples`` answers each; ``held_out`` questions per validation."""
 
     model: Path = WORDS / "checkpoint"
-    steps: int = 40
+    steps: int = 30
     prompts: int = 16
     samples: int = 8
     learning_rate: float = 2e-4
@@ -90,6 +90,8 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Pa
         f"{ref}.fsdp_config.strategy=fsdp2",
         f"{actor}.fsdp_config.seed={arm.seed}",
         f"{actor}.optim.lr={recipe.learning_rate}",
+        f"{actor}.optim.lr_scheduler_type=cosine",
+        f"{actor}.optim.min_lr_ratio=0.05",
         f"{actor}.ppo_mini_batch_size={recipe.prompts}",
         f"{actor}.ppo_micro_batch_size_per_gpu={recipe.micro_batch}",
         f"{rollout}.name=vllm",
