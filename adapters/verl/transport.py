@@ -147,4 +147,4 @@ def as_sync_error(error: BaseException) -> JetrlError:
             kind: type[JetrlError] = getattr(errors, name)
             return kind(message)
     last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
-    return SyncError(f"the vLLM worker failed during a weight sync: {type(error).__name__}: {last}")
+    return SyncError(f"the vLLM worker failed or died during a weight sync: {type(error).__name__}: {last}")

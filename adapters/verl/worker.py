@@ -47,6 +47,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
     import torch
+    import zmq
     from verl.utils.device import get_device_name
 
     if worker.device is None:  # as verl does; vLLM leaves it unset on some platforms
@@ -55,6 +56,10 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
     transport = timed_receiver(timeout, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)
     try:
         transport.receive_weights(on_bucket_received=lambda weights, is_last: receiver.on_bucket(weights))
+    except zmq.Again as error:
+        raise receiver.abort(
+            f"the trainer sent nothing for {timeout:g} s during a weight sync; is it alive?"
+        ) from error
     except Exception as error:
         raise receiver.abort(f"the transfer of weights broke off: {type(error).__name__}: {error}") from error
     report: dict[str, int] = receiver.finish()
