@@ -58,7 +58,7 @@ class Recipe:
     samples: int = 8
     learning_rate: float = 2e-4
     held_out: int = 512
-    validate_every: int = 10
+    validate_every: int = 5
     prompt_tokens: int = 24
     response_tokens: int = 40
     micro_batch: int = 64
