@@ -34,7 +34,7 @@ from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, SyncE
 from jetrl_patch.fp8.backends import choose_backend, get_backend
 from jetrl_patch.fp8.formats import BLOCK, FP8
 from jetrl_patch.fp8.layers import is_fp8
-from jetrl_patch.fp8.quantize import expand_weight_scale, quantize_weight
+from jetrl_patch.fp8.quantize import expand_weight_scale
 
 if TYPE_CHECKING:
     from jetrl_patch.fp8.backends import Backend
@@ -192,7 +192,7 @@ class JetrlFp8LinearMethod(LinearMethodBase):
                 raise SyncError(
                     f"{name}.weight has a NaN or an infinity, so it cannot be quantized; nothing may run on it"
                 )
-            q_NK, s_blocks = quantize_weight(bf16_NK, self.scale_format)
+            q_NK, s_blocks = self.backend(param.device).quantize_weight(bf16_NK, self.scale_format)
             load(param, q_NK, *shard, **kwargs)
             scale = layer.weight_scale_inv
             scale.weight_loader(scale, s_blocks, *shard, **kwargs)

@@ -68,3 +68,14 @@ def test_bytes_on_all_ranks(
     for name, *_, value in pieces:
         found[name] = (found.get(name, 0) + value) % 2**64
     assert found == expected(second, (), "pow2")
+
+
+def test_a_worker_that_loaded_no_plugin_stops_the_engine(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``VLLM_PLUGINS`` may leave ours out; the engine's own process is enabled, its workers would not be."""
+    jetrl_patch.enable(precision="fp8-unified")
+    monkeypatch.setenv("VLLM_PLUGINS", "none_of_them")
+    monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
+    with pytest.raises(Exception, match=r"(?i)worker|initialization failed"):
+        engine(Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, tp=2))

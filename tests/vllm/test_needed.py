@@ -1,0 +1,97 @@
+"""Each change to vLLM is still needed: these fail when upstream has made one of ours removable."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import jetrl_patch
+
+
+@pytest.fixture
+def vllm_config() -> Iterator[Any]:
+    from vllm.config import VllmConfig, set_current_vllm_config
+
+    config = VllmConfig()
+    with set_current_vllm_config(config):
+        yield config
+
+
+def linear(n: int = 64, k: int = 32) -> torch.nn.Module:
+    layer = torch.nn.Module()
+    layer.weight = torch.nn.Parameter(torch.randn(n, k, dtype=torch.bfloat16), requires_grad=False)
+    layer.bias = None
+    layer.weight.weight_loader = lambda param, loaded: param.data.copy_(loaded)
+    return layer
+
+
+def test_cpu_linears_lose_their_weight_without_us() -> None:
+    from vllm.model_executor.layers import utils
+
+    layer = linear()
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    assert layer.weight.numel() == 0
+
+
+def test_cpu_linears_keep_weight_and_bits_with_us() -> None:
+    from vllm.model_executor.layers import utils
+
+    x, layer = torch.randn(5, 32, dtype=torch.bfloat16), linear()
+    new, stock = torch.randn(64, 32, dtype=torch.bfloat16), linear()
+    stock.weight.data.copy_(new)
+    utils.dispatch_cpu_unquantized_gemm(stock, False)
+
+    jetrl_patch.enable(precision="bf16")
+    utils.dispatch_cpu_unquantized_gemm(layer, True)
+    layer.weight.weight_loader(layer.weight, new)
+    assert torch.equal(layer.weight, new)
+    ours = layer.cpu_linear(x, layer.weight, None)
+    assert torch.equal(ours, stock.cpu_linear(x, stock.weight, None))
+    utils.dispatch_cpu_unquantized_gemm(layer, True)  # as verl does after a sync
+    assert torch.equal(layer.cpu_linear(x, layer.weight, None), ours)
+
+
+def test_the_norm_rounds_otherwise_without_us(vllm_config: Any) -> None:
+    from vllm.model_executor.layers.layernorm import RMSNorm
+
+    from jetrl_patch.adapters.vllm.ops import ExactRMSNorm
+
+    torch.manual_seed(0)
+    x, residual = torch.randn(2, 64, 256, dtype=torch.bfloat16)
+    norms = [kind(256).to(torch.bfloat16) for kind in (RMSNorm, ExactRMSNorm)]
+    stock, ours = (norm(x.clone(), residual.clone())[0] for norm in norms)
+    total = (x + residual).float()
+    reference = (total * torch.rsqrt(total.pow(2).mean(-1, keepdim=True) + 1e-6)).to(torch.bfloat16)
+    assert not torch.equal(stock, ours)
+    assert (ours == reference).float().mean() > 0.999 > (stock == reference).float().mean()
+
+
+def test_the_rotary_embedding_rounds_otherwise_without_us(vllm_config: Any) -> None:
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    from jetrl_patch.adapters.vllm.ops import ExactRotaryEmbedding
+
+    vllm_config.model_config = SimpleNamespace(  # what the embedding reads of it
+        max_model_len=128,
+        hf_text_config=SimpleNamespace(head_dim=64, rope_parameters={"rope_theta": 10000.0, "rope_type": "default"}),
+    )
+    arguments = (64, 64, 128, 10000.0, True, torch.bfloat16)
+    query = torch.randn(32, 128, dtype=torch.bfloat16)
+    positions = torch.arange(32)
+    stock = RotaryEmbedding(*arguments).forward_cpu(positions, query.clone(), query.clone())[0]
+    ours = ExactRotaryEmbedding(*arguments)(positions, query.clone(), query.clone())[0]
+    assert not torch.equal(stock, ours)
+    assert torch.allclose(stock.float(), ours.float(), atol=0.05)
+
+
+def test_vllm_rounds_partial_sums_without_us() -> None:
+    import inspect
+
+    from vllm.model_executor.layers.linear import RowParallelLinear
+
+    assert "tensor_model_parallel_all_reduce(output_parallel)" in inspect.getsource(RowParallelLinear.forward)
