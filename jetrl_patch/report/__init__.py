@@ -31,7 +31,9 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
     (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
     draw_learning(runs, folder / "learning.png")
     draw_mismatch(runs, folder / "mismatch.png")
-    answers = next((run.final["answers"] for run in reversed(runs) if run.final.get("answers")), [])
+    answers: list[dict[str, Any]] = next(
+        (run.final["answers"] for run in reversed(runs) if run.final.get("answers")), []
+    )
     page = make_page(summaries, title, subtitle, folder / "learning.png", folder / "mismatch.png", answers)
     (folder / "report.html").write_text(page, encoding="utf-8")
     return summaries
