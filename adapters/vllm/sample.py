@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import ConfigError
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
 
 __all__ = ["build_engine", "generate", "sample"]
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
 def sample(job: Job) -> list[Sample]:
@@ -96,6 +99,8 @@ def _tokenizer(model: str) -> Any:
     """Text to token ids, or None if the directory has no tokenizer that loads."""
     from vllm.tokenizers import get_tokenizer
 
+    if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES):
+        return None  # transformers would make up an empty one
     try:
         tokenizer = get_tokenizer(model)
     except Exception:  # each tokenizer library has errors of its own; without one, prompts are random

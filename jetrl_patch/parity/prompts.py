@@ -35,7 +35,7 @@ def make_prompts(
         tokenize: None if the model came without a usable tokenizer; then prompts are random, unless ``file`` is set.
 
     Raises:
-        ConfigError: the file is missing, empty, or there is no tokenizer to read it with.
+        ConfigError: the file is missing or empty, or there is no tokenizer to read it with, or a foreign one.
     """
     texts: list[str] = list(SAMPLES)
     if file is not None:
@@ -49,6 +49,11 @@ def make_prompts(
             raise ConfigError(f"--prompts {file} holds no prompt; write one a line")
     if tokenize is not None:
         prompts = [ids for ids in (tokenize(text)[:longest] for text in texts) if ids]
+        strange = max((token for ids in prompts for token in ids), default=-1)
+        if strange >= vocabulary:
+            raise ConfigError(
+                f"the tokenizer gives token {strange}, but the model knows {vocabulary} tokens; it is another model's"
+            )
         if prompts:
             return [prompts[i % len(prompts)] for i in range(count)]
     generator = random.Random(seed)

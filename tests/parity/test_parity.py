@@ -82,14 +82,14 @@ def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
 
 
 def test_prompts(tmp_path: Path) -> None:
-    common: dict[str, Any] = {"vocabulary": 50, "longest": 10, "seed": 0}
+    common: dict[str, Any] = {"vocabulary": 100, "longest": 10, "seed": 0}
     random = prompts.make_prompts(None, None, count=5, **common)
     assert random == prompts.make_prompts(None, None, count=5, **common)
-    assert all(0 <= token < 50 for ids in random for token in ids)
+    assert all(0 <= token < 100 for ids in random for token in ids)
     assert all(1 <= len(ids) <= 10 for ids in random)
 
     def tokenize(text: str) -> list[int]:
-        return [ord(c) for c in text]
+        return [ord(c) - 31 for c in text]
 
     assert len(prompts.make_prompts(None, tokenize, count=20, **common)) == 20
     file = tmp_path / "prompts"
@@ -100,6 +100,8 @@ def test_prompts(tmp_path: Path) -> None:
         prompts.make_prompts(str(file), None, count=1, **common)
     with pytest.raises(ConfigError, match="cannot be read"):
         prompts.make_prompts(str(tmp_path / "none"), tokenize, count=1, **common)
+    with pytest.raises(ConfigError, match="another model's"):
+        prompts.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="holds no prompt"):
         prompts.make_prompts(str(file), tokenize, count=1, **common)
