@@ -26,15 +26,19 @@ def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
     from tests.models import save
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {token: i for i, token in enumerate(["<pad>", "<end>", *alphabet])}
+    words = {token: i for i, token in enumerate(["<|endoftext|>", "<|im_end|>", "<|im_start|>", *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=words, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<end>", model_max_length=512
+        tokenizer_object=tokenizer,
+        pad_token="<|endoftext|>",
+        eos_token="<|im_end|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=512,
     )
-    fast.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
-    save(folder / "model", family, steps=3, **options)  # vocabulary 384: wider than the tokenizer's 258
+    fast.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}="
+    save(folder / "model", family, steps=3, **options)  # vocabulary 384: wider than the tokenizer's 259
     fast.save_pretrained(folder / "model")
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(folder / "model")
     rows = [
