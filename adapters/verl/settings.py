@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
+
+logger = logging.getLogger(__name__)
 
 #: key under ``actor_rollout_ref.rollout.custom`` and in reports that says: this side is patched
 MARK = "jetrl"
@@ -180,8 +183,13 @@ def complete(verl_config: Any, config: Config) -> None:
     if config.exact:
         wanted[f"{ROLLOUT}.enforce_eager"] = True  # a compiled graph fuses ops and rounds them otherwise
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
+    from omegaconf import OmegaConf
+
     for path, value in wanted.items():
-        _update(verl_config, path, value)
+        found = OmegaConf.select(verl_config, path, default=None)
+        if found != value:
+            logger.warning("jetrl_patch: %s=%r, which was %r", path, value, found)
+            _update(verl_config, path, value)
 
 
 def mark(verl_config: Any, config: Config) -> None:
