@@ -16,6 +16,8 @@ from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``vLLMColocateWorkerExtension.update_weights_from_ipc``: buckets go through the receiver's checks.
 
+    An unpatched trainer waits without a limit, so what it sends is read to the end, and dropped, before the error.
+
     The further argument ``jetrl`` carries the trainer's settings: an unpatched worker does not know it and fails at
     once, and a patched worker knows that its trainer is patched.
     """
@@ -33,7 +35,11 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         config = runtime.active_config()
         if jetrl is None:
-            raise NotPatchedError("the trainer that syncs weights is not patched, while this vLLM worker is")
+            _transport(self, use_shm, config.sync_timeout).receive_weights(lambda weights, is_last: None)
+            raise NotPatchedError(
+                "the trainer that syncs weights is not patched, while this vLLM worker is; let its process load verl's "
+                "plugins (VERL_USE_EXTERNAL_PLUGINS) with the same JETRL_* variables"
+            )
         if jetrl != config.to_env():
             raise ConflictError(
                 explain("settings of a vLLM worker", asked=jetrl, found=config.to_env(), fix="make them the same")
@@ -46,14 +52,10 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
-    import torch
     import zmq
-    from verl.utils.device import get_device_name
 
-    if worker.device is None:  # as verl does; vLLM leaves it unset on some platforms
-        worker.device = torch.device(f"{get_device_name()}:{worker.local_rank}")
     receiver = worker.jetrl_receiver
-    transport = timed_receiver(timeout, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)
+    transport = _transport(worker, use_shm, timeout)
     try:
         transport.receive_weights(on_bucket_received=lambda weights, is_last: receiver.on_bucket(weights))
     except zmq.Again as error:
@@ -64,3 +66,12 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
         raise receiver.abort(f"the transfer of weights broke off: {type(error).__name__}: {error}") from error
     report: dict[str, int] = receiver.finish()
     return report
+
+
+def _transport(worker: Any, use_shm: bool, timeout: float) -> Any:
+    import torch
+    from verl.utils.device import get_device_name
+
+    if worker.device is None:  # as verl does; vLLM leaves it unset on some platforms
+        worker.device = torch.device(f"{get_device_name()}:{worker.local_rank}")
+    return timed_receiver(timeout, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)

@@ -1,0 +1,91 @@
+"""The vLLM worker's side: what it does with trainers it cannot trust."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import worker
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError
+
+MINE = Config().resolved()
+
+
+class Transport:
+    def __init__(self, buckets, error=None):
+        self.buckets, self.error, self.read = buckets, error, 0
+
+    def receive_weights(self, on_bucket_received):
+        for i, bucket in enumerate(self.buckets):
+            self.read += 1
+            on_bucket_received(bucket, i == len(self.buckets) - 1)
+        if self.error:
+            raise self.error
+
+
+class Receiver:
+    def __init__(self):
+        self.got = []
+
+    def on_bucket(self, weights):
+        self.got += weights
+
+    def finish(self):
+        return {"tensors": len(self.got)}
+
+    def abort(self, reason):
+        return SyncError(reason)
+
+
+@pytest.fixture
+def call(monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: MINE)
+
+    def run(transport, **kwargs):
+        monkeypatch.setattr(worker, "_transport", lambda *_: transport)
+        replacement = worker.update_weights_from_ipc(lambda self, **kw: "verl's own")
+        return replacement(SimpleNamespace(jetrl_receiver=Receiver()), use_shm=True, **kwargs)
+
+    return run
+
+
+def test_buckets_go_through_the_receiver(call):
+    assert call(Transport([[("a", 1)], [("b", 2)]]), jetrl=MINE.to_env()) == {"tensors": 2}
+
+
+def test_an_unpatched_trainer_is_read_to_the_end_so_that_it_does_not_hang(call):
+    transport = Transport([[("a", 1)], [("b", 2)]])
+    with pytest.raises(NotPatchedError, match="trainer that syncs weights is not patched"):
+        call(transport)
+    assert transport.read == 2
+
+
+def test_a_trainer_in_other_settings(call):
+    with pytest.raises(ConflictError, match="settings of a vLLM worker"):
+        call(Transport([]), jetrl=Config(precision="fp8-rollout").to_env())
+
+
+def test_silence_and_breaks_are_sync_errors(call):
+    import zmq
+
+    with pytest.raises(SyncError, match="sent nothing for 300 s"):
+        call(Transport([], zmq.Again()), jetrl=MINE.to_env())
+    with pytest.raises(SyncError, match="broke off: BufferError"):
+        call(Transport([], BufferError()), jetrl=MINE.to_env())
+
+
+def test_bf16_is_verls_own(call, monkeypatch):
+    bf16 = Config(precision="bf16")
+    monkeypatch.setattr(runtime, "active_config", lambda: bf16)
+    assert call(Transport([]), jetrl=bf16.to_env()) == "verl's own"
+
+
+def test_a_worker_that_lost_its_patches(call, monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: False)
+    with pytest.raises(NotPatchedError, match="no longer is"):
+        call(Transport([]), jetrl=MINE.to_env())
+    assert call(Transport([])) == "verl's own"
