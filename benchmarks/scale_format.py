@@ -2,7 +2,7 @@
 
 Three things: the quantization error of weights and activations of the example's model, the mismatch between
 trainer and rollout when only the linears are shared, and the loss of training from scratch by cross-entropy.
-Run: ``python -m scripts.scale_format`` (about ten minutes on two cores).
+Run: ``python -m benchmarks.scale_format`` (about ten minutes on two cores).
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def main() -> None:
         "loss from scratch (against BF16) |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
         f"The example's model; {args.tokens} sampled tokens; {args.steps} steps of cross-entropy, {args.seeds} seeds, "
         f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
-        f"Command: `python -m scripts.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`.\n"
+        f"Command: `python -m benchmarks.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`.\n"
     )
     print(PAGE.read_text())
 
