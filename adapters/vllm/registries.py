@@ -55,9 +55,7 @@ def _quantization(journal: Journal) -> None:
 
 
 def _op(journal: Journal, name: str, replacement: type, reason: str) -> None:
-    claim(
-        journal, custom_op.op_registry_oot, name, replacement, target=f"vllm out-of-tree op {name!r}", reason=reason
-    )
+    claim(journal, custom_op.op_registry_oot, name, replacement, target=f"vllm out-of-tree op {name!r}", reason=reason)
 
 
 def _exact(journal: Journal) -> None:

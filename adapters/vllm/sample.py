@@ -77,9 +77,7 @@ def generate(engine: Any, prompts: list[list[int]], length: int, temperature: fl
     """Responses of ``length`` tokens to all prompts at once."""
     from vllm import SamplingParams
 
-    params = SamplingParams(
-        temperature=temperature, max_tokens=length, logprobs=0, ignore_eos=True, detokenize=False
-    )
+    params = SamplingParams(temperature=temperature, max_tokens=length, logprobs=0, ignore_eos=True, detokenize=False)
     outputs = engine.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     samples = []
     for prompt, output in zip(prompts, outputs):

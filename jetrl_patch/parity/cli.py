@@ -108,7 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--length", type=_positive, default=64, help="tokens of one response")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--engine", metavar="JSON", help='further arguments of vllm.LLM, {"enable_prefix_caching": false}')
+    parser.add_argument(
+        "--engine", metavar="JSON", help='further arguments of vllm.LLM, {"enable_prefix_caching": false}'
+    )
     parser.add_argument("--json", metavar="FILE", help="write one object a mode")
     parser.add_argument("--verbose", action="store_true", help="let the frameworks print")
     return parser

@@ -99,9 +99,7 @@ def test_linear_alignment_is_close_and_not_equal(checkpoint: Callable[..., str],
 @pytest.mark.parametrize(
     ("raw", "temperature"), [(True, 0.7), (False, 0.7)], ids=["raw log-probs", "processed log-probs"]
 )
-def test_temperature(
-    checkpoint: Callable[..., str], engine: Callable[..., Any], raw: bool, temperature: float
-) -> None:
+def test_temperature(checkpoint: Callable[..., str], engine: Callable[..., Any], raw: bool, temperature: float) -> None:
     """Processed log-probs are those of the divided logits, raw ones those at temperature 1."""
     jetrl_patch.enable(precision="fp8-unified")
     mode = (("logprobs_mode", "raw_logprobs"),) if raw else ()

@@ -112,7 +112,11 @@ def test_a_bias_that_vllm_leaves_out_is_refused(tmp_path: Any) -> None:
 
 def test_a_quantized_checkpoint_conflicts(tmp_path: Any) -> None:
     config = models.config_of("qwen3", architectures=["Qwen3ForCausalLM"])
-    config.quantization_config = {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+    config.quantization_config = {
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+        "activation_scheme": "dynamic",
+    }
     config.save_pretrained(tmp_path)
     jetrl_patch.enable(precision="fp8-rollout")
     with pytest.raises(ConflictError, match=r"quant_method='fp8'"):

@@ -66,7 +66,11 @@ def worker_of(llm: Any) -> Any:
     [("qwen2-odd", (), "pow2"), ("llama-odd", ("layers.1.mlp", "self_attn.o_proj"), "fp32")],
 )
 def test_bytes_in_the_engine_are_the_trainers(
-    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, exclude: tuple[str, ...], scale_format: str
+    checkpoint: Callable[..., str],
+    engine: Callable[..., Any],
+    variant: str,
+    exclude: tuple[str, ...],
+    scale_format: str,
 ) -> None:
     first, second = checkpoint(variant), checkpoint(variant, seed=1)
     jetrl_patch.enable(precision="fp8-unified", exclude=exclude, scale_format=scale_format)
@@ -158,9 +162,7 @@ def test_a_bf16_push_is_served_at_once(
 
 
 @pytest.mark.e2e
-def test_nan_in_a_bf16_checkpoint_names_the_weight(
-    checkpoint: Callable[..., str], engine: Callable[..., Any]
-) -> None:
+def test_nan_in_a_bf16_checkpoint_names_the_weight(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
     path = checkpoint("qwen3")
     jetrl_patch.enable(precision="fp8-rollout")
     config = jetrl_patch.status().config
