@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,11 +23,25 @@ MARK = "WORDS_RUN"
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
     """A folder with a short path (a Unix socket's name ends at 107 characters), removed at the end."""
-    folder = Path(tempfile.mkdtemp(prefix="jetrl-", dir="/tmp"))
+    folder = Path(tempfile.mkdtemp(prefix="jetrl-run-", dir="/tmp"))
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Neither Ctrl-C nor SIGTERM reaches the body (in the main thread, the only one that signals reach)."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 class Group:
@@ -73,7 +88,11 @@ class Group:
         return status
 
     def end(self, patience: float = 10.0) -> None:
-        """End every process of the run: ask, wait, then insist. Safe to call twice."""
+        """End every process of the run: ask, wait, then insist. Safe to call twice; a second Ctrl-C cannot cut it short."""
+        with undisturbed():
+            self._end(patience)
+
+    def _end(self, patience: float) -> None:
         if self.leader.poll() is None:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.leader.pid, signal.SIGINT)

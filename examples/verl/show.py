@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from examples.verl.processes import undisturbed
 from examples.verl.recipe import Arm, Recipe
 from examples.verl.runner import RunFailedError, run_arm
 from jetrl_patch.report import ReportError, Run, make_answers, make_table, write_report
@@ -40,7 +41,8 @@ def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subti
             return _finish(folder, title, subtitle, [*broken, f"{arm.name} failed"], started)
         except KeyboardInterrupt:
             console.print("\n[yellow]stopped[/]; every process of the run has been ended")
-            _finish(folder, title, subtitle, broken, started)
+            with undisturbed():
+                _finish(folder, title, subtitle, broken, started)
             return 130
         broken += _promises(arm, run)
         if run.final["answers"]:

@@ -29,6 +29,7 @@ RECIPE = Recipe(steps=3)
 TRAINER = """
 import json, os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+open(os.path.join({folder!r}, "tmp"), "w").write(os.environ["TMPDIR"])
 open(os.path.join({folder!r}, "child"), "w").write(str(child.pid))
 out = open(os.environ["VERL_FILE_LOGGER_PATH"], "w")
 for step in range({steps} + 1):
@@ -52,12 +53,12 @@ def run(folder: Path, arm: Arm = EXACT) -> int:
     return show.run_all(RECIPE, [arm], folder, "title", "subtitle")
 
 
-def leftovers() -> set[str]:
-    return {name for name in os.listdir("/tmp") if name.startswith("jetrl-")}
+def nothing_left(folder: Path) -> bool:
+    """Neither the trainer's child process nor the run's temporary folder."""
+    return gone(int((folder / "child").read_text())) and not Path((folder / "tmp").read_text()).exists()
 
 
 def test_a_run_that_keeps_its_promise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = leftovers()
     trainer(monkeypatch, tmp_path)
     assert run(tmp_path) == 0
     summary = json.loads((tmp_path / "summary.json").read_text())
@@ -67,8 +68,7 @@ def test_a_run_that_keeps_its_promise(tmp_path: Path, monkeypatch: pytest.Monkey
     assert summary[0]["peak_memory_bytes"] > 0
     assert summary[0]["versions"]["verl"]
     assert (tmp_path / "report.html").exists()
-    assert gone(int((tmp_path / "child").read_text()))
-    assert leftovers() <= before
+    assert nothing_left(tmp_path)
 
 
 def test_an_exact_arm_that_is_not_exact_fails(
@@ -95,12 +95,10 @@ def test_other_arms_promise_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_run_that_fails_says_why_and_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, steps: int, end: str, says: str
 ) -> None:
-    before = leftovers()
     trainer(monkeypatch, tmp_path, steps=steps, end=end)
     with pytest.raises(RunFailedError, match=says):
         runner.run_arm(RECIPE, EXACT, tmp_path, lambda *_: None, lambda: None)
-    assert gone(int((tmp_path / "child").read_text()))
-    assert leftovers() <= before
+    assert nothing_left(tmp_path)
     assert run(tmp_path) == 1
     assert (tmp_path / "report.html").exists()  # of the steps that there are
 
@@ -110,7 +108,7 @@ def test_a_run_that_stalls_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     trainer(monkeypatch, tmp_path, end="time.sleep(600)")
     with pytest.raises(RunFailedError, match="no step in 3 s"):
         runner.run_arm(RECIPE, EXACT, tmp_path, lambda *_: None, lambda: None)
-    assert gone(int((tmp_path / "child").read_text()))
+    assert nothing_left(tmp_path)
 
 
 def test_stopping_by_the_keyboard_ends_every_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,9 +119,19 @@ def test_stopping_by_the_keyboard_ends_every_process(tmp_path: Path, monkeypatch
             time.sleep(0.1)
         os.kill(os.getpid(), signal.SIGINT)
 
+    end = Group._end
+
+    def end_while_pressed_again(group: Group, patience: float) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGTERM)
+        end(group, patience)
+
+    monkeypatch.setattr(Group, "_end", end_while_pressed_again)
+    handler = signal.getsignal(signal.SIGINT)
     threading.Thread(target=press).start()
     assert run(tmp_path) == 130
-    assert gone(int((tmp_path / "child").read_text()))
+    assert signal.getsignal(signal.SIGINT) is handler
+    assert nothing_left(tmp_path)
 
 
 def test_a_group_finds_descendants_in_other_sessions_and_weighs_them(tmp_path: Path) -> None:

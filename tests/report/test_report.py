@@ -37,7 +37,7 @@ def step(precision: str, align: str, seed: int, number: int, mismatch: float) ->
             "jetrl/sync_bytes_bf16": 1000,
             "jetrl/sync_seconds": 0.25,
             "jetrl/quantized_layers": 28,
-            "timing_s/step": float(number) + (5.0 if number == 4 else 0.0),
+            "timing_s/step": float(number),
             "timing_s/testing": 5.0 if number == 4 else 0.0,
         }
     return {"precision": precision, "align": align, "seed": seed, "step": number, "data": data}
@@ -71,7 +71,7 @@ def test_summary_of_an_arm(folder: Path) -> None:
     assert found["bit_equal_fraction_min"] == pytest.approx(0.1)
     assert (found["steps"], found["tokens"]) == (4, 1000)
     assert (found["accuracy_first"], found["accuracy_last"]) == (0.3, pytest.approx(0.9))
-    assert found["step_seconds_median"] == 2.5  # validation left out
+    assert found["step_seconds_median"] == 2.5  # verl times validation apart
     assert (found["sync_bytes"], found["sync_bytes_bf16"], found["quantized_layers"]) == (515, 1000, 28)
     assert found["peak_memory_bytes"] == 5 * 2**30
     assert found["versions"]["verl"] == "0.9.1"
