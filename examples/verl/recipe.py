@@ -175,5 +175,6 @@ def environment(recipe: Recipe, arm: Arm, metrics: Path, temporary: Path) -> dic
     if recipe.device == "cpu":
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        env.setdefault("OMP_NUM_THREADS", str(max(1, min(4, os.cpu_count() or 1))))
+        # One thread: trainer, engine and Ray's own processes share few cores, and threads that spin for each other lose.
+        env.setdefault("OMP_NUM_THREADS", "1")
     return env
