@@ -1,4 +1,4 @@
-# make demo | compare | test | lint | bench | clean
+# make demo | compare | test | test-all | lint | bench | clean
 #
 # On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
 # DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
@@ -23,7 +23,7 @@ endif
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo compare test lint bench venv clean
+.PHONY: demo compare test test-all lint bench venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
@@ -31,7 +31,12 @@ demo: $(READY)
 compare: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
+# lint, types, and the tests of all parts, a real verl run among them
 test: lint
+	$(QUIET) $(VENV)/bin/python -m pytest -m "not slow" --cov --cov-report=term $(ARGS)
+
+# also the long ones: every model family, more ranks, both trainers, killed workers
+test-all: lint
 	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-report=term $(ARGS)
 
 lint: $(SELF)
