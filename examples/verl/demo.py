@@ -24,7 +24,11 @@ def main() -> int:
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     args = parser.parse_args()
-    arm = Arm(precision=args.precision, align=args.align, seed=args.seed)
+    align = args.align
+    if args.device == "cuda" and args.precision == "fp8-unified" and align is None:
+        print('align="linear": this version has the exact attention for the CPU only')
+        align = "linear"
+    arm = Arm(precision=args.precision, align=align, seed=args.seed)
     recipe = Recipe(steps=args.steps, device=args.device)
     subtitle = f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: sums in words, {recipe.steps} steps."
     return run_all(recipe, [arm], args.out.resolve(), f"One run in {arm.name}", subtitle)

@@ -17,8 +17,8 @@ from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
 R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 
-def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
-    """A model, a tokenizer as wide as its vocabulary or narrower, prompts and a reward: all in ``folder``."""
+def make_task(folder: Path, family: str = "qwen3", fill: bool = False, **options: object) -> Path:
+    """A model, a tokenizer as wide as its vocabulary (``fill``) or narrower, prompts and a reward, in ``folder``."""
     import pandas
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -37,6 +37,8 @@ def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
         additional_special_tokens=["<|im_start|>"],
         model_max_length=512,
     )
+    if fill:
+        fast.add_tokens([f"<|unused{i}|>" for i in range(384 - len(fast))])
     fast.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}="
     save(folder / "model", family, steps=3, **options)  # vocabulary 384: wider than the tokenizer's 259
     fast.save_pretrained(folder / "model")

@@ -18,6 +18,12 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"))
 
 
+@pytest.fixture(scope="module")
+def plain_task(tmp_path_factory):
+    """Without tokens beyond the tokenizer: outside of exact mode verl's one-sided mask would be most of the mismatch."""
+    return make_task(tmp_path_factory.mktemp("plain"), fill=True)
+
+
 def finish(run: Run, steps: int = 2) -> list[dict[str, float]]:
     assert run.wait(TIMEOUT) == 0, run.text[-6000:]
     found = run.metrics()
@@ -67,8 +73,8 @@ def test_unified_is_exact_on_two_ranks_with_tensor_parallel_rollout(task):
         ({"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}, 1e-4),
     ],
 )
-def test_the_other_modes_are_measured(task, environ, least):
-    for step in finish(Run(task, "trainer.use_v1=False", environ=environ)):
+def test_the_other_modes_are_measured(plain_task, environ, least):
+    for step in finish(Run(plain_task, "trainer.use_v1=False", environ=environ)):
         assert step["jetrl/logp_abs_diff_mean"] > least and step["jetrl/bit_equal_fraction"] < 1.0
         assert step["jetrl/sync_seconds"] > 0
 
