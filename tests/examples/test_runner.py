@@ -127,11 +127,15 @@ def test_stopping_by_the_keyboard_ends_every_process(tmp_path: Path, monkeypatch
         end(group, patience)
 
     monkeypatch.setattr(Group, "_end", end_while_pressed_again)
-    handler = signal.getsignal(signal.SIGINT)
-    threading.Thread(target=press).start()
-    assert run(tmp_path) == 130
-    assert signal.getsignal(signal.SIGINT) is handler
-    assert nothing_left(tmp_path)
+    # A shell that runs the tests in the background has SIGINT ignored, and its children inherit that.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=press).start()
+        assert run(tmp_path) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert nothing_left(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_group_finds_descendants_in_other_sessions_and_weighs_them(tmp_path: Path) -> None:
