@@ -2,7 +2,7 @@
 
 Three things: the quantization error of weights and activations of the example's model, the mismatch between
 trainer and rollout when only the linears are shared, and the loss of training from scratch by cross-entropy.
-Run: ``python -m benchmarks.scale_format`` (about ten minutes on two cores).
+Run: ``python -m benchmarks.scale_format`` (a few minutes on two cores, longer with more steps).
 """
 
 from __future__ import annotations
@@ -28,6 +28,12 @@ from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.layers import is_fp8
 
 FORMATS = ("pow2", "fp32")
+REASON = """
+`"pow2"` is the default. Every dequantized value is then exact in BF16 and the order in which scales are multiplied
+cannot change a result, which is what exact mode and other libraries' kernels can agree on (with FP32 scales their bytes
+differ in one of a thousand); the table shows what that costs. `"fp32"` rounds less and is the better choice where only the linears
+are shared. The choice is part of every weight sync, so both sides always have the same one.
+"""
 PAGE = Path(__file__).parents[1] / "docs" / "scale_formats.md"
 
 
@@ -128,9 +134,10 @@ def main() -> None:
         "# Scale formats\n\n"
         "| `scale_format` | weights, SQNR dB | activations, SQNR dB | mean abs Δlogp, `align=\"linear\"` | k3 KL | "
         "loss from scratch (against BF16) |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
-        f"The example's model; {args.tokens} sampled tokens; {args.steps} steps of cross-entropy, {args.seeds} seeds, "
+        f"The example's model; {args.tokens} sampled tokens; {args.steps} steps of cross-entropy, {args.seeds} seed(s), "
         f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
         f"Command: `python -m benchmarks.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`.\n"
+        + REASON
     )
     print(PAGE.read_text())
 
