@@ -31,7 +31,7 @@ FORMATS = ("pow2", "fp32")
 REASON = """
 `"pow2"` is the default. Every dequantized value is then exact in BF16 and the order in which scales are multiplied
 cannot change a result, which is what exact mode and other libraries' kernels can agree on (with FP32 scales their bytes
-differ in one of a thousand); the table shows what that costs. `"fp32"` rounds less and is the better choice where only the linears
+differ in one of a thousand); the table shows what that costs. `"fp32"` rounds less and is the better choice where only linears
 are shared. The choice is part of every weight sync, so both sides always have the same one.
 """
 PAGE = Path(__file__).parents[1] / "docs" / "scale_formats.md"
