@@ -21,6 +21,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": ("1", "compiling costs more than it saves at laptop sizes, and fuses what must stay exact"),
 }
 
+HIDDEN = "CUDA_VISIBLE_DEVICES"
+
 
 class CpuAdapter(Adapter):
     """Registers the platform with verl and removes the obstacles listed in ``patches``."""
@@ -64,6 +66,14 @@ class CpuAdapter(Adapter):
         for name, (value, reason) in ENVIRONMENT.items():
             if not os.environ.get(name):
                 journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason=reason)
+        if os.environ.get(HIDDEN, "0").strip() in ("", "-1", "NoDevFiles"):
+            journal.remove_item(
+                os.environ,
+                HIDDEN,
+                target=f"os.environ[{HIDDEN!r}]",
+                reason="it hides all GPUs; Ray then refuses the logical ones, which only place the workers of a CPU run",
+                remove_when="verl places its workers by another resource on a CPU",
+            )
 
 
 def _register(manager: ModuleType, journal: Journal) -> None:

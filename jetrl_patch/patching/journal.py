@@ -48,6 +48,16 @@ class _Slot:
         return self.owner is other.owner and type(self.key) is type(other.key) and bool(self.key == other.key)
 
 
+def _item(mapping: MutableMapping[Any, Any], key: Any) -> _Slot:
+    return _Slot(
+        mapping,
+        key,
+        read=lambda: mapping.get(key, NOTSET),
+        write=lambda v: mapping.__setitem__(key, v),
+        erase=lambda: mapping.__delitem__(key),
+    )
+
+
 @dataclass
 class _Entry:
     record: Record
@@ -106,14 +116,13 @@ class Journal:
         remove_when: str = "",
     ) -> None:
         """Set ``mapping[key]``: a registry of a framework, or ``os.environ``."""
-        slot = _Slot(
-            mapping,
-            key,
-            read=lambda: mapping.get(key, NOTSET),
-            write=lambda v: mapping.__setitem__(key, v),
-            erase=lambda: mapping.__delitem__(key),
-        )
-        self._change(slot, value, Record(target, reason, remove_when))
+        self._change(_item(mapping, key), value, Record(target, reason, remove_when))
+
+    def remove_item(
+        self, mapping: MutableMapping[Any, Any], key: Any, *, target: str, reason: str = "", remove_when: str = ""
+    ) -> None:
+        """Take ``mapping[key]`` away. Raises PatchError if it is not there."""
+        self._change(_item(mapping, key), NOTSET, Record(target, reason, remove_when))
 
     def add_undo(self, undo: Callable[[], None], *, target: str, reason: str = "", remove_when: str = "") -> None:
         """Note a change that was made elsewhere, with what takes it back. ``undo`` is called once."""
@@ -168,9 +177,9 @@ class Journal:
             before = slot.read()
             entry = _Entry(record, slot=slot, before=before, ours=value)
             try:
-                slot.write(value)
+                slot.erase() if value is NOTSET else slot.write(value)
             except Exception as error:
-                raise PatchError(f"{record.target} cannot be set: {type(error).__name__}: {error}") from error
+                raise PatchError(f"{record.target} cannot be changed: {type(error).__name__}: {error}") from error
             if not _same(slot.read(), value):
                 with contextlib.suppress(Exception):
                     slot.erase() if before is NOTSET else slot.write(before)

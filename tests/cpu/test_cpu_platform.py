@@ -54,6 +54,26 @@ def test_does_nothing_elsewhere():
     assert list(ADAPTER.patches(config)) == list(ADAPTER.hooks(config)) == list(journal.records) == []
 
 
+@pytest.mark.parametrize("hidden", ["", "-1", "NoDevFiles"])
+def test_hidden_gpus_do_not_hide_the_logical_ones(monkeypatch, hidden):
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    journal = Journal()
+    ADAPTER.on_apply(Config(platform="cpu"), journal)
+    assert "CUDA_VISIBLE_DEVICES" not in os.environ
+    journal.rollback()
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == hidden
+
+
+def test_chosen_gpus_stay_chosen(monkeypatch):
+    monkeypatch.delenv("VERL_PLATFORM", raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    journal = Journal()
+    ADAPTER.on_apply(Config(platform="cpu"), journal)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0,1"
+    journal.rollback()
+
+
 def test_another_platform_of_verl_is_a_conflict(monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "npu")
     with pytest.raises(ConflictError, match="VERL_PLATFORM: asked for cpu"):

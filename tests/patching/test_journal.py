@@ -53,6 +53,19 @@ def test_restores_the_raw_entry(name: str) -> None:
     assert journal.records == ()
 
 
+def test_an_item_that_is_taken_away_comes_back() -> None:
+    value = object()
+    mapping: dict[str, object] = {"a": value}
+    journal = Journal()
+    journal.remove_item(mapping, "a", target="a")
+    assert mapping == {} and journal.conflicts() == []
+    journal.rollback()
+    assert mapping == {"a": value} and mapping["a"] is value
+    with pytest.raises(PatchError, match="cannot be changed"):
+        journal.remove_item(mapping, "b", target="b")
+    assert journal.records == ()
+
+
 @pytest.mark.parametrize("name", ["static", "cls", "method", "prop", "value", "not_there_at_all"])
 def test_an_inherited_attribute_is_deleted(name: str) -> None:
     assert raw_entry(Child, name) is NOTSET
@@ -156,7 +169,7 @@ def test_places_that_cannot_be_patched() -> None:
     journal = Journal()
     with pytest.raises(PatchError, match="has no __dict__"):
         journal.set_attr(Slots(), "a", 1, target="x")
-    with pytest.raises(PatchError, match=r"int\.real cannot be set"):
+    with pytest.raises(PatchError, match=r"int\.real cannot be changed"):
         journal.set_attr(int, "real", 1, target="int.real")
     with pytest.raises(PatchError, match="does not keep"):
         journal.set_attr(Stubborn(), "a", 1, target="x")
