@@ -17,7 +17,7 @@ from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
 from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError, explain
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.stream import SyncStats
 
 
 def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,15 +69,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if peft is not None:
             raise ConflictError("LoRA adapters cannot be synced in FP8; set lora_rank=0 or use precision='bf16'")
-        stream = quantized_stream(
-            weights,
-            terms=prepared.terms,
-            layers=prepared.layers,
-            shapes=prepared.shapes,
-            stats=stats,
-            quantize=prepared.quantize if prepared.terms.quantized else None,
-        )
-        return stream, None
+        return prepared.stream(weights, stats), None
 
     return get_per_tensor_param
 

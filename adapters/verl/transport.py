@@ -10,8 +10,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
-from jetrl_patch import errors
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
+from jetrl_patch.sync import remote
 
 _POLL_MS = 200
 _GRACE = 5.0  # seconds between a worker's answer to the RPC and the arrival of its last acknowledgement
@@ -140,11 +140,4 @@ def as_sync_error(error: BaseException) -> JetrlError:
             "a vLLM worker is not patched: it does not know this project's weight sync. Install jetrl_patch where vLLM "
             "runs, and give its processes the JETRL_* variables (VLLM_PLUGINS must not leave jetrl_patch out)"
         )
-    for name in ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "ModelError", "SyncError"):
-        marker = f"{name}: "
-        if marker in text:
-            message = text.rsplit(marker, 1)[1].splitlines()[0].strip("\"')")
-            kind: type[JetrlError] = getattr(errors, name)
-            return kind(message)
-    last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
-    return SyncError(f"the vLLM worker failed or died during a weight sync: {type(error).__name__}: {last}")
+    return remote.as_sync_error(error)

@@ -1,0 +1,25 @@
+"""What an error from a process of the rollout engine means; on the way through RPC layers it became text."""
+
+from __future__ import annotations
+
+from jetrl_patch import errors
+from jetrl_patch.errors import JetrlError, SyncError
+
+__all__ = ["as_sync_error"]
+
+_KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "ModelError", "SyncError")
+
+
+def as_sync_error(error: BaseException) -> JetrlError:
+    """The error of ours that the text holds, or a SyncError about a worker that failed or died."""
+    if isinstance(error, JetrlError):
+        return error
+    text = str(error)
+    for name in _KINDS:
+        marker = f"{name}: "
+        if marker in text:
+            message = text.rsplit(marker, 1)[1].splitlines()[0].strip("\"')")
+            kind: type[JetrlError] = getattr(errors, name)
+            return kind(message)
+    last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    return SyncError(f"the vLLM worker failed or died during a weight sync: {type(error).__name__}: {last}")

@@ -1,0 +1,80 @@
+"""What the trainer's end of a weight sync knows about its model, from before it was sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from jetrl_patch import runtime
+from jetrl_patch.config import Config
+from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
+
+__all__ = ["Source", "convert"]
+
+
+@dataclass(kw_only=True)
+class Source:
+    """A converted model.
+
+    Attributes:
+        layers: Hugging Face names of the FP8 layers (of the rollout alone, in ``fp8-rollout``).
+        modules: the converted layers themselves; sharding keeps the objects.
+        shapes: name -> shape of every tensor that a weight sync sends.
+        terms: how this side computes.
+    """
+
+    layers: list[str]
+    modules: Mapping[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    terms: Terms
+
+    def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
+        """The protocol of one sync over full weights; see ``quantized_stream``."""
+        return quantized_stream(
+            weights,
+            terms=self.terms,
+            layers=self.layers,
+            shapes=self.shapes,
+            stats=stats,
+            quantize=self.quantize if self.terms.quantized else None,
+        )
+
+    def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The bytes and scales this layer computes with: (q [N, K], scales [ceil(N/128), ceil(K/128)])."""
+        own = self.modules[layer].fp8.quantized(weight)
+        return own.q, own.s_blocks
+
+
+def convert(
+    model: Any, config: Config, shapes: Mapping[str, tuple[int, ...]], *, rollout_tp: int, device_type: str
+) -> Source:
+    """Convert a loaded Hugging Face model in place, before it is wrapped, and note what a sync needs.
+
+    Args:
+        shapes: of the tensors that will be sent, by Hugging Face name.
+        rollout_tp: tensor parallel size of the rollout that this trainer feeds.
+
+    Raises:
+        ModelError, ConfigError: as ``prepare_model``.
+    """
+    from jetrl_patch.fp8.backends import choose_backend
+
+    prepare = runtime.reach("transformers", "prepare:prepare_model")
+    layers: list[str] = prepare(model, config, rollout_tp=rollout_tp, device_type=device_type)
+    runtime.register_layers(layers)
+    backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
+    if backend:
+        runtime.register_backend(backend)
+    named = dict(model.named_modules())
+    return Source(
+        layers=layers,
+        modules={name: named[name] for name in layers} if config.fp8_train else {},
+        shapes=shapes,
+        terms=Terms(
+            precision=config.precision, align=config.resolved_align, scale_format=config.scale_format, backend=backend
+        ),
+    )
