@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from jetrl_patch.errors import ConfigError
 
-__all__ = ["FIELDS", "PREFIX", "SWITCH", "VARIABLES", "opted_in", "read_fields", "read_variable"]
+__all__ = ["FIELDS", "PREFIX", "SWITCH", "VARIABLES", "opted_in", "read_fields", "read_variable", "switched_off"]
 
 PREFIX = "JETRL_"
 SWITCH = "JETRL_ENABLED"
@@ -54,6 +54,12 @@ def opted_in(environ: Mapping[str, str] | None = None) -> bool:
     if switch:
         raise ConfigError(f"{SWITCH}={env[SWITCH]!r} is neither on nor off; write 1 or 0")
     return bool(env.get("JETRL_PRECISION", "").strip())
+
+
+def switched_off(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``JETRL_ENABLED`` is there and says no. Raises ConfigError for a word that is neither yes nor no."""
+    env = os.environ if environ is None else environ
+    return bool(env.get(SWITCH, "").strip()) and not opted_in(environ)
 
 
 def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -80,7 +80,8 @@ def _register(manager: ModuleType, journal: Journal) -> None:
     from jetrl_patch.adapters.cpu.platform import make_platform
 
     current = manager._current_platform
-    if current is not None and current.device_name != "cpu":
+    chosen = current is not None and current.device_name != "cpu"
+    if chosen and current.is_available():
         raise ConflictError(
             explain(
                 "verl's platform",
@@ -97,6 +98,15 @@ def _register(manager: ModuleType, journal: Journal) -> None:
         reason="verl has no CPU platform",
         remove_when="verl brings one",
     )
+    if chosen:  # enabled after verl's import: it fell back to a platform whose device is not there
+        journal.set_attr(
+            manager,
+            "_current_platform",
+            manager.PlatformRegistry._platforms["cpu"](),
+            target="verl.plugin.platform.platform_manager._current_platform",
+            reason=f"verl fell back to {current.device_name!r}, of which this machine has none",
+            remove_when="verl brings a CPU platform",
+        )
 
 
 ADAPTER = CpuAdapter()

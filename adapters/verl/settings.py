@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
 
@@ -122,19 +123,31 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(verl_config: Any, config: Config) -> None:
-    """Raise ConflictError or ConfigError for the first setting of verl that cannot be kept; change nothing."""
+    """Raise ConflictError, ConfigError or ModelError for the first thing that cannot be kept; change nothing."""
+    for problem in problems(verl_config, config):
+        raise problem
+
+
+def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
+    """Everything in verl's configuration that cannot be kept, as the errors to raise."""
     from omegaconf import OmegaConf
 
+    contradiction = disagreement(verl_config, config)
+    if contradiction is not None:
+        yield contradiction
     for rule in RULES:
         if not rule.applies(config):
             continue
         value = OmegaConf.select(verl_config, rule.path, default=None)
         if value is not None and rule.bad(value):
             mode = f"precision={config.precision!r}, align={config.resolved_align!r}"
-            raise rule.error(
+            yield rule.error(
                 explain(f"verl setting {rule.path} with {mode}", asked=rule.asked, found=repr(value), fix=rule.fix)
             )
-    _check_model(verl_config, config)
+    try:
+        _check_model(verl_config, config)
+    except JetrlError as error:
+        yield error
 
 
 def _check_model(verl_config: Any, config: Config) -> None:
@@ -177,19 +190,28 @@ def _local_hf_config(path: Any, trust_remote_code: bool) -> Any:
     return AutoConfig.from_pretrained(os.path.expanduser(str(path)))
 
 
-def complete(verl_config: Any, config: Config) -> None:
-    """Write into verl's configuration what our modes need and its user need not know."""
+def complete(verl_config: Any, config: Config) -> list[str]:
+    """Write into verl's configuration what our modes need and its user need not know; what was changed, in words."""
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
     if config.exact:
         wanted[f"{ROLLOUT}.enforce_eager"] = True  # a compiled graph fuses ops and rounds them otherwise
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
     from omegaconf import OmegaConf
 
+    changes = []
     for path, value in wanted.items():
         found = OmegaConf.select(verl_config, path, default=None)
         if found != value:
-            logger.warning("jetrl_patch: %s=%r, which was %r", path, value, found)
+            changes.append(f"{path}={value!r}, which was {found!r}")
             _update(verl_config, path, value)
+    return changes
+
+
+def prepare(verl_config: Any, config: Config) -> None:
+    """Check, then complete, and say in the log what was changed."""
+    check(verl_config, config)
+    for change in complete(verl_config, config):
+        logger.warning("jetrl_patch: %s", change)
 
 
 def mark(verl_config: Any, config: Config) -> None:
@@ -208,8 +230,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
         if runtime.is_active():
-            check(config, runtime.active_config())
-            complete(config, runtime.active_config())
+            prepare(config, runtime.active_config())
         return original(config, *args, **kwargs)
 
     return validate_config
@@ -220,8 +241,7 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         if runtime.is_active():
-            check(config, runtime.active_config())
-            complete(config, runtime.active_config())
+            prepare(config, runtime.active_config())
             mark(config, runtime.active_config())
         original(self, config, *args, **kwargs)
 

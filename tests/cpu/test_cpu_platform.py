@@ -207,3 +207,29 @@ def test_still_needed_received_weights_are_views_of_the_segment():
     """.replace('print("BufferError")', 'print("BufferError", flush=True)')
     )
     assert "BufferError" in out
+
+
+@pytest.mark.parametrize("available", [False, True])
+def test_verls_fallback_makes_room_and_a_real_accelerator_does_not(available):
+    from types import SimpleNamespace
+
+    from jetrl_patch.adapters.cpu.adapter import _register
+
+    class Chosen:
+        device_name = "cuda"
+
+        def is_available(self):
+            return available
+
+    chosen = Chosen()
+    registry = SimpleNamespace(_platforms={})
+    manager = SimpleNamespace(_current_platform=chosen, PlatformRegistry=registry, PlatformBase=object)
+    journal = Journal()
+    if available:
+        with pytest.raises(ConflictError, match="verl's platform: asked for cpu, but found 'cuda'"):
+            _register(manager, journal)
+    else:
+        _register(manager, journal)
+        assert manager._current_platform.device_name == "cpu"
+        journal.rollback()
+    assert manager._current_platform is chosen and registry._platforms == {}

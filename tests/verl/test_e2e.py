@@ -53,6 +53,13 @@ def test_unified_is_exact_v0_fsdp2(task):
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
+def test_a_preset_in_verls_configuration_is_all_it_takes(task):
+    assert_exact(finish(Run(task, "+jetrl=unified", environ={})))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
 def test_unified_is_exact_v1_fsdp1_reference_model_and_temperature(task):
     extra = ["trainer.use_v1=True", f"{A}.use_kl_loss=True", f"{R}.temperature=0.7"]
     assert_exact(finish(Run(task, *extra, strategy="fsdp", environ={"JETRL_PRECISION": "fp8-unified"})))
