@@ -40,6 +40,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
     "vllm": ("vllm",),
     "cpu": ("vllm", "verl"),
+    "ray": ("ray",),
     "verl": ("verl",),
 }
 

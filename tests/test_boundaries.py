@@ -50,7 +50,7 @@ def test_the_core_knows_torch_and_no_framework(folder: str) -> None:
     assert not found & set(FRAMEWORKS)
 
 
-@pytest.mark.parametrize("framework", ["transformers", "vllm", "verl", "cpu"])
+@pytest.mark.parametrize("framework", ["transformers", "vllm", "verl", "cpu", "ray"])
 def test_an_adapter_is_made_without_its_framework(framework: str) -> None:
     found = loaded_by(f"import jetrl_patch.adapters.{framework}.adapter as a; a.ADAPTER")
     assert not found & set(FRAMEWORKS)

@@ -1,0 +1,102 @@
+"""``ray.init`` with our part in the job's runtime environment, and with an answer from every node before it returns."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch._versions import VERSION
+from jetrl_patch.adapters.ray.hook import make_hook
+from jetrl_patch.adapters.ray.merge import Hook, merge_runtime_env, take_ours
+from jetrl_patch.adapters.ray.nodes import require_nodes
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, explain
+
+#: where ``ray job submit`` leaves the runtime environment for the driver that it starts
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+def init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``ray.init``. A call on an existing connection starts no workers and passes as it is."""
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        if not runtime.is_active() or ray.is_initialized():
+            return original(*args, **kwargs)
+        config = runtime.active_config()
+        _refuse_client(args[0] if args else kwargs.get("address"))
+        with _submitted_job(config) as hook:
+            kwargs["runtime_env"] = _runtime_env(kwargs, config, hook)
+            context = original(*args, **kwargs)
+        try:
+            require_nodes(config, installs=kwargs["runtime_env"])
+        except BaseException:
+            ray.shutdown()  # this connection is ours, and nothing may run on it
+            raise
+        return context
+
+    return init
+
+
+def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dict[str, Any]:
+    """What the caller gave, with ours. ``job_config`` has one too, which counts only where ``runtime_env`` has none."""
+    given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
+
+    def hook(own: Hook) -> Callable[[], None]:
+        return make_hook(VERSION, config.to_env(), _one_of(own, submitted))
+
+    return merge_runtime_env(given, config, hook)
+
+
+def _one_of(own: Hook, submitted: Hook) -> Hook:
+    """The user's hook, by the rule that Ray has for two of them."""
+    if own is None or submitted is None or own == submitted:
+        return submitted if own is None else own
+    if os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
+        raise ConflictError(
+            explain(
+                "worker_process_setup_hook",
+                asked=f"{own!r} in ray.init",
+                found=f"{submitted!r} in the job's runtime_env",
+                fix="give one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to take the first",
+            )
+        )
+    return own
+
+
+@contextlib.contextmanager
+def _submitted_job(config: Config) -> Iterator[Hook]:
+    """Inside, the variable of ``ray job submit`` is without what we set ourselves. Gives the hook that was in it.
+
+    Ray merges it with the argument of ``ray.init`` and refuses what stands in both.
+    """
+    text = os.environ.get(JOB_CONFIG)
+    if text is None:
+        yield None
+        return
+    job = json.loads(text)
+    job["runtime_env"], hook = take_ours(job.get("runtime_env"), config)
+    os.environ[JOB_CONFIG] = json.dumps(job)
+    try:
+        yield hook
+    finally:
+        os.environ[JOB_CONFIG] = text
+
+
+def _refuse_client(address: Any) -> None:
+    """Ray Client (``ray://``) carries no setup hook. Ray reads RAY_ADDRESS where no address is given."""
+    found = os.environ.get("RAY_ADDRESS") or address if address in (None, "auto") else address
+    if isinstance(found, str) and found.startswith("ray://"):
+        raise ConfigError(
+            explain(
+                "ray.init",
+                asked="a driver inside the cluster, whose setup hook patches every worker",
+                found=f"Ray Client ({found}), which carries no setup hook",
+                fix="start the driver on a node of the cluster, for instance with `ray job submit`",
+            )
+        )

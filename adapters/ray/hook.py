@@ -1,0 +1,75 @@
+"""Functions that travel to the workers by value.
+
+A nested function is pickled with its code, so it also runs where ``jetrl_patch`` is missing, and can say so. By name,
+Ray could only report that it failed to import something. What they call in the package is in ``worker.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["make_hook", "make_probe"]
+
+
+def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any] | str | None) -> Callable[[], None]:
+    """The ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``.
+
+    Args:
+        version: of ``jetrl_patch`` in the driver.
+        settings: the driver's, as ``JETRL_*`` variables.
+        then: the user's hook: a function, a dotted path, or None.
+    """
+    expected = dict(settings)
+
+    def jetrl_patch_setup_hook() -> None:
+        import socket
+        import sys
+
+        try:
+            from jetrl_patch.adapters.ray import worker
+        except ImportError as error:
+            found = getattr(sys.modules.get("jetrl_patch"), "__version__", "none")
+            raise RuntimeError(
+                f"jetrl_patch on node {socket.gethostname()} ({sys.executable}): asked for version {version}, as in "
+                f"the driver, but found {found} ({type(error).__name__}: {error}); install it there"
+            ) from error
+        worker.start(version, expected)
+        worker.run_hook(then)
+
+    return jetrl_patch_setup_hook
+
+
+def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Callable[[], dict[str, Any]]:
+    """A task that tells what stands in a worker, as plain data: see ``worker.report``.
+
+    With ``attempt`` it is meant for a worker without the hook: it does what the hook does, and reports what goes wrong.
+    """
+    expected = dict(settings)
+
+    def jetrl_patch_probe() -> dict[str, Any]:
+        import os
+        import socket
+        import sys
+
+        found: dict[str, Any] = {
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "python": sys.executable,
+            "version": None,
+            "error": "",
+        }
+        try:
+            import jetrl_patch
+
+            found["version"] = jetrl_patch.__version__
+            from jetrl_patch.adapters.ray import worker
+
+            if attempt:
+                worker.start(version, expected)
+            found.update(worker.report())
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        return found
+
+    return jetrl_patch_probe

@@ -1,0 +1,64 @@
+"""What runs in a Ray worker, called by the functions of ``hook.py``."""
+
+from __future__ import annotations
+
+import importlib
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch._versions import VERSION
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+
+__all__ = ["report", "run_hook", "start"]
+
+
+def start(version: str, settings: Mapping[str, str]) -> None:
+    """Patch this process as the driver is, before user code runs in it.
+
+    Raises ConflictError if the plugin or the settings here are others than the driver's, NotPatchedError if the
+    environment switches the plugin off, and whatever ``enable()`` raises. Ray then ends the worker with this text.
+    """
+    where = f"Ray worker on node {socket.gethostname()}"
+    if version != VERSION:
+        raise ConflictError(
+            explain(
+                f"jetrl_patch of a {where}",
+                asked=f"{version}, as in the driver",
+                found=VERSION,
+                fix="install the same version on every node",
+            )
+        )
+    expected = Config.from_env(settings)
+    if not runtime.activate_from_env():
+        raise NotPatchedError(
+            explain(
+                where,
+                asked="JETRL_ENABLED=1, as in the driver",
+                found="an environment that switches it off",
+                fix="remove JETRL_* from the runtime_env of tasks and actors",
+            )
+        )
+    runtime.require_active(where, expected)
+
+
+def run_hook(hook: Callable[[], Any] | str | None) -> None:
+    """Run the user's own setup hook: a function, or a dotted path as Ray takes it."""
+    if isinstance(hook, str):
+        module, _, name = hook.rpartition(".")
+        getattr(importlib.import_module(module), name)()
+    elif hook is not None:
+        hook()
+
+
+def report() -> dict[str, Any]:
+    """``runtime.status()`` of this process as plain data, and its settings as ``JETRL_*`` variables."""
+    status = runtime.status()
+    return {
+        "enabled": status.enabled,
+        "failure": status.failure,
+        "settings": status.config.to_env() if status.config is not None else {},
+        "status": status.as_dict(),
+    }
