@@ -14,6 +14,7 @@ from jetrl_patch import env
 from jetrl_patch._versions import SUPPORTED, VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
+from jetrl_patch.launch import command as launch
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.support import check_framework, check_python, installed_frameworks
 
@@ -40,6 +41,24 @@ def parity(context: typer.Context) -> None:
     """Load a model into vLLM and into the trainer's form, and print how far the two are apart."""
     command = importlib.import_module("jetrl_patch.parity.cli")
     raise typer.Exit(command.main(list(context.args)))
+
+
+@app.command(context_settings=_PASS_ON)
+def run(context: typer.Context) -> None:
+    """Run a program with the plugin on in all its processes: jetrl run --fp8-unified (-m MODULE | SCRIPT) ARGS..."""
+    launch.main("run", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def verl(context: typer.Context) -> None:
+    """Run verl's PPO/GRPO trainer: jetrl verl --fp8-unified ARGS..."""
+    launch.main("verl", context.args)
+
+
+@app.command(context_settings=_PASS_ON)
+def openrlhf(context: typer.Context) -> None:
+    """Run OpenRLHF's Ray trainer: jetrl openrlhf --fp8-unified ARGS..."""
+    launch.main("openrlhf", context.args)
 
 
 @app.command()
@@ -78,6 +97,10 @@ def _finding(name: str, present: bool) -> tuple[str, str]:
 
 def main() -> None:
     """The console script: errors of this project are one line on stderr and exit status 2."""
+    if sys.argv[1:2] and sys.argv[1] in launch.COMMANDS:
+        # not through click, which would drop a lone `--` and take the program's KeyboardInterrupt for its own
+        launch.main(sys.argv[1], sys.argv[2:])
+        return
     try:
         app()
     except JetrlError as error:

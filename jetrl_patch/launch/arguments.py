@@ -1,0 +1,160 @@
+"""Splitting a command line into our options and the program's own arguments, which stay as they are.
+
+argparse and click both take a lone ``--`` out of what they pass on, so this is done by hand: our options come first,
+the program follows, and everything behind it belongs to the program, with one exception: ``--fp8-unified`` is taken
+out wherever it stands before a lone ``--``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from jetrl_patch import env
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, explain
+
+__all__ = ["PROGRAMS", "Launch", "split"]
+
+FLAG = "--fp8-unified"
+_VALUED = ("--precision", "--align", "--correction", "--set")
+
+#: short forms: command -> module
+PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray"}
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a command line asks for.
+
+    Attributes:
+        target: a module's name, or the path of a script.
+        is_module: which of the two.
+        arguments: the program's own, byte for byte.
+        overrides: fields of ``Config`` that were given.
+        help: whether only our usage is wanted.
+    """
+
+    target: str = ""
+    is_module: bool = False
+    arguments: tuple[str, ...] = ()
+    overrides: dict[str, Any] = field(default_factory=dict)
+    help: bool = False
+
+
+def split(command: str, words: Sequence[str]) -> Launch:
+    """The words behind ``jetrl COMMAND``, where the command is "run" or a key of ``PROGRAMS``.
+
+    Raises ConfigError for a missing program, an unknown option before it, an unknown or contradictory setting.
+    """
+    settings = _Settings()
+    short = PROGRAMS.get(command, "")
+    at = _take_options(words, settings, stop_at_unknown=bool(short))
+    if at is None:
+        return Launch(help=True)
+    target, is_module, at = (short, True, at) if short else _take_program(words, at)
+    arguments = list(words[at:])
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    if FLAG in arguments[:end]:
+        settings.add("precision", "fp8-unified", FLAG)
+    kept = [word for word in arguments[:end] if word != FLAG] + arguments[end:]
+    return Launch(target, is_module, tuple(kept), settings.values)
+
+
+class _Settings:
+    """Fields of ``Config`` with the option that each came from."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, Any] = {}
+        self._sources: dict[str, str] = {}
+
+    def add(self, name: str, value: Any, source: str) -> None:
+        """Note a setting. Raises ConfigError if it was given before with another value."""
+        if name in self.values and self.values[name] != value:
+            raise ConfigError(
+                explain(
+                    "jetrl", asked=f"one {name}", found=f"{self._sources[name]} and {source}", fix="drop one of the two"
+                )
+            )
+        self.values[name] = value
+        self._sources[name] = source
+
+    def take(self, option: str, value: str) -> None:
+        """One of our options with its value."""
+        if option == "--correction":
+            if value != "none":
+                raise ConfigError(
+                    f"--correction {value} is not in this version; it has 'none', and the framework's own"
+                )
+        elif option == "--set":
+            name, equals, text = value.partition("=")
+            if not equals:
+                raise ConfigError(f"--set {value}: asked for key=value, but found no '='; write --set key=value")
+            self.add(name, _parse(name, text, f"--set {value}"), f"--set {value}")
+        else:
+            name = option.removeprefix("--")
+            self.add(name, _parse(name, value, f"{option} {value}"), f"{option} {value}")
+
+
+def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bool) -> int | None:
+    """Read our options at the head; the index of what follows them, or None if help is asked for."""
+    at = 0
+    while at < len(words) and words[at].startswith("-"):
+        word = words[at]
+        option, equals, value = word.partition("=")
+        if word == FLAG:
+            settings.add("precision", "fp8-unified", FLAG)
+            at += 1
+        elif option in _VALUED:
+            if not equals:
+                if at + 1 == len(words):
+                    raise ConfigError(f"{option}: asked for a value, but found the end of the line")
+                at, value = at + 1, words[at + 1]
+            settings.take(option, value)
+            at += 1
+        elif stop_at_unknown or word == "-m":
+            break
+        elif word in ("-h", "--help"):
+            return None
+        elif word == "--":
+            return at + 1
+        else:
+            raise ConfigError(
+                explain(
+                    "jetrl run",
+                    asked=f"one of {FLAG}, {', '.join(_VALUED)} before the program",
+                    found=word,
+                    fix="put the program's own arguments behind it",
+                )
+            )
+    return at
+
+
+def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
+    """``(target, is_module, index of the first argument)``."""
+    is_module = at < len(words) and words[at] == "-m"
+    at += is_module
+    if at >= len(words) or not words[at]:
+        raise ConfigError(
+            explain(
+                "jetrl run",
+                asked="-m MODULE or a script",
+                found="neither",
+                fix="write for instance: jetrl run --fp8-unified -m verl.trainer.main_ppo ...",
+            )
+        )
+    return words[at], is_module, at + 1
+
+
+def _parse(name: str, text: str, source: str) -> Any:
+    """A field of ``Config`` from text, as its variable would be read. Only ``exclude`` can be empty."""
+    variables = {known: variable for variable, known in env.FIELDS.items()}
+    if name not in variables:
+        raise ConfigError(f"{source}: unknown setting {name!r}; the known ones are {', '.join(variables)}")
+    if not text.strip() and name != "exclude":
+        raise ConfigError(f"{source}: asked for a value of {name}, but found none; write one or leave the option out")
+    try:
+        return getattr(Config.from_env({variables[name]: text}), name)
+    except ConfigError as error:
+        raise ConfigError(f"{source}: {error}") from None
