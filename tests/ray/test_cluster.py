@@ -1,0 +1,81 @@
+"""Two nodes, started from an empty environment: what a driver asks for reaches both, or the driver stops."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ray.cluster import Cluster
+
+SCRIPT = Path(__file__).with_name("driver_script.py")
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ours = Cluster()
+    try:
+        ours.start("head")
+        ours.start("clean")
+        yield ours
+    finally:
+        ours.stop()
+
+
+def drive(cluster: Cluster, cwd: Path) -> subprocess.CompletedProcess[str]:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "RAY_", "COV"))}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), cluster.address],
+        env={**environ, "RAY_AUTH_MODE": "disabled", "OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, cwd=cwd, timeout=200,
+    )  # fmt: skip
+
+
+def test_every_node_and_its_children_are_patched_alike(cluster, tmp_path):
+    done = drive(cluster, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    reports = json.loads(done.stdout.splitlines()[-1])
+    assert {report["node"] for report in reports} == {"head", "clean"}
+    assert len({report["pid"] for report in reports}) == 2
+    for report in reports:
+        assert report["enabled"] and report["hook"] is True and report["mine"] == "kept"
+        config = report["config"]
+        assert config["precision"] == "fp8-rollout" and config["sync_timeout"] == 77
+        assert config["exclude"] == ["layers.0"]
+    assert reports[0]["config"] == reports[1]["config"]
+    (child,) = (report["child"] for report in reports if report["node"] == "clean")
+    assert child == reports[0]["config"]
+
+
+def test_a_node_without_the_plugin_stops_the_driver_by_its_name(cluster, tmp_path):
+    block = tmp_path / "block"
+    block.mkdir()
+    (block / "sitecustomize.py").write_text(
+        """
+import sys
+
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "jetrl_patch":
+            raise ModuleNotFoundError("No module named 'jetrl_patch'", name="jetrl_patch")
+
+sys.meta_path.insert(0, Blocked())
+"""
+    )
+    cluster.start("bare", PYTHONPATH=str(block))
+    done = drive(cluster, tmp_path)
+    assert done.returncode == 1
+    assert "CONNECTED" not in done.stdout
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.match(
+        r"jetrl_patch\.errors\.NotPatchedError: node [\d.]+ \(.+, named bare\): asked for jetrl_patch", last
+    )
+    assert "ModuleNotFoundError: No module named 'jetrl_patch'" in last
+    assert "named head" not in last and "named clean" not in last

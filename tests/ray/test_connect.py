@@ -1,0 +1,125 @@
+"""``ray.init`` as patched: what reaches the original, and what happens around it. No cluster; test_cluster.py has one."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import os
+
+import pytest
+import ray
+from ray.job_config import JobConfig
+
+import jetrl_patch
+from jetrl_patch.adapters.ray import adapter, connect
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
+
+
+class Original:
+    """In the place of ``ray.init``: notes the call and the environment that it sees."""
+
+    def __init__(self):
+        self.calls = []
+
+    def __call__(self, *args, **kwargs):
+        job = os.environ.get(connect.JOB_CONFIG)
+        self.calls.append((args, kwargs, job and json.loads(job)))
+        return "context"
+
+
+@pytest.fixture
+def original(monkeypatch):
+    """With ``enable()`` done, and nodes that all answer."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(connect, "require_nodes", lambda config, installs: [])
+    jetrl_patch.enable(precision="bf16")
+    return Original()
+
+
+def test_the_callers_arguments_and_ours(original):
+    assert connect.init(original)("local", num_cpus=3, runtime_env={"env_vars": {"A": "1"}}) == "context"
+    ((args, kwargs, _),) = original.calls
+    assert args == ("local",) and kwargs["num_cpus"] == 3
+    assert kwargs["runtime_env"]["env_vars"]["A"] == "1"
+    assert kwargs["runtime_env"]["env_vars"]["JETRL_PRECISION"] == "bf16"
+    assert callable(kwargs["runtime_env"]["worker_process_setup_hook"])
+
+
+def test_the_runtime_env_of_a_job_config_is_kept(original):
+    connect.init(original)(job_config=JobConfig(runtime_env={"env_vars": {"A": "1"}}))
+    assert original.calls[0][1]["runtime_env"]["env_vars"]["A"] == "1"
+
+
+def test_switched_off_or_connected_already_it_is_ray_alone(original, monkeypatch):
+    given = {"env_vars": {"A": "1"}}
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "is_initialized", lambda: True)
+        connect.init(original)(runtime_env=given)
+    jetrl_patch.disable()
+    connect.init(original)(runtime_env=given)
+    assert [kwargs["runtime_env"] is given for _, kwargs, _ in original.calls] == [True, True]
+
+
+def test_under_ray_job_submit_the_job_and_the_driver_agree(original, monkeypatch):
+    job = {"runtime_env": {"env_vars": {"JETRL_PRECISION": "bf16", "B": "2"}}, "metadata": {"m": "n"}}
+    monkeypatch.setenv(connect.JOB_CONFIG, json.dumps(job))
+    connect.init(original)()
+    _, kwargs, seen = original.calls[0]
+    assert seen == {"runtime_env": {"env_vars": {"B": "2"}}, "metadata": {"m": "n"}}
+    assert "B" not in kwargs["runtime_env"]["env_vars"]
+    assert json.loads(os.environ[connect.JOB_CONFIG]) == job
+    monkeypatch.setenv(
+        connect.JOB_CONFIG, json.dumps({"runtime_env": {"env_vars": {"JETRL_PRECISION": "fp8-unified"}}})
+    )
+    with pytest.raises(ConflictError, match="JETRL_PRECISION='fp8-unified'"):
+        connect.init(original)()
+
+
+def test_two_hooks_of_the_users_are_a_conflict_as_in_ray(original, monkeypatch):
+    monkeypatch.setenv(connect.JOB_CONFIG, json.dumps({"runtime_env": {"worker_process_setup_hook": "os.getcwd"}}))
+    with pytest.raises(ConflictError, match="RAY_OVERRIDE_JOB_RUNTIME_ENV"):
+        connect.init(original)(runtime_env={"worker_process_setup_hook": "os.getpid"})
+    connect.init(original)(runtime_env={"worker_process_setup_hook": "os.getcwd"})
+    monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
+    connect.init(original)(runtime_env={"worker_process_setup_hook": "os.getpid"})
+    assert len(original.calls) == 2
+
+
+@pytest.mark.parametrize(("address", "variable"), [("ray://head:1", ""), (None, "ray://head:1"), ("auto", "ray://h:1")])
+def test_ray_client_is_refused_before_it_connects(original, monkeypatch, address, variable):
+    monkeypatch.setenv("RAY_ADDRESS", variable)
+    with pytest.raises(ConfigError, match="ray job submit"):
+        connect.init(original)(address)
+    assert original.calls == []
+
+
+def test_a_driver_whose_nodes_are_not_patched_is_disconnected(original, monkeypatch):
+    def refuse(config, installs):
+        raise NotPatchedError("node 10.0.0.2 (gpu-7)")
+
+    closed = []
+    monkeypatch.setattr(connect, "require_nodes", refuse)
+    monkeypatch.setattr(ray, "shutdown", lambda: closed.append(1))
+    with pytest.raises(NotPatchedError, match="gpu-7"):
+        connect.init(original)()
+    assert closed == [1]
+
+
+def test_ray_init_is_patched_and_comes_back():
+    before = ray.init
+    status = jetrl_patch.enable(precision="bf16")
+    assert ray.init is not before and "num_cpus" in inspect.signature(ray.init).parameters
+    assert "ray.init" in {patch.target for patch in status.patches if patch.state == "applied"}
+    jetrl_patch.disable()
+    assert ray.init is before
+
+
+@pytest.mark.parametrize(("mode", "warns"), [(ray.SCRIPT_MODE, True), (ray.WORKER_MODE, False)])
+def test_enable_after_ray_init_warns_in_a_driver_and_is_quiet_in_a_worker(monkeypatch, caplog, mode, warns):
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray._private.worker.global_worker, "mode", mode)
+    assert adapter.is_connected_driver() is warns
+    with caplog.at_level(logging.WARNING):
+        jetrl_patch.enable(precision="bf16")
+    assert ("after ray.init()" in caplog.text) is warns
