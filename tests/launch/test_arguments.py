@@ -1,0 +1,112 @@
+"""Which words are ours and which are the program's."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.launch.arguments import FLAG, PROGRAMS, split
+
+#: words that a careless splitter would take for something: ours, Python's, click's, nothing at all
+TRICKY = [
+    "",
+    "-",
+    "--",
+    "-m",
+    "-h",
+    "--help",
+    "--set",
+    "--precision=bf16",
+    "--align",
+    "exact",
+    "--fp8-unified=1",
+    "\udcff",
+]
+WORDS = st.lists(st.one_of(st.sampled_from([*TRICKY, FLAG]), st.text()))
+
+
+def without_flag(words):
+    """What is to arrive: the flag is taken out before a lone ``--``, and nothing else."""
+    end = words.index("--") if "--" in words else len(words)
+    return tuple([word for word in words[:end] if word != FLAG] + words[end:])
+
+
+@given(WORDS)
+@example(["--", FLAG, "--"])
+@example([FLAG, FLAG])
+def test_behind_the_program_only_the_flag_is_taken(words):
+    for head, target, is_module in (
+        (["x.py"], "x.py", False),
+        (["-m", "a.b"], "a.b", True),
+        (["--", "-x"], "-x", False),
+    ):
+        launch = split("run", [*head, *words])
+        assert (launch.target, launch.is_module) == (target, is_module)
+        assert launch.arguments == without_flag(words)
+        flagged = launch.arguments != tuple(words)
+        assert launch.overrides == ({"precision": "fp8-unified"} if flagged else {})
+
+
+@given(WORDS)
+def test_the_short_forms_are_the_long_ones(words):
+    first = "trainer.n=1"
+    for command, module in PROGRAMS.items():
+        head = ["--precision", "fp8-unified", "--set=exclude=a,b"]
+        short = split(command, [*head, first, *words])
+        assert short == split("run", [*head, "-m", module, first, *words])
+    assert split("verl", ["--help"]).arguments == ("--help",)
+    assert split("openrlhf", ["--actor.num_nodes", "1"]).arguments == ("--actor.num_nodes", "1")
+
+
+def test_our_options_come_before_the_program():
+    launch = split(
+        "run", [FLAG, "--align=linear", "--correction", "none", "--set", "sync_timeout=7", "x.py", "--align", "q"]
+    )
+    assert launch.overrides == {"precision": "fp8-unified", "align": "linear", "sync_timeout": 7.0}
+    assert launch.arguments == ("--align", "q")
+
+
+@pytest.mark.parametrize(
+    ("item", "name", "value"),
+    [
+        ("exclude=layers.0,down_proj", "exclude", ("layers.0", "down_proj")),
+        ("exclude=", "exclude", ()),
+        ("sync_timeout=12", "sync_timeout", 12.0),
+        ("precision=bf16", "precision", "bf16"),
+        ("backend=torch", "backend", "torch"),
+    ],
+)
+def test_set_gives_each_field_its_type(item, name, value):
+    found = split("run", ["--set", item, "x.py"]).overrides
+    assert found == {name: value} and type(found[name]) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ([], "asked for -m MODULE or a script, but found neither"),
+        (["-m"], "found neither"),
+        ([FLAG, ""], "found neither"),
+        (["--precison", "bf16", "x.py"], "found --precison"),
+        (["-x", "x.py"], "found -x"),
+        (["--align"], "end of the line"),
+        (["--precision", "fp9", "x.py"], "--precision fp9: unknown precision 'fp9'"),
+        (["--precision", "", "x.py"], "asked for a value of precision"),
+        (["--precision=int8-rollout", "x.py"], "not in this version"),
+        (["--align", "none", "x.py"], "unknown align 'none'"),
+        (["--correction", "tis", "x.py"], "--correction tis is not in this version"),
+        (["--set", "exclude", "x.py"], "found no '='"),
+        (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'; the known ones are precision, align, scale_format"),
+        (["--set", "sync_timeout=soon", "x.py"], "--set sync_timeout=soon: "),
+        (["--set", "sync_timeout=-1", "x.py"], "must be a positive"),
+        (["--set", "align=", "x.py"], "asked for a value of align"),
+        (["--precision", "bf16", "x.py", FLAG], "found --precision bf16 and --fp8-unified"),
+        (["--set", "align=exact", "--align", "linear", "x.py"], "found --set align=exact and --align linear"),
+    ],
+)
+def test_what_is_wrong_is_said(words, says):
+    with pytest.raises(ConfigError) as caught:
+        split("run", words)
+    assert says in str(caught.value)

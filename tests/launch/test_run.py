@@ -1,0 +1,188 @@
+"""``jetrl run`` as a process: arguments, exit status, signals, environment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+JETRL = [str(Path(sys.executable).with_name("jetrl")), "run"]
+#: prints what a program can see of how it was started
+DUMP = """
+import json, os, sys
+mine = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "wrapt", "vllm", "verl", "ray"))
+print(json.dumps({
+    "argv": [os.fsencode(word).hex() for word in sys.argv], "name": __name__, "file": __file__,
+    "spec": __spec__ and __spec__.name, "path": sys.path[0], "main": sys.modules["__main__"].__file__,
+    "environ": dict(os.environ), "modules": mine, "patched": "jetrl_patch.runtime" in sys.modules,
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("programs")
+    (folder / "dump.py").write_text(DUMP)
+    (folder / "pack").mkdir()
+    (folder / "pack" / "__init__.py").touch()
+    (folder / "pack" / "__main__.py").write_text(DUMP)
+    (folder / "pack" / "dump.py").write_text(DUMP)
+    (folder / "child.py").write_text(
+        "import multiprocessing, os\n"
+        "def work(q): q.put((__name__, os.environ.get('JETRL_PRECISION')))\n"
+        "if __name__ == '__main__':\n"
+        "    context = multiprocessing.get_context('spawn'); queue = context.Queue()\n"
+        "    child = context.Process(target=work, args=(queue,)); child.start(); print(queue.get()); child.join()\n"
+    )
+    return folder
+
+
+def start(folder, words, *, command=JETRL, **environ):
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "COV", "RANK"))}
+    return subprocess.run([*command, *words], capture_output=True, cwd=folder, env={**clean, **environ}, timeout=120)
+
+
+def seen(done):
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    return json.loads(done.stdout)
+
+
+WORD = st.one_of(
+    st.sampled_from([b"", b"--", b"-m", b"--help", b"--set", b"a b", b"\xff\xfe", "é".encode(), b"--fp8-unified=0"]),
+    st.binary(min_size=1, max_size=6).map(lambda raw: raw.replace(b"\0", b"0")),
+)
+
+
+@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(WORD, max_size=8))
+def test_arguments_arrive_byte_for_byte(folder, words):
+    found = seen(start(folder, ["dump.py", *words]))
+    assert [bytes.fromhex(word) for word in found["argv"]] == [b"dump.py", *words]
+
+
+@pytest.mark.parametrize("words", [["dump.py"], ["-m", "pack.dump"], ["-m", "pack"], ["./pack"]])
+def test_a_program_without_a_precision_finds_what_python_gives_it(folder, words):
+    words = [*words, "x", "--", "--fp8-unified"]
+    ours = seen(start(folder, words))
+    theirs = seen(start(folder, words, command=[sys.executable]))
+    for found in (ours, theirs):
+        found["path"] = os.path.realpath(folder / found["path"])  # runpy leaves that of a folder relative
+    assert ours == theirs
+
+
+def test_a_module_is_also_run_by_python_m_jetrl_patch(folder):
+    command = [sys.executable, "-m", "jetrl_patch", "run"]
+    found = seen(start(folder, ["-m", "pack.dump", "x"], command=command))
+    assert found == seen(start(folder, ["-m", "pack.dump", "x"], command=[sys.executable]))
+    assert seen(start("/", [str(folder / "dump.py")], command=command))["path"] == str(folder)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--fp8-unified", "dump.py", "a", "--", "--fp8-unified"],
+        ["dump.py", "a", "--fp8-unified", "--", "--fp8-unified"],
+    ],
+)
+def test_the_flag_in_either_place_patches_and_says_so(folder, words):
+    done = start(folder, words)
+    found = seen(done)
+    assert [bytes.fromhex(word) for word in found["argv"]] == [b"dump.py", b"a", b"--", b"--fp8-unified"]
+    assert found["patched"] and found["environ"]["JETRL_PRECISION"] == "fp8-unified"
+    assert found["environ"]["JETRL_ALIGN"] == "exact"
+    head, *lines = done.stderr.decode().splitlines()
+    assert head.startswith("jetrl: precision fp8-unified, align exact, ")
+    assert f" {len(lines)} changes in process " in head
+    assert "jetrl:   waiting  ray.init" in lines
+    assert "jetrl:   applied  os.environ['JETRL_PRECISION']" in lines
+    assert all(line.startswith(("jetrl:   waiting  ", "jetrl:   applied  ")) for line in lines)
+
+
+def test_spawned_children_find_the_program_and_the_settings(folder):
+    done = start(folder, ["child.py"], JETRL_PRECISION="bf16")
+    assert done.stdout.decode().strip() == "('__mp_main__', 'bf16')", done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ("raise SystemExit(7)", 7),
+        ("import sys; sys.exit('why')", 1),
+        ("import os; os._exit(9)", 9),
+        ("raise ValueError('x')", 1),
+        ("from jetrl_patch import ConfigError; raise ConfigError('x')", 1),
+        ("raise KeyboardInterrupt", -signal.SIGINT),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("pass", 0),
+    ],
+)
+def test_the_exit_status_is_the_programs(folder, body, status):
+    program = folder / "end.py"
+    program.write_text(body)
+    done = start(folder, ["end.py"])
+    assert done.returncode == status
+    plain = start(folder, ["end.py"], command=[sys.executable])
+    assert plain.returncode == status
+    if b"Error: x" in plain.stderr:
+        assert done.stderr.splitlines()[-1] == plain.stderr.splitlines()[-1] and b"Traceback" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("handled", [True, False])
+def test_signals_reach_the_program(folder, number, handled):
+    program = folder / "wait.py"
+    handler = "lambda *_: sys.exit(43)" if handled else "signal.SIG_DFL"
+    program.write_text(
+        f"import signal, sys, time\nsignal.signal({int(number)}, {handler})\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    process = subprocess.Popen([*JETRL, "wait.py"], cwd=folder, stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline() == b"up\n"
+    process.send_signal(number)
+    assert process.wait(20) == (43 if handled else -number)
+
+
+@pytest.mark.parametrize(
+    ("words", "environ", "says"),
+    [
+        (["nowhere.py"], {}, "asked for nowhere.py, but found no such file"),
+        (["-m", "pack.nowhere"], {}, "asked for -m pack.nowhere, but found no such module"),
+        (["-m", ".pack"], {}, "no such module"),
+        (["--align", "exact", "dump.py"], {}, "no precision"),
+        (["--fp8-unified", "dump.py"], {"JETRL_ENABLED": "0"}, "JETRL_ENABLED=0"),
+        (["--set", "nothing=1", "dump.py"], {}, "unknown setting 'nothing'"),
+        (["dump.py"], {"JETRL_PRECISION": "fp9"}, "unknown precision 'fp9'"),
+        (["--fp8-unified", "dump.py"], {"JETRL_PRECISON": "bf16"}, "JETRL_PRECISON"),
+    ],
+)
+def test_our_errors_are_one_line_before_the_program_starts(folder, words, environ, says):
+    done = start(folder, words, **environ)
+    assert done.returncode == 2 and done.stdout == b""
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("jetrl: ConfigError: ") and says in line
+
+
+def test_help_is_ours_for_run(folder):
+    done = start(folder, ["--help"])
+    assert done.returncode == 0 and done.stdout.startswith(b"usage: jetrl run")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_under_torchrun_where_only_the_first_rank_tells(folder):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--no-python"]
+    (folder / "rank.py").write_text(
+        "import os, sys, jetrl_patch\n"
+        "print('rank', os.environ['RANK'], jetrl_patch.status().config.precision, sys.argv[1:], flush=True)"
+    )
+    done = start(folder, ["--precision", "bf16", "rank.py", "--", "x"], command=[*torchrun, *JETRL])
+    assert done.returncode == 0, done.stderr.decode()
+    lines = sorted(line for line in done.stdout.decode().splitlines() if line.startswith("rank"))
+    assert lines == [f"rank {n} bf16 ['--', 'x']" for n in (0, 1)]
+    assert done.stderr.decode().count("jetrl: precision bf16") == 1
