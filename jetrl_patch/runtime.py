@@ -28,6 +28,7 @@ __all__ = [
     "disable",
     "enable",
     "is_active",
+    "preview",
     "reach",
     "register_backend",
     "register_layers",
@@ -39,9 +40,10 @@ __all__ = [
 ADAPTERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
     "vllm": ("vllm",),
-    "cpu": ("vllm", "verl"),
+    "cpu": ("vllm", "verl", "openrlhf"),
     "ray": ("ray",),
     "verl": ("verl",),
+    "openrlhf": ("openrlhf",),
 }
 
 
@@ -210,6 +212,15 @@ def status() -> Status:
         layers=tuple(_layers),
         backend=_backend or session.config.backend,
     )
+
+
+def preview(config: Config) -> list[PatchStatus]:
+    """What ``enable(config)`` would put in place, with all its checks and no change.
+
+    Raises ConfigError, VersionError and PatchError as ``enable`` does.
+    """
+    session = plan(config.resolved(), _adapters())
+    return [PatchStatus(p.what.target, "waiting", p.what.reason, p.what.remove_when) for p in session.planned]
 
 
 def _adapters() -> list[Adapter]:

@@ -8,7 +8,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
-from jetrl_patch.adapters.cpu import patches
+from jetrl_patch.adapters.cpu import flash_attn, openrlhf, patches
 from jetrl_patch.adapters.cpu.detect import is_cpu_run
 from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.patching.guards import is_installed
@@ -38,21 +38,28 @@ class CpuAdapter(Adapter):
             found += patches.FOR_TORCH
         if is_installed("verl"):
             found += patches.FOR_VERL
+        if is_installed("openrlhf"):
+            found += openrlhf.FOR_OPENRLHF
         return found
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """verl's own extension point for platforms."""
-        if not is_cpu_run(config) or not is_installed("verl"):
-            return ()
-        return (
-            OnImport(
-                module="verl.plugin.platform.platform_manager",
-                name="cpu",
-                apply=_register,
-                reason="verl has no CPU platform; PlatformRegistry is its extension point for one",
-                remove_when="verl brings a CPU platform",
-            ),
-        )
+        """verl's own extension point for platforms, and what OpenRLHF calls of a GPU."""
+        found: list[OnImport] = []
+        if not is_cpu_run(config):
+            return found
+        if is_installed("verl"):
+            found.append(
+                OnImport(
+                    module="verl.plugin.platform.platform_manager",
+                    name="cpu",
+                    apply=_register,
+                    reason="verl has no CPU platform; PlatformRegistry is its extension point for one",
+                    remove_when="verl brings a CPU platform",
+                )
+            )
+        if is_installed("openrlhf"):
+            found += openrlhf.HOOKS
+        return found
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Environment of verl and vLLM; a user's own value wins, except where it names another platform."""
@@ -63,7 +70,11 @@ class CpuAdapter(Adapter):
             raise ConflictError(
                 explain("VERL_PLATFORM", asked="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two")
             )
-        for name, (value, reason) in ENVIRONMENT.items():
+        environment = dict(ENVIRONMENT)
+        if is_installed("openrlhf"):
+            environment |= openrlhf.ENVIRONMENT
+            flash_attn.stand_in(journal)
+        for name, (value, reason) in environment.items():
             if not os.environ.get(name):
                 journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason=reason)
         if os.environ.get(HIDDEN, "0").strip() in ("", "-1", "NoDevFiles"):

@@ -1,0 +1,236 @@
+"""Each obstacle that OpenRLHF 0.11.2 and DeepSpeed put in a CPU's way, and what takes it away."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from jetrl_patch.adapters.base import Journal, OnImport, Patch
+
+#: logical GPUs and CPUs of a Ray that this process starts itself: OpenRLHF places its actors by them
+LOGICAL_GPUS = 16
+LOGICAL_CPUS = 32
+
+
+def _nothing() -> Callable[..., Any]:
+    """A function of its own each time: torch._dynamo tells those of torch.cuda apart by identity."""
+
+    def nothing(*_: Any, **__: Any) -> None: ...
+
+    return nothing
+
+
+class Cpu(str):
+    """What ``torch.cuda.current_device()`` gives: OpenRLHF hands it on as a device, or formats it into "cuda:…"."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def _on_import(openrlhf: ModuleType, journal: Journal) -> None:
+    """The calls of ``torch.cuda`` that OpenRLHF makes in all its processes, as no-ops."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    calls = {name: _nothing() for name in ("set_device", "synchronize", "empty_cache", "current_stream")}
+    calls["current_device"] = lambda: Cpu("cpu")
+    for name, call in calls.items():
+        journal.set_attr(
+            torch.cuda,
+            name,
+            call,
+            target=f"torch.cuda.{name}",
+            reason="OpenRLHF calls it without asking whether there is a GPU; only in processes that import openrlhf",
+            remove_when="OpenRLHF uses torch.accelerator",
+        )
+
+
+def _mesh(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> Any:
+        return original("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+
+    return init_device_mesh
+
+
+def _optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_train_ds_config(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        if config.get("optimizer", {}).get("type") == "AdamW":
+            config["optimizer"]["params"]["torch_adam"] = True
+        config["zero_optimization"]["offload_optimizer"]["pin_memory"] = False
+        return config
+
+    return get_train_ds_config
+
+
+def _eval_config(original: Callable[..., Any]) -> Callable[..., Any]:
+    def get_eval_ds_config(*args: Any, **kwargs: Any) -> Any:
+        config = original(*args, **kwargs)
+        config["zero_optimization"]["offload_param"]["pin_memory"] = False
+        return config
+
+    return get_eval_ds_config
+
+
+class GlooGroup:
+    """The weight sync's group of trainer and vLLM workers, with the one call that OpenRLHF makes of PyNccl."""
+
+    def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
+        from vllm.distributed.utils import stateless_init_torch_distributed_process_group
+
+        self.rank = rank
+        self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
+
+    def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
+        """Fill ``tensor`` with that of rank ``src``; blocks."""
+        import torch
+
+        options = torch.distributed.BroadcastOptions()
+        options.rootRank, options.rootTensor = src, 0
+        self._group.broadcast([tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor], options).wait()
+
+
+def _group(original: Callable[..., Any]) -> Callable[..., Any]:
+    def stateless_init_process_group(
+        master_address: str, master_port: int, rank: int, world_size: int, device: Any
+    ) -> Any:
+        return GlooGroup(master_address, master_port, rank, world_size)
+
+    return stateless_init_process_group
+
+
+def _update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    def update_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
+        import torch
+
+        class CudaToCpu(torch.overrides.TorchFunctionMode):
+            def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                kwargs = dict(kwargs or {})
+                if str(kwargs.get("device", "")).startswith("cuda"):
+                    kwargs["device"] = "cpu"
+                return function(*args, **kwargs)
+
+        with CudaToCpu():
+            return original(self, *args, **kwargs)
+
+    return update_weight
+
+
+def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
+    def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
+        handle = original(self, *args, **kwargs)
+        if handle is not None and hasattr(handle, "wait"):
+            handle.wait()
+        return handle
+
+    return collective
+
+
+def _ray_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    def init(address: str | None = None, *args: Any, **kwargs: Any) -> Any:
+        import os
+
+        own = address in (None, "local") and not os.environ.get("RAY_ADDRESS")
+        if own and "openrlhf" in sys.modules:
+            defaults = {
+                "num_gpus": LOGICAL_GPUS,
+                "num_cpus": LOGICAL_CPUS,
+                "include_dashboard": False,
+                "object_store_memory": 200_000_000,
+            }
+            for name, value in defaults.items():
+                if kwargs.get(name) is None:
+                    kwargs[name] = value
+        return original(address, *args, **kwargs)
+
+    return init
+
+
+HOOKS = (
+    OnImport(
+        module="openrlhf",
+        name="torch.cuda",
+        apply=_on_import,
+        reason="OpenRLHF calls torch.cuda without asking whether there is a GPU",
+        remove_when="OpenRLHF uses torch.accelerator",
+    ),
+)
+
+_STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
+_COLLECTIVES = (
+    "all_gather",
+    "all_gather_coalesced",
+    "all_gather_into_tensor",
+    "all_reduce",
+    "broadcast",
+    "reduce_scatter_tensor",
+)
+_ASYNC = "with two ranks of ZeRO-3, weights came out wrong at random until each gloo collective was waited for"
+
+FOR_OPENRLHF = (
+    Patch(
+        module=_STRATEGY,
+        attr="init_device_mesh",
+        make=_mesh,
+        reason="OpenRLHF asks for a mesh of 'cuda'",
+        remove_when="OpenRLHF asks for a mesh of the current device",
+    ),
+    Patch(
+        module=_STRATEGY,
+        attr="get_train_ds_config",
+        make=_optimizer,
+        reason="FusedAdam has no CPU kernel that can be had without a compiler, and memory cannot be pinned",
+        remove_when="DeepSpeed falls back to torch's AdamW",
+    ),
+    Patch(
+        module=_STRATEGY,
+        attr="get_eval_ds_config",
+        make=_eval_config,
+        reason="memory cannot be pinned without an accelerator",
+        remove_when="DeepSpeed pins only where the device can",
+    ),
+    Patch(
+        module="openrlhf.utils.distributed_util",
+        attr="stateless_init_process_group",
+        make=_group,
+        reason="the weight sync's group is NCCL",
+        remove_when="OpenRLHF can use gloo without Ray's collectives",
+    ),
+    Patch(
+        module="openrlhf.trainer.ray.ppo_actor",
+        attr="stateless_init_process_group",
+        make=_group,
+        reason="the same, where the trainer has imported it",
+        remove_when="OpenRLHF can use gloo without Ray's collectives",
+    ),
+    Patch(
+        module="openrlhf.trainer.ray.vllm_worker_wrap",
+        attr="WorkerWrap.update_weight",
+        make=_update_weight,
+        reason="the vLLM worker allocates on 'cuda'",
+        remove_when="it allocates on the worker's device",
+    ),
+    *(
+        Patch(
+            module="deepspeed.comm.torch",
+            attr=f"TorchBackend.{name}",
+            make=_wait,
+            reason=_ASYNC,
+            remove_when="the cause is known",
+        )
+        for name in _COLLECTIVES
+    ),
+    Patch(
+        module="ray",
+        attr="init",
+        make=_ray_init,
+        reason="OpenRLHF starts Ray with the GPUs it finds; on a CPU they are logical ones that place its actors. "
+        "A cluster that is already up is joined as it is",
+        remove_when="OpenRLHF's actors ask for a resource that a CPU has",
+    ),
+)
+
+ENVIRONMENT = {"DS_ACCELERATOR": ("cpu", "which accelerator DeepSpeed uses")}

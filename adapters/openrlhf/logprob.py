@@ -1,0 +1,110 @@
+"""Exact mode: the trainer's log-prob of a token is computed as the rollout computes it.
+
+vLLM's sampler: logits to FP32, divided by the temperature, tokens that may not be sampled at −inf, log-softmax. OpenRLHF
+samples with ``min_tokens=1``, so the end of the response is banned at its first token, and the log-prob of that token
+is higher than the plain one by −log(1 − p(EOS)). The trainer bans it there too: this is the policy that sampled.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.state import WORKER
+from jetrl_patch.errors import ConfigError, explain
+
+__all__ = ["actor_forward", "check_sampling", "first_tokens", "log_probs_from_logits"]
+
+#: what banned logits become: exp of it is 0 like that of -inf
+BANNED = -1e30
+
+#: the greatest ``min_tokens`` that the trainer reproduces
+MIN_TOKENS = 1
+
+
+class _Current(threading.local):
+    """The batch that goes through ``Actor.forward`` in this thread: bool [B, T] of first response tokens."""
+
+    first: Any = None
+
+
+_current = _Current()
+
+
+def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Actor.forward``: remembers where responses begin while the log-probs are computed inside."""
+
+    def forward(
+        self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if action_mask is None or not _exact() or getattr(self, "_jetrl", None) is None:
+            return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+        first = first_tokens(action_mask, sequences.shape[1])
+        if getattr(self, "packing_samples", False):
+            first = first.flatten()[attention_mask.flatten().bool()].unsqueeze(0)
+        _current.first = first
+        try:
+            return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+        finally:
+            _current.first = None
+
+    return forward
+
+
+def first_tokens(action_mask: Any, width: int) -> Any:
+    """Which rows of the logits [B, T] predict the first token of a response (of each turn).
+
+    Args:
+        action_mask: [B, A], nonzero at response tokens; its last column stands for logits row T - 2.
+        width: T.
+    """
+    import torch
+
+    mask = action_mask.bool()
+    begins = mask.clone()
+    begins[:, 1:] &= ~mask[:, :-1]
+    return torch.nn.functional.pad(begins, (width - 1 - mask.shape[1], 1))
+
+
+def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
+
+    def log_probs_from_logits(logits: Any, labels: Any, temperature: float = 1.0) -> Any:
+        if not _exact() or _current.first is None:
+            return original(logits, labels, temperature)
+        from jetrl_patch.exact.ops import token_log_probs
+
+        found = token_log_probs(logits, labels, temperature)
+        first = _current.first
+        if not WORKER.stop_tokens or not bool(first.any()):
+            return found
+        rows = logits[first].index_fill(-1, _stop_tokens(logits), BANNED)  # a copy of these rows alone
+        return found.masked_scatter(first, token_log_probs(rows, labels[first], temperature))
+
+    return log_probs_from_logits
+
+
+def check_sampling(min_tokens: int) -> None:
+    """Raise ConfigError for a ``min_tokens`` that the trainer does not reproduce in exact mode."""
+    if _exact() and min_tokens > MIN_TOKENS:
+        raise ConfigError(
+            explain(
+                "min_tokens in exact mode",
+                asked=f"at most {MIN_TOKENS}, which the trainer can reproduce",
+                found=str(min_tokens),
+                fix="lower it, or use align='linear'",
+            )
+        )
+
+
+def _stop_tokens(logits: Any) -> Any:
+    import torch
+
+    inside = [token for token in WORKER.stop_tokens if token < logits.shape[-1]]
+    return torch.tensor(inside, dtype=torch.long, device=logits.device)
+
+
+def _exact() -> bool:
+    return runtime.is_active() and runtime.active_config().exact

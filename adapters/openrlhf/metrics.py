@@ -1,0 +1,140 @@
+"""Mismatch and sync figures into OpenRLHF's own log, in every mode, with or without a correction."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
+from jetrl_patch.adapters.openrlhf.logprob import check_sampling
+from jetrl_patch.adapters.openrlhf.settings import check_mark
+from jetrl_patch.adapters.openrlhf.state import DRIVER
+from jetrl_patch.correction.mismatch import Mismatch, mismatch
+
+__all__ = ["correction_bounds", "create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
+
+logger = logging.getLogger(__name__)
+
+#: what vLLM returns as a log-prob: after the processing that sampling applied, which the trainer computes too
+LOGPROBS_MODE = "processed_logprobs"
+
+
+def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``create_vllm_engines``: engines return log-probs also when no correction asks for them."""
+    signature = inspect.signature(original)
+
+    def create_vllm_engines(*args: Any, **kwargs: Any) -> Any:
+        if not runtime.is_active():
+            return original(*args, **kwargs)
+        bound = signature.bind(*args, **kwargs)
+        bound.arguments["logprobs_mode"] = LOGPROBS_MODE
+        return original(*bound.args, **bound.kwargs)
+
+    return create_vllm_engines
+
+
+def sampling_params(original: Any) -> Callable[..., Any]:
+    """Replaces the name ``SamplingParams`` in ``samples_generator``: asks for the sampled token's log-prob."""
+
+    def SamplingParams(*args: Any, **kwargs: Any) -> Any:
+        if runtime.is_active():
+            if kwargs.get("logprobs") is None:
+                kwargs["logprobs"] = 0
+            check_sampling(int(kwargs.get("min_tokens") or 0))
+        return original(*args, **kwargs)
+
+    return SamplingParams
+
+
+def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BasePPOTrainer.__init__``: the trainer loop must run in the settings of the driver."""
+
+    def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
+        if runtime.is_active():
+            check_mark(strategy.args, "OpenRLHF's trainer loop")
+        original(self, strategy, *args, **kwargs)
+
+    return __init__
+
+
+def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``RemoteExperienceMaker.make_experience``: both log-probs of every sample stand there for the first time."""
+
+    def make_experience(self: Any, samples_list: Any) -> Any:
+        if runtime.is_active() and not getattr(self, "_jetrl_audited", False):
+            audit(self)
+            self._jetrl_audited = True
+        experiences = original(self, samples_list)
+        if runtime.is_active():
+            note_mismatch(experiences, self.args)
+        return experiences
+
+    return make_experience
+
+
+def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
+    """Compare the log-probs of a step's samples and keep the figures for its line in the log."""
+    import torch
+
+    with_both = [e for e in experiences if e.rollout_log_probs is not None]
+    if not with_both:
+        logger.warning("jetrl_patch: no log-probs came with the samples, so there is no mismatch to report")
+        return None
+    fields = ("action_log_probs", "rollout_log_probs", "action_mask")
+    flat = [torch.cat([getattr(e, field).flatten().cpu() for e in with_both]) for field in fields]
+    found = mismatch(flat[0], flat[1], flat[2], correction_bounds(args.algo.advantage))
+    DRIVER.metrics.update(found.as_metrics())
+    exact = runtime.active_config().exact and not args.train.async_enable
+    if exact and found.tokens and found.bit_equal_fraction != 1.0:
+        logger.error(
+            "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
+            found.bit_equal_fraction,
+            found.tokens,
+            found.logp_abs_diff_mean,
+            found.logp_abs_diff_max,
+        )
+    return found
+
+
+def correction_bounds(advantage: Any) -> tuple[float, float] | None:
+    """(lowest, highest) token ratio that OpenRLHF's correction leaves alone; None without a token-level one."""
+    if advantage.is_correction_level != "token" or advantage.is_correction_gating != "ratio":
+        return None
+    bounds = list(advantage.is_correction_threshold)
+    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
+    return float(low), float(high)
+
+
+def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BasePPOTrainer.broadcast_to_vllm``: every policy actor must report, and its figures are kept."""
+
+    def broadcast_to_vllm(self: Any) -> None:
+        original(self)
+        if not runtime.is_active():
+            return
+        note_sync(ask_actors(self.actor_model_group, "sync"))
+
+    return broadcast_to_vllm
+
+
+def note_sync(reports: Sequence[dict[str, Any]]) -> None:
+    """Keep what the policy actors report of a sync: rank 0 sends, all take part."""
+    names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_calls", "quantized_layers")
+    DRIVER.metrics.update({f"jetrl/{name}": reports[0][name] for name in names})
+    DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports)
+
+
+def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BasePPOTrainer.train_step``: the status of a step, which OpenRLHF logs, also has our figures."""
+
+    def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
+        status, step = original(self, rollout_samples, global_step)
+        if runtime.is_active():
+            status.update(DRIVER.metrics)
+            DRIVER.metrics = {}
+        return status, step
+
+    return train_step

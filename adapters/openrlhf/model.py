@@ -1,0 +1,81 @@
+"""The trainer's models (policy, reference, EMA): converted after they are loaded, before DeepSpeed wraps them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.settings import check_mark
+from jetrl_patch.adapters.openrlhf.state import WORKER
+from jetrl_patch.config import Config
+from jetrl_patch.sync.source import Source, convert
+
+__all__ = ["actor_init", "setup_distributed", "stop_tokens"]
+
+
+def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``BaseModelActor._setup_distributed``, which every actor calls before it builds its model."""
+
+    def _setup_distributed(self: Any, strategy: Any) -> Any:
+        if runtime.is_active():
+            check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
+            WORKER.args = strategy.args
+        return original(self, strategy)
+
+    return _setup_distributed
+
+
+def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``Actor.__init__``. Critics and reward models are of another class and stay what they are."""
+
+    def __init__(
+        self: Any, pretrain_or_model: Any, attn_implementation: Any = "flash_attention_2", *args: Any, **kwargs: Any
+    ) -> None:
+        if not runtime.is_active() or WORKER.args is None:
+            original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
+            return
+        config = runtime.active_config()
+        if config.exact:
+            attn_implementation = "sdpa"  # it is replaced below; flash attention may not even be here
+            WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
+        original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
+        self._jetrl = prepare(self.model, config)
+
+    return __init__
+
+
+def prepare(model: Any, config: Config) -> Source:
+    """Convert a loaded model, whole or already partitioned by ZeRO-3, and note what the weight sync sends."""
+    import torch
+
+    return convert(
+        model,
+        config,
+        {name: _shape(parameter) for name, parameter in model.named_parameters()},
+        rollout_tp=int(WORKER.args.vllm.tensor_parallel_size),
+        device_type="cuda" if torch.cuda.is_available() else "cpu",
+    )
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def stop_tokens(path: str) -> tuple[int, ...]:
+    """The tokens that end a response in vLLM: the tokenizer's EOS, and those of ``generation_config.json``.
+
+    As ``SamplingParams.update_from_generation_config`` collects them (vLLM 0.30).
+    """
+    from transformers import AutoTokenizer, GenerationConfig
+
+    found: list[Any] = [AutoTokenizer.from_pretrained(path, trust_remote_code=True).eos_token_id]
+    try:
+        listed = GenerationConfig.from_pretrained(path).eos_token_id
+    except OSError:  # there is none: vLLM derives one from config.json
+        from transformers import AutoConfig
+
+        listed = getattr(AutoConfig.from_pretrained(path, trust_remote_code=True), "eos_token_id", None)
+    found += listed if isinstance(listed, list) else [listed]
+    return tuple(dict.fromkeys(int(token) for token in found if token is not None))

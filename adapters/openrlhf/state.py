@@ -1,0 +1,38 @@
+"""What the patches of one process tell each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class WorkerState:
+    """In an actor that holds a model (policy, reference, EMA).
+
+    Attributes:
+        args: OpenRLHF's arguments, once this process is known to belong to a run of ours.
+        stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
+        report: figures of the last weight sync.
+    """
+
+    args: Any = None
+    stop_tokens: tuple[int, ...] = ()
+    report: dict[str, Any] | None = None
+
+
+@dataclass
+class DriverState:
+    """In the process that runs the trainer loop: figures that wait for the next line of its log."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+WORKER = WorkerState()
+DRIVER = DriverState()
+
+
+def reset() -> None:
+    """As at start; called by ``disable()``."""
+    WORKER.__init__()  # type: ignore[misc]
+    DRIVER.__init__()  # type: ignore[misc]

@@ -1,0 +1,184 @@
+"""Trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported.
+
+``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``wire.py`` → ``worker.py`` in the vLLM worker. A
+first sync runs when the trainer is built, so that both sides are compared before the first rollout.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.state import WORKER
+from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.sync.bucket import pack
+from jetrl_patch.sync.stream import NamedTensor, SyncStats
+
+__all__ = ["broadcast_to_vllm", "full_weights", "report", "trainer_init"]
+
+
+def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``ActorPPOTrainer.__init__``: the engines get the trainer's bytes before they sample anything."""
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not runtime.is_active() or self.vllm_engines is None or not runtime.active_config().fp8_rollout:
+            return
+        asleep = bool(self.args.vllm.enable_sleep)
+        if asleep:
+            _on_engines(self, "wake_up", tags=["weights"])
+        self.broadcast_to_vllm()
+        WORKER.report = None  # the trainer loop does not know of this one
+        if asleep:
+            _on_engines(self, "sleep")
+
+    return __init__
+
+
+def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``ActorPPOTrainer.broadcast_to_vllm``; in BF16 it is OpenRLHF's own, with its cost noted."""
+
+    def broadcast_to_vllm(self: Any) -> None:
+        if not runtime.is_active():
+            original(self)
+            return
+        config = runtime.active_config()
+        if WORKER.report is not None:
+            raise NotPatchedError(
+                "nobody asked for the figures of the last weight sync: OpenRLHF's trainer loop is not patched; start the "
+                "driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
+            )
+        stats, start = SyncStats(), time.perf_counter()
+        if config.fp8_rollout:
+            calls = send(self, config, stats)
+        else:
+            calls = _count_plain(self, stats)
+            original(self)
+        WORKER.report = {
+            "pid": os.getpid(),
+            "sync_seconds": time.perf_counter() - start,
+            "sync_bytes": stats.fp8,
+            "sync_bytes_bf16": stats.fp8_as_bf16,
+            "sync_bytes_total": stats.total,
+            "sync_calls": calls,
+            "quantized_layers": stats.layers,
+        }
+
+    return broadcast_to_vllm
+
+
+def send(trainer: Any, config: Config, stats: SyncStats) -> int:
+    """One sync, on every rank; gives the number of remote calls to engines that this rank made.
+
+    Raises SyncError, AuditError, NotPatchedError or ConflictError; the engines then refuse to generate.
+    """
+    import torch
+    import torch.distributed as dist
+    from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+
+    source = getattr(trainer.actor, "_jetrl", None)
+    if source is None:
+        raise NotPatchedError("the trainer's model was built before this process was patched")
+    torch.cuda.empty_cache()
+    model = trainer.actor.model.module
+    weights = full_weights(model, trainer.strategy.args.ds.zero_stage)
+    leads = dist.get_rank() == 0
+    orders = Orders(trainer.vllm_engines, config.sync_timeout)
+    if leads:
+        _compare(orders.ask("begin", config=config.to_env()), config)
+    if leads or trainer.use_cuda_ipc:
+        wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, _group(trainer))
+        device = next(model.parameters()).device
+        for bucket in pack(source.stream(weights, stats), device):
+            wire.send(bucket)
+    else:
+        for _ in weights:  # takes part in the gathering
+            pass
+    if leads:
+        orders.ask("end")
+        # nothing that was computed with the old weights may be found again
+        orders.wait([engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines])
+    torch.cuda.empty_cache()
+    torch_dist_barrier_and_cuda_sync()
+    return orders.calls
+
+
+def full_weights(model: Any, zero_stage: int) -> Iterator[NamedTensor]:
+    """Every parameter under its Hugging Face name, whole; each rank must run through it.
+
+    Under ZeRO-3 a parameter is gathered while the consumer holds it and let go afterwards.
+    """
+    import deepspeed
+
+    for name, parameter in model.named_parameters():
+        with deepspeed.zero.GatheredParameters([parameter], enabled=zero_stage == 3):
+            yield name, parameter.data
+
+
+def report(self: Any, item: Any = None) -> dict[str, Any]:
+    """``BaseModelActor.jetrl_report``, called through ``execute_batch``: who this is and what the last sync cost.
+
+    Args:
+        item: ``"sync"`` takes the figures of the last sync away; each is handed out once.
+    """
+    status = runtime.status()
+    figures, WORKER.report = (WORKER.report, None) if item == "sync" else (None, WORKER.report)
+    return {
+        "pid": os.getpid(),
+        "node": socket.gethostname(),
+        "actor": type(self).__name__,
+        "config": status.config.to_env() if status.config else {},
+        "layers": len(status.layers),
+        "patches": [[patch.target, patch.state] for patch in status.patches],
+        **(figures or {}),
+    }
+
+
+def _compare(answers: list[Any], config: Config) -> None:
+    """The workers' settings, asked before any byte moves."""
+    for answer in (worker for engine in answers for worker in engine):
+        if answer["config"] != config.to_env():
+            raise ConflictError(
+                explain(
+                    f"settings of a vLLM worker (pid {answer['pid']} on {answer['node']})",
+                    asked=config.to_env(),
+                    found=answer["config"],
+                    fix="give every process the same ones",
+                )
+            )
+
+
+def _group(trainer: Any) -> Callable[[Any], None]:
+    def broadcast(flat: Any) -> None:
+        if getattr(trainer.strategy.args.vllm, "sync_with_ray", False):
+            import ray.util.collective as collective
+
+            collective.broadcast(flat, 0, group_name=trainer._model_update_group)
+            return
+        import torch
+
+        trainer._model_update_group.broadcast(flat, src=0, stream=torch.cuda.current_stream())
+
+    return broadcast
+
+
+def _count_plain(trainer: Any, stats: SyncStats) -> int:
+    """Bytes of OpenRLHF's own sync, and its remote calls: one per parameter and engine."""
+    for parameter in trainer.actor.model.module.parameters():
+        stats.tensors += 1
+        stats.total += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
+    return stats.tensors * len(trainer.vllm_engines)
+
+
+def _on_engines(trainer: Any, method: str, **kwargs: Any) -> None:
+    import torch.distributed as dist
+    from openrlhf.trainer.ray.vllm_engine import batch_vllm_engine_call
+
+    batch_vllm_engine_call(trainer.vllm_engines, method, **kwargs)  # rank 0 only
+    dist.barrier()

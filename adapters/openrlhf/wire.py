@@ -1,0 +1,188 @@
+"""How bytes get from OpenRLHF's trainer to its vLLM workers: its own two ways, a bucket at a time and with an end.
+
+Both ways call ``update_weight…`` of each engine, where OpenRLHF sends one parameter per call. The parameter's name
+is replaced by an order in JSON (``encode``), which the workers of ours understand and others refuse at once.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.sync.bucket import Bucket, Entry
+from jetrl_patch.sync.remote import as_sync_error
+
+__all__ = ["GroupWire", "IpcWire", "Orders", "Wire", "decode", "encode", "take_shared"]
+
+_PREFIX = "jetrl:"
+_POLL = 0.2  # seconds
+
+
+def encode(op: str, **fields: Any) -> str:
+    """An order to the workers, in the place of a parameter's name."""
+    return _PREFIX + json.dumps({"op": op, **fields}, separators=(",", ":"))
+
+
+def decode(name: Any) -> dict[str, Any] | None:
+    """Back from ``encode``; None for the name of a parameter."""
+    if not isinstance(name, str) or not name.startswith(_PREFIX):
+        return None
+    order: dict[str, Any] = json.loads(name[len(_PREFIX) :])
+    return order
+
+
+class Orders:
+    """Remote calls to all engines, counted and never waited for without an end.
+
+    Args:
+        engines: OpenRLHF's Ray actors.
+        timeout: seconds that one call may take.
+    """
+
+    def __init__(self, engines: Sequence[Any], timeout: float) -> None:
+        self.engines = engines
+        self.timeout = timeout
+        self.calls = 0
+
+    def ask(self, op: str, **fields: Any) -> list[Any]:
+        """Give an order that moves no bytes; one list of the workers' answers per engine."""
+        return self.wait(self.start("update_weight", encode(op, **fields), 0))
+
+    def start(self, method: str, name: str, size: int, *more: Any) -> list[Any]:
+        """Call ``method(name, dtype, shape, *more)`` on every engine; gives the references of the answers."""
+        import torch
+
+        self.calls += len(self.engines)
+        return [getattr(engine, method).remote(name, torch.uint8, (size,), *more) for engine in self.engines]
+
+    def wait(self, references: list[Any], moved: threading.Event | None = None) -> list[Any]:
+        """The answers. Raises what a worker raised, or SyncError when one is dead or silent for too long.
+
+        ``moved`` is set when the trainer's own part (which may block) is done.
+        """
+        import ray
+
+        end = time.monotonic() + self.timeout
+        waiting = list(references)
+        while waiting or (moved is not None and not moved.is_set()):
+            ready, waiting = ray.wait(waiting, timeout=_POLL) if waiting else ([], [])
+            if not waiting and not ready and moved is not None:
+                moved.wait(_POLL)
+            for reference in ready:
+                self._get(reference)
+            if time.monotonic() > end:
+                raise SyncError(
+                    f"a vLLM worker has not answered for {self.timeout:g} s during a weight sync; it is dead, stuck, or "
+                    f"slower than JETRL_SYNC_TIMEOUT allows"
+                )
+        return [self._get(reference) for reference in references]
+
+    def _get(self, reference: Any) -> Any:
+        import ray
+
+        try:
+            return ray.get(reference)
+        except Exception as error:
+            if "mismatch dtype" in str(error):  # the assertion of OpenRLHF's own WorkerWrap.update_weight
+                raise NotPatchedError(
+                    "a vLLM worker is not patched: it does not know this project's weight sync. Install jetrl_patch "
+                    "where vLLM runs (VLLM_PLUGINS must not leave it out) and start the driver with `jetrl run`"
+                ) from error
+            raise as_sync_error(error) from error
+
+
+class Wire(Protocol):
+    """One way for a bucket from this rank to the workers."""
+
+    def send(self, bucket: Bucket) -> None:
+        """Returns when all workers have taken it."""
+
+
+class GroupWire:
+    """Over the collective group of the trainer's rank 0 and all vLLM workers.
+
+    Args:
+        broadcast: sends a tensor to the group; may block until all have it.
+    """
+
+    def __init__(self, orders: Orders, broadcast: Callable[[Any], None]) -> None:
+        self._orders = orders
+        self._broadcast = broadcast
+
+    def send(self, bucket: Bucket) -> None:
+        name = encode("bucket", entries=bucket.entries)
+        references = self._orders.start("update_weight", name, bucket.flat.numel())
+        if bucket.flat.is_cuda:  # enqueued on the stream: does not block
+            self._broadcast(bucket.flat)
+            self._orders.wait(references)
+            return
+        # gloo blocks until every worker is there; in a thread, so that a dead one is noticed
+        moved = threading.Event()
+        failure: list[BaseException] = []
+
+        def broadcast() -> None:
+            try:
+                self._broadcast(bucket.flat)
+            except BaseException as error:
+                failure.append(error)
+            finally:
+                moved.set()
+
+        threading.Thread(target=broadcast, daemon=True).start()
+        self._orders.wait(references, moved)
+        if failure:
+            raise as_sync_error(failure[0]) from failure[0]
+
+
+class IpcWire:
+    """Colocated: each rank shares its bucket with the worker on its own GPU; rank 0 gives the order.
+
+    On a CPU, where nothing can be shared that way, rank 0's bytes go with the order.
+    """
+
+    def __init__(self, orders: Orders) -> None:
+        self._orders = orders
+
+    def send(self, bucket: Bucket) -> None:
+        import torch.distributed as dist
+        from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+
+        handles: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(handles, _share(bucket.flat, dist.get_rank()))
+        if dist.get_rank() == 0:
+            merged = {key: handle for own in handles for key, handle in own.items()}
+            name = encode("bucket", entries=bucket.entries)
+            self._orders.wait(self._orders.start("update_weight_cuda_ipc", name, bucket.flat.numel(), merged))
+        torch_dist_barrier_and_cuda_sync()
+
+
+def _share(flat: Any, rank: int) -> dict[str, Any]:
+    if not flat.is_cuda:
+        return {"cpu": flat.numpy().tobytes()} if rank == 0 else {}
+    from openrlhf.trainer.ray.utils import get_physical_gpu_id
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    return {get_physical_gpu_id(): reduce_tensor(flat)}
+
+
+def take_shared(handles: dict[str, Any], device: Any) -> Any:
+    """The worker's end of ``IpcWire``: uint8 [n], the trainer's own memory on CUDA."""
+    import torch
+
+    if "cpu" in handles:
+        return torch.frombuffer(bytearray(handles["cpu"]), dtype=torch.uint8)
+    from openrlhf.trainer.ray.utils import get_physical_gpu_id
+
+    rebuild, arguments = handles[get_physical_gpu_id()]
+    own = list(arguments)
+    own[6] = device.index  # the processes may number the same GPU differently
+    return rebuild(*own)
+
+
+def entries_of(order: dict[str, Any]) -> list[Entry]:
+    """The description of a bucket in an order."""
+    return [(str(name), str(dtype), list(shape), int(start)) for name, dtype, shape, start in order["entries"]]

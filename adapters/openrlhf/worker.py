@@ -1,0 +1,98 @@
+"""Rollout's side of the weight sync in OpenRLHF, in the vLLM worker process.
+
+The receiver itself hangs on the worker: the vLLM adapter put it there when the model was loaded.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.wire import decode, entries_of, take_shared
+from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.sync.bucket import unpack
+
+__all__ = ["update_weight", "update_weight_cuda_ipc"]
+
+
+def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``WorkerWrap.update_weight``: orders of ours; a plain parameter only where nothing is quantized."""
+
+    def update_weight(self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
+        order = decode(name)
+        if order is None:
+            if runtime.is_active() and runtime.active_config().fp8_rollout:
+                _broadcast(self, dtype, shape)  # the sender waits for it
+                raise _unpatched_trainer()
+            return original(self, name, dtype, shape, empty_cache)
+        runtime.require_active("the vLLM worker")
+        if order["op"] == "bucket":
+            import torch
+
+            flat = _broadcast(self, torch.uint8, shape)
+            self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
+            return None
+        if order["op"] == "begin":
+            return _who(self)
+        if order["op"] == "status":
+            return self.jetrl_report(digests=False)
+        if order["op"] == "end":
+            return self.jetrl_receiver.finish()
+        raise SyncError(f"unknown order {order['op']!r}; install the same version of jetrl_patch on both sides")
+
+    return update_weight
+
+
+def update_weight_cuda_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replaces ``WorkerWrap.update_weight_cuda_ipc``: buckets in the trainer's memory."""
+
+    def update_weight_cuda_ipc(
+        self: Any, name: Any, dtype: Any, shape: Any, ipc_handles: Any = None, empty_cache: bool = False
+    ) -> Any:
+        order = decode(name)
+        if order is None:
+            if runtime.is_active() and runtime.active_config().fp8_rollout:
+                raise _unpatched_trainer()
+            return original(self, name, dtype, shape, ipc_handles, empty_cache)
+        import torch
+
+        runtime.require_active("the vLLM worker")
+        flat = take_shared(ipc_handles, self.device)
+        self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
+        if flat.is_cuda:
+            torch.cuda.synchronize()  # the trainer writes the next bucket into the same memory
+        return None
+
+    return update_weight_cuda_ipc
+
+
+def _broadcast(worker: Any, dtype: Any, shape: Any) -> Any:
+    """Receive one tensor over the group of ``init_process_group``."""
+    import torch
+
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=_device(worker))
+    if worker._model_update_with_ray:
+        import ray.util.collective as collective
+
+        collective.broadcast(tensor, 0, group_name=worker._model_update_group)
+    else:
+        worker._model_update_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+    return tensor
+
+
+def _device(worker: Any) -> Any:
+    return next(worker.model_runner.get_model().parameters()).device
+
+
+def _who(worker: Any) -> dict[str, Any]:
+    return {"pid": os.getpid(), "node": socket.gethostname(), "config": runtime.active_config().to_env()}
+
+
+def _unpatched_trainer() -> NotPatchedError:
+    return NotPatchedError(
+        "the trainer that syncs weights is not patched, while this vLLM worker is; start OpenRLHF's driver with "
+        "`jetrl run`, or call jetrl_patch.enable() in it before ray.init"
+    )

@@ -1,0 +1,74 @@
+"""Many tensors as one: a stream packed into flat byte buffers, each with a description of what lies where.
+
+A framework that moves one tensor per remote call moves one bucket per call instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from jetrl_patch.errors import SyncError
+from jetrl_patch.sync.manifest import dtype_name
+from jetrl_patch.sync.stream import NamedTensor
+
+__all__ = ["BUCKET_BYTES", "Bucket", "Entry", "pack", "unpack"]
+
+#: how much is packed at a time; what a sync needs in memory beside the weights, on either side
+BUCKET_BYTES = 256 << 20
+_ALIGN = 16  # bytes; every dtype's elements lie aligned
+
+#: (name, dtype such as "float8_e4m3fn", shape, first byte), plain so that it travels as JSON
+Entry = tuple[str, str, list[int], int]
+
+
+@dataclass
+class Bucket:
+    """Bytes uint8 ``[n]`` and what lies in them."""
+
+    flat: torch.Tensor
+    entries: list[Entry] = field(default_factory=list)
+
+
+def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
+    """Copy the tensors of a stream into buckets of at most ``limit`` bytes; a larger tensor gets one of its own.
+
+    The buckets share one buffer: a bucket is valid until the next one is asked for.
+    """
+    buffer = torch.empty(0, dtype=torch.uint8, device=device)
+    entries: list[Entry] = []
+    used = 0
+    for name, tensor in stream:
+        if entries and used + tensor.nbytes > limit:
+            yield Bucket(buffer[:used], entries)
+            entries, used = [], 0
+        if buffer.numel() < used + tensor.nbytes:
+            buffer = _grown(buffer, used, max(limit, tensor.nbytes))
+        source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        buffer[used : used + tensor.nbytes].copy_(source)
+        entries.append((name, dtype_name(tensor.dtype), list(tensor.shape), used))
+        used += -(-tensor.nbytes // _ALIGN) * _ALIGN
+    if entries:
+        yield Bucket(buffer[:used], entries)
+
+
+def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
+    """Views into the bytes, in the order in which they were packed. Raises SyncError for a broken description."""
+    found: list[NamedTensor] = []
+    for name, dtype, shape, start in entries:
+        kind = getattr(torch, dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise SyncError(f"{name} arrived with the unknown dtype {dtype!r}; install the same versions on both sides")
+        size = torch.Size(shape).numel() * kind.itemsize
+        if start < 0 or start + size > flat.numel():
+            raise SyncError(f"{name} should lie at bytes {start}:{start + size}, but {flat.numel()} bytes arrived")
+        found.append((name, flat[start : start + size].view(kind).view(shape)))
+    return found
+
+
+def _grown(buffer: torch.Tensor, used: int, size: int) -> torch.Tensor:
+    grown = torch.empty(size + _ALIGN, dtype=torch.uint8, device=buffer.device)
+    grown[:used].copy_(buffer[:used])
+    return grown
