@@ -11,7 +11,7 @@ Two things make it work, both without an environment variable:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -43,7 +43,7 @@ def store(_: ModuleType | None = None) -> None:
         ConfigStore.instance().store(group=SECTION, name=name, node={**every, **chosen}, provider="jetrl_patch")
 
 
-def config_of(verl_config: Any) -> Config | None:
+def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Config | None:
     """The settings that verl's configuration asks for, the ``JETRL_*`` variables filling in; None without a section.
 
     Raises ConflictError where a variable says something else than the section, ConfigError where either is wrong.
@@ -51,13 +51,13 @@ def config_of(verl_config: Any) -> Config | None:
     asked = given(verl_config)
     if asked is None:
         return None
-    if env.switched_off():
+    if env.switched_off(environ):
         raise ConflictError(
             explain(f"{env.SWITCH}=0", asked="no patching", found=f"{SECTION}: {asked}", fix="unset one of the two")
         )
     fields = {field: variable for variable, field in env.FIELDS.items()}
-    from_env = Config.from_env()
-    for name in env.read_fields():
+    from_env = Config.from_env(environ)
+    for name in env.read_fields(environ):
         theirs = getattr(from_env, name)
         if name in asked and asked[name] != theirs:
             raise ConflictError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.vllm.devices import refuse_exact_on
 from jetrl_patch.adapters.vllm.quant import NAME, cut_error
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
@@ -98,11 +99,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     from jetrl_patch.exact.families import check_family
 
     model = vllm_config.model_config
-    if not _on_cpu():
-        raise ConfigError(
-            "align='exact' needs an attention kernel that trainer and rollout share, and this version has one for CPU "
-            "only; use align='linear' on CUDA"
-        )
+    refuse_exact_on("cpu" if _on_cpu() else "cuda")
     check_family(hf_config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend(),

@@ -15,6 +15,7 @@ from jetrl_patch._versions import SUPPORTED, VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch import command as launch
+from jetrl_patch.launch.arguments import split
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.support import check_framework, check_python, installed_frameworks
 
@@ -59,6 +60,34 @@ def verl(context: typer.Context) -> None:
 def openrlhf(context: typer.Context) -> None:
     """Run OpenRLHF's Ray trainer: jetrl openrlhf --fp8-unified ARGS..."""
     launch.main("openrlhf", context.args)
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+def doctor(
+    command: Annotated[list[str] | None, typer.Argument(help="a launch command, as it is; put -- before it")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
+    fp8_unified: Annotated[bool, typer.Option("--fp8-unified", help="the same as --precision fp8-unified")] = False,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp8-unified or fp8-rollout")] = None,
+    align: Annotated[str | None, typer.Option(help="exact or linear")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
+) -> None:
+    """Say whether a run would start here, what it lacks, and what would be changed; change nothing.
+
+    With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are looked at as well.
+    The exit status is 1 if a run would not start.
+    """
+    from jetrl_patch.doctor.examine import examine
+    from jetrl_patch.doctor.show import show
+
+    flags = ["--fp8-unified"] if fp8_unified else []
+    flags += [f"--{name}={value}" for name, value in (("precision", precision), ("align", align)) if value is not None]
+    flags += [f"--set={pair}" for pair in set_ or ()]
+    report = examine(split("verl", flags).overrides, command or ())
+    if as_json:
+        print(json.dumps(report.as_dict()))
+    else:
+        show(report)
+    raise typer.Exit(1 if report.problems else 0)
 
 
 @app.command()

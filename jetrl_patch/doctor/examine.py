@@ -1,0 +1,131 @@
+"""All checks in order: versions, settings, machine, patches, and the command."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from jetrl_patch import env
+from jetrl_patch.config import Config
+from jetrl_patch.doctor import machine, openrlhf, verl
+from jetrl_patch.doctor.command import Started, recognise
+from jetrl_patch.doctor.patches import check_patches
+from jetrl_patch.doctor.report import Check, Report, from_error
+from jetrl_patch.doctor.versions import check_versions
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.patching.guards import is_installed
+
+__all__ = ["examine"]
+
+_START = {"verl": "jetrl verl --fp8-unified …", "openrlhf": "jetrl openrlhf --fp8-unified …"}
+
+
+def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
+    """Look at everything; change nothing.
+
+    Args:
+        overrides: fields of ``Config``, as given to ``jetrl doctor``. The environment and the command fill in.
+        command: the launch command, or nothing: then machine and installation alone are looked at.
+    """
+    report = Report()
+    started: Started | None = None
+    try:
+        started = recognise(command) if command else None
+    except JetrlError as error:
+        report.checks.append(from_error("command", error))
+        return report
+    report.checks += check_versions(started.framework if started else None)
+    arguments, config = _settings(report, overrides, started)
+    if config is None:
+        return report
+    report.config = config
+    report.checks += machine.check_machine(config)
+    needs = ""
+    if started is not None and arguments is not None:
+        needs = (verl if started.framework == "verl" else openrlhf).needs_flash_attn(arguments)
+    report.checks.append(machine.check_flash_attn(machine.is_cpu_run(config), needs))
+    check, report.patches = check_patches(config)
+    report.checks.append(check)
+    if started is not None and arguments is not None:
+        report.checks += (verl if started.framework == "verl" else openrlhf).check_settings(arguments, config)
+    return report
+
+
+def _settings(report: Report, overrides: dict[str, Any], started: Started | None) -> tuple[Any, Config | None]:
+    """What the framework would be called with (None if that is not known), and ours, wherever they are asked for."""
+    environ = {**os.environ, **(started.environ if started else {})}
+    given = {**(started.overrides if started else {}), **overrides}
+    arguments: Any = None
+    try:
+        config = Config.from_env(environ).replace(**given)
+        source = "the environment" if env.opted_in(environ) else "no setting: the defaults"
+        if given:
+            source = "options, the environment for the rest"
+    except JetrlError as error:
+        report.checks.append(from_error("settings", error))
+        return None, None
+    if started is not None:
+        arguments = _arguments(report, started)
+        asked_by_verl = False
+        if started.framework == "verl" and arguments is not None and not env.opted_in(environ) and not given:
+            try:
+                section = verl.wanted(arguments, environ)
+            except JetrlError as error:
+                report.checks.append(from_error("settings", error))
+                return arguments, None
+            if section is not None:
+                asked_by_verl, config, source = True, section, "verl's configuration"
+        report.checks.append(_switched_on(started, env.opted_in(environ), asked_by_verl))
+    report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
+    return arguments, config.resolved()
+
+
+def _arguments(report: Report, started: Started) -> Any:
+    """The framework's own configuration, or None with a check that says why not."""
+    if started.framework is None:
+        finding = f"{started.target or 'nothing'} is not verl or OpenRLHF, so its arguments were not looked at"
+        report.checks.append(Check("command", "warning", finding))
+        return None
+    known = PROGRAMS[started.framework]
+    if started.target != known:
+        finding = f"{started.target} is of {started.framework}, but only the arguments of {known} are understood"
+        report.checks.append(Check("command", "warning", finding))
+        return None
+    if not is_installed(started.framework):
+        report.checks.append(Check("command", "skipped", f"{known}: {started.framework} is not installed"))
+        return None
+    try:
+        if started.framework == "verl":
+            arguments = verl.compose_config(started.arguments)
+        else:
+            arguments = openrlhf.parse(started.arguments)
+    except JetrlError as error:
+        report.checks.append(from_error("command", error))
+        return None
+    report.checks.append(Check("command", "ok", f"{known}, {len(started.arguments)} arguments understood"))
+    return arguments
+
+
+def _switched_on(started: Started, by_environment: bool, by_verl: bool) -> Check:
+    """Whether the command, as it stands, is patched at all."""
+    name = "switched on"
+    if by_verl or (started.by_us and (by_environment or "precision" in started.overrides)):
+        return Check(name, "ok", "the command asks for jetrl_patch")
+    if by_environment and started.framework == "verl":
+        return Check(name, "ok", "the environment asks for jetrl_patch")
+    if by_environment:
+        finding = "the environment asks for jetrl_patch, but only vLLM and verl load it by themselves: half a run"
+        return Check(name, "problem", finding, f"start it by `{_START.get(started.framework or '', 'jetrl run …')}`")
+    way = _START.get(started.framework or "", "jetrl run --fp8-unified …")
+    return Check(
+        name,
+        "warning",
+        "nothing in the command asks for jetrl_patch: it would run unpatched",
+        f"use `{way}`" + (", JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else ""),
+    )
+
+
+def _words(config: Config) -> str:
+    return f"precision {config.precision}, align {config.resolved_align}, scales {config.scale_format}"

@@ -1,0 +1,84 @@
+"""What this machine has: accelerator, GEMM backend, compiler, flash-attn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jetrl_patch import runtime, support
+from jetrl_patch.config import Config
+from jetrl_patch.doctor.report import Check, from_error
+from jetrl_patch.errors import ConfigError, JetrlError
+from jetrl_patch.patching import guards
+
+__all__ = ["check_flash_attn", "check_machine", "is_cpu_run"]
+
+
+def is_cpu_run(config: Config) -> bool:
+    """Whether the run computes on the CPU: asked for, or the installed vLLM can do nothing else."""
+    return bool(runtime.reach("cpu", "detect:is_cpu_run")(config))
+
+
+def check_machine(config: Config) -> Iterator[Check]:
+    """Device, compiler, backend, and whether exact alignment is to be had on it."""
+    if not guards.is_installed("torch"):
+        yield Check("device", "skipped", "torch is not installed")
+        return
+    on_cpu = is_cpu_run(config)
+    yield _device(on_cpu)
+    if on_cpu:
+        ok, found = support.check_compiler()
+        yield Check(
+            "compiler",
+            "ok" if ok else "warning",
+            found if ok else f"{found}: the FP8 products run in plain torch, many times slower",
+            "" if ok else "install a C compiler (gcc or clang)",
+        )
+    yield _backend(config, on_cpu)
+    if config.exact and not on_cpu:
+        try:
+            runtime.reach("vllm", "devices:refuse_exact_on")("cuda")
+            yield Check("exact alignment", "ok", "available on CUDA")
+        except JetrlError as error:
+            yield from_error("exact alignment", error)
+
+
+def _device(on_cpu: bool) -> Check:
+    if on_cpu:
+        return Check("device", "ok", "CPU (the installed vLLM is a CPU build, or platform='cpu')")
+    ok, found = support.check_cuda()
+    if not ok:
+        return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
+    fast, why = support.check_hopper()
+    if not fast:
+        return Check("device", "warning", why, "FP8 saves memory there, not time; H100 or newer is meant")
+    return Check("device", "ok", found)
+
+
+def _backend(config: Config, on_cpu: bool) -> Check:
+    if not config.fp8_rollout:
+        return Check("GEMM backend", "skipped", f"precision={config.precision!r} has no FP8 products")
+    from jetrl_patch.fp8.backends import choose_backend
+
+    try:
+        name = choose_backend(config.backend, "cpu" if on_cpu else "cuda")
+    except ConfigError as error:
+        return from_error("GEMM backend", error)
+    if name == "torch":
+        return Check("GEMM backend", "warning", "torch: the reference formulas, right and slow")
+    return Check("GEMM backend", "ok", name)
+
+
+def check_flash_attn(on_cpu: bool, needed_by: str) -> Check:
+    """``needed_by`` says what of the command needs flash-attn; empty where nothing does, or nothing is known."""
+    if guards.is_installed("flash_attn"):
+        return Check("flash-attn", "ok", guards.installed_version("flash-attn") or "installed")
+    if on_cpu:
+        return Check("flash-attn", "warning", "not installed; a CPU run does without, and cannot pack samples")
+    if needed_by:
+        return Check("flash-attn", "problem", f"not installed, but {needed_by} needs it", "install flash-attn")
+    return Check(
+        "flash-attn",
+        "warning",
+        "not installed; OpenRLHF's default attention and packed samples need it on CUDA",
+        "install flash-attn, or choose another attention and no packing",
+    )

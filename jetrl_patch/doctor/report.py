@@ -1,0 +1,69 @@
+"""A finding as data, and the verdict over all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jetrl_patch.config import Config
+from jetrl_patch.snapshot import PatchStatus
+
+__all__ = ["Check", "Report", "from_error"]
+
+State = Literal["ok", "warning", "problem", "skipped"]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: what, in a word or two.
+        state: "problem" stops a run, "warning" does not, "skipped" was not looked at.
+        finding: what was found.
+        to_do: what to do about it; empty where nothing is to be done.
+    """
+
+    name: str
+    state: State
+    finding: str
+    to_do: str = ""
+
+
+@dataclass
+class Report:
+    """Everything that was found."""
+
+    config: Config | None = None
+    checks: list[Check] = field(default_factory=list)
+    patches: list[PatchStatus] = field(default_factory=list)
+
+    @property
+    def problems(self) -> int:
+        """How many checks stop a run."""
+        return sum(check.state == "problem" for check in self.checks)
+
+    @property
+    def verdict(self) -> str:
+        """One line."""
+        number = self.problems
+        if not number:
+            return "a run would start"
+        return f"a run would NOT start: {number} problem{'s' if number > 1 else ''}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists and dicts, for JSON."""
+        return {
+            "verdict": self.verdict,
+            "starts": self.problems == 0,
+            "config": None if self.config is None else dataclasses.asdict(self.config),
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "patches": [dataclasses.asdict(patch) for patch in self.patches],
+        }
+
+
+def from_error(name: str, error: BaseException) -> Check:
+    """A problem from one of our errors, whose last part says what to do (see ``errors.explain``)."""
+    finding, mark, to_do = str(error).rpartition("; ")
+    return Check(name, "problem", finding if mark else to_do, to_do if mark else "")

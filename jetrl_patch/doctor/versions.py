@@ -1,0 +1,50 @@
+"""Versions found against the one table of supported versions; nothing is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jetrl_patch._versions import SUPPORTED
+from jetrl_patch.doctor.report import Check
+from jetrl_patch.patching import guards
+from jetrl_patch.support import check_framework, check_python
+
+__all__ = ["FRAMEWORKS", "check_versions"]
+
+#: what a run needs besides torch, transformers and vllm
+FRAMEWORKS = {"verl": ("verl", "ray"), "openrlhf": ("openrlhf", "ray", "deepspeed")}
+_ALWAYS = ("torch", "transformers", "vllm")
+
+
+def check_versions(framework: str | None) -> Iterator[Check]:
+    """One check for Python and each package. ``framework`` is the one of the command, None if there is no command.
+
+    A version out of range stops ``enable()`` whatever runs; a package that is missing stops the runs that need it.
+    """
+    ok, found = check_python()
+    yield Check("python", "ok" if ok else "problem", found, "" if ok else "use a newer Python")
+    here = [name for name in FRAMEWORKS if guards.is_installed(name)]
+    needed = {*_ALWAYS, *(FRAMEWORKS[framework] if framework else ())}
+    if not framework and not here:
+        needed |= set(FRAMEWORKS)
+    elif not framework:
+        needed |= {package for name in here for package in FRAMEWORKS[name]}
+    for name in SUPPORTED:
+        ok, found = check_framework(name)
+        if ok:
+            yield Check(name, "ok", f"{found}, supported {SUPPORTED[name][0]}")
+            continue
+        finding, _, to_do = found.rpartition("; ")
+        stops = name in needed or guards.is_installed(name)
+        yield Check(name, "problem" if stops else "warning", finding, to_do)
+    yield _deepspeed("deepspeed" in needed)
+
+
+def _deepspeed(needed: bool) -> Check:
+    """DeepSpeed has no range of ours: OpenRLHF's version decides about it."""
+    found = guards.installed_version("deepspeed")
+    if found is not None:
+        return Check("deepspeed", "ok", found)
+    if not needed:
+        return Check("deepspeed", "skipped", "not installed; only OpenRLHF needs it")
+    return Check("deepspeed", "problem", "OpenRLHF trains by it, but it is not installed", "install deepspeed")

