@@ -1,0 +1,67 @@
+# What the runs in this folder share. A run sets NAME, MODEL and RESPONSE and reads this file; it is no script itself.
+#
+# 8 H100 of one node, trainer and vLLM on the same GPUs, GRPO with unified FP8, as in Jet-RL (arXiv 2601.14243): the models
+# and the rollout lengths are the paper's, its learning rates and batch sizes were not published, so those here are common
+# ones. align=linear, because exact is refused on CUDA in this version. Packed samples need flash-attn.
+#
+#   PROMPTS    JSON lines with "input" (the question) and "label" (the answer), such as GSM8K and MATH
+#   MODEL      folder of the model
+#   REWARD     Python file with reward_func(queries, prompts, labels)
+#   OUTPUT     where checkpoints go
+#   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
+#   PRECISION  another mode to compare with: bf16 or fp8-rollout
+#   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
+#
+# Arguments of the script are arguments of OpenRLHF, and have the last word.
+set -euo pipefail
+
+PROMPTS=${PROMPTS:-$HOME/data/math/prompts.jsonl}
+REWARD=${REWARD:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/reward.py}
+OUTPUT=${OUTPUT:-outputs/$NAME}
+GPUS=${GPUS:-8}
+TP=${TP:-1}
+LENGTH=$((1024 + RESPONSE))
+
+mode=(--fp8-unified --align linear)
+if [[ -n ${PRECISION:-} ]]; then
+  mode=(--precision "$PRECISION")
+fi
+
+exec ${JETRL:-jetrl} openrlhf "${mode[@]}" \
+  --actor.model_name_or_path "$MODEL" \
+  --reward.remote_url "$REWARD" \
+  --data.prompt_dataset "$PROMPTS" \
+  --data.input_key input \
+  --data.label_key label \
+  --data.apply_chat_template \
+  --data.max_len $LENGTH \
+  --rollout.max_new_tokens "$RESPONSE" \
+  --rollout.temperature 1.0 \
+  --rollout.batch_size 128 \
+  --rollout.n_samples_per_prompt 8 \
+  --train.batch_size 256 \
+  --train.dynamic_batch_enable \
+  --train.max_tokens_per_gpu $((2 * LENGTH)) \
+  --train.num_episodes 2 \
+  --train.max_epochs 1 \
+  --train.colocate_all \
+  --algo.advantage.estimator group_norm \
+  --algo.kl.init_coef 0 \
+  --actor.adam.lr 1e-6 \
+  --actor.num_nodes 1 \
+  --actor.num_gpus_per_node "$GPUS" \
+  --actor.gradient_checkpointing_enable \
+  --ref.num_nodes 1 \
+  --ref.num_gpus_per_node "$GPUS" \
+  --ds.zero_stage 3 \
+  --ds.param_dtype bf16 \
+  --ds.packing_samples \
+  --ds.enable_sleep \
+  --vllm.num_engines $((GPUS / TP)) \
+  --vllm.tensor_parallel_size "$TP" \
+  --vllm.gpu_memory_utilization 0.7 \
+  --vllm.enable_sleep \
+  --ckpt.output_dir "$OUTPUT" \
+  --ckpt.path "$OUTPUT/checkpoints" \
+  --ckpt.save_steps 50 \
+  "$@"

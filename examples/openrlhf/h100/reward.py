@@ -1,0 +1,35 @@
+"""The reward of the runs here: 1 where the answer in the last ``\\boxed{…}``, or else the last number, is the label."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+
+
+def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
+    """What OpenRLHF asks for: it gives one query (prompt and response), its prompt and its label at a time."""
+    answers = [answer(query[len(prompt) :]) for query, prompt in zip(queries, prompts)]
+    score = float(all(plain(found) == plain(str(label)) for found, label in zip(answers, labels)))
+    return {"rewards": score, "scores": score, "extra_logs": {}}
+
+
+def answer(response: str) -> str:
+    """The content of the last ``\\boxed{…}``, braces inside it included; else the last number; else nothing."""
+    start = response.rfind("\\boxed{")
+    if start >= 0:
+        depth, begin = 0, start + len("\\boxed")
+        for end in range(begin, len(response)):
+            depth += {"{": 1, "}": -1}.get(response[end], 0)
+            if depth == 0:
+                return response[begin + 1 : end]
+    numbers = NUMBER.findall(response)
+    return numbers[-1] if numbers else ""
+
+
+def plain(text: str) -> str:
+    """Without blanks, dollar signs, thousands separators and a final stop: ``$1,000.`` is ``1000``."""
+    text = re.sub(r"[\s$]|\\[!,; ]", "", text).rstrip(".")
+    return text.replace(",", "") if NUMBER.fullmatch(text) else text

