@@ -25,7 +25,7 @@ FIELDS = {
 
 #: every variable there is, with its meaning; anything else that starts with ``JETRL_`` is a mistake in writing
 VARIABLES = {
-    SWITCH: "1: plugins act in this process and its children; 0: they do nothing whatever else is set",
+    SWITCH: "1: plugins act in this process and its children; 0: they do nothing, whatever other variables say",
     "JETRL_PRECISION": "Config.precision; setting it opts in as JETRL_ENABLED=1 does",
     "JETRL_ALIGN": "Config.align",
     "JETRL_SCALE_FORMAT": "Config.scale_format",

@@ -1,0 +1,43 @@
+"""``docs/configuration.md`` says what the code says."""
+
+from __future__ import annotations
+
+import dataclasses
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl_patch import env
+from jetrl_patch.config import Config
+from jetrl_patch.launch.arguments import split
+
+ROOT = Path(__file__).resolve().parents[1]
+TEXT = (ROOT / "docs" / "configuration.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def script() -> dict[str, Any]:
+    return runpy.run_path(str(ROOT / "scripts" / "fill_configuration.py"))
+
+
+def test_the_tables_are_those_of_the_code(script: dict[str, Any]) -> None:
+    assert script["filled"](TEXT) == TEXT, "run: python scripts/fill_configuration.py"
+
+
+def test_every_setting_is_there_with_its_variable_its_key_and_its_meaning(script: dict[str, Any]) -> None:
+    assert set(script["meanings"]()) == set(env.FIELDS.values()) == {field.name for field in dataclasses.fields(Config)}
+    for variable, name in env.FIELDS.items():
+        assert f"| `{variable}` | `jetrl.{name}` |" in TEXT
+    for name in env.VARIABLES:
+        assert f"`{name}`" in TEXT
+
+
+def test_the_command_line_forms_are_understood() -> None:
+    for name in env.FIELDS.values():
+        default = getattr(Config(), name)
+        text = {"align": "linear", "exclude": "a,b"}.get(name, str(default))
+        wanted = {"align": "linear", "exclude": ("a", "b")}.get(name, default)
+        assert split("verl", ["--set", f"{name}={text}"]).overrides == {name: wanted}
+    assert split("verl", ["--fp8-unified"]).overrides == split("verl", ["--precision", "fp8-unified"]).overrides
