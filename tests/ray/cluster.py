@@ -29,14 +29,16 @@ class Cluster:
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
         self.address = f"127.0.0.1:{free_port()}"
+        self.jobs = f"http://127.0.0.1:{free_port()}"
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._log = Path(self._folder.name) / "nodes.txt"
 
-    def start(self, name: str, **environ: str) -> None:
-        """Start a node; the first one is the head."""
+    def start(self, name: str, *, jobs: bool = False, **environ: str) -> None:
+        """Start a node; the first one is the head, with a server for jobs at ``self.jobs`` if asked."""
         where = ["--address", self.address]
         if not self._nodes:
-            where = ["--head", "--port", self.address.rpartition(":")[2], "--include-dashboard=false"]
+            where = ["--head", "--port", self.address.rpartition(":")[2], f"--include-dashboard={jobs}"]
+            where += ["--dashboard-host=127.0.0.1", "--dashboard-port", self.jobs.rpartition(":")[2]]
             where += ["--ray-client-server-port", str(free_port()), "--temp-dir", self._folder.name]
         command = [
             str(BIN / "ray"), "start", *where, "--block", "--node-name", name, "--node-ip-address", "127.0.0.1",
