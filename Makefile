@@ -1,4 +1,4 @@
-# make demo | compare | test | test-all | lint | bench | clean
+# make demo | demo-openrlhf | compare | test | test-all | lint | bench | clean
 #
 # On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
 # DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
@@ -23,10 +23,14 @@ endif
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo compare test test-all lint bench venv clean
+.PHONY: demo demo-openrlhf compare test test-all lint bench venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
+
+# the same task in OpenRLHF; CPU only
+demo-openrlhf: $(SELF)
+	$(QUIET) $(VENV)/bin/python -m examples.openrlhf.demo $(ARGS)
 
 compare: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)

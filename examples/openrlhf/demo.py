@@ -1,0 +1,43 @@
+"""One unified FP8 run of the real OpenRLHF trainer with real vLLM rollouts on a CPU, equal to the last bit.
+
+Run it by ``make demo-openrlhf`` or ``python -m examples.openrlhf.demo``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from examples.common.recipe import Arm
+from examples.common.show import run_all
+from examples.openrlhf.recipe import Recipe
+
+ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
+
+
+def main() -> int:
+    defaults = Recipe()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", default="fp8-unified", choices=("bf16", "fp8-rollout", "fp8-unified"))
+    parser.add_argument("--align", default=None, choices=("exact", "linear"), help="fp8-unified only; default exact")
+    parser.add_argument("--compare", action="store_true", help="all four modes, one after the other")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--zero-stage", type=int, default=defaults.zero_stage, choices=(0, 1, 2, 3))
+    parser.add_argument("--actors", type=int, default=defaults.actors, help="ranks of the policy")
+    parser.add_argument("--out", type=Path, default=Path("outputs/demo-openrlhf"))
+    args = parser.parse_args()
+    modes = ARMS if args.compare else [(args.precision, args.align)]
+    arms = [Arm(precision=precision, align=align, seed=args.seed) for precision, align in modes]
+    recipe = Recipe(steps=args.steps, zero_stage=args.zero_stage, actors=args.actors)
+    subtitle = (
+        f"Real OpenRLHF with real vLLM rollouts on a CPU, ZeRO-{recipe.zero_stage}, {recipe.actors} policy rank(s): "
+        f"sums in words, {recipe.steps} steps."
+    )
+    title = "OpenRLHF in four modes" if args.compare else f"One OpenRLHF run in {arms[0].name}"
+    return run_all(recipe, arms, args.out.resolve(), title, subtitle)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

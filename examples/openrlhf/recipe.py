@@ -1,0 +1,114 @@
+"""The recipe for OpenRLHF: what ``jetrl openrlhf`` (``openrlhf.cli.train_ppo_ray``) is called with on a CPU."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from examples.common.recipe import Arm, Launch, environment
+from examples.common.recipe import Recipe as CommonRecipe
+from examples.openrlhf import data
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe(CommonRecipe):
+    """Group-normalized advantages, one update a step, DeepSpeed, vLLM rollout.
+
+    Attributes:
+        zero_stage: of DeepSpeed.
+        actors: ranks of the policy.
+    """
+
+    framework: ClassVar[str] = "openrlhf"
+
+    zero_stage: int = 2
+    actors: int = 1
+
+    def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
+        train, held_out = data.write(folder / "data", self.held_out, arm.seed)
+        command = [sys.executable, "-m", "jetrl_patch", "run", *switches(arm), "-m", "openrlhf.cli.train_ppo_ray"]
+        command += arguments(self, arm, train, held_out, temporary)
+        env = environment(self, temporary) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        return Launch(command, env, Follower(log))
+
+
+def switches(arm: Arm) -> list[str]:
+    """The part of the command line that is ours."""
+    if arm.precision == "fp8-unified":
+        return ["--fp8-unified", *(["--align", arm.align] if arm.align else [])]
+    return ["--precision", arm.precision]
+
+
+def arguments(recipe: Recipe, arm: Arm, train: Path, held_out: Path, temporary: Path) -> list[str]:
+    """OpenRLHF's own part."""
+    settings: dict[str, Any] = {
+        "actor.model_name_or_path": recipe.model,
+        "reward.remote_url": Path(__file__).with_name("reward.py"),
+        "data.prompt_dataset": train,
+        "data.input_key": "input",
+        "data.label_key": "label",
+        "data.max_samples": recipe.steps * recipe.prompts,
+        "data.max_len": recipe.prompt_tokens + recipe.response_tokens,
+        "eval.dataset": held_out,
+        "eval.steps": recipe.validate_every,
+        "eval.temperature": 0.0,
+        "eval.n_samples_per_prompt": 1,
+        "algo.advantage.estimator": "group_norm",
+        "algo.kl.init_coef": 0.0,
+        "rollout.batch_size": recipe.prompts,
+        "rollout.n_samples_per_prompt": recipe.samples,
+        "rollout.micro_batch_size": recipe.micro_batch // recipe.actors,
+        "rollout.max_new_tokens": recipe.response_tokens,
+        "train.batch_size": recipe.prompts * recipe.samples,
+        "train.micro_batch_size": recipe.micro_batch // recipe.actors,
+        "train.num_episodes": 1,
+        "train.max_epochs": 1,
+        "train.seed": arm.seed,
+        "actor.num_nodes": 1,
+        "actor.num_gpus_per_node": recipe.actors,
+        "actor.adam.lr": recipe.learning_rate,
+        "ds.zero_stage": recipe.zero_stage,
+        "ds.attn_implementation": "sdpa",
+        "vllm.num_engines": 1,
+        "vllm.tensor_parallel_size": 1,
+        "vllm.gpu_memory_utilization": 0.05,
+        "ckpt.output_dir": temporary / "model",
+        "ckpt.path": temporary / "checkpoints",
+    }
+    flags = ["data.apply_chat_template", "vllm.enforce_eager", "ckpt.disable_ds"]
+    pairs = (part for name, value in settings.items() for part in (f"--{name}", str(value)))
+    return [*pairs, *(f"--{flag}" for flag in flags)]
+
+
+class Follower:
+    """Reads the status that OpenRLHF logs for each step, and its evaluations, from the output of a run."""
+
+    _STEP = re.compile(r"Global step (\d+): \{(.*)\}")
+    _EVALUATION = re.compile(r"Evaluation completed .* global_step (\d+), eval_metrics: \{(.*)\}")
+    _FIGURE = re.compile(r"'([^']+)': (-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))")
+
+    def __init__(self, log: Path) -> None:
+        self.log = log
+        self.last = -1
+        self._position = 0
+
+    def new(self) -> list[tuple[int, dict[str, Any]]]:
+        """``(step, metrics)`` of every complete line since the last call; nothing while the file is not there."""
+        if not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self._position)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._position += len(complete)
+        found = []
+        for line in complete.decode("utf-8", errors="replace").splitlines():
+            match = self._STEP.search(line) or self._EVALUATION.search(line)
+            if match:
+                step = int(match[1])
+                found.append((step, {name: float(value) for name, value in self._FIGURE.findall(match[2])}))
+                self.last = max(self.last, step)
+        return found
