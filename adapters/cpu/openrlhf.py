@@ -66,6 +66,13 @@ def _optimizer(original: Callable[..., Any]) -> Callable[..., Any]:
     return get_train_ds_config
 
 
+def _moving_average(original: Callable[..., Any]) -> Callable[..., Any]:
+    def moving_average(self: Any, model: Any, model_ema: Any, beta: float = 0.992, device: str = "cpu") -> Any:
+        return original(self, model, model_ema, beta, "cpu" if device == "cuda" else device)
+
+    return moving_average
+
+
 def _eval_config(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_eval_ds_config(*args: Any, **kwargs: Any) -> Any:
         config = original(*args, **kwargs)
@@ -191,6 +198,13 @@ FOR_OPENRLHF = (
         make=_eval_config,
         reason="memory cannot be pinned without an accelerator",
         remove_when="DeepSpeed pins only where the device can",
+    ),
+    Patch(
+        module=_STRATEGY,
+        attr="DeepspeedStrategy.moving_average",
+        make=_moving_average,
+        reason="OpenRLHF averages the EMA on 'cuda'",
+        remove_when="OpenRLHF averages where the parameters are",
     ),
     Patch(
         module="openrlhf.utils.distributed_util",

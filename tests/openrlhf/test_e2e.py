@@ -1,0 +1,113 @@
+"""Real OpenRLHF, real vLLM rollouts, a few steps on the CPU: what the promise comes to in a run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import pytest
+
+from tests.openrlhf.run_openrlhf import Run, make_task
+from tests.verl.test_e2e import _stopper
+
+TIMEOUT = 900
+UNIFIED = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": ""}
+
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT + 100)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return make_task(tmp_path_factory.mktemp("task"))
+
+
+def finish(run: Run, steps: int = 2) -> list[dict[str, float]]:
+    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    found = run.metrics()
+    assert len(found) == steps, run.text[-3000:]
+    return found
+
+
+def assert_exact(found: list[dict[str, float]], engines: int = 1) -> None:
+    for step in found:
+        assert step["jetrl/bit_equal_fraction"] == 1.0, found
+        assert step["jetrl/logp_abs_diff_max"] == 0.0 and step["jetrl/tokens"] >= 16
+        assert step["jetrl/quantized_layers"] == 21
+        assert 0 < step["jetrl/sync_bytes"] <= 0.55 * step["jetrl/sync_bytes_bf16"]
+        assert step["jetrl/sync_calls"] == 3 * engines  # begin, one bucket, end
+
+
+def test_zero2_with_a_reference_model(task):
+    assert_exact(finish(Run(task, environ=UNIFIED)))
+
+
+@pytest.mark.slow
+def test_zero3_on_two_ranks(task):
+    assert_exact(finish(Run(task, environ=UNIFIED, stage=3, actors=2)))
+
+
+@pytest.mark.slow
+def test_colocated(task):
+    assert_exact(finish(Run(task, "--train.colocate_all", environ=UNIFIED)))
+
+
+@pytest.mark.slow
+def test_packed_and_in_dynamic_batches(task):
+    sizes = ["--train.max_tokens_per_gpu", "128", "--rollout.max_tokens_per_gpu", "128"]
+    assert_exact(finish(Run(task, "--ds.packing_samples", "--train.dynamic_batch_enable", *sizes, environ=UNIFIED)))
+
+
+@pytest.mark.slow
+def test_critic_ema_entropy_temperature_prefix_caching_and_two_engines(task):
+    extra = [
+        "--algo.advantage.estimator", "gae", "--critic.num_nodes", "1", "--critic.num_gpus_per_node", "1",
+        "--train.enable_ema", "--rollout.temperature", "0.7", "--actor.entropy_coef", "0.01",
+        "--vllm.enable_prefix_caching", "--vllm.num_engines", "2",
+    ]  # fmt: skip
+    assert_exact(finish(Run(task, *extra, environ=UNIFIED, stage=1)), engines=2)
+
+
+@pytest.mark.slow
+def test_asynchronous_with_partial_rollouts(task):
+    """Samples of the weights in force are equal; later ones may come from older weights, and that is what is measured."""
+    run = Run(task, "--train.async_enable", "--train.partial_rollout_enable", environ=UNIFIED, steps=3)
+    found = finish(run, steps=3)
+    assert found[0]["jetrl/bit_equal_fraction"] == 1.0 and found[0]["jetrl/quantized_layers"] == 21
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("environ", "least", "extra"),
+    [
+        ({"JETRL_PRECISION": "bf16"}, 1e-4, []),
+        ({"JETRL_PRECISION": "fp8-rollout"}, 1e-3, ["--algo.advantage.is_correction_level", "token"]),
+        ({"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}, 1e-4, []),
+    ],
+)
+def test_the_other_modes_are_measured(task, environ, least, extra):
+    for step in finish(Run(task, *extra, environ=environ)):
+        assert step["jetrl/logp_abs_diff_mean"] > least and step["jetrl/bit_equal_fraction"] < 1.0
+        assert step["jetrl/sync_seconds"] > 0
+        assert step["jetrl/sync_calls"] == (36 if environ["JETRL_PRECISION"] == "bf16" else 3)
+
+
+@pytest.mark.slow
+def test_a_vllm_worker_killed_during_a_sync_stops_the_run_in_bounded_time(task):
+    environ = {**UNIFIED, "JETRL_SYNC_TIMEOUT": "20", "PYTHONPATH": str(_stopper(task))}
+    run = Run(task, environ=environ, steps=8)
+    run.wait_for(lambda text: "STOPPED IN SYNC" in text, TIMEOUT)
+    worker = int(re.findall(r"STOPPED IN SYNC (\d+)", run.text)[-1])
+    os.kill(worker, signal.SIGKILL)
+    start = time.monotonic()
+    assert run.wait(120) != 0
+    assert time.monotonic() - start < 120
+    assert "SyncError" in run.text
+
+
+@pytest.mark.slow
+def test_an_argument_that_contradicts_ours_stops_the_run_before_any_actor(task):
+    run = Run(task, "--ds.lora.rank", "4", environ=UNIFIED)
+    assert run.wait(TIMEOUT) == 1
+    assert "OpenRLHF's --ds.lora.rank" in run.text and "PolicyModelActor" not in run.text

@@ -1,0 +1,114 @@
+"""The trainer's log-probs in exact mode: the ban of EOS at the first token of a response, and nothing else changed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import logprob, state
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.exact.ops import token_log_probs
+
+V, B, T, A = 12, 3, 7, 6  # actions: OpenRLHF's masks have T - 1 columns
+
+
+@pytest.fixture(autouse=True)
+def exact(monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified").resolved())
+    monkeypatch.setattr(state.WORKER, "stop_tokens", (1, 3))
+
+
+class Actor:
+    """What ``Actor.forward`` does around the two functions that are replaced."""
+
+    _jetrl = object()
+    packing_samples = False
+
+    def __init__(self, logits, packed=False):
+        self.logits, self.packing_samples = logits, packed
+
+    def forward(self, sequences, action_mask=None, attention_mask=None, **_):
+        logits, labels = self.logits, torch.roll(sequences, -1, 1)
+        if self.packing_samples:
+            places = attention_mask.flatten().bool()
+            packed = patched_log_probs(logits.flatten(0, 1)[places].unsqueeze(0), labels.flatten()[places].unsqueeze(0))
+            found = torch.zeros(sequences.numel()).masked_scatter(places, packed).view(sequences.shape)
+        else:
+            found = patched_log_probs(logits, labels)
+        return found[:, :-1][:, -action_mask.shape[1] :] * action_mask.float()
+
+
+def original(logits, labels, temperature=1.0):
+    raise AssertionError("the original is not for exact mode")
+
+
+patched_log_probs = logprob.log_probs_from_logits(original)
+
+
+def batch(seed=0):
+    """Two turns in the first sample, one in the second, a response of one token in the third; right padding."""
+    torch.manual_seed(seed)
+    sequences = torch.randint(0, V, (B, T))
+    attention = torch.tensor([[1] * 7, [1] * 6 + [0], [1] * 4 + [0] * 3])
+    actions = torch.tensor([[0, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0]])
+    return sequences, attention, actions, torch.randn(B, T, V) * 3
+
+
+def by_hand(sequences, actions, logits):
+    """One token at a time, straight from the definition."""
+    found = torch.zeros(actions.shape)
+    for b in range(B):
+        for a in range(A):
+            if actions[b, a]:
+                row = logits[b, a].clone()
+                if a == 0 or not actions[b, a - 1]:
+                    row[[1, 3]] = -torch.inf
+                found[b, a] = torch.log_softmax(row.float(), -1)[sequences[b, a + 1]]
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_the_end_is_banned_at_the_first_token_of_each_turn(packed, seed):
+    sequences, attention, actions, logits = batch(seed)
+    first = torch.zeros_like(actions).bool()
+    first[0, [1, 4]] = first[1, 2] = first[2, 2] = True
+    sequences[:, 1:][first] = 5  # what vLLM has sampled there is no end
+    forward = logprob.actor_forward(Actor.forward)
+    found = forward(Actor(logits, packed), sequences, actions, attention)
+    assert torch.equal(found, by_hand(sequences, actions, logits))
+    plain = token_log_probs(logits, torch.roll(sequences, -1, 1))[:, :-1] * actions
+    assert bool((found[first] > plain[first]).all()) and torch.equal(found[~first], plain[~first])
+
+
+def test_gradients_flow_through_both_kinds_of_rows():
+    sequences, attention, actions, logits = batch()
+    logits.requires_grad_()
+    logprob.actor_forward(Actor.forward)(Actor(logits), sequences, actions, attention).sum().backward()
+    gradient = logits.grad[0]
+    assert gradient[1].abs().sum() > 0 and gradient[1, [1, 3]].abs().sum() == 0  # first token: the banned have none
+    assert gradient[2, [1, 3]].abs().min() > 0
+
+
+def test_first_tokens():
+    assert logprob.first_tokens(torch.tensor([[0, 1, 1, 0, 1]]), 6).tolist() == [
+        [False, True, False, False, True, False]
+    ]
+    assert logprob.first_tokens(torch.tensor([[1, 1]]), 5).tolist() == [[False, False, True, False, False]]
+
+
+def test_outside_of_exact_mode_the_original_computes(monkeypatch):
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
+    calls = []
+    logprob.log_probs_from_logits(lambda *args: calls.append(args))(1, 2)
+    assert calls == [(1, 2, 1.0)]
+    logprob.check_sampling(7)
+
+
+def test_a_min_tokens_that_cannot_be_reproduced_is_refused():
+    logprob.check_sampling(1)
+    with pytest.raises(ConfigError, match="min_tokens in exact mode: asked for at most 1"):
+        logprob.check_sampling(2)

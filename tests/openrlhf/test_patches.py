@@ -1,0 +1,116 @@
+"""What is patched in OpenRLHF: that it travels to Ray's workers, that it is undone, and that the CPU needs its shims."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from jetrl_patch.adapters.openrlhf import audit, metrics
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConflictError, NotPatchedError
+
+EXACT = Config(precision="fp8-unified").resolved()
+
+
+def python(code: str) -> str:
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("JETRL_")} | {"DS_ACCELERATOR": "cpu"}
+    run = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True, env=environ, timeout=300
+    )
+    assert run.returncode == 0, run.stderr[-3000:]
+    return run.stdout
+
+
+@pytest.mark.e2e
+def test_actors_use_the_patched_methods_and_disable_gives_back_the_originals():
+    """A class under ``@ray.remote`` is pickled by value; only what it names is looked up in the worker."""
+    out = python(
+        """
+        import jetrl_patch
+        jetrl_patch.enable(precision="fp8-unified", platform="cpu")
+        import ray.cloudpickle, torch
+        from openrlhf.trainer import ppo_trainer, ppo_trainer_async
+        from openrlhf.trainer.ray import launcher, ppo_actor, vllm_worker_wrap
+        from openrlhf.models import actor
+        def exported(remote):
+            return remote.__ray_metadata__.modified_class
+        base, worker = ppo_trainer.BasePPOTrainer, launcher.BaseModelActor
+        for name in ("train_step", "broadcast_to_vllm"):
+            assert getattr(exported(ppo_trainer.PPOTrainer), name) is getattr(base, name), name
+        for remote in (launcher.ReferenceModelActor, launcher.RewardModelActor):
+            assert exported(remote)._setup_distributed is worker._setup_distributed
+            assert exported(remote).jetrl_report is worker.jetrl_report
+        copy = ray.cloudpickle.dumps(exported(ppo_trainer.PPOTrainer))
+        assert b"timing/make_experience" not in copy  # the body of train_step: it travels by name
+        assert torch.cuda.current_device() == "cpu" and torch.device(f"cuda:{torch.cuda.current_device()}").index == 0
+        states = {p.target: p.state for p in jetrl_patch.status().patches if "openrlhf" in p.target}
+        waiting = [target for target, state in states.items() if state == "waiting" and "samples_generator" not in target]
+        print(len(states), waiting)
+        jetrl_patch.disable()
+        assert base.train_step.__module__ == "openrlhf.trainer.ppo_trainer"
+        assert not hasattr(base.train_step, "__wrapped__") and not hasattr(actor.Actor.__init__, "__wrapped__")
+        assert not hasattr(vllm_worker_wrap.WorkerWrap.update_weight, "__wrapped__")
+        assert not hasattr(worker, "jetrl_report") and not hasattr(exported(launcher.ReferenceModelActor), "jetrl_report")
+        assert exported(ppo_trainer.PPOTrainer).train_step.__qualname__ == "BasePPOTrainer.train_step"
+        assert torch.cuda.current_device.__module__.startswith("torch")
+        """
+    )
+    count, waiting = out.split(maxsplit=1)
+    assert int(count) > 20 and waiting.strip() == "[]"
+
+
+def test_still_needed_openrlhf_imports_flash_attn_without_condition():
+    run = subprocess.run(
+        [sys.executable, "-c", "import openrlhf.models.ring_attn_utils"], capture_output=True, text=True, timeout=300
+    )
+    assert run.returncode != 0 and "flash_attn" in run.stderr
+
+
+def report(**changes):
+    return {"pid": 7, "node": "n1", "config": EXACT.to_env(), "layers": 21} | changes
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "says"),
+    [
+        ({"config": {}}, NotPatchedError, r"the reference actor \(pid 7 on n1\) is not patched"),
+        ({"layers": 0}, NotPatchedError, "built its model before it was patched"),
+        ({"config": Config(precision="bf16").to_env()}, ConflictError, "settings of the reference actor"),
+    ],
+)
+def test_an_actor_that_stands_otherwise_stops_the_run(changes, error, says):
+    audit.check_report("reference", report(), EXACT)
+    with pytest.raises(error, match=says):
+        audit.check_report("reference", report(**changes), EXACT)
+
+
+def test_bounds_of_openrlhfs_correction():
+    class Advantage:
+        is_correction_level, is_correction_gating, is_correction_threshold = "token", "ratio", [0.5, 5.0]
+
+    assert metrics.correction_bounds(Advantage) == (0.5, 5.0)
+    Advantage.is_correction_threshold = [2.0]
+    assert metrics.correction_bounds(Advantage) == (0.0, 2.0)
+    Advantage.is_correction_gating = "tv"
+    assert metrics.correction_bounds(Advantage) is None
+    Advantage.is_correction_gating, Advantage.is_correction_level = "ratio", "off"
+    assert metrics.correction_bounds(Advantage) is None
+
+
+def test_log_probs_are_asked_for_when_no_correction_does(monkeypatch):
+    from jetrl_patch import runtime
+
+    made = metrics.sampling_params(lambda **kwargs: kwargs)
+    assert made(logprobs=None, min_tokens=1) == {"logprobs": None, "min_tokens": 1}
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: EXACT)
+    assert made(logprobs=None, min_tokens=1)["logprobs"] == 0 and made(logprobs=1)["logprobs"] == 1
+    engines = metrics.create_vllm_engines(lambda n, logprobs_mode=None, *, other=0: (n, logprobs_mode, other))
+    assert (
+        engines(2, other=5) == (2, "processed_logprobs", 5)
+        and engines(2, "processed_logprobs")[1] == "processed_logprobs"
+    )

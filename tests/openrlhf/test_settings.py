@@ -1,0 +1,118 @@
+"""OpenRLHF's arguments: what is refused, what is completed, and the mark that every actor compares."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import settings
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, ModelError, NotPatchedError
+from tests.models import save
+
+EXACT = Config(precision="fp8-unified")
+LINEAR = Config(precision="fp8-unified", align="linear")
+BF16 = Config(precision="bf16")
+
+
+def arguments(**changes: Any) -> SimpleNamespace:
+    """OpenRLHF's nested namespace with its defaults, as far as they matter, and dotted changes (``__`` for a dot)."""
+    flat = {
+        "vllm.num_engines": 1, "vllm.tensor_parallel_size": 1, "vllm.enforce_eager": False, "vllm.enable_sleep": False,
+        "ds.load_in_4bit": False, "ds.lora.rank": 0, "ds.tensor_parallel_size": 1, "ds.param_dtype": "bf16",
+        "ds.deepcompile": False, "ds.ring_attn_size": 1, "ds.use_liger_kernel": False, "ds.zero_stage": 2,
+        "data.max_images_per_prompt": 0, "rollout.top_p": 1.0, "rollout.temperature": 1.0,
+        "actor.model_name_or_path": "some/remote-model", "train.async_enable": False,
+    }  # fmt: skip
+    flat |= {name.replace("__", "."): value for name, value in changes.items()}
+    root = SimpleNamespace()
+    for path, value in flat.items():
+        *parts, name = path.split(".")
+        node = root
+        for part in parts:
+            if not hasattr(node, part):
+                setattr(node, part, SimpleNamespace())
+            node = getattr(node, part)
+        setattr(node, name, value)
+    return root
+
+
+def test_defaults_pass_in_every_mode():
+    for config in (EXACT, LINEAR, BF16, Config(precision="fp8-rollout")):
+        args = arguments()
+        before = copy.deepcopy(args)
+        settings.check(args, config)
+        assert args == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "error", "says"),
+    [
+        ({"vllm__num_engines": 0}, BF16, ConfigError, "--vllm.num_engines"),
+        ({"vllm__num_engines": None}, BF16, ConfigError, "--vllm.num_engines"),
+        ({"ds__load_in_4bit": True}, LINEAR, ConflictError, "--ds.load_in_4bit"),
+        ({"ds__lora__rank": 8}, LINEAR, ConflictError, "--ds.lora.rank"),
+        ({"ds__tensor_parallel_size": 2}, LINEAR, ConfigError, "--ds.tensor_parallel_size"),
+        ({"ds__param_dtype": "fp16"}, LINEAR, ConfigError, "--ds.param_dtype"),
+        ({"data__max_images_per_prompt": 1}, LINEAR, ConfigError, "--data.max_images_per_prompt"),
+        ({"ds__ring_attn_size": 2}, EXACT, ConfigError, "--ds.ring_attn_size"),
+        ({"ds__use_liger_kernel": True}, EXACT, ConflictError, "--ds.use_liger_kernel"),
+        ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
+        ({"rollout__temperature": 0.0}, EXACT, ConfigError, "--rollout.temperature"),
+    ],
+)
+def test_what_cannot_stand_beside_ours_is_refused_by_name(changes, config, error, says):
+    with pytest.raises(error, match=says):
+        settings.check(arguments(**changes), config)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"ds__lora__rank": 8}, {"ds__load_in_4bit": True}, {"rollout__top_p": 0.9}, {"ds__ring_attn_size": 2}]
+)
+def test_bf16_measures_and_refuses_nothing_of_the_kind(changes):
+    settings.check(arguments(**changes), BF16)
+
+
+def test_exact_refusals_are_not_those_of_linear():
+    settings.check(arguments(rollout__top_p=0.9, ds__ring_attn_size=2), LINEAR)
+
+
+def test_a_training_without_a_rollout_is_refused():
+    with pytest.raises(ConfigError, match="train_ppo_ray"):
+        settings.check(SimpleNamespace(ds=SimpleNamespace()), LINEAR)
+
+
+def test_a_local_model_is_looked_at_before_anything_starts(tmp_path):
+    path = save(tmp_path / "model", "qwen3", steps=0)
+    settings.check(arguments(actor__model_name_or_path=path), EXACT)
+    settings.check(arguments(actor__model_name_or_path=path, vllm__tensor_parallel_size=2), EXACT)
+    with pytest.raises(ModelError, match="tensor parallel size 4 cuts"):
+        settings.check(arguments(actor__model_name_or_path=path, vllm__tensor_parallel_size=4), LINEAR)
+
+
+def test_completing_says_what_it_changed():
+    args = arguments()
+    (change,) = settings.complete(args, EXACT)
+    assert "--vllm.enforce_eager" in change and args.vllm.enforce_eager is True
+    assert settings.complete(args, EXACT) == []
+    assert settings.complete(arguments(), BF16) == settings.complete(arguments(), LINEAR) == []
+    assert "older weights" in settings.complete(arguments(train__async_enable=True, vllm__enforce_eager=True), EXACT)[0]
+
+
+def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
+    made = settings.get_strategy(lambda args: args)
+    args = arguments()
+    assert made(args) is args and not hasattr(args, "jetrl")  # not enabled: passes through
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: EXACT.resolved())
+    assert made(args).jetrl == EXACT.resolved().to_env()
+    settings.check_mark(args, "here")
+    with pytest.raises(NotPatchedError, match="driver is not patched, while here is"):
+        settings.check_mark(arguments(), "here")
+    args.jetrl = BF16.to_env()
+    with pytest.raises(ConflictError, match="settings of here"):
+        settings.check_mark(args, "here")

@@ -1,0 +1,103 @@
+"""Remote calls of a weight sync: they are counted, they end, and what a worker says comes back as an error of ours."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import ray
+import torch
+
+from jetrl_patch.adapters.openrlhf.wire import GroupWire, Orders, decode, encode, entries_of, take_shared
+from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
+from jetrl_patch.sync.bucket import Bucket
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_ray(tmp_path_factory):
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="jw", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ray.init(num_cpus=4, include_dashboard=False, _temp_dir=folder, object_store_memory=80_000_000)
+        yield
+        ray.shutdown()
+
+
+@ray.remote(num_cpus=0)
+class Engine:
+    """Has the method that OpenRLHF's engines have, and answers by the order."""
+
+    def update_weight(self, name, dtype, shape, empty_cache=False):
+        order = decode(name)
+        if order is None or order["op"] == "stock":
+            raise AssertionError("mismatch dtype: src torch.uint8, dst torch.bfloat16")
+        if order["op"] == "audit":
+            raise AuditError("trainer and rollout do not compute alike: a; b")
+        if order["op"] == "die":
+            import os
+
+            os._exit(1)
+        if order["op"] == "hang":
+            time.sleep(600)
+        return [{"op": order["op"], "n": shape[0]}]
+
+
+@pytest.fixture
+def engines():
+    made = [Engine.remote() for _ in range(2)]
+    yield made
+    for engine in made:
+        ray.kill(engine)
+
+
+def test_orders_travel_as_names():
+    order = decode(encode("bucket", entries=[("w", "float32", [2, 3], 16)]))
+    assert order is not None and order["op"] == "bucket" and entries_of(order) == [("w", "float32", [2, 3], 16)]
+    assert decode("model.layers.0.mlp.down_proj.weight") is None and decode(None) is None
+
+
+@pytest.mark.e2e
+def test_answers_come_from_every_engine_and_calls_are_counted(engines):
+    orders = Orders(engines, 60)
+    assert orders.ask("begin") == [[{"op": "begin", "n": 0}]] * 2
+    GroupWire(orders, lambda flat: None).send(Bucket(torch.zeros(7, dtype=torch.uint8), []))
+    assert orders.calls == 4
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("op", "error", "says"),
+    [
+        ("audit", AuditError, "do not compute alike: a; b"),
+        ("stock", NotPatchedError, "a vLLM worker is not patched"),
+        ("die", SyncError, "failed or died"),
+    ],
+)
+def test_what_a_worker_raises(engines, op, error, says):
+    with pytest.raises(error, match=says):
+        Orders(engines, 60).ask(op)
+
+
+@pytest.mark.e2e
+def test_a_silent_worker_ends_the_sync_also_while_the_trainer_blocks(engines):
+    start = time.monotonic()
+    with pytest.raises(SyncError, match="has not answered for 2 s"):
+        Orders(engines, 2).ask("hang")
+    wire = GroupWire(Orders(engines, 1), lambda flat: time.sleep(600))
+    with pytest.raises(SyncError, match="has not answered for 1 s"):
+        wire.send(Bucket(torch.zeros(7, dtype=torch.uint8), []))
+    assert time.monotonic() - start < 30
+
+
+@pytest.mark.e2e
+def test_a_broken_group_is_a_sync_error(engines):
+    def broken(flat):
+        raise RuntimeError("connection reset by peer")
+
+    with pytest.raises(SyncError, match="connection reset by peer"):
+        GroupWire(Orders(engines, 60), broken).send(Bucket(torch.zeros(7, dtype=torch.uint8), []))
+
+
+def test_shared_bytes_on_a_cpu():
+    flat = torch.arange(9, dtype=torch.uint8)
+    assert torch.equal(take_shared({"cpu": flat.numpy().tobytes()}, None), flat)
