@@ -29,6 +29,10 @@ def planned(config):
 def load_all(configs):
     'Import every module that is patched. verl imports its vLLM parts only where a version of vllm is answered.'
     import importlib.metadata
+    from jetrl_patch.adapters.cpu import flash_attn
+    from jetrl_patch.patching.journal import Journal
+    journal = Journal()
+    flash_attn.stand_in(journal)  # without it OpenRLHF cannot be imported here
     real = importlib.metadata.version
     importlib.metadata.version = lambda name: "0.30.0+cpu" if name == "vllm" else real(name)
     try:
@@ -37,6 +41,7 @@ def load_all(configs):
                 importlib.import_module(what.module)
     finally:
         importlib.metadata.version = real
+        journal.rollback()
     # importing has made verl choose a platform, which enable() must come before
     sys.modules["verl.plugin.platform.platform_manager"]._current_platform = None
 

@@ -60,7 +60,8 @@ def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
         "for name in runtime.ADAPTERS: runtime._resolve(name)\n"
         "print(sorted(runtime.ADAPTERS))"
     )
-    assert run(sys.executable, "-c", code, cwd=tmp_path).strip() == "['cpu', 'ray', 'transformers', 'verl', 'vllm']"
+    said = run(sys.executable, "-c", code, cwd=tmp_path).strip()
+    assert said == "['cpu', 'openrlhf', 'ray', 'transformers', 'verl', 'vllm']"
 
 
 def test_the_entry_points_are_declared(target: Path) -> None:
