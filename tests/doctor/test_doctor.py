@@ -15,9 +15,13 @@ from typer.testing import CliRunner
 from jetrl_patch import runtime, support
 from jetrl_patch.adapters.cpu import detect
 from jetrl_patch.cli.main import app
+from jetrl_patch.config import Config
 from jetrl_patch.doctor import machine
+from jetrl_patch.errors import VersionError
 from jetrl_patch.patching import guards
 from tests.models import config_of
+from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
+from tests.verl.run_verl import command as verl_command
 
 R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -80,6 +84,15 @@ def test_a_version_out_of_range(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     assert check["to_do"].startswith(f"install {name}>=")
     assert found["verdict"] == "a run would NOT start: 1 problem"
     assert named(found, "patches")["state"] == "skipped" and not found["patches"]
+
+
+def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    real = guards.installed_version
+    monkeypatch.setattr(guards, "installed_version", lambda asked: "0.0.1" if asked == "openrlhf" else real(asked))
+    found = doctor("--", *verl(model), status=1)  # as enable() would
+    assert named(found, "openrlhf")["state"] == "problem"
+    with pytest.raises(VersionError, match="openrlhf"):
+        runtime.preview(Config())
 
 
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
@@ -192,6 +205,13 @@ def test_a_verl_run_that_would_start(model: Path) -> None:
     assert named(found, "switched on")["state"] == named(found, "verl settings")["state"] == "ok"
     assert f"{R}.enforce_eager=True, which was False" in named(found, "verl changes")["finding"]
     assert named(found, "model")["finding"] == str(model)
+
+
+def test_the_runs_of_the_end_to_end_tests_would_start(tmp_path: Path) -> None:
+    """They do start: see ``tests/verl/test_e2e.py`` and its like for OpenRLHF."""
+    config_of("qwen3").save_pretrained(tmp_path / "model")
+    doctor("--", "JETRL_PRECISION=fp8-unified", *verl_command(tmp_path, "/tmp/jr"), status=0)
+    doctor("--", "jetrl", "openrlhf", "--fp8-unified", *openrlhf_arguments(tmp_path), status=0)
 
 
 def test_a_preset_of_verl_is_read(model: Path) -> None:
