@@ -1,47 +1,53 @@
-"""Before the first step is computed: does every actor of the run stand as the driver does?"""
+"""Before the first step is trained: does every process of the run stand as the driver does?"""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.wire import Orders
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 
-__all__ = ["ask_actors", "audit", "check_report"]
+__all__ = ["ask_actors", "ask_engines", "audit", "check_report"]
 
-logger = logging.getLogger(__name__)
+_HOW = "start the driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
 
 
-def audit(maker: Any) -> None:
-    """Ask the actors that compute log-probs (policy, reference) and compare.
-
-    The vLLM workers were compared by the first weight sync.
+def audit(trainer: Any) -> list[dict[str, Any]]:
+    """Ask the actors that compute log-probs and the vLLM workers, compare, and log a line for each.
 
     Args:
-        maker: OpenRLHF's ``RemoteExperienceMaker``.
+        trainer: OpenRLHF's ``BasePPOTrainer``.
 
     Raises:
-        NotPatchedError: an actor is not patched, or has no FP8 layers. ConflictError: it has other settings.
+        NotPatchedError: a process is not patched, or has no FP8 layers. ConflictError: it has other settings.
     """
+    from openrlhf.utils.logging_utils import init_logger
+
     config = runtime.active_config()
-    groups = {"policy": maker.actor_model_group, "reference": maker.initial_model_group}
-    for role, group in groups.items():
-        for report in ask_actors(group, None) if group is not None else []:
-            check_report(role, report, config)
-            logger.info(
-                "jetrl_patch: %s actor %s on %s: %s",
-                role,
-                report["pid"],
-                report["node"],
-                f"{report['layers']} FP8 layers",
-            )
+    groups = {"policy actor": trainer.actor_model_group, "reference actor": trainer.reference_model_group}
+    reports = [{"role": role, **found} for role, group in groups.items() if group for found in ask_actors(group, None)]
+    if config.fp8_rollout:
+        reports += [{"role": "vLLM worker", **found} for found in ask_engines(trainer.vllm_engines, config)]
+    logger = init_logger(__name__)
+    for report in reports:
+        check_report(report, config)
+        logger.info(
+            "jetrl_patch: %s pid %s on %s: %s, %d FP8 layers, %d changes in place",
+            report["role"],
+            report["pid"],
+            report["node"],
+            config.precision,
+            report["layers"],
+            sum(state == "applied" for _, state in report["patches"]),
+        )
+    return reports
 
 
-def check_report(role: str, report: dict[str, Any], config: Config) -> None:
-    """Compare one actor's report with the settings of this process."""
-    where = f"the {role} actor (pid {report['pid']} on {report['node']})"
+def check_report(report: dict[str, Any], config: Config) -> None:
+    """Compare one process's report with the settings of this one."""
+    where = f"the {report['role']} (pid {report['pid']} on {report['node']})"
     if not report["config"]:
         raise NotPatchedError(f"{where} is not patched; {_HOW}")
     if report["config"] != config.to_env():
@@ -63,4 +69,7 @@ def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
         raise NotPatchedError(f"an actor of OpenRLHF is not patched; {_HOW}") from error
 
 
-_HOW = "start the driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
+def ask_engines(engines: Any, config: Config) -> list[dict[str, Any]]:
+    """A report of every vLLM worker, in the form of the actors'."""
+    found = Orders(engines, config.sync_timeout).ask("status")
+    return [{**worker, "layers": len(worker["layers"])} for engine in found for worker in engine]

@@ -64,9 +64,6 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``RemoteExperienceMaker.make_experience``: both log-probs of every sample stand there for the first time."""
 
     def make_experience(self: Any, samples_list: Any) -> Any:
-        if runtime.is_active() and not getattr(self, "_jetrl_audited", False):
-            audit(self)
-            self._jetrl_audited = True
         experiences = original(self, samples_list)
         if runtime.is_active():
             note_mismatch(experiences, self.args)
@@ -131,6 +128,9 @@ def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``BasePPOTrainer.train_step``: the status of a step, which OpenRLHF logs, also has our figures."""
 
     def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
+        if runtime.is_active() and not getattr(self, "_jetrl_audited", False):
+            audit(self)
+            self._jetrl_audited = True
         status, step = original(self, rollout_samples, global_step)
         if runtime.is_active():
             status.update(DRIVER.metrics)

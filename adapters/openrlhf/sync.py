@@ -7,12 +7,12 @@ first sync runs when the trainer is built, so that both sides are compared befor
 from __future__ import annotations
 
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire
 from jetrl_patch.config import Config
@@ -131,7 +131,7 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
     figures, WORKER.report = (WORKER.report, None) if item == "sync" else (None, WORKER.report)
     return {
         "pid": os.getpid(),
-        "node": socket.gethostname(),
+        "node": where(),
         "actor": type(self).__name__,
         "config": status.config.to_env() if status.config else {},
         "layers": len(status.layers),

@@ -6,11 +6,11 @@ The receiver itself hangs on the worker: the vLLM adapter put it there when the 
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.wire import decode, entries_of, take_shared
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.sync.bucket import unpack
@@ -38,7 +38,7 @@ def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
         if order["op"] == "begin":
             return _who(self)
         if order["op"] == "status":
-            return self.jetrl_report(digests=False)
+            return {**self.jetrl_report(digests=False), "node": where()}
         if order["op"] == "end":
             return self.jetrl_receiver.finish()
         raise SyncError(f"unknown order {order['op']!r}; install the same version of jetrl_patch on both sides")
@@ -88,7 +88,7 @@ def _device(worker: Any) -> Any:
 
 
 def _who(worker: Any) -> dict[str, Any]:
-    return {"pid": os.getpid(), "node": socket.gethostname(), "config": runtime.active_config().to_env()}
+    return {"pid": os.getpid(), "node": where(), "config": runtime.active_config().to_env()}
 
 
 def _unpatched_trainer() -> NotPatchedError:

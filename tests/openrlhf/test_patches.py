@@ -71,7 +71,7 @@ def test_still_needed_openrlhf_imports_flash_attn_without_condition():
 
 
 def report(**changes):
-    return {"pid": 7, "node": "n1", "config": EXACT.to_env(), "layers": 21} | changes
+    return {"role": "reference actor", "pid": 7, "node": "n1", "config": EXACT.to_env(), "layers": 21} | changes
 
 
 @pytest.mark.parametrize(
@@ -83,9 +83,9 @@ def report(**changes):
     ],
 )
 def test_an_actor_that_stands_otherwise_stops_the_run(changes, error, says):
-    audit.check_report("reference", report(), EXACT)
+    audit.check_report(report(), EXACT)
     with pytest.raises(error, match=says):
-        audit.check_report("reference", report(**changes), EXACT)
+        audit.check_report(report(**changes), EXACT)
 
 
 def test_bounds_of_openrlhfs_correction():
