@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jetrl_patch import env
@@ -77,7 +77,7 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
                 return arguments, None
             if section is not None:
                 asked_by_verl, config, source = True, section, "verl's configuration"
-        report.checks.append(_switched_on(started, env.opted_in(environ), asked_by_verl))
+        report.checks.append(_switched_on(started, environ, asked_by_verl))
     report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
     return arguments, config.resolved()
 
@@ -108,10 +108,17 @@ def _arguments(report: Report, started: Started) -> Any:
     return arguments
 
 
-def _switched_on(started: Started, by_environment: bool, by_verl: bool) -> Check:
+def _switched_on(started: Started, environ: Mapping[str, str], by_verl: bool) -> Check:
     """Whether the command, as it stands, is patched at all."""
-    name = "switched on"
-    if by_verl or (started.by_us and (by_environment or "precision" in started.overrides)):
+    name, by_environment, by_option = "switched on", env.opted_in(environ), "precision" in started.overrides
+    if by_option and env.switched_off(environ):
+        return Check(
+            name, "problem", f"a precision is asked for, but {env.SWITCH}=0 stands beside it", "drop one of the two"
+        )
+    if started.overrides and not by_option and not by_environment:
+        finding = f"{', '.join(started.overrides)} without a precision, so that nothing would be patched"
+        return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
+    if by_verl or (started.by_us and (by_environment or by_option)):
         return Check(name, "ok", "the command asks for jetrl_patch")
     if by_environment and started.framework == "verl":
         return Check(name, "ok", "the environment asks for jetrl_patch")

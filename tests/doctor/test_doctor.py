@@ -231,6 +231,16 @@ def test_a_command_that_nothing_switches_on(model: Path) -> None:
     assert "only vLLM and verl load it" in named(doctor("--", *command, status=1), "switched on")["finding"]
 
 
+def test_what_the_launcher_would_refuse(model: Path) -> None:
+    command = ["jetrl", "verl", "--align", "linear", *verl(model)[3:]]
+    assert "without a precision" in named(doctor("--", *command, status=1), "switched on")["finding"]
+    doctor("--", "JETRL_PRECISION=fp8-unified", *command, status=0)
+    command = ["JETRL_ENABLED=0", "jetrl", "verl", "--fp8-unified", *verl(model)[3:]]
+    assert "JETRL_ENABLED=0" in named(doctor("--", *command, status=1), "switched on")["finding"]
+    (check,) = doctor("--", "jetrl", "run", "--bad", status=1)["checks"]
+    assert check["name"] == "command" and "found --bad" in check["finding"]
+
+
 def test_verl_quantizes_twice(model: Path) -> None:
     found = doctor("--", *verl(model, f"{R}.quantization=fp8", "+jetrl=unified"), status=1)
     check = named(found, "verl setting")
