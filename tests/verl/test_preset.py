@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import os
+import re
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -149,6 +151,15 @@ def test_verls_main_is_patched_before_ray_starts(main) -> None:
     config, session, environ = main()
     assert session is None and not environ
     assert config.actor_rollout_ref.rollout.calculate_log_probs is False
+
+
+def test_the_file_of_the_documentation_works(main, tmp_path: Path) -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "configuration.md").read_text()
+    (block,) = re.findall(r"```yaml\n(.*?)```", page, flags=re.DOTALL)
+    (tmp_path / "mine.yaml").write_text(block)
+    _, session, environ = main(f"--config-path={tmp_path}", "--config-name=mine")
+    assert session == Config(align="linear", exclude=("layers.0", "down_proj"))
+    assert environ["JETRL_EXCLUDE"] == "layers.0,down_proj"
 
 
 def test_verls_main_refuses_what_contradicts(main) -> None:
