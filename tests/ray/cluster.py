@@ -33,8 +33,8 @@ class Cluster:
         self._nodes: list[subprocess.Popen[bytes]] = []
         self._log = Path(self._folder.name) / "nodes.txt"
 
-    def start(self, name: str, *, jobs: bool = False, **environ: str) -> None:
-        """Start a node; the first one is the head, with a server for jobs at ``self.jobs`` if asked."""
+    def start(self, name: str, *, cpus: int = 2, gpus: int = 0, jobs: bool = False, **environ: str) -> None:
+        """Start a node with logical resources; the first one is the head, with a server at ``self.jobs`` if asked."""
         where = ["--address", self.address]
         if not self._nodes:
             where = ["--head", "--port", self.address.rpartition(":")[2], f"--include-dashboard={jobs}"]
@@ -42,7 +42,7 @@ class Cluster:
             where += ["--ray-client-server-port", str(free_port()), "--temp-dir", self._folder.name]
         command = [
             str(BIN / "ray"), "start", *where, "--block", "--node-name", name, "--node-ip-address", "127.0.0.1",
-            "--num-cpus=2", "--num-gpus=0", "--object-store-memory=80000000", "--disable-usage-stats",
+            f"--num-cpus={cpus}", f"--num-gpus={gpus}", "--object-store-memory=200000000", "--disable-usage-stats",
             "--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port", str(free_port()),
         ]  # fmt: skip
         with self._log.open("ab") as log:
