@@ -52,11 +52,12 @@ def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
     """
     if tp <= 1:
         return
-    cut = [f"{name} (K = {k})" for name, k in layers if is_row_parallel(name) and k % (tp * BLOCK)]
-    if cut:
-        shown = ", ".join(cut[:8]) + (f" and {len(cut) - 8} more" if len(cut) > 8 else "")
+    split = [(name, k) for name, k in layers if is_row_parallel(name) and k % (tp * BLOCK)]
+    if split:
+        shown = ", ".join(f"{name} (K = {k})" for name, k in split[:8])
+        shown += f" and {len(split) - 8} more" if len(split) > 8 else ""
         raise ModelError(
-            f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(cut)} layers: {shown}. "
+            f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(split)} layers: {shown}. "
             f"Use a size that keeps K / size a multiple of {BLOCK}, or leave these layers in BF16 on both sides "
-            f"by exclude={sorted({name.rsplit('.', 1)[-1] for name, k in layers if k % (tp * BLOCK)} & set(ROW_PARALLEL))}."
+            f"by exclude={sorted({name.rsplit('.', 1)[-1] for name, _ in split})}."
         )

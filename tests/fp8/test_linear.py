@@ -192,8 +192,8 @@ def test_bad_models_are_refused_before_anything_changes():
 def test_a_split_that_cuts_a_block_is_refused_with_the_layers():
     layers = [("layers.0.self_attn.o_proj", 256), ("layers.0.mlp.down_proj", 1000), ("layers.0.mlp.up_proj", 320)]
     check_splits(layers, 1)
-    with pytest.raises(ModelError, match=r"size 2 cuts a block of 128 in 1 layers: layers\.0\.mlp\.down_proj \(K = 1000\)"):
-        check_splits(layers, 2)
+    with pytest.raises(ModelError, match=r"size 2 cuts a block .* layers\.0\.mlp\.down_proj \(K = 1000\)\. .*=\['down_proj'\]"):
+        check_splits(iter(layers), 2)
     with pytest.raises(ModelError, match="in 2 layers"):
         check_splits(layers, 4)
     model = Model()

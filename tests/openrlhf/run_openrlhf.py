@@ -96,5 +96,5 @@ class Run:
         self._ray_dir.cleanup()
 
     def metrics(self) -> list[dict[str, float]]:
-        """The status of each step."""
-        return [ast.literal_eval(found[1]) for found in _STATUS.findall(self.text)]
+        """The status of each step; each node of a cluster may have printed it."""
+        return [ast.literal_eval(text) for text in dict(_STATUS.findall(self.text)).values()]

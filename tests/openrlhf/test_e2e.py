@@ -10,6 +10,7 @@ import time
 import pytest
 
 from tests.openrlhf.run_openrlhf import Run, make_task
+from tests.ray.cluster import Cluster
 from tests.verl.test_e2e import _stopper
 
 TIMEOUT = 900
@@ -111,3 +112,19 @@ def test_an_argument_that_contradicts_ours_stops_the_run_before_any_actor(task):
     run = Run(task, "--ds.lora.rank", "4", environ=UNIFIED)
     assert run.wait(TIMEOUT) == 1
     assert "OpenRLHF's --ds.lora.rank" in run.text and "PolicyModelActor" not in run.text
+
+
+@pytest.mark.slow
+def test_two_nodes(task):
+    """The policy, the reference and the engine need three logical GPUs; no node has so many."""
+    cluster = Cluster()
+    try:
+        cluster.start("head", gpus=1)
+        cluster.start("second", gpus=2, VLLM_CPU_KVCACHE_SPACE="1", HF_HUB_OFFLINE="1")
+        run = Run(task, environ={**UNIFIED, "RAY_ADDRESS": cluster.address, "RAY_AUTH_MODE": "disabled"})
+        assert_exact(finish(run))
+    finally:
+        cluster.stop()
+    seen = re.findall(r"jetrl_patch: (.+) pid \d+ on \S+ \(raylet (\d+)\): fp8-unified, 21 FP8 layers", run.text)
+    assert {role for role, _ in seen} == {"policy actor", "reference actor", "vLLM worker"}, seen
+    assert len({raylet for _, raylet in seen}) == 2, seen
