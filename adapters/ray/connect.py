@@ -30,11 +30,11 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(*args, **kwargs)
         config = runtime.active_config()
         _refuse_client(args[0] if args else kwargs.get("address"))
-        with _submitted_job(config) as hook:
+        with _submitted_job(config) as (job, hook):
             kwargs["runtime_env"] = _runtime_env(kwargs, config, hook)
             context = original(*args, **kwargs)
         try:
-            require_nodes(config, installs=kwargs["runtime_env"])
+            require_nodes(config, installs={**job, **kwargs["runtime_env"]})
         except BaseException:
             ray.shutdown()  # this connection is ours, and nothing may run on it
             raise
@@ -70,20 +70,20 @@ def _one_of(own: Hook, submitted: Hook) -> Hook:
 
 
 @contextlib.contextmanager
-def _submitted_job(config: Config) -> Iterator[Hook]:
-    """Inside, the variable of ``ray job submit`` is without what we set ourselves. Gives the hook that was in it.
+def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
+    """Inside, the variable of ``ray job submit`` is without what we set ourselves. Gives what is left, and its hook.
 
     Ray merges it with the argument of ``ray.init`` and refuses what stands in both.
     """
     text = os.environ.get(JOB_CONFIG)
     if text is None:
-        yield None
+        yield {}, None
         return
     job = json.loads(text)
     job["runtime_env"], hook = take_ours(job.get("runtime_env"), config)
     os.environ[JOB_CONFIG] = json.dumps(job)
     try:
-        yield hook
+        yield job["runtime_env"], hook
     finally:
         os.environ[JOB_CONFIG] = text
 

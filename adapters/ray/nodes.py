@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetrl_patch import runtime
 from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray.hook import make_probe
 from jetrl_patch.adapters.ray.merge import HOOK_VARIABLE
@@ -51,13 +52,18 @@ class NodeStatus:
         return f"node {self.ip} ({self.hostname}{name})"
 
 
-def collect_status(config: Config, timeout: float = LIMIT) -> list[NodeStatus]:
+def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list[NodeStatus]:
     """Ask a worker on every alive node of this connection for its status; a node that cannot answer has ``error``.
 
-    Raises NotPatchedError if there is no connection.
+    Args:
+        config: what the workers should be patched with; without it, what this process is.
+        timeout: seconds to wait for the slowest node.
+
+    Raises NotPatchedError if there is no connection, or no config and this process is not patched.
     """
     import ray
 
+    config = runtime.active_config() if config is None else config
     if not ray.is_initialized():
         raise NotPatchedError("collect_status() needs a connection to Ray; call ray.init() first")
     nodes = [node for node in ray.nodes() if node["Alive"]]

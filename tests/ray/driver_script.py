@@ -58,6 +58,11 @@ ray.init(
     log_to_driver=False,
 )
 print("CONNECTED", flush=True)
+from jetrl_patch.adapters.ray.nodes import collect_status  # noqa: E402
+
+assert {node.name: (node.error, node.report["enabled"]) for node in collect_status()} == {
+    node["NodeName"]: ("", True) for node in ray.nodes()
+}
 asked = []
 for node in ray.nodes():
     pinned = ray.remote(Reporter).options(

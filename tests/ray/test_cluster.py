@@ -54,7 +54,7 @@ def test_every_node_and_its_children_are_patched_alike(cluster, tmp_path):
     assert child == reports[0]["config"]
 
 
-def test_a_node_without_the_plugin_stops_the_driver_by_its_name(cluster, tmp_path):
+def test_nodes_without_the_plugin_or_with_another_one_stop_the_driver_by_name(cluster, tmp_path):
     block = tmp_path / "block"
     block.mkdir()
     (block / "sitecustomize.py").write_text(
@@ -69,13 +69,18 @@ class Blocked:
 sys.meta_path.insert(0, Blocked())
 """
     )
+    old = tmp_path / "old" / "jetrl_patch"
+    old.mkdir(parents=True)
+    (old / "__init__.py").write_text("__version__ = '0.0.9'\n")
     cluster.start("bare", PYTHONPATH=str(block))
+    cluster.start("old", PYTHONPATH=str(old.parent))
     done = drive(cluster, tmp_path)
     assert done.returncode == 1
     assert "CONNECTED" not in done.stdout
     last = done.stderr.strip().splitlines()[-1]
-    assert re.match(
-        r"jetrl_patch\.errors\.NotPatchedError: node [\d.]+ \(.+, named bare\): asked for jetrl_patch", last
+    assert last.startswith("jetrl_patch.errors.NotPatchedError: node ")
+    assert re.search(r"node [\d.]+ \([^,]+, named bare\): .*No module named 'jetrl_patch'", last)
+    assert re.search(
+        r"node [\d.]+ \([^,]+, named old\): asked for jetrl_patch [\d.]+, as in the driver, but found 0\.0\.9", last
     )
-    assert "ModuleNotFoundError: No module named 'jetrl_patch'" in last
     assert "named head" not in last and "named clean" not in last

@@ -76,6 +76,14 @@ def test_under_ray_job_submit_the_job_and_the_driver_agree(original, monkeypatch
         connect.init(original)()
 
 
+def test_what_a_job_installs_counts_for_the_time_that_nodes_get(original, monkeypatch):
+    given = []
+    monkeypatch.setattr(connect, "require_nodes", lambda config, installs: given.append(installs))
+    monkeypatch.setenv(connect.JOB_CONFIG, json.dumps({"runtime_env": {"pip": ["x"]}}))
+    connect.init(original)(runtime_env={"py_modules": ["y"]})
+    assert given[0]["pip"] == ["x"] and given[0]["py_modules"] == ["y"]
+
+
 def test_two_hooks_of_the_users_are_a_conflict_as_in_ray(original, monkeypatch):
     monkeypatch.setenv(connect.JOB_CONFIG, json.dumps({"runtime_env": {"worker_process_setup_hook": "os.getcwd"}}))
     with pytest.raises(ConflictError, match="RAY_OVERRIDE_JOB_RUNTIME_ENV"):
