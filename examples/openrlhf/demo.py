@@ -23,7 +23,7 @@ def main() -> int:
     parser.add_argument("--align", default=None, choices=("exact", "linear"), help="fp8-unified only; default exact")
     parser.add_argument("--compare", action="store_true", help="all four modes, one after the other")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--zero-stage", type=int, default=defaults.zero_stage, choices=(0, 1, 2, 3))
     parser.add_argument("--actors", type=int, default=defaults.actors, help="ranks of the policy")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo-openrlhf"))
