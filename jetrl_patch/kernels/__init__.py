@@ -1,0 +1,1 @@
+"""Triton kernels for Hopper: quantizers and the three GEMMs, tested in the interpreter and compiled ahead."""

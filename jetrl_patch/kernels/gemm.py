@@ -1,0 +1,92 @@
+"""FProp on Hopper: Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
+
+    X e4m3 [M, K] row-major, s [M, G];  W e4m3 [N, K] row-major, s [N, G] (per row);  Y [M, N];  G = ceil(K / 128)
+
+Both operands have K contiguous, which is the one layout that FP8 ``wgmma`` takes. A block's dot goes to a fresh
+accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``: the formula of the contract. A row's
+bits depend on that row alone: the tile comes from N, K is walked in one order, no program shares a sum with another.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_patch.fp8.formats import BLOCK, groups
+from jetrl_patch.kernels.gemm_common import (
+    PINNED,
+    check_device,
+    check_operand,
+    check_output,
+    converted,
+    descriptor,
+    place,
+    programs,
+    tile_for,
+)
+
+#: tiles of a band; see ``place``
+HEIGHT = 8
+
+
+@triton.jit
+def fprop_kernel(  # type: ignore[no-untyped-def]
+    x_MK, w_NK, sx, sw, y, M, N, K, sx_m, sx_g, sw_n, sw_g, programs,
+    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
+):  # fmt: skip
+    """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS and COLUMNS times 128."""
+    rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
+    blocks = tl.cdiv(K, 128) // SPLITS
+    for tile in tl.range(tl.program_id(0), rows * columns, programs):
+        row, column = place(tile, rows, columns, HEIGHT)
+        m = row * ROWS + tl.arange(0, ROWS)
+        n = column * COLUMNS + tl.arange(0, COLUMNS)
+        sx_at = sx + tl.minimum(m, M - 1) * sx_m
+        sw_at = sw + tl.minimum(n, N - 1) * sw_n
+        total = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for split in tl.static_range(SPLITS):
+            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+            for kb in tl.range(split * blocks, (split + 1) * blocks, num_stages=STAGES):
+                x = x_MK.load([row * ROWS, kb * 128])
+                w = w_NK.load([column * COLUMNS, kb * 128])
+                scale = tl.load(sx_at + kb * sx_g)[:, None] * tl.load(sw_at + kb * sw_g)[None, :]
+                acc = tl.fma(tl.dot(x, w.T), scale, acc)
+            if split == 0:
+                total = acc
+            else:
+                total += acc
+        at = y + m.to(tl.int64)[:, None] * N + n[None, :]
+        tl.store(at, converted(total, y), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def fprop(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
+) -> Tensor:
+    """Y [M, N] in BF16 or FP32, as ``fp8.reference.fprop``; scales may have any strides.
+
+    Raises:
+        TypeError, ValueError: operands that do not fit, or splits that cut a block.
+        ConfigError: a device without CUDA.
+    """
+    check_output(out_dtype)
+    (M, K), N = q_MK.shape, w_NK.shape[0]
+    if w_NK.shape[1] != K:
+        raise ValueError(f"X {list(q_MK.shape)} and W {list(w_NK.shape)} differ in K")
+    check_operand("X", q_MK, s_MG, (M, groups(K)))
+    check_operand("W", w_NK, s_NG, (N, groups(K)))
+    if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
+        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    check_device(q_MK, s_MG, w_NK, s_NG)
+    y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
+    if y.numel() == 0:
+        return y
+    tile = tile_for(N)
+    grid = programs(q_MK.device, -(-M // tile.rows) * -(-N // tile.columns), tile.per_sm)
+    fprop_kernel[grid](
+        descriptor(q_MK, tile.rows), descriptor(w_NK, tile.columns), s_MG, s_NG, y, M, N, K, *s_MG.stride(), *s_NG.stride(),
+        grid[0], SPLITS=splits, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, HEIGHT=HEIGHT,
+        num_warps=tile.warps, num_stages=tile.stages, **PINNED,
+    )  # fmt: skip
+    return y
