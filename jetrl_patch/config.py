@@ -17,14 +17,14 @@ Precision = Literal["bf16", "fp8-unified", "fp8-rollout"]
 Align = Literal["exact", "linear"]
 ResolvedAlign = Literal["exact", "linear", "none"]
 ScaleFormat = Literal["pow2", "fp32"]
-Backend = Literal["auto", "native", "torch"]
+Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
 Platform = Literal["auto", "cpu", "cuda"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("bf16", "fp8-unified", "fp8-rollout"),
     "align": ("exact", "linear"),
     "scale_format": ("pow2", "fp32"),
-    "backend": ("auto", "native", "torch"),
+    "backend": ("auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"),
     "platform": ("auto", "cpu", "cuda"),
 }
 _PLANNED = {"precision": ("int8-rollout", "fp16")}
@@ -42,7 +42,8 @@ class Config:
         scale_format: ``"pow2"`` rounds scales up to powers of two, ``"fp32"`` keeps them.
         exclude: patterns of modules that stay in BF16 on both sides. A pattern is matched part by part on whole
             dotted name parts, ``fnmatch`` within a part: ``mlp.gate`` never matches ``mlp.gate_up_proj``.
-        backend: which GEMM computes the FP8 products; the same one on both sides.
+        backend: which GEMM computes the FP8 products; the same one on both sides. ``"auto"`` is native on a CPU with a
+            compiler, deep_gemm or triton on Hopper, else torch, the reference; a name that cannot serve is an error.
         platform: ``"cpu"`` also installs what lets verl run without an accelerator.
         sync_timeout: seconds after which a weight sync that makes no progress is a SyncError.
     """

@@ -1,0 +1,106 @@
+"""What each GPU backend needs: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.support``.
+
+The reason is the finding when ok and says what is missing when not. Nothing here starts a kernel.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Check = tuple[bool, str]
+
+#: FP8 ``wgmma`` and the block-scaled kernels of these libraries: Hopper and nothing else (8.9 multiplies in another
+#: order, 10.0 takes other scales)
+CAPABILITY = (9, 0)
+#: the first cuBLASLt with block scales
+CUDA_OF_CUBLASLT = (12, 9)
+#: DeepGEMM as it may be installed, and as CUDA builds of vLLM bring it (the order in which vLLM looks)
+DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+
+
+def check_hopper() -> Check:
+    """Whether torch sees a Hopper GPU."""
+    if not torch.cuda.is_available():
+        return False, f"torch {torch.__version__} sees no CUDA device"
+    found = torch.cuda.get_device_capability()
+    if found != CAPABILITY:
+        return False, f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
+    return True, torch.cuda.get_device_name()
+
+
+def check_triton() -> Check:
+    """Whether the project's own kernels run here."""
+    ok, reason = check_hopper()
+    if ok and not _found("triton"):
+        return False, "the triton package is not installed"
+    return ok, reason
+
+
+def check_cublaslt() -> Check:
+    """Whether ``torch.nn.functional.scaled_mm`` takes block scales here."""
+    ok, reason = check_hopper()
+    if not ok:
+        return ok, reason
+    version = torch.version.cuda or "0.0"
+    if tuple(int(part) for part in version.split(".")[:2]) < CUDA_OF_CUBLASLT:
+        return False, f"block scales need CUDA 12.9 or newer, and this torch was built with CUDA {version}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return False, f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    return True, f"CUDA {version}"
+
+
+def check_deep_gemm() -> Check:
+    """Whether a DeepGEMM that has the kernels can be imported here."""
+    ok, reason = check_hopper()
+    if not ok:
+        return ok, reason
+    module, found = find_deep_gemm()
+    return module is not None, found
+
+
+def check_te() -> Check:
+    """Whether TransformerEngine is there. Its layers are its own: the plugin leaves them as they are."""
+    if not _found("transformer_engine"):
+        return False, "transformer_engine is not installed"
+    return False, (
+        "TransformerEngine's layers quantize and multiply by themselves (recipe Float8BlockScaling), so they are left as "
+        "they are, and its kernels do not serve nn.Linear here"
+    )
+
+
+CHECKS: dict[str, Callable[[], Check]] = {
+    "deep_gemm": check_deep_gemm,
+    "triton": check_triton,
+    "cublaslt": check_cublaslt,
+    "te": check_te,
+}
+
+
+def find_deep_gemm() -> tuple[Any, str]:
+    """The DeepGEMM module and its name, or None and why: the package of that name on PyPI has no kernels in it."""
+    reasons = []
+    for name in DEEP_GEMM:
+        if not _found(name):
+            reasons.append(f"{name} is not installed")
+            continue
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a broken installation raises what it likes
+            reasons.append(f"{name} cannot be imported ({type(error).__name__}: {error})")
+            continue
+        if callable(getattr(module, "fp8_gemm_nt", None)):
+            return module, name
+        reasons.append(f"{name} has no fp8_gemm_nt")
+    return None, ", ".join(reasons)
+
+
+def _found(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):  # a parent package is missing
+        return False

@@ -1,0 +1,88 @@
+"""cuBLASLt's block-scaled GEMM through ``torch.nn.functional.scaled_mm`` (CUDA 12.9 or newer, Hopper).
+
+``scaled_mm(a [M, K] row-major, b [K, N] column-major)`` with FP32 scales, the outer dimension contiguous:
+
+| recipe  | scale of a               | scale of b                                                               |
+| 1x128   | [M, K/128], strides (1, M) | [N, K/128], strides (1, N)                                             |
+| 128x128 |                          | [L, N/128], strides (1, L), L = K/128 rounded up to 4 (older torch reads past less) |
+
+FProp takes 1x128 for the weight too: the interface's scales are per row, and any slice of rows then stays right. cuBLASLt
+chooses its kernel by shape, so nothing promises that rows are independent: ``row_equality`` decides on the machine.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, turned
+from jetrl_patch.fp8.formats import BLOCK, FP8
+
+#: widths must be multiples of this many elements, heights of a
+WIDTH, HEIGHT = 16, 8
+
+
+class CublasLtBackend(GpuBackend):
+    """Widths that are no multiples of 16 are refused; rows are padded to multiples of 8."""
+
+    name = "cublaslt"
+
+    def gemm(
+        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        step = check_splits(q_MK.shape[1], splits)
+        total: Tensor | None = None
+        for k in range(0, q_MK.shape[1], step):
+            q, w = q_MK[:, k : k + step], w_NK[:, k : k + step]
+            g = slice(k // BLOCK, -(-(k + step) // BLOCK))
+            part = _product(q, s_MG[:, g], w, s_NG[:, g], out_dtype if splits == 1 else torch.float32)
+            total = part if total is None else total + part
+        assert total is not None
+        return total.to(out_dtype)
+
+    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+        _check_width(w_NK.shape[0], w_NK.shape[1])
+        s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
+        return _scaled_mm(g_MN, s_MG, turned(w_NK), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
+
+    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return _product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
+
+
+def _product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a b^T with scales of 1x128 on both sides."""
+    _check_width(a_MK.shape[1], b_NK.shape[0])
+    return _scaled_mm(a_MK, sa_MG, b_NK, _columns(sb_NG), F.ScalingType.BlockWise1x128, out_dtype)
+
+
+def _scaled_mm(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb: Tensor, recipe_b: F.ScalingType, out_dtype: torch.dtype) -> Tensor:
+    M = a_MK.shape[0]
+    if M == 0:
+        return a_MK.new_empty(0, b_NK.shape[0], dtype=out_dtype)
+    if M % HEIGHT:
+        a_MK = F.pad(a_MK.view(torch.uint8), (0, 0, 0, -M % HEIGHT)).view(FP8)
+        sa_MG = F.pad(sa_MG, (0, 0, 0, -M % HEIGHT))
+    recipe = F.ScalingType.BlockWise1x128
+    y = F.scaled_mm(a_MK, b_NK.t(), _columns(sa_MG), recipe, sb, recipe_b, output_dtype=out_dtype)
+    return y[:M]
+
+
+def _columns(s: Tensor) -> Tensor:
+    """The same scales [R, G] with the rows contiguous, strides (1, R); no copy where they are so already."""
+    return s.t().contiguous().t()
+
+
+def _check_width(*widths: int) -> None:
+    """Raises ModelError for widths that cuBLASLt cannot read."""
+    wrong = [width for width in widths if width % WIDTH]
+    if wrong:
+        raise ModelError(
+            explain(
+                'backend="cublaslt"',
+                asked=f"widths that are multiples of {WIDTH}",
+                found=", ".join(map(str, wrong)),
+                fix='use backend="triton", or leave the layer in BF16 with exclude=',
+            )
+        )

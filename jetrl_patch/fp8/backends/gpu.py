@@ -1,0 +1,76 @@
+"""What the GPU backends have in common: the quantizers, and the operands of the gradients' products.
+
+A subclass multiplies operands that are quantized already; nothing here waits for the device. Shape legend as in ``base``.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.fp8 import quantize
+from jetrl_patch.fp8.backends.base import Backend
+from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
+
+
+class GpuBackend(Backend):
+    """Quantizes; ``gemm``, ``dgrad_product`` and ``wgrad_product`` are the subclass's."""
+
+    @abstractmethod
+    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """dX [M, K] from e4m3 dY with groups along N and the weight in its blocks; BF16 or FP32."""
+
+    @abstractmethod
+    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        """dW [N, K] from transposed operands, M a multiple of 128, scales [M/128, N] and [M/128, K]; BF16 or FP32."""
+
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        return quantize.quantize_activation(x_MK, scale_format)
+
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        return quantize.quantize_tokens(x_MK, scale_format)
+
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        return quantize.quantize_weight(w_NK, scale_format)
+
+    def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """As ``quantize_tokens``, but e4m3 [K, M] with M padded by zeros to whole groups: the layout of WGrad."""
+        x_KM = F.pad(x_MK.t(), (0, groups(x_MK.shape[0]) * BLOCK - x_MK.shape[0]))
+        q_KM, s_KG = self.quantize_activation(x_KM.contiguous(), scale_format)
+        return q_KM, s_KG.t().contiguous()
+
+    def dgrad(
+        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        q, s = self.quantize_activation(g_MN, scale_format)
+        return self.dgrad_product(q, s, w_NK, s_blocks, written(out_dtype)).to(out_dtype)
+
+    def wgrad(
+        self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        x_MK = quantize.dequantize_activation(q_MK, s_MG, torch.bfloat16)
+        g, x = self.quantize_transposed(g_MN, scale_format), self.quantize_transposed(x_MK, scale_format)
+        return self.wgrad_product(*g, *x, written(out_dtype)).to(out_dtype)
+
+    def fingerprint(self, w_NK: Tensor) -> int | None:
+        return None  # reading a number back would stop the stream
+
+
+def written(out_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that a kernel writes for a result in ``out_dtype``: BF16, or FP32 for everything wider or other."""
+    return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
+
+
+def turned(q: Tensor) -> Tensor:
+    """A row-major copy of the transpose of an e4m3 matrix: the libraries want the contraction contiguous."""
+    return q.view(torch.uint8).t().contiguous().view(FP8)
+
+
+def check_splits(K: int, splits: int) -> int:
+    """The width of one of ``splits`` equal ranges of K. Raises ValueError where they cut a block."""
+    if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
+        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    return K // splits

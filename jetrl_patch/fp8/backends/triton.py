@@ -1,0 +1,31 @@
+"""The project's own Triton kernels on Hopper: the formula of the contract as it stands, in FP8 ``wgmma``."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.fp8.backends.gpu import GpuBackend
+
+
+class TritonBackend(GpuBackend):
+    """Rows are independent by construction: see ``kernels.gemm``. triton is imported by the first product."""
+
+    name = "triton"
+
+    def gemm(
+        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        from jetrl_patch.kernels.gemm import fprop
+
+        return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+
+    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+        from jetrl_patch.kernels.gemm_dgrad import dgrad
+
+        return dgrad(g_MN, s_MG, w_NK, s_blocks, out_dtype)
+
+    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        from jetrl_patch.kernels.gemm_wgrad import wgrad
+
+        return wgrad(g_NM, sg, x_KM, sx, out_dtype)
