@@ -15,8 +15,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.fp8.formats import BLOCK, groups
+from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import (
+    NARROW,
     PINNED,
+    WIDE,
+    Tile,
+    box,
     check_device,
     check_operand,
     check_output,
@@ -90,3 +95,20 @@ def fprop(
         num_warps=tile.warps, num_stages=tile.stages, **PINNED,
     )  # fmt: skip
     return y
+
+
+def _spec(tile: Tile, out: str, splits: int) -> Spec:
+    integers = dict.fromkeys(("M", "N", "K", "sx_m", "sx_g", "sw_n", "sw_g", "programs"), "i32")
+    return Spec(
+        name=f"fprop_{tile.rows}x{tile.columns}_{out}" + ("" if splits == 1 else f"_splits{splits}"),
+        kernel=fprop_kernel,
+        types={"x_MK": box(tile.rows), "w_NK": box(tile.columns), "sx": "*fp32", "sw": "*fp32", "y": f"*{out}", **integers},
+        constexprs={
+            "SPLITS": splits, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages, "HEIGHT": HEIGHT,
+        },
+        options={"num_warps": tile.warps, "num_stages": tile.stages, **PINNED},
+        aligned=("N", "K"),
+    )  # fmt: skip
+
+
+KERNELS = tuple(_spec(tile, out, splits) for tile in (NARROW, WIDE) for out in ("bf16", "fp32") for splits in (1, 2))

@@ -53,20 +53,20 @@ def place(tile, rows, columns, HEIGHT: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def rounded(x):  # type: ignore[no-untyped-def]
-    """FP32 to the nearest BF16, ties to even, still as FP32.
+    """FP32 to the nearest BF16, ties to even.
 
-    On bits, because the interpreter's own conversion cuts; a NaN stays.
+    On bits, because the interpreter's own conversion cuts and misses subnormals; a NaN stays one (its quiet bit is kept).
     """
     bits = x.to(tl.uint32, bitcast=True)
-    nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
-    return tl.where(x == x, nearest, x)
+    nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
+    return (nearest >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
 def converted(x, like):  # type: ignore[no-untyped-def]
     """The sum in the dtype of the pointer ``like`` (BF16 or FP32), rounded once."""
     if like.dtype.element_ty == tl.bfloat16:
-        return rounded(x).to(tl.bfloat16)
+        return rounded(x)
     else:
         return x
 
@@ -83,6 +83,11 @@ def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
         padded[:, :width] = q.view(torch.uint8)
         q = padded.view(FP8)[:, :width]
     return TensorDescriptor(q, [height, width], [pitch, 1], [rows, columns])
+
+
+def box(rows: int, columns: int = BLOCK) -> str:
+    """Triton's name for the type of such a descriptor."""
+    return f"tensordesc<fp8e4nv[{rows},{columns}]>"
 
 
 def programs(device: torch.device, tiles: int, per_sm: int) -> tuple[int]:

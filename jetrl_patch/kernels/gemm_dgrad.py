@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.fp8.formats import BLOCK, groups
+from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
+    box,
     check_device,
     check_operand,
     check_output,
@@ -73,3 +75,19 @@ def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype:
         grid[0], ROWS=ROWS, STAGES=STAGES, HEIGHT=HEIGHT, num_warps=WARPS, num_stages=STAGES, **PINNED,
     )  # fmt: skip
     return dx
+
+
+KERNELS = tuple(
+    Spec(
+        name=f"dgrad_{ROWS}x128_{out}",
+        kernel=dgrad_kernel,
+        types={
+            "g_MN": box(ROWS), "w_NK": box(BLOCK), "sg": "*fp32", "sw": "*fp32", "dx": f"*{out}",
+            **dict.fromkeys(("M", "N", "K", "sg_m", "sg_g", "sw_n", "sw_k", "programs"), "i32"),
+        },
+        constexprs={"ROWS": ROWS, "STAGES": STAGES, "HEIGHT": HEIGHT},
+        options={"num_warps": WARPS, "num_stages": STAGES, **PINNED},
+        aligned=("N", "K"),
+    )
+    for out in ("bf16", "fp32")
+)  # fmt: skip

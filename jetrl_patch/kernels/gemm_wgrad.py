@@ -14,8 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.fp8.formats import groups
+from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
+    box,
     check_device,
     check_operand,
     check_output,
@@ -97,3 +99,19 @@ def wgrad(
         grid[0], ADD=add_to is not None, SIDE=SIDE, STAGES=STAGES, HEIGHT=HEIGHT, num_warps=WARPS, num_stages=STAGES, **PINNED,
     )  # fmt: skip
     return dw
+
+
+KERNELS = tuple(
+    Spec(
+        name=f"wgrad_{SIDE}x{SIDE}_{out}" + ("_add" if add else ""),
+        kernel=wgrad_kernel,
+        types={
+            "g_NM": box(SIDE), "x_KM": box(SIDE), "sg": "*fp32", "sx": "*fp32", "dw": f"*{out}",
+            **dict.fromkeys(("M", "N", "K", "sg_g", "sg_n", "sx_g", "sx_k", "programs"), "i32"),
+        },
+        constexprs={"ADD": add, "SIDE": SIDE, "STAGES": STAGES, "HEIGHT": HEIGHT},
+        options={"num_warps": WARPS, "num_stages": STAGES, **PINNED},
+        aligned=("N", "K"),
+    )
+    for out, add in (("bf16", False), ("fp32", False), ("fp32", True))
+)  # fmt: skip

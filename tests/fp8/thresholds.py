@@ -17,6 +17,10 @@ SQNR_UNQUANTIZED = {
 SQNR_GEMM = 48.0
 #: share of BF16 outputs of the native FProp that equal the oracle's
 NATIVE_EQUALS_ORACLE = 0.995
+#: share of BF16 outputs of the Triton FProp, interpreted (FP32 dots), that equal the oracle's
+KERNEL_EQUALS_ORACLE = 0.999
+#: least SQNR in dB of a kernel's FP32 sums, interpreted, against the FP64 product of the same operands
+SQNR_KERNEL_FP32 = 120.0
 #: saved bytes of an Fp8Linear over those of a BF16 nn.Linear
 SAVED_BYTES_RATIO = 0.55
 #: least cosine between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor

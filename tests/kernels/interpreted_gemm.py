@@ -1,0 +1,246 @@
+"""The Triton GEMMs in the interpreter, against the FP64 oracle and against themselves in other company.
+
+Run by ``test_gemm.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+The dot of a block is done in FP64 here: numpy's FP32 product gives a row other bits at another place of the tile,
+and what is tested is everything around it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch import nn
+from triton.runtime import interpreter
+
+from jetrl_patch.fp8 import quantize, reference
+from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.backends.row_equality import compare_rows
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.kernels import gemm_common
+from jetrl_patch.kernels.gemm import fprop
+from jetrl_patch.kernels.gemm_dgrad import dgrad
+from jetrl_patch.kernels.gemm_wgrad import wgrad
+
+from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
+
+assert triton.knobs.runtime.interpret
+
+
+@pytest.fixture(autouse=True)
+def exact_dot(monkeypatch):
+    original = interpreter.InterpreterBuilder.create_dot
+
+    def create_dot(self, a, b, d, *precision):
+        zero = interpreter.TensorHandle(np.zeros_like(d.data, dtype=np.float64), tl.float64)
+        dot = original(self, a, b, zero, *precision).data
+        return interpreter.TensorHandle((dot + d.data).astype(np.float32), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+SHAPES = [(1, 128, 128), (5, 64, 320), (33, 320, 1000), (130, 200, 257), (200, 17, 129)]  # M, N, K
+FORMATS = ["pow2", "fp32"]
+
+
+def operands(M, N, K, scale_format="pow2"):
+    g = torch.Generator().manual_seed(M + N + K)
+    x = torch.randn(M, K, generator=g) * torch.exp(torch.randn(M, 1, generator=g))
+    w = torch.randn(N, K, generator=g) * K**-0.5
+    q_NK, s_blocks = quantize.quantize_weight(w, scale_format)
+    q_MK, s_MG = quantize.quantize_activation(x.to(torch.bfloat16), scale_format)
+    return q_MK, s_MG, q_NK, quantize.expand_weight_scale(s_blocks, N)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("wide", [False, True])
+def test_fprop_against_the_oracle(shape, scale_format, wide, monkeypatch):
+    monkeypatch.setattr(gemm_common, "WIDE_FROM", 1 if wide else 10**9)
+    args = operands(*shape, scale_format)
+    y = fprop(*args)
+    assert y.shape == shape[:2] and y.dtype == torch.bfloat16
+    assert (y == reference.fprop(*args, torch.bfloat16)).float().mean() >= KERNEL_EQUALS_ORACLE
+    unrounded = fprop(*args, torch.float32)
+    assert sqnr(unrounded, reference.fprop(*args, torch.float32)) > SQNR_KERNEL_FP32
+    assert torch.equal(unrounded.to(torch.bfloat16), y)  # one rounding, to the nearest
+
+
+@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
+def test_a_row_depends_on_itself_alone(out_dtype):
+    x, s, w, rows = operands(300, 130, 500, "fp32")
+    whole = fprop(x, s, w, rows, out_dtype)
+    for size in (1, 7, 64, 130, 256):
+        for start in (0, 1, 130, 300 - size):
+            if start + size <= 300:
+                part = slice(start, start + size)
+                assert torch.equal(fprop(x[part], s[part], w, rows, out_dtype), whole[part])
+
+
+def test_no_tile_is_chosen_by_the_number_of_rows(monkeypatch):
+    seen = []
+    kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: seen.append((k["ROWS"], k["COLUMNS"]))})
+    monkeypatch.setattr("jetrl_patch.kernels.gemm.fprop_kernel", kernel())
+    for M in (1, 7, 64, 256, 5000):
+        q, s = torch.zeros(M, 128, dtype=torch.float8_e4m3fn), torch.ones(M, 1)
+        fprop(q, s, q.new_zeros(64, 128), torch.ones(64, 1))
+    assert len(seen) == 5 and len(set(seen)) == 1 and seen[0][0] >= 64  # at least 64 rows: FP8 wgmma
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_splits_equal_what_tensor_parallel_ranks_add(ranks, scale_format):
+    x, s, w, rows = operands(9, 130, 1024, scale_format)
+    K, G = 1024 // ranks, 8 // ranks
+    total = None
+    for r in range(ranks):
+        k, g = slice(r * K, (r + 1) * K), slice(r * G, (r + 1) * G)
+        part = fprop(x[:, k].contiguous(), s[:, g].contiguous(), w[:, k].contiguous(), rows[:, g].contiguous(), torch.float32)
+        total = part if total is None else total + part
+    y = fprop(x, s, w, rows, splits=ranks)
+    assert torch.equal(y, total.to(torch.bfloat16))
+    assert not torch.equal(fprop(x, s, w, rows, torch.float32), total)  # the order of addition does show
+    assert (y == reference.fprop(x, s, w, rows, torch.bfloat16, ranks)).float().mean() >= KERNEL_EQUALS_ORACLE
+
+
+def test_scales_are_per_row_whatever_slice_of_the_weight_this_is():
+    x, s, w, rows = operands(5, 300, 260)
+    whole = fprop(x, s, w, rows)
+    assert torch.equal(fprop(x, s, w[40:250], rows[40:250]), whole[:, 40:250])
+
+
+def test_layouts_change_nothing():
+    x, s, w, rows = operands(33, 140, 500)
+    y = fprop(x, s, w, rows)
+    assert torch.equal(fprop(x, s.t().contiguous().t(), w, rows.t().contiguous().t()), y)
+    shifted = torch.zeros(33 * 500 + 1, dtype=torch.uint8)[1:].view(torch.float8_e4m3fn).view(33, 500)
+    shifted.view(torch.uint8).copy_(x.view(torch.uint8))  # rows that TMA could not read as they lie
+    assert shifted.data_ptr() % 16 and torch.equal(fprop(shifted, s, w, rows), y)
+
+
+def test_not_a_number_stays_visible_in_its_row():
+    x, s, w, rows = operands(20, 70, 256)
+    s[3, 1] = float("nan")
+    y = fprop(x, s, w, rows)
+    assert y[3].isnan().all() and y.isnan().sum() == 70
+
+
+@triton.jit
+def round_kernel(x, y, n, SIZE: tl.constexpr):
+    at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    tl.store(y + at, gemm_common.converted(tl.load(x + at, mask=at < n), y), mask=at < n)
+
+
+def test_the_rounding_is_that_of_torch():
+    bits = torch.randint(-(2**31), 2**31, (60_000,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    halfway = (bits & ~0xFFFF) | 0x8000
+    special = torch.tensor([0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3.4e38, -3.4e38, 1e-45])
+    x = torch.cat((bits.view(torch.float32), halfway.view(torch.float32), special))
+    y = torch.empty(len(x), dtype=torch.bfloat16)
+    round_kernel[(-(-len(x) // 4096),)](x, y, len(x), SIZE=4096)
+    assert torch.equal(y.isnan(), x.isnan())
+    keep = ~x.isnan()
+    assert torch.equal(y[keep].view(torch.int16), x[keep].to(torch.bfloat16).view(torch.int16))
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1000), (260, 130, 257)])
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_gradients_against_the_oracle(shape, scale_format, dtype):
+    M, N, K = shape
+    least = SQNR_GEMM if dtype == torch.bfloat16 else SQNR_KERNEL_FP32
+    gen = torch.Generator().manual_seed(5)
+    g, x = ((torch.randn(M, width, generator=gen) * size).to(torch.bfloat16) for width, size in ((N, 1e-6), (K, 1.0)))
+    q_NK, s_blocks = quantize.quantize_weight(torch.randn(N, K, generator=gen), scale_format)
+    q_MN, s_MG = quantize.quantize_activation(g, scale_format)
+    dx = dgrad(q_MN, s_MG, q_NK, s_blocks, dtype)
+    assert dx.dtype == dtype and sqnr(dx, reference.dgrad(q_MN, s_MG, q_NK, s_blocks)) > least
+    (qg, sg), (qx, sx) = (quantize.quantize_tokens(t, scale_format) for t in (g, x))
+    args = (qg.t().contiguous(), sg, qx.t().contiguous(), sx)
+    dw = wgrad(*args, dtype)
+    assert dw.dtype == dtype and sqnr(dw, reference.wgrad(qg, sg, qx, sx)) > least
+
+
+def test_wgrad_adds_to_a_main_gradient():
+    gen = torch.Generator().manual_seed(0)
+    g, x = (torch.randn(200, width, generator=gen).to(torch.bfloat16) for width in (130, 70))
+    (qg, sg), (qx, sx) = (quantize.quantize_tokens(t, "pow2") for t in (g, x))
+    args = (qg.t().contiguous(), sg, qx.t().contiguous(), sx)
+    main = torch.randn(130, 70, generator=gen)
+    expected = main + wgrad(*args, torch.float32)
+    assert wgrad(*args, add_to=main) is main and torch.equal(main, expected)
+
+
+def test_empty_batches():
+    x, s, w, rows = operands(3, 64, 256)
+    assert fprop(x[:0], s[:0], w, rows).shape == (0, 64)
+    _, s_blocks = quantize.quantize_weight(torch.ones(64, 256), "pow2")
+    assert dgrad(w.new_zeros(0, 64), s.new_zeros(0, 1), w, s_blocks).shape == (0, 256)
+    empty = w.new_zeros(64, 0), s.new_zeros(0, 64), w.new_zeros(32, 0), s.new_zeros(0, 32)
+    assert torch.equal(wgrad(*empty), torch.zeros(64, 32, dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda a: (a[0].float(), *a[1:]), TypeError, "X: expected torch.float8_e4m3fn"),
+        (lambda a: (a[0], a[1].double(), *a[2:]), TypeError, "X: .* found .* torch.float64"),
+        (lambda a: (*a[:2], a[2].view(torch.uint8), a[3]), TypeError, "W: expected"),
+        (lambda a: (a[0], a[1][:, :1], *a[2:]), ValueError, r"X: \[3, 256\] needs scales of shape \[3, 2\]"),
+        (lambda a: (*a[:3], a[3][::128]), ValueError, r"W: \[64, 256\] needs scales of shape \[64, 2\]"),
+        (lambda a: (*a[:2], a[2][:, :128], a[3]), ValueError, "differ in K"),
+        (lambda a: (*a, torch.float16), TypeError, "found torch.float16"),
+        (lambda a: (*a, torch.bfloat16, 4), ValueError, "without cutting a block"),
+        (lambda a: (*a, torch.bfloat16, 0), ValueError, "without cutting a block"),
+        (lambda a: (*a[:3], a[3].to("meta")), ValueError, "its scales on meta"),
+        (lambda a: (*a[:2], a[2].to("meta"), a[3].to("meta")), ValueError, "several devices: cpu, meta"),
+    ],
+)
+def test_wrong_operands_of_fprop(change, error, match):
+    with pytest.raises(error, match=match):
+        fprop(*change(operands(3, 64, 256)))
+
+
+def test_wrong_operands_of_the_gradients():
+    x, s, w, _ = operands(3, 64, 256)
+    blocks = torch.ones(1, 2)
+    g, sg = w.new_zeros(3, 64), torch.ones(3, 1)
+    with pytest.raises(ValueError, match="differ in N"):
+        dgrad(x, s, w, blocks)
+    with pytest.raises(ValueError, match=r"W: .* needs scales of shape \[1, 2\], found \[64, 2\]"):
+        dgrad(g, sg, w, torch.ones(64, 2))
+    with pytest.raises(TypeError, match=r"found torch\.float16"):
+        dgrad(g, sg, w, blocks, torch.float16)
+    with pytest.raises(ValueError, match="number of tokens"):
+        wgrad(g, torch.ones(1, 3), x, torch.ones(2, 3))
+    ok = w.new_zeros(4, 256), torch.ones(2, 4), w.new_zeros(8, 256), torch.ones(2, 8)
+    for wrong in (torch.zeros(4, 8).bfloat16(), torch.zeros(8, 4), torch.zeros(8, 4).t()):
+        with pytest.raises(ValueError, match="a main gradient must be"):
+            wgrad(*ok, add_to=wrong)
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_a_linear_layer_on_this_backend(scale_format):
+    torch.manual_seed(0)
+    layer = nn.Linear(320, 130).to(torch.bfloat16)
+    layer.__class__ = Fp8Linear
+    layer.fp8 = Fp8State(scale_format, "triton")
+    x = torch.randn(3, 7, 320, requires_grad=True)
+    g = torch.randn(3, 7, 130).to(torch.bfloat16)
+    y = layer(x)
+    y.backward(g)
+    x64, w64, g64 = (t.detach().double() for t in (x, layer.weight, g))
+    expected = {
+        "fprop": x64 @ w64.t() + layer.bias.detach().double(),
+        "dgrad": g64 @ w64,
+        "wgrad": g64.flatten(0, 1).t() @ x64.flatten(0, 1),
+    }
+    for name, value in {"fprop": y, "dgrad": x.grad, "wgrad": layer.weight.grad}.items():
+        assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
+
+
+def test_the_row_comparison_passes_here():
+    verdict = compare_rows(get_backend("triton"), (192, 256), "cpu", trained=270, decoded=(1, 7, 64))
+    assert verdict.ok, verdict.found

@@ -1,0 +1,61 @@
+"""The Triton GEMMs: their numbers in the interpreter (a process of its own), and what they compile to for Hopper."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.kernels import gemm, gemm_dgrad, gemm_wgrad
+from jetrl_patch.kernels.aot import Spec, compile_one
+from jetrl_patch.kernels.gemm_common import NARROW, WIDE
+
+FP8 = torch.float8_e4m3fn
+ROOT = Path(__file__).resolve().parents[2]
+#: an SM's registers, and what a block of threads may have of its shared memory, on compute capability 9.0
+REGISTERS, SHARED = 65536, 227 * 1024
+#: most bytes of spilled registers a thread; 0 where nothing stands. Two sums are held where K is split.
+SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
+SPECS = [*gemm.KERNELS, *gemm_dgrad.KERNELS, *gemm_wgrad.KERNELS]
+
+
+def test_in_the_interpreter():
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_gemm.py"]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_compiles_to_fp8_wgmma_and_nothing_else(spec: Spec):
+    made = compile_one(spec)
+    found = set(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S+", made.ptx))
+    columns = spec.constexprs.get("COLUMNS", 128)
+    assert found == {f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"}
+    assert made.spills <= SPILLS.get(spec.name, 0), made[:3]
+    per_sm = NARROW.per_sm if spec.constexprs.get("COLUMNS") == NARROW.columns else 1
+    assert made.registers * spec.options["num_warps"] * 32 * per_sm <= REGISTERS, made[:3]
+    assert made.shared * per_sm <= SHARED, made[:3]
+
+
+def test_tiles_are_high_enough_for_fp8():
+    assert min(NARROW.rows, WIDE.rows, gemm_dgrad.ROWS, gemm_wgrad.SIDE) >= 64
+
+
+def test_a_cpu_without_the_interpreter_is_told():
+    q, s = torch.zeros(3, 128, dtype=FP8), torch.ones(3, 1)
+    for call in (
+        lambda: gemm.fprop(q, s, q, s),
+        lambda: gemm_dgrad.dgrad(q, s, q.new_zeros(128, 64), torch.ones(1, 1)),
+        lambda: gemm_wgrad.wgrad(q, s.t(), q, s.t()),
+    ):
+        with pytest.raises(ConfigError, match='run on CUDA devices, found cpu; use backend="native"'):
+            call()
