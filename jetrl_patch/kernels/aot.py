@@ -1,0 +1,104 @@
+"""Compile every kernel for Hopper ahead of time: no GPU is needed to see registers, spills, shared memory and PTX.
+
+Each kernel module ends with ``KERNELS``, a tuple of ``Spec``; a new module is one more name in ``MODULES``.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+MODULES = ("gemm", "gemm_dgrad", "gemm_wgrad")
+HOPPER = GPUTarget("cuda", 90, 32)
+
+
+class Spec(NamedTuple):
+    """One kernel with representative arguments.
+
+    ``types`` names every argument that is no constexpr (``"*bf16"``, ``"i32"``, ``"tensordesc<fp8e4nv[128, 128]>"``), in
+    the kernel's order. ``aligned`` names integers that are multiples of 16; pointers always start at one.
+    """
+
+    name: str
+    kernel: Any
+    types: Mapping[str, str]
+    constexprs: Mapping[str, Any] = {}
+    options: Mapping[str, Any] = {}
+    aligned: tuple[str, ...] = ()
+
+
+class Compiled(NamedTuple):
+    """What a compiled kernel needs of an SM, and its assembly."""
+
+    registers: int
+    spills: int  # bytes of local memory a thread
+    shared: int  # bytes a program
+    ptx: str
+
+
+def specs() -> dict[str, Spec]:
+    """All registered kernels by name.
+
+    Raises:
+        ValueError: a name that two kernels have.
+    """
+    found: dict[str, Spec] = {}
+    for module in MODULES:
+        for spec in getattr(importlib.import_module(f"jetrl_patch.kernels.{module}"), "KERNELS", ()):
+            if spec.name in found:
+                raise ValueError(f"two kernels are registered as {spec.name}")
+            found[spec.name] = spec
+    return found
+
+
+def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
+    """Compile a kernel to a cubin and read what ``cuobjdump`` says about it."""
+    names = spec.kernel.arg_names
+    signature = {name: spec.types.get(name, "constexpr") for name in names}
+    divisible = [
+        (index,) for index, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned
+    ]
+    source = ASTSource(
+        fn=spec.kernel,
+        signature=signature,
+        constexprs={(names.index(name),): value for name, value in spec.constexprs.items()},
+        attrs={index: [["tt.divisibility", 16]] for index in divisible},
+    )
+    built = triton.compile(source, target=target, options=dict(spec.options))
+    registers, spills = _resources(built.asm["cubin"])
+    return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"])
+
+
+def compile_all(target: GPUTarget = HOPPER) -> dict[str, Compiled]:
+    """Every registered kernel, compiled for ``target``, by name."""
+    return {name: compile_one(spec, target) for name, spec in specs().items()}
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """Registers a thread and bytes of local memory (where spills go) of the one kernel of a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run(
+            [_tool("cuobjdump"), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump printed no resource usage:\n{text}")
+    return int(found[1]), int(found[2]) + int(found[3])
+
+
+@functools.cache
+def _tool(name: str) -> str:
+    """The binary that comes with triton, so that no CUDA toolkit is needed."""
+    return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)
