@@ -44,7 +44,7 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor
     M, K = x_MK.shape
     x = F.pad(x_MK.float(), (0, groups(K) * BLOCK - K)).view(M, groups(K), BLOCK)
     s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
-    return _to_fp8(x / s_MG.unsqueeze(-1)).view(M, -1)[:, :K].contiguous(), s_MG
+    return _to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous(), s_MG
 
 
 def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:

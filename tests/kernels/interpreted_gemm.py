@@ -120,6 +120,30 @@ def test_layouts_change_nothing():
     assert shifted.data_ptr() % 16 and torch.equal(fprop(shifted, s, w, rows), y)
 
 
+@pytest.mark.parametrize("width", [128, 129])
+@pytest.mark.parametrize("shift", [0, 1, 16])
+def test_descriptors_start_at_16_bytes(width, shift):
+    q = torch.arange(3 * width + shift, dtype=torch.uint8)[shift:].view(torch.float8_e4m3fn).view(3, width)
+    made = gemm_common.descriptor(q, 64)
+    assert made.base.data_ptr() % 16 == 0 and made.strides[0] % 16 == 0 and made.shape == [3, width]
+    assert torch.equal(made.base.view(torch.uint8), q.view(torch.uint8))
+    assert (made.base.data_ptr() == q.data_ptr()) == (width == 128 and shift % 16 == 0)  # copied only where it must be
+
+
+@triton.jit
+def place_kernel(out, rows, columns, HEIGHT: tl.constexpr):
+    tile = tl.program_id(0)
+    row, column = gemm_common.place(tile, rows, columns, HEIGHT)
+    tl.store(out + tile, row * 1000 + column)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(1, 5), (8, 3), (11, 3), (16, 1), (7, 7)])
+def test_every_tile_is_computed_once(rows, columns):
+    out = torch.zeros(rows * columns, dtype=torch.int32)
+    place_kernel[(rows * columns,)](out, rows, columns, HEIGHT=8)
+    assert sorted(out.tolist()) == [row * 1000 + column for row in range(rows) for column in range(columns)]
+
+
 def test_not_a_number_stays_visible_in_its_row():
     x, s, w, rows = operands(20, 70, 256)
     s[3, 1] = float("nan")

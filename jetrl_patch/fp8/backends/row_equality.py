@@ -76,8 +76,8 @@ def compare_rows(
             )
             for i in (0, 1)
         ]
-        both = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.bfloat16, 2)[:7]
-        unequal = _unequal((sums[0] + sums[1]).to(torch.bfloat16), both)
+        both = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.float32, 2)[:7]
+        unequal = _unequal(sums[0] + sums[1], both)
         if unequal:
             return Verdict(False, f"{unequal} of {both.numel()} values differ between two ranges of K and two ranks' sums")
     return Verdict(True, f"rows at M = {', '.join(map(str, decoded))} equal those at M = {trained}")

@@ -1,0 +1,284 @@
+"""Which backend is chosen where, and what the GPU libraries would be handed (their calls are stood in for by the oracle)."""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jetrl_patch.errors import ConfigError, ModelError
+from jetrl_patch.fp8 import backends, quantize, reference
+from jetrl_patch.fp8.backends import capability, choose_backend, get_backend, row_equality
+from jetrl_patch.fp8.backends.cublaslt import CublasLtBackend
+from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, block_scales
+
+from .thresholds import SQNR_GEMM, sqnr
+
+FORMATS = ["pow2", "fp32"]
+BLOCK = 128
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with this GPU, CUDA and these packages."""
+
+    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: sm)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "a GPU")
+        monkeypatch.setattr(torch.version, "cuda", cuda)
+        there = {*packages, *({"deep_gemm"} if deep_gemm is not None else ())}
+        spec = types.SimpleNamespace()
+        monkeypatch.setattr(capability.importlib.util, "find_spec", lambda name: spec if name in there else None)
+        original = capability.importlib.import_module
+        load = lambda name: deep_gemm() if name == "deep_gemm" else original(name)  # noqa: E731
+        monkeypatch.setattr(capability.importlib, "import_module", load)
+
+    return make
+
+
+def working():
+    return types.SimpleNamespace(fp8_gemm_nt=lambda *a, **k: None)
+
+
+def empty():
+    return types.SimpleNamespace()
+
+
+def broken():
+    raise RuntimeError("no JIT headers")
+
+
+@pytest.mark.parametrize(
+    ("setup", "chosen"),
+    [
+        ({"deep_gemm": working}, "deep_gemm"),
+        ({}, "triton"),
+        ({"deep_gemm": empty}, "triton"),
+        ({"deep_gemm": broken}, "triton"),
+        ({"packages": ()}, "torch"),
+        ({"sm": (8, 0), "deep_gemm": working}, "torch"),
+        ({"sm": (8, 9)}, "torch"),
+        ({"sm": (10, 0), "deep_gemm": working}, "torch"),
+        ({"sm": None}, "torch"),
+    ],
+)
+def test_auto_takes_the_best_that_serves(machine, setup, chosen):
+    machine(**setup)
+    assert choose_backend("auto", "cuda") == chosen
+
+
+@pytest.mark.parametrize(
+    ("name", "setup", "match"),
+    [
+        ("triton", {"sm": (8, 0)}, "needs compute capability 9.0 .Hopper., and this device has 8.0"),
+        ("triton", {"sm": None}, "sees no CUDA device"),
+        ("triton", {"packages": ()}, "the triton package is not installed"),
+        ("deep_gemm", {"sm": (8, 9), "deep_gemm": working}, "this device has 8.9"),
+        ("deep_gemm", {}, "deep_gemm is not installed, vllm.third_party.deep_gemm is not installed"),
+        ("deep_gemm", {"deep_gemm": empty}, "deep_gemm has no fp8_gemm_nt"),
+        ("deep_gemm", {"deep_gemm": broken}, "cannot be imported .RuntimeError: no JIT headers"),
+        ("cublaslt", {"cuda": "12.8"}, "need CUDA 12.9 or newer, and this torch was built with CUDA 12.8"),
+        ("cublaslt", {"cuda": None}, "need CUDA 12.9 or newer"),
+        ("cublaslt", {"sm": (10, 0)}, "this device has 10.0"),
+        ("te", {}, "transformer_engine is not installed"),
+        ("te", {"packages": ("transformer_engine",)}, "left as they are"),
+        ("native", {}, "is for the CPU"),
+        ("cutlass", {}, "choose one of auto, native, torch, deep_gemm, triton, cublaslt, te"),
+    ],
+)
+def test_a_name_that_cannot_serve(machine, name, setup, match):
+    machine(**setup)
+    with pytest.raises(ConfigError, match=match):
+        choose_backend(name, "cuda")
+
+
+def test_names_that_serve(machine):
+    machine(cuda="13.0", deep_gemm=working)
+    for name in ("triton", "deep_gemm", "cublaslt", "torch"):
+        assert choose_backend(name, "cuda") == name
+
+
+@pytest.mark.parametrize("name", ["triton", "deep_gemm", "cublaslt", "te"])
+def test_gpu_backends_are_refused_on_a_cpu(machine, name):
+    machine(deep_gemm=working)
+    with pytest.raises(ConfigError, match="asked for a CUDA device, but found device type 'cpu'"):
+        choose_backend(name, "cpu")
+
+
+def test_get_backend(monkeypatch):
+    with pytest.raises(ConfigError, match="no GEMM backend is called 'te'; there are native, torch, triton"):
+        get_backend("te")
+    monkeypatch.setattr(backends, "_LOADED", {})
+    assert get_backend("triton") is get_backend("triton") and get_backend("triton").name == "triton"
+    with pytest.raises(ConfigError, match='"deep_gemm" was asked for, but deep_gemm is not installed'):
+        get_backend("deep_gemm")
+
+
+def test_a_backend_of_the_gpu_needs_no_triton_to_be_imported(monkeypatch):
+    original = builtins.__import__
+    block = lambda name, *a, **k: (_ for _ in ()).throw(ImportError(name)) if name == "triton" else original(name, *a, **k)  # noqa: E731
+    monkeypatch.setattr(builtins, "__import__", block)
+    monkeypatch.setattr(backends, "_LOADED", {})
+    assert get_backend("triton").fingerprint(torch.ones(1, 1)) is None
+
+
+def oracle(a, sa, b, sb_rows, out_dtype):
+    return reference.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb_rows.contiguous(), out_dtype)
+
+
+def fake_deep_gemm(a, b, d, c=None, recipe=None):
+    """What the header's checks of ``fp8_gemm_nt`` on sm_90 ask for, and the product by the oracle."""
+    (a, sa), (b, sb) = a, b
+    (M, K), N = a.shape, b.shape[0]
+    assert a.stride(1) == b.stride(1) == d.stride(1) == 1 and a.stride(0) % 16 == b.stride(0) % 16 == 0
+    assert sa.shape == (M, -(-K // BLOCK)) and b.shape == (N, K) and d.shape == (M, N)
+    if recipe == (1, 128, 128):
+        assert c is None and d.dtype == torch.bfloat16
+        assert sb.shape == (-(-N // BLOCK), -(-K // BLOCK)) and sb.is_contiguous()
+        sb = quantize.expand_weight_scale(sb, N)
+        d.copy_(oracle(a, sa, b, sb, torch.bfloat16))
+    else:
+        assert recipe == (1, 1, 128) and c is d and d.dtype == torch.float32 and sb.shape == (N, -(-K // BLOCK))
+        d.add_(oracle(a, sa, b, sb, torch.float32))
+
+
+def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
+    """The layouts that ``torch.nn.functional.scaled_mm`` documents for block scales, and the product by the oracle."""
+    (M, K), N = a.shape, b.shape[1]
+    G = -(-K // BLOCK)
+    assert b.shape[0] == K and a.stride(1) == 1 and b.stride(0) == 1 and M % 8 == K % 16 == N % 16 == 0
+    assert recipe_a == F.ScalingType.BlockWise1x128
+    assert sa.shape == (M, G) and sa.stride(0) == 1 and (G == 1 or sa.stride(1) == M)
+    if recipe_b == F.ScalingType.BlockWise1x128:
+        assert sb.shape == (N, G) and sb.stride(0) == 1 and (G == 1 or sb.stride(1) == N)
+        rows = sb
+    else:
+        L = -(-G // 4) * 4
+        assert recipe_b == F.ScalingType.BlockWise128x128 and sb.shape == (L, -(-N // BLOCK))
+        assert sb.stride(0) == 1 and (sb.shape[1] == 1 or sb.stride(1) == L)
+        rows = quantize.expand_weight_scale(sb[:G].t(), N)
+    return oracle(a, sa, b.t(), rows, output_dtype)
+
+
+@pytest.fixture(params=["deep_gemm", "cublaslt"])
+def library(request, machine, monkeypatch):
+    if request.param == "deep_gemm":
+        machine(deep_gemm=lambda: types.SimpleNamespace(fp8_gemm_nt=fake_deep_gemm))
+        return DeepGemmBackend()
+    monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
+    return CublasLtBackend()
+
+
+@pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1008), (130, 256, 512)])
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_what_the_libraries_are_handed(library, shape, scale_format):
+    M, N, K = shape
+    gen = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(M, width, generator=gen).to(torch.bfloat16) for width in (K, N))
+    w = torch.randn(N, K, generator=gen).to(torch.bfloat16)
+    torch_backend = get_backend("torch")
+    q, s = library.quantize_weight(w, scale_format)
+    rows = quantize.expand_weight_scale(s, N)
+    for dtype in (torch.bfloat16, torch.float32):
+        assert torch.equal(
+            library.fprop(x, q, rows, scale_format, dtype), torch_backend.fprop(x, q, rows, scale_format, dtype)
+        )
+        dx = library.dgrad(g, q, s, scale_format, dtype)
+        assert dx.dtype == dtype and sqnr(dx, torch_backend.dgrad(g, q, s, scale_format, torch.float32)) > SQNR_GEMM
+        qx, sx = library.quantize_activation(x, scale_format)
+        dw = library.wgrad(g, qx, sx, scale_format, dtype)
+        assert dw.dtype == dtype and dw.shape == (N, K)
+        assert sqnr(dw, torch_backend.wgrad(g, qx, sx, scale_format, torch.float32)) > SQNR_GEMM
+
+
+@pytest.mark.parametrize("splits", [2, 4])
+def test_the_libraries_add_partial_sums_in_the_order_of_the_ranks(library, splits):
+    gen = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 1024, generator=gen).to(torch.bfloat16)
+    q, s = quantize.quantize_weight(torch.randn(64, 1024, generator=gen), "fp32")
+    rows = quantize.expand_weight_scale(s, 64)
+    expected = get_backend("torch").fprop(x, q, rows, "fp32", splits=splits)
+    assert torch.equal(library.fprop(x, q, rows, "fp32", splits=splits), expected)
+    with pytest.raises(ValueError, match="without cutting a block"):
+        library.fprop(x, q, rows, "fp32", splits=16)
+
+
+def test_no_rows(library):
+    q, s = quantize.quantize_weight(torch.ones(64, 256), "pow2")
+    x = torch.zeros(0, 256, dtype=torch.bfloat16)
+    assert library.fprop(x, q, quantize.expand_weight_scale(s, 64), "pow2").shape == (0, 64)
+
+
+def test_block_scales_of_rows():
+    s = torch.rand(3, 2)
+    for N in (256 + 17, 384, 384 - 64):
+        assert torch.equal(block_scales(quantize.expand_weight_scale(s, N)), s[: -(-N // BLOCK)])
+    assert torch.equal(block_scales(quantize.expand_weight_scale(s[:1], 40)), s[:1])
+    cut = block_scales(quantize.expand_weight_scale(s, 384)[64:])  # began inside a block: visible, not wrong
+    assert cut[:2].isnan().all() and torch.equal(cut[2], s[2])
+
+
+def test_cublaslt_refuses_widths_it_cannot_read():
+    q, s = quantize.quantize_weight(torch.ones(64, 264), "pow2")
+    with pytest.raises(ModelError, match="multiples of 16, but found 264"):
+        CublasLtBackend().fprop(torch.ones(8, 264).bfloat16(), q, quantize.expand_weight_scale(s, 64), "pow2")
+    q, s = quantize.quantize_weight(torch.ones(72, 256), "pow2")
+    with pytest.raises(ModelError, match="multiples of 16, but found 72"):
+        CublasLtBackend().dgrad(torch.ones(8, 72).bfloat16(), q, s, "pow2", torch.bfloat16)
+
+
+class Shifty(type(get_backend("torch"))):
+    """A library that rounds another way when there are few rows, or when K is split."""
+
+    name = "shifty"
+
+    def __init__(self, few=0, split=False):
+        self.few, self.split = few, split
+
+    def gemm(self, q, s, w, rows, out_dtype, splits=1):
+        y = super().gemm(q, s, w, rows, torch.float32, 1 if self.split else splits)
+        return (y * (1 + 2**-20) if len(q) <= self.few else y).to(out_dtype)
+
+
+def test_row_comparison():
+    compare = lambda b: row_equality.compare_rows(b, (64, 512), "cpu", trained=300)  # noqa: E731
+    for name in ("torch", "native"):
+        assert compare(get_backend(name)).ok
+    assert compare(Shifty()) == (True, "rows at M = 1, 7, 64, 256 equal those at M = 300")
+    few = compare(Shifty(few=64))
+    assert not few.ok and "differ from those at M = 300" in few.found
+    split = compare(Shifty(split=True))
+    assert not split.ok and "two ranges of K" in split.found
+
+
+def test_a_rollout_is_refused_by_name_and_asked_once(monkeypatch):
+    device = torch.device("meta")  # stands for a GPU: only a CPU is exempt
+    asked = []
+
+    def verdict(ok):
+        def compare(*args):
+            asked.append(args[1])
+            return row_equality.Verdict(ok, "3 of 64 values differ")
+
+        return compare
+
+    monkeypatch.setattr(row_equality, "_PROVEN", set())
+    monkeypatch.setattr(row_equality, "compare_rows", verdict(False))
+    row_equality.require_row_equality(Shifty(), (64, 512), torch.device("cpu"))
+    assert not asked
+    with pytest.raises(ModelError, match=r"'shifty' in a rollout.*\[64, 512\].*3 of 64 values differ"):
+        row_equality.require_row_equality(Shifty(), (64, 512), device)
+    monkeypatch.setattr(row_equality, "compare_rows", verdict(True))
+    for _ in range(3):
+        row_equality.require_row_equality(Shifty(), (64, 512), device)
+    row_equality.require_row_equality(Shifty(), (128, 512), device)
+    assert asked == [(64, 512), (64, 512), (128, 512)]
+
+
+def test_find_spec_of_a_missing_parent():
+    assert importlib.util.find_spec("torch") and not capability._found("no_such_package.child")
