@@ -1,0 +1,97 @@
+"""Numbers on the device: scales, e4m3fn bytes and BF16 rounding, bit for bit those of ``fp8.quantize``.
+
+Everything is written on bits or with correctly rounded operations, so that the interpreter, which has wrong casts, and
+a GPU give the same result. ``HARDWARE`` takes the GPU's own conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
+``cvt.rn.bf16x2.f32``). Every NaN becomes the byte 0x7f on both ways.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# the bits of 1e-10, the floor of an amax, and of infinity
+_FLOOR = tl.constexpr(0x2EDBE6FF)
+_INF = tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def magnitude(x):  # type: ignore[no-untyped-def]
+    """The bits of |x| of an FP32 tensor: they order like integers, and a NaN above everything, so a maximum keeps it."""
+    return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """``fp8.quantize.scale_from_amax`` of the ``magnitude`` of an amax; the division is IEEE's, not ``div.full``."""
+    amax = tl.where(amax_bits < _FLOOR, _FLOOR, amax_bits).to(tl.float32, bitcast=True)
+    scale = tl.math.div_rn(amax, 448.0)
+    if POW2:
+        bits = scale.to(tl.int32, bitcast=True)
+        up = ((bits + 0x7FFFFF) & _INF).to(tl.float32, bitcast=True)
+        scale = tl.where(bits < _INF, up, scale)
+    return scale
+
+
+@triton.jit
+def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
+    """x / scale, correctly rounded; ``scale`` is broadcast against x and has one value a group.
+
+    A power of two between 2^-42 (from the floor) and 2^120 has an exact reciprocal, which is no subnormal: one division a
+    group and one product an element. Products that become subnormal are far below the smallest e4m3 value.
+    """
+    if POW2:
+        return x * tl.math.div_rn(1.0, scale)
+    else:
+        return tl.math.div_rn(x, scale)
+
+
+@triton.jit
+def bf16_value(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """FP32 rounded to the nearest BF16 value, ties to even, still as FP32. A NaN stays a NaN."""
+    if HARDWARE:
+        return x.to(tl.bfloat16).to(tl.float32)
+    else:
+        bits = x.to(tl.uint32, bitcast=True)
+        nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).to(tl.float32, bitcast=True)
+        return tl.where(x == x, nearest, x)
+
+
+@triton.jit
+def encode(y, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """FP32 to the nearest e4m3fn byte (uint8), ties to even, saturating at +-448."""
+    if HARDWARE:
+        return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        bits = y.to(tl.int32, bitcast=True)
+        a = bits & 0x7FFFFFFF
+        normal = (
+            a + 0x7FFFF + ((a >> 20) & 1) - 0x3C000000
+        ) >> 20  # 3 of 23 bits of the mantissa, exponent bias 127 -> 7
+        # adding 2^14 leaves steps of 2^-9, those of the subnormals, and rounds to them
+        tiny = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(a < 0x3C800000, tiny, normal)  # 2^-6
+        code = tl.where(a >= 0x43E00000, 0x7E, code)  # 448
+        code = code | ((bits >> 24) & 0x80)
+        return tl.where(a > _INF, 0x7F, code).to(tl.uint8)
+
+
+@triton.jit
+def decode(q, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """e4m3fn byte (uint8) to FP32, exact."""
+    if HARDWARE:
+        return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        wide = q.to(tl.int32)
+        a = wide & 0x7F
+        normal = ((a << 20) + 0x3C000000).to(tl.float32, bitcast=True)
+        value = tl.where(a < 8, a.to(tl.float32) * 0.001953125, normal)  # steps of 2^-9
+        value = tl.where(a == 0x7F, float("nan"), value)
+        return (value.to(tl.int32, bitcast=True) | ((wide & 0x80) << 24)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def quantized(x, amax_bits, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Bytes of x, and the scale; ``amax_bits`` is broadcast against x."""
+    scale = scale_of(amax_bits, POW2)
+    return encode(divided(x, scale, POW2), HARDWARE), scale

@@ -1,0 +1,189 @@
+"""The quantizers of ``fp8.quantize`` as Triton kernels, bit for bit, each with one read of its input.
+
+    rows    1x128 along K     q [M, K]                     s [M, G]
+    tokens  128x1 along M     q [M, K] or turned [K, M]    s [ceil(M / 128), K]
+    both    both in one read: DGrad's operand [M, K] and WGrad's [K, M]
+    weight  128x128 blocks    q [N, K]                     s [ceil(N / 128), G]
+
+G = ceil(K / 128). Matrices are row-major; what lies outside counts as zero. A tile never decides a bit: a group's scale
+is a maximum, which has no order, and everything else is element by element.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_patch.fp8.formats import ScaleFormat, groups
+from jetrl_patch.kernels.aot import Spec
+from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized
+from jetrl_patch.kernels.gemm_common import PINNED
+from jetrl_patch.kernels.outputs import as_fp8, check_input, new_rows, new_tokens, options
+from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
+
+#: rows of a tile of one group: few while there are few tokens, so that more SMs work
+ROWS, FEW_ROWS, FEW = 32, 4, 1024
+#: columns of a tile of 128 tokens
+COLUMNS = 64
+
+
+@triton.jit
+def rows_kernel(  # type: ignore[no-untyped-def]
+    x, q, s, M, K, x_m, s_m, s_g, ROWS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
+):
+    G = tl.cdiv(K, 128)
+    m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
+    g = tl.program_id(0) % G
+    tile = load_tile(x, m, g * 128 + tl.arange(0, 128), M, K, x_m)
+    store_rows(tile, q, s, m, g, M, K, s_m, s_g, POW2, HARDWARE)
+
+
+@triton.jit
+def tokens_kernel(  # type: ignore[no-untyped-def]
+    x, q, s, M, K, x_m, pitch,
+    COLUMNS: tl.constexpr, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    columns = tl.cdiv(K, COLUMNS)
+    g = tl.program_id(0) // columns
+    k = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
+    tile = load_tile(x, g * 128 + tl.arange(0, 128), k, M, K, x_m)
+    store_tokens(tile, q, s, g, k, M, K, pitch, TURNED, POW2, HARDWARE)
+
+
+@triton.jit
+def both_kernel(  # type: ignore[no-untyped-def]
+    x, q, s, qt, st, M, K, x_m, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr
+):
+    G = tl.cdiv(K, 128)
+    gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
+    m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
+    tile = load_tile(x, m, k, M, K, x_m)
+    store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
+    store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
+
+
+@triton.jit
+def weight_kernel(w, q, s, N, K, w_n, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    G = tl.cdiv(K, 128)
+    n = (tl.program_id(0) // G) * 128 + tl.arange(0, 128)
+    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
+    tile = load_tile(w, n, k, N, K, w_n)
+    if w.dtype.element_ty == tl.float32:
+        tile = bf16_value(tile, HARDWARE)  # a master is quantized from its BF16 value
+    codes, scale = quantized(tile, tl.max(tl.max(magnitude(tile), 1), 0), POW2, HARDWARE)
+    tl.store(q + n.to(tl.int64)[:, None] * K + k[None, :], codes, mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(s + tl.program_id(0), scale)
+
+
+def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False) -> tuple[Tensor, Tensor]:
+    """As ``fp8.quantize.quantize_activation``: e4m3 [M, K] and FP32 [M, G].
+
+    Args:
+        x_MK: BF16, elements of a row adjacent; rows may have a stride.
+        columns: the scales' strides are (1, M), which cuBLASLt reads, instead of (G, 1).
+
+    Raises:
+        TypeError, ValueError, ConfigError: as ``outputs.check_input``; so do all functions here.
+    """
+    check_input("x", x_MK)
+    fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
+    q, s = new_rows(x_MK, M, K, columns)
+    if q.numel():
+        rows, warps = (ROWS, 4) if M > FEW else (FEW_ROWS, 1)
+        grid = (-(-M // rows) * groups(K),)
+        rows_kernel[grid](x_MK, q, s, M, K, x_MK.stride(0), *s.stride(), ROWS=rows, num_warps=warps, **fixed)
+    return as_fp8(q), s
+
+
+def quantize_tokens(
+    x_MK: Tensor, scale_format: ScaleFormat, turned: bool = False, pad: bool = False
+) -> tuple[Tensor, Tensor]:
+    """As ``fp8.quantize.quantize_tokens``: e4m3 [M, K] and FP32 [ceil(M / 128), K].
+
+    Args:
+        x_MK: BF16, elements of a row adjacent; rows may have a stride.
+        turned: write the e4m3 matrix as [K, M], tokens adjacent: WGrad's operand.
+        pad: only with ``turned``: [K, ceil(M / 128) * 128], zeros past M.
+    """
+    check_input("x", x_MK)
+    fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
+    q, s = new_tokens(x_MK, M, K, turned, pad)
+    if q.numel():
+        grid = (groups(M) * -(-K // COLUMNS),)
+        tokens_kernel[grid](
+            x_MK, q, s, M, K, x_MK.stride(0), q.stride(0), COLUMNS=COLUMNS, TURNED=turned, num_warps=4, **fixed
+        )
+    return as_fp8(q), s
+
+
+def quantize_both(
+    x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, pad: bool = False
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """One read, two layouts: (q [M, K], s [M, G]) as ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) as turned tokens.
+
+    The second pair is row-major, strides (M, 1) (``pad``: (ceil(M / 128) * 128, 1)) and (K, 1).
+    """
+    check_input("x", x_MK)
+    fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
+    (q, s), (qt, st) = new_rows(x_MK, M, K, columns), new_tokens(x_MK, M, K, True, pad)
+    if q.numel():
+        grid = (groups(M) * groups(K),)
+        both_kernel[grid](x_MK, q, s, qt, st, M, K, x_MK.stride(0), *s.stride(), qt.stride(0), num_warps=8, **fixed)
+    return as_fp8(q), s, as_fp8(qt), st
+
+
+def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """As ``fp8.quantize.quantize_weight``: e4m3 [N, K] and FP32 [ceil(N / 128), G], from BF16 or an FP32 master."""
+    check_input("weight", w_NK, torch.bfloat16, torch.float32)
+    fixed, (N, K) = options(w_NK, scale_format), w_NK.shape
+    q, _ = new_rows(w_NK, N, K)
+    s = torch.empty(groups(N), groups(K), dtype=torch.float32, device=w_NK.device)
+    if q.numel():
+        weight_kernel[(groups(N) * groups(K),)](w_NK, q, s, N, K, w_NK.stride(0), num_warps=8, **fixed)
+    return as_fp8(q), s
+
+
+_X = {"x": "*bf16", "q": "*u8", "s": "*fp32"}
+_TURNED = {"qt": "*u8", "st": "*fp32"}
+_SIZES = {"M": "i32", "K": "i32", "x_m": "i32"}
+_STRIDES = {"s_m": "i32", "s_g": "i32"}
+
+
+def _specs() -> tuple[Spec, ...]:
+    found = []
+    for scale in ("pow2", "fp32"):
+        fixed = {"POW2": scale == "pow2", "HARDWARE": True}
+        for rows, warps in ((ROWS, 4), (FEW_ROWS, 1)):
+            found.append(
+                Spec(
+                    f"quantize_rows{rows}_{scale}", rows_kernel, _X | _SIZES | _STRIDES, {"ROWS": rows, **fixed},
+                    {"num_warps": warps, **PINNED}, ("K", "x_m", "s_m"),
+                )
+            )  # fmt: skip
+        for turned in (False, True):
+            found.append(
+                Spec(
+                    f"quantize_tokens{'_turned' * turned}_{scale}", tokens_kernel, _X | _SIZES | {"pitch": "i32"},
+                    {"COLUMNS": COLUMNS, "TURNED": turned, **fixed}, {"num_warps": 4, **PINNED}, ("M", "K", "x_m", "pitch"),
+                )
+            )  # fmt: skip
+        found.append(
+            Spec(
+                f"quantize_both_{scale}", both_kernel, _X | _TURNED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
+                {"num_warps": 8, **PINNED}, ("M", "K", "x_m", "pitch"),
+            )
+        )  # fmt: skip
+        for dtype in ("bf16", "fp32"):
+            found.append(
+                Spec(
+                    f"quantize_weight_{dtype}_{scale}", weight_kernel,
+                    {"w": f"*{dtype}", "q": "*u8", "s": "*fp32", "N": "i32", "K": "i32", "w_n": "i32"}, fixed,
+                    {"num_warps": 8, **PINNED}, ("N", "K", "w_n"),
+                )
+            )  # fmt: skip
+    return tuple(found)
+
+
+KERNELS = _specs()
