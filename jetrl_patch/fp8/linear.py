@@ -103,11 +103,15 @@ class _Fp8Matmul(torch.autograd.Function):
         grad = grad_outputs[0]
         g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         dx = dw = db = None
-        if ctx.needs_input_grad[0]:
+        wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, ctx.w_dtype)
+        if all(wanted):
+            dx, dw = state.backend.gradients(g_MN, q_NK, s_blocks, q_MK, s_MG, state.scale_format, dtypes)
+        elif wanted[0]:
             dx = state.backend.dgrad(g_MN, q_NK, s_blocks, state.scale_format, ctx.x_dtype)
-            dx = dx.view(*grad.shape[:-1], -1)
-        if ctx.needs_input_grad[1]:
+        elif wanted[1]:
             dw = state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, ctx.w_dtype)
+        if dx is not None:
+            dx = dx.view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[2]:
             db = g_MN.float().sum(0).to(ctx.b_dtype)
         return dx, dw, db, None

@@ -265,6 +265,24 @@ def test_a_linear_layer_on_this_backend(scale_format):
         assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
 
 
+@pytest.mark.parametrize("scale_format", FORMATS)
+def test_gradients_at_once_equal_those_one_by_one(scale_format):
+    ours, torch_backend = get_backend("triton"), get_backend("torch")
+    gen = torch.Generator().manual_seed(0)
+    x, g = (torch.randn(130, width, generator=gen).to(torch.bfloat16) for width in (200, 257))
+    q, s = ours.quantize_weight(torch.randn(257, 200, generator=gen), scale_format)
+    qx, sx = ours.quantize_activation(x, scale_format)
+    dtypes = torch.float32, torch.bfloat16
+    dx, dw = ours.gradients(g, q, s, qx, sx, scale_format, dtypes)
+    assert torch.equal(dx, ours.dgrad(g, q, s, scale_format, dtypes[0])) and dx.dtype == dtypes[0]
+    assert torch.equal(dw, ours.wgrad(g, qx, sx, scale_format, dtypes[1])) and dw.dtype == dtypes[1]
+    expected = torch_backend.gradients(g, q, s, qx, sx, scale_format, dtypes)
+    assert sqnr(dx, expected[0]) > SQNR_KERNEL_FP32 and (dw == expected[1]).float().mean() >= KERNEL_EQUALS_ORACLE
+    # and the backend's quantizers are those of the contract
+    for mine, theirs in zip(ours.quantize_tokens(g, scale_format), torch_backend.quantize_tokens(g, scale_format)):
+        assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+
+
 def test_the_row_comparison_passes_here():
     verdict = compare_rows(get_backend("triton"), (192, 256), "cpu", trained=270, decoded=(1, 7, 64))
     assert verdict.ok, verdict.found

@@ -57,6 +57,20 @@ class Backend(ABC):
     def fingerprint(self, w_NK: Tensor) -> int | None:
         """A value that changes with the weight's bytes, or None where computing one costs more than quantizing."""
 
+    def gradients(
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        scale_format: ScaleFormat,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> tuple[Tensor, Tensor]:
+        """``dgrad`` and ``wgrad`` at once, in these dtypes: where both are wanted, dY need be read only once."""
+        dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
+        return dx, self.wgrad(g_MN, q_MK, s_MG, scale_format, dtypes[1])
+
     def fprop(
         self,
         x_MK: Tensor,

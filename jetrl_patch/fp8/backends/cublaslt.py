@@ -28,6 +28,7 @@ class CublasLtBackend(GpuBackend):
     """Widths that are no multiples of 16 are refused; rows are padded to multiples of 8."""
 
     name = "cublaslt"
+    columns = True
 
     def gemm(
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1

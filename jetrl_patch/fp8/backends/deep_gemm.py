@@ -6,7 +6,7 @@
 | (1, 128, 128) | [N/128, K/128]   | BF16 | none                     | FProp, DGrad                   |
 | (1, 1, 128)   | [N, K/128]       | FP32 | required, d adds to it   | FP32 partial sums, WGrad       |
 
-Its scales of activations go through a transposing kernel of its own.
+Scales of rows are read with the rows adjacent, strides (1, M); other layouts go through a kernel of its own first.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class DeepGemmBackend(GpuBackend):
     """The module is looked for when the backend is made."""
 
     name = "deep_gemm"
+    columns = True
 
     def __init__(self) -> None:
         module, reason = find_deep_gemm()
@@ -48,7 +49,7 @@ class DeepGemmBackend(GpuBackend):
         for k in range(0, K, step):
             g = slice(k // BLOCK, -(-(k + step) // BLOCK))
             q, w = q_MK[:, k : k + step], w_NK[:, k : k + step]
-            part = self._rows(q, s_MG[:, g].contiguous(), w, s_NG[:, g].contiguous())
+            part = self._rows(q, s_MG[:, g], w, s_NG[:, g])
             total = part if total is None else total + part
         assert total is not None
         return total.to(out_dtype)

@@ -5,7 +5,10 @@ A subclass multiplies operands that are quantized already; nothing here waits fo
 
 from __future__ import annotations
 
+import functools
+import importlib
 from abc import abstractmethod
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,11 +16,15 @@ from torch import Tensor
 
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.backends.base import Backend
+from jetrl_patch.fp8.backends.capability import check_triton
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 
 
 class GpuBackend(Backend):
     """Quantizes; ``gemm``, ``dgrad_product`` and ``wgrad_product`` are the subclass's."""
+
+    #: the products read activation scales [M, G] with the rows adjacent, strides (1, M)
+    columns = False
 
     @abstractmethod
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -27,19 +34,37 @@ class GpuBackend(Backend):
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K] from transposed operands, M a multiple of 128, scales [M/128, N] and [M/128, K]; BF16 or FP32."""
 
+    def quantizers(self, x: Tensor) -> Any:
+        """``jetrl_patch.kernels.quantize`` where it runs; None leaves the formulas of ``fp8.quantize``."""
+        return _kernels() if x.device.type == "cuda" else None
+
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        return quantize.quantize_activation(x_MK, scale_format)
+        kernels = self.quantizers(x_MK)
+        if kernels is None:
+            return quantize.quantize_activation(x_MK, scale_format)
+        if x_MK.stride(-1) != 1:
+            x_MK = x_MK.contiguous()
+        return kernels.quantize_rows(x_MK, scale_format, columns=self.columns)
 
     def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        return quantize.quantize_tokens(x_MK, scale_format)
+        kernels = self.quantizers(x_MK)
+        return (kernels or quantize).quantize_tokens(x_MK, scale_format)
 
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        return quantize.quantize_weight(w_NK, scale_format)
+        kernels = self.quantizers(w_NK)
+        if kernels is None:
+            return quantize.quantize_weight(w_NK, scale_format)
+        if w_NK.dtype not in (torch.bfloat16, torch.float32):
+            w_NK = w_NK.to(torch.bfloat16)
+        return kernels.quantize_weight(w_NK, scale_format)
 
     def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         """As ``quantize_tokens``, but e4m3 [K, M] with M padded by zeros to whole groups: the layout of WGrad."""
+        kernels = self.quantizers(x_MK)
+        if kernels is not None:
+            return kernels.quantize_tokens(x_MK, scale_format, turned=True, pad=True)
         x_KM = F.pad(x_MK.t(), (0, groups(x_MK.shape[0]) * BLOCK - x_MK.shape[0]))
-        q_KM, s_KG = self.quantize_activation(x_KM.contiguous(), scale_format)
+        q_KM, s_KG = quantize.quantize_activation(x_KM.contiguous(), scale_format)
         return q_KM, s_KG.t().contiguous()
 
     def dgrad(
@@ -51,12 +76,49 @@ class GpuBackend(Backend):
     def wgrad(
         self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
     ) -> Tensor:
-        x_MK = quantize.dequantize_activation(q_MK, s_MG, torch.bfloat16)
-        g, x = self.quantize_transposed(g_MN, scale_format), self.quantize_transposed(x_MK, scale_format)
-        return self.wgrad_product(*g, *x, written(out_dtype)).to(out_dtype)
+        g = self.quantize_transposed(g_MN, scale_format)
+        return self._wgrad(*g, q_MK, s_MG, scale_format, out_dtype)
+
+    def gradients(
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        scale_format: ScaleFormat,
+        dtypes: tuple[torch.dtype, torch.dtype],
+    ) -> tuple[Tensor, Tensor]:
+        """Reads dY once and writes both of its layouts."""
+        kernels = self.quantizers(g_MN)
+        if kernels is None:
+            return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes)
+        q, s, q_NM, sg = kernels.quantize_both(g_MN, scale_format, columns=self.columns, pad=True)
+        dx = self.dgrad_product(q, s, w_NK, s_blocks, written(dtypes[0])).to(dtypes[0])
+        return dx, self._wgrad(q_NM, sg, q_MK, s_MG, scale_format, dtypes[1])
+
+    def _wgrad(
+        self, g_NM: Tensor, sg: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        if self.quantizers(q_MK) is None:
+            x = self.quantize_transposed(quantize.dequantize_activation(q_MK, s_MG, torch.bfloat16), scale_format)
+        else:
+            kernels = importlib.import_module("jetrl_patch.kernels.requantize")
+            x = kernels.requantize_tokens(q_MK, s_MG, scale_format, pad=True)
+        return self.wgrad_product(g_NM, sg, *x, written(out_dtype)).to(out_dtype)
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
-        return None  # reading a number back would stop the stream
+        """None: the weight is quantized in every forward pass, 3 bytes an element.
+
+        Reading a fingerprint back would stop the stream, and no key on the host is safe: FSDP2 gathers new values into the
+        same parameter and storage without a new version (``_unsafe_preserve_version_counter``), and so does ``.data``.
+        """
+        return None
+
+
+@functools.cache
+def _kernels() -> Any:
+    return importlib.import_module("jetrl_patch.kernels.quantize") if check_triton()[0] else None
 
 
 def written(out_dtype: torch.dtype) -> torch.dtype:
