@@ -47,6 +47,15 @@ def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
+def widened(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """BF16 (or FP32) to FP32, exact. On bits, because the interpreter's own conversion is wrong for subnormals."""
+    if HARDWARE or x.dtype == tl.float32:
+        return x.to(tl.float32)
+    else:
+        return (x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def bf16_value(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """FP32 rounded to the nearest BF16 value, ties to even, still as FP32. A NaN stays a NaN."""
     if HARDWARE:

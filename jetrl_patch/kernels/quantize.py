@@ -27,6 +27,8 @@ from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 ROWS, FEW_ROWS, FEW = 32, 4, 1024
 #: columns of a tile of 128 tokens
 COLUMNS = 64
+#: warps that share a tile of 128 x 128: fewer would hold it in too many registers
+BOTH_WARPS = 16
 
 
 @triton.jit
@@ -36,7 +38,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     G = tl.cdiv(K, 128)
     m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(0) % G
-    tile = load_tile(x, m, g * 128 + tl.arange(0, 128), M, K, x_m)
+    tile = load_tile(x, m, g * 128 + tl.arange(0, 128), M, K, x_m, HARDWARE)
     store_rows(tile, q, s, m, g, M, K, s_m, s_g, POW2, HARDWARE)
 
 
@@ -48,7 +50,7 @@ def tokens_kernel(  # type: ignore[no-untyped-def]
     columns = tl.cdiv(K, COLUMNS)
     g = tl.program_id(0) // columns
     k = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
-    tile = load_tile(x, g * 128 + tl.arange(0, 128), k, M, K, x_m)
+    tile = load_tile(x, g * 128 + tl.arange(0, 128), k, M, K, x_m, HARDWARE)
     store_tokens(tile, q, s, g, k, M, K, pitch, TURNED, POW2, HARDWARE)
 
 
@@ -59,7 +61,7 @@ def both_kernel(  # type: ignore[no-untyped-def]
     G = tl.cdiv(K, 128)
     gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
     m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
-    tile = load_tile(x, m, k, M, K, x_m)
+    tile = load_tile(x, m, k, M, K, x_m, HARDWARE)
     store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
     store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
 
@@ -69,7 +71,7 @@ def weight_kernel(w, q, s, N, K, w_n, POW2: tl.constexpr, HARDWARE: tl.constexpr
     G = tl.cdiv(K, 128)
     n = (tl.program_id(0) // G) * 128 + tl.arange(0, 128)
     k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
-    tile = load_tile(w, n, k, N, K, w_n)
+    tile = load_tile(w, n, k, N, K, w_n, HARDWARE)
     if w.dtype.element_ty == tl.float32:
         tile = bf16_value(tile, HARDWARE)  # a master is quantized from its BF16 value
     codes, scale = quantized(tile, tl.max(tl.max(magnitude(tile), 1), 0), POW2, HARDWARE)
@@ -130,7 +132,9 @@ def quantize_both(
     (q, s), (qt, st) = new_rows(x_MK, M, K, columns), new_tokens(x_MK, M, K, True, pad)
     if q.numel():
         grid = (groups(M) * groups(K),)
-        both_kernel[grid](x_MK, q, s, qt, st, M, K, x_MK.stride(0), *s.stride(), qt.stride(0), num_warps=8, **fixed)
+        both_kernel[grid](
+            x_MK, q, s, qt, st, M, K, x_MK.stride(0), *s.stride(), qt.stride(0), num_warps=BOTH_WARPS, **fixed
+        )
     return as_fp8(q), s, as_fp8(qt), st
 
 
@@ -172,7 +176,7 @@ def _specs() -> tuple[Spec, ...]:
         found.append(
             Spec(
                 f"quantize_both_{scale}", both_kernel, _X | _TURNED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
-                {"num_warps": 8, **PINNED}, ("M", "K", "x_m", "pitch"),
+                {"num_warps": BOTH_WARPS, **PINNED}, ("M", "K", "x_m", "pitch"),
             )
         )  # fmt: skip
         for dtype in ("bf16", "fp32"):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from jetrl_patch.kernels.e4m3 import magnitude, quantized
+from jetrl_patch.kernels.e4m3 import magnitude, quantized, widened
 
 
 @triton.jit
-def load_tile(x, m, k, M, K, x_m):  # type: ignore[no-untyped-def]
+def load_tile(x, m, k, M, K, x_m, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
     """The tile of x at rows m and columns k as FP32, zero outside; ``x_m`` is the row stride."""
     at = x + m.to(tl.int64)[:, None] * x_m + k[None, :]
-    return tl.load(at, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0).to(tl.float32)
+    return widened(tl.load(at, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0), HARDWARE)
 
 
 @triton.jit
