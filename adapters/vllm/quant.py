@@ -32,6 +32,7 @@ from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, SyncError
 from jetrl_patch.fp8.backends import choose_backend, get_backend
+from jetrl_patch.fp8.backends.row_equality import require_row_equality
 from jetrl_patch.fp8.formats import BLOCK, FP8
 from jetrl_patch.fp8.layers import is_fp8
 from jetrl_patch.fp8.quantize import expand_weight_scale
@@ -166,6 +167,17 @@ class JetrlFp8LinearMethod(LinearMethodBase):
         if self._backend is None:
             self._backend = get_backend(choose_backend(self.quant_config.config.backend, device.type))
         return self._backend
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """On a GPU, before anything is captured or served: a backend whose rows depend on the batch is refused.
+
+        Raises:
+            ModelError: what would be sampled is not what the FP8 trainer computes.
+        """
+        weight = layer.weight
+        if self.quant_config.config.fp8_train:
+            shape = (weight.shape[0], weight.shape[1])
+            require_row_equality(self.backend(weight.device), shape, weight.device, self.scale_format)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., K]`` BF16 -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""

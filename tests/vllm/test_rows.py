@@ -1,0 +1,33 @@
+"""Every FP8 linear of an engine is asked whether its backend may serve, before it serves."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jetrl_patch import Config
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8.backends import get_backend, row_equality
+
+
+@pytest.mark.parametrize("precision", ["fp8-unified", "fp8-rollout"])
+def test_the_rollout_asks_for_row_equality(precision, monkeypatch):
+    from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod
+
+    def compare(backend, shape, device, scale_format):
+        return row_equality.Verdict(False, f"{backend.name} {shape} {scale_format}")
+
+    monkeypatch.setattr(row_equality, "compare_rows", compare)
+    config = SimpleNamespace(config=Config(precision=precision), packed_modules_mapping={})
+    method = JetrlFp8LinearMethod(config, "model.layers.0.mlp.down_proj")
+    method._backend = get_backend("torch")
+    layer = SimpleNamespace(weight=torch.empty(64, 256, dtype=torch.float8_e4m3fn, device="meta"))  # stands for a GPU
+    if precision == "fp8-rollout":
+        method.process_weights_after_loading(layer)  # the trainer is BF16: nothing could be equal
+    else:
+        with pytest.raises(ModelError, match=r"'torch' in a rollout.*torch \(64, 256\) pow2"):
+            method.process_weights_after_loading(layer)
+    layer.weight = torch.empty(64, 256, dtype=torch.float8_e4m3fn)
+    method.process_weights_after_loading(layer)
