@@ -136,6 +136,15 @@ def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
     return collective
 
 
+def _executor(original: Callable[..., Any]) -> Callable[..., Any]:
+    def create_engine_config(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.distributed_executor_backend == "ray":
+            self.distributed_executor_backend = "mp"
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
+
+
 def _ray_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(address: str | None = None, *args: Any, **kwargs: Any) -> Any:
         import os
@@ -236,6 +245,13 @@ FOR_OPENRLHF = (
             remove_when="the cause is known",
         )
         for name in _COLLECTIVES
+    ),
+    Patch(
+        module="vllm.engine.arg_utils",
+        attr="EngineArgs.create_engine_config",
+        make=_executor,
+        reason="OpenRLHF asks for vLLM's Ray executor with tensor parallelism; vLLM has none for CPUs",
+        remove_when="vLLM's CPU platform supports Ray",
     ),
     Patch(
         module="ray",

@@ -10,9 +10,11 @@ from jetrl_patch import env
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, explain
 
-__all__ = ["HOOK", "HOOK_VARIABLE", "Hook", "check_variables", "merge_runtime_env", "take_hook", "take_ours"]
+__all__ = ["HOOK", "HOOK_NAME", "HOOK_VARIABLE", "Hook", "check_variables", "merge_runtime_env", "take_hook", "take_ours"]
 
 HOOK = "worker_process_setup_hook"
+#: of our own hook, as Ray gives it back in ``get_runtime_context().runtime_env``
+HOOK_NAME = "jetrl_patch_setup_hook"
 #: where Ray keeps the hook's name or key in the workers' environment (``ray_constants``; a test compares)
 HOOK_VARIABLE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
 #: Ray takes a hook of this form from its own store, under a key of one job
@@ -72,9 +74,15 @@ def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[
 
 
 def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
-    """Remove the user's hook from both places where it can stand, and return it."""
+    """Remove the user's hook from both places where it can stand, and return it.
+
+    A process of a job that hands its own environment on (vLLM does, to its Ray workers) hands on our hook, by name and by
+    the key of that job: it is renewed, and what it ran besides stays with that job.
+    """
     hook = runtime_env.pop(HOOK, None)
     inherited = variables.pop(HOOK_VARIABLE, None)
+    if hook == HOOK_NAME:
+        return None
     if hook is None and inherited:
         if inherited.startswith(_BY_KEY):
             raise ConflictError(

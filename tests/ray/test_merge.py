@@ -13,6 +13,7 @@ from ray.runtime_env import RuntimeEnv
 from ray.runtime_env.runtime_env import _merge_runtime_env
 
 from jetrl_patch.adapters.ray import merge
+from jetrl_patch.adapters.ray.hook import make_hook
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError
 
@@ -138,3 +139,14 @@ def test_a_conflict_of_the_users_own_is_left_to_ray():
 def test_a_hook_of_another_job_cannot_be_chained():
     with pytest.raises(ConflictError, match="another job"):
         merged({"env_vars": {merge.HOOK_VARIABLE: "ray_runtime_env_func::abc"}})
+
+
+def test_our_own_hook_in_an_environment_that_is_handed_on_is_renewed():
+    """As vLLM does in a Ray actor, for the Ray workers of an engine with tensor parallelism."""
+    handed_on = {
+        "env_vars": {merge.HOOK_VARIABLE: "ray_runtime_env_func::0100", "A": "1"},
+        merge.HOOK: make_hook("0", {}, None).__name__,
+    }
+    found, hook = merged(handed_on)
+    assert hook is None and found[merge.HOOK] is print
+    assert merge.HOOK_VARIABLE not in found["env_vars"] and found["env_vars"]["A"] == "1"
