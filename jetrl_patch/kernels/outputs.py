@@ -7,10 +7,15 @@ from typing import Any, get_args
 import torch
 import triton
 from torch import Tensor
+from triton.backends.nvidia.compiler import CUDAOptions
 
 from jetrl_patch.errors import explain
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
+
+#: pinned as for the GEMMs, and instructions ordered for few registers: an element's chain of operations is long, its tile
+#: wide, and without this a tile of SiLU spills. Older triton has no such option.
+COMPILER = {**PINNED, **({"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {})}
 
 
 def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
@@ -57,7 +62,7 @@ def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
     if scale_format not in get_args(ScaleFormat):
         known = " or ".join(get_args(ScaleFormat))
         raise ValueError(explain("the scale format", asked=known, found=repr(scale_format), fix="use one of these"))
-    return {"POW2": scale_format == "pow2", "HARDWARE": not triton.knobs.runtime.interpret, **PINNED}
+    return {"POW2": scale_format == "pow2", "HARDWARE": not triton.knobs.runtime.interpret, **COMPILER}
 
 
 def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, Tensor]:

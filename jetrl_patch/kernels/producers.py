@@ -21,8 +21,8 @@ from jetrl_patch.errors import explain
 from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized, widened
-from jetrl_patch.kernels.gemm_common import PINNED, rounded
-from jetrl_patch.kernels.outputs import as_fp8, check_input, new_rows, new_tokens, options
+from jetrl_patch.kernels.gemm_common import rounded
+from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, new_tokens, options
 from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 
@@ -37,8 +37,7 @@ def silu(g):  # type: ignore[no-untyped-def]
     n = tl.fma(-a, 1.4426950408889634, 12582912.0) - 12582912.0  # rounds to an integer
     r = tl.fma(n, -0.693359375, -a)  # ln 2 in two parts; the first product is exact
     r = tl.fma(n, 2.12194440e-4, r)
-    p = tl.full(g.shape, 1.0 / 5040, tl.float32)
-    p = tl.fma(p, r, 1.0 / 720)
+    p = tl.fma(r, 1.0 / 5040, 1.0 / 720)
     p = tl.fma(p, r, 1.0 / 120)
     p = tl.fma(p, r, 1.0 / 24)
     p = tl.fma(p, r, 1.0 / 6)
@@ -241,14 +240,14 @@ def _specs() -> tuple[Spec, ...]:
             found.append(
                 Spec(
                     f"silu_mul_rows{rows}_{scale}", silu_mul_rows_kernel, inputs | sizes, {"ROWS": rows, **fixed},
-                    {"num_warps": warps, **PINNED}, aligned,
+                    {"num_warps": warps, **COMPILER}, aligned,
                 )
             )  # fmt: skip
         found.append(
             Spec(
                 f"silu_mul_both_{scale}", silu_mul_both_kernel,
                 inputs | {"qt": "*u8", "st": "*fp32"} | sizes | {"pitch": "i32"}, fixed,
-                {"num_warps": BOTH_WARPS, **PINNED}, aligned,
+                {"num_warps": BOTH_WARPS, **COMPILER}, aligned,
             )
         )  # fmt: skip
         for covering in (8, 32, 64, 128):
@@ -258,7 +257,7 @@ def _specs() -> tuple[Spec, ...]:
                     {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
                     | dict.fromkeys(("M", "K", "x_m", "s_m", "s_g"), "i32"),
                     {"EPS": 1e-6, "GROUPS": covering, "KEEP": True, **fixed},
-                    {"num_warps": warps_for(covering), **PINNED}, aligned,
+                    {"num_warps": warps_for(covering), **COMPILER}, aligned,
                 )
             )  # fmt: skip
     return tuple(found)

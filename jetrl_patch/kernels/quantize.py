@@ -19,8 +19,7 @@ from torch import Tensor
 from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized
-from jetrl_patch.kernels.gemm_common import PINNED
-from jetrl_patch.kernels.outputs import as_fp8, check_input, new_rows, new_tokens, options
+from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, new_tokens, options
 from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 
 #: rows of a tile of one group: few while there are few tokens, so that more SMs work
@@ -163,20 +162,20 @@ def _specs() -> tuple[Spec, ...]:
             found.append(
                 Spec(
                     f"quantize_rows{rows}_{scale}", rows_kernel, _X | _SIZES | _STRIDES, {"ROWS": rows, **fixed},
-                    {"num_warps": warps, **PINNED}, ("K", "x_m", "s_m"),
+                    {"num_warps": warps, **COMPILER}, ("K", "x_m", "s_m"),
                 )
             )  # fmt: skip
         for turned in (False, True):
             found.append(
                 Spec(
                     f"quantize_tokens{'_turned' * turned}_{scale}", tokens_kernel, _X | _SIZES | {"pitch": "i32"},
-                    {"COLUMNS": COLUMNS, "TURNED": turned, **fixed}, {"num_warps": 4, **PINNED}, ("M", "K", "x_m", "pitch"),
+                    {"COLUMNS": COLUMNS, "TURNED": turned, **fixed}, {"num_warps": 4, **COMPILER}, ("M", "K", "x_m", "pitch"),
                 )
             )  # fmt: skip
         found.append(
             Spec(
                 f"quantize_both_{scale}", both_kernel, _X | _TURNED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
-                {"num_warps": BOTH_WARPS, **PINNED}, ("M", "K", "x_m", "pitch"),
+                {"num_warps": BOTH_WARPS, **COMPILER}, ("M", "K", "x_m", "pitch"),
             )
         )  # fmt: skip
         for dtype in ("bf16", "fp32"):
@@ -184,7 +183,7 @@ def _specs() -> tuple[Spec, ...]:
                 Spec(
                     f"quantize_weight_{dtype}_{scale}", weight_kernel,
                     {"w": f"*{dtype}", "q": "*u8", "s": "*fp32", "N": "i32", "K": "i32", "w_n": "i32"}, fixed,
-                    {"num_warps": 8, **PINNED}, ("N", "K", "w_n"),
+                    {"num_warps": 8, **COMPILER}, ("N", "K", "w_n"),
                 )
             )  # fmt: skip
     return tuple(found)

@@ -15,8 +15,7 @@ from jetrl_patch.errors import explain
 from jetrl_patch.fp8.formats import FP8, ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, decode
-from jetrl_patch.kernels.gemm_common import PINNED
-from jetrl_patch.kernels.outputs import as_fp8, check_input, new_tokens, options
+from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_tokens, options
 from jetrl_patch.kernels.tiles import store_tokens
 
 #: columns of a tile of 128 tokens: a divisor of 128, so that a tile sees one scale a row
@@ -75,7 +74,7 @@ KERNELS = tuple(
     Spec(
         f"requantize_tokens_{scale}", requantize_kernel,
         {"q": "*u8", "s": "*fp32", "qt": "*u8", "st": "*fp32"} | dict.fromkeys(("M", "K", "q_m", "s_m", "s_g", "pitch"), "i32"),
-        {"COLUMNS": COLUMNS, "POW2": scale == "pow2", "HARDWARE": True}, {"num_warps": 4, **PINNED},
+        {"COLUMNS": COLUMNS, "POW2": scale == "pow2", "HARDWARE": True}, {"num_warps": 4, **COMPILER},
         ("M", "K", "q_m", "pitch"),
     )
     for scale in ("pow2", "fp32")
