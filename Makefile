@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | test | test-all | lint | bench | clean
+# make demo | demo-openrlhf | compare | test | test-all | lint | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
 # DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
@@ -23,7 +23,7 @@ endif
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo demo-openrlhf compare test test-all lint bench venv clean
+.PHONY: demo demo-openrlhf compare test test-all lint bench bench-gpu venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
@@ -49,6 +49,10 @@ lint: $(SELF)
 
 bench: $(READY)
 	$(QUIET) $(RUN) -m benchmarks $(ARGS)
+
+# needs a Hopper GPU, in the python environment that is active; writes docs/benchmarks/h200.md
+bench-gpu:
+	$(QUIET) python -m benchmarks.gpu $(ARGS)
 
 venv: $(SELF)
 

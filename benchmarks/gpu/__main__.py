@@ -1,0 +1,96 @@
+"""``make bench-gpu``: measure the FP8 linears on a Hopper GPU and write ``docs/benchmarks/h200.md`` and ``.json``.
+
+Needs a Hopper GPU and a CUDA build of torch; says so in one line and exits 1 without. ARGS: ``--part NAME`` (may be repeated),
+``--seconds N`` for the whole run, ``--write PAGE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.gpu import machine as machines
+from benchmarks.gpu import parts, report
+from benchmarks.gpu.floors import Peaks, floors
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.timing import Budget
+from jetrl_patch.fp8.backends import capability
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "benchmarks" / "h200.md"
+#: name -> title, function, share of the time
+PARTS: dict[str, tuple[str, Callable[[Machine], Iterator[dict[str, Any]]], float]] = {
+    "rows": ("May a backend serve a rollout?", parts.rows, 0.12),
+    "products": ("FProp, quantized operands", parts.products, 0.38),
+    "gradients": ("DGrad and WGrad, quantization included", parts.gradients, 0.22),
+    "quantizers": ("Quantizers against a copy", parts.quantizers, 0.08),
+    "layers": ("A linear layer, forward and backward", parts.layers, 0.20),
+}
+#: seconds for all parts; with the start, the ceilings and one late row a part, a run stays under nine minutes
+SECONDS = 420.0
+FAILED = "This part failed"
+Tables = dict[str, tuple[str, Sequence[dict[str, Any]], str]]
+
+
+def measure(machine: Machine, names: Sequence[str], seconds: float, console: Console) -> Tables:
+    """Ceilings first, then the parts, each within its share of the time, then the floors from the ceilings."""
+    tables: Tables = {"ceilings": ("Ceilings of this device", machines.measure_ceilings(machine), "")}
+    report.show(console, *tables["ceilings"][:2])
+    whole = sum(PARTS[name][2] for name in names)
+    for name in names:
+        title, run, share = PARTS[name]
+        budget, rows, note = Budget(seconds * share / whole), [], ""
+        try:
+            with console.status(title):
+                for row in run(machine):
+                    rows.append(row)
+                    if budget.spent:
+                        note = f"The time of this part ended after {len(rows)} rows."
+                        break
+        except Exception as error:  # the other parts are still worth their time; the page says it, and so does the exit status
+            note = f"{FAILED} after {len(rows)} rows: {type(error).__name__}: {error}".splitlines()[0]
+            console.print(f"{title}: {note}", markup=False)
+        if rows:
+            report.show(console, title, rows)
+        tables[name] = (title, rows, note)
+    top = machine.ceilings
+    peaks = Peaks(top["BF16 TFLOP/s"], top["FP8 TFLOP/s"], top["FP8 TFLOP/s"], top["copy GB/s"])
+    tables["floors"] = ("Floors computed from these ceilings", list(floors(peaks)), "Computed, not measured.")
+    report.show(console, *tables["floors"][:2])
+    return tables
+
+
+def main(argv: Iterable[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
+    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="only this part (may be repeated)")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
+    parser.add_argument("--write", type=Path, default=PAGE, help="the page; the figures go to a .json beside it")
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    args = parser.parse_args(arguments)
+    if args.seconds <= 0:
+        parser.error(f"--seconds {args.seconds:g} must be positive")
+    ok, reason = capability.check_hopper()
+    if not ok:
+        print(f"make bench-gpu needs a Hopper GPU and a CUDA build of torch, but {reason}", file=sys.stderr)
+        return 1
+    console, start = Console(), time.monotonic()
+    machine = machines.this_machine()
+    tables = measure(machine, args.part or list(PARTS), args.seconds, console)
+    record = {
+        "versions": machines.versions(),
+        "command": " ".join(["python -m benchmarks.gpu", *arguments]),
+        "seconds": time.monotonic() - start,
+        "missing": machine.missing,
+    }
+    report.write(args.write, f"Speed on {reason}", record, tables)
+    return 1 if any(note.startswith(FAILED) for _, _, note in tables.values()) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,176 @@
+"""What is measured: products, gradients, quantizers, row equality, whole layers. Every part yields table rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.shapes import DECODE, MODELS, TRAIN, Model
+from benchmarks.gpu.timing import Call, Timed, copies
+from jetrl_patch.fp8.backends import Backend, row_equality
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.quantize import expand_weight_scale
+
+Row = dict[str, object]
+FORMAT = "pow2"
+
+
+def products(
+    machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = (*DECODE, *TRAIN)
+) -> Iterator[Row]:
+    """FProp of every linear at every M, on operands that are quantized already; GB/s where memory is the floor."""
+    for model in models:
+        for linear in model.linears:
+            _, N, K = linear
+            turns = copies(N * K, machine.cache)
+            weights = [machine.random(N, K) for _ in range(turns)]
+            ready = {name: [_weight(backend, w) for w in weights] for name, backend in machine.backends.items()}
+            for M in sizes:
+                x = machine.random(M, K)
+                calls: dict[str, Call] = {"bf16": lambda i, x=x, w=weights: x @ w[i % len(w)].t()}
+                for name, backend in machine.backends.items():
+                    q, s = backend.quantize_activation(x, FORMAT)
+                    held = ready[name]
+                    calls[name] = lambda i, b=backend, q=q, s=s, w=held: b.gemm(q, s, *w[i % len(w)], torch.bfloat16)
+                yield from _compared(machine, {"model": model.name, "linear": linear.name, "M": M}, calls, (M, N, K))
+
+
+def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q_NK, s_blocks = backend.quantize_weight(w_NK, FORMAT)
+    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0])
+
+
+def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
+    """DGrad and WGrad of every linear, with the quantization that belongs to them, against BF16 products."""
+    for model in models:
+        for linear in model.linears:
+            _, N, K = linear
+            w = machine.random(N, K)
+            for M in sizes:
+                x, g = machine.random(M, K), machine.random(M, N)
+                both: dict[str, dict[str, Call]] = {
+                    "DGrad": {"bf16": lambda i, g=g, w=w: g @ w},
+                    "WGrad": {"bf16": lambda i, g=g, x=x: g.t() @ x},
+                }
+                for name, backend in machine.backends.items():
+                    q, s = backend.quantize_weight(w, FORMAT)
+                    qx, sx = backend.quantize_activation(x, FORMAT)
+                    both["DGrad"][name] = lambda i, b=backend, g=g, q=q, s=s: b.dgrad(g, q, s, FORMAT, torch.bfloat16)
+                    both["WGrad"][name] = lambda i, b=backend, g=g, q=qx, s=sx: b.wgrad(g, q, s, FORMAT, torch.bfloat16)
+                for product, calls in both.items():
+                    head = {"model": model.name, "linear": linear.name, "product": product, "M": M}
+                    yield from _compared(machine, head, calls, (M, N, K))
+
+
+def quantizers(
+    machine: Machine, shapes: Sequence[tuple[int, int]] = ((64, 3584), (2048, 3584), (16384, 3584), (16384, 18944))
+) -> Iterator[Row]:
+    """Bytes that a quantizer has to move, over its time, against the measured copy."""
+    for name, backend in machine.backends.items():
+        for M, K in shapes:
+            x = machine.random(M, K)
+            ways: dict[str, tuple[int, Callable[[], object]]] = {
+                "activation 1x128": (3, lambda b=backend, x=x: b.quantize_activation(x, FORMAT)),
+                "tokens 128x1": (3, lambda b=backend, x=x: b.quantize_tokens(x, FORMAT)),
+                "weight 128x128": (3, lambda b=backend, x=x: b.quantize_weight(x, FORMAT)),
+            }
+            if hasattr(backend, "quantize_transposed"):
+                ways["tokens 128x1, turned"] = (3, lambda b=backend, x=x: b.quantize_transposed(x, FORMAT))
+            calls: dict[str, Call] = {way: lambda i, run=run: run() for way, (_, run) in ways.items()}
+            for way, timed in machine.timer(calls).items():
+                speed = ways[way][0] * M * K / timed.seconds / 1e9
+                yield {
+                    "backend": name, "quantizer": way, "M, K": f"{M}, {K}", "us": timed.seconds * 1e6, "GB/s": speed,
+                    "of the copy": speed / machine.ceilings["copy GB/s"], "note": _note(timed),
+                }  # fmt: skip
+
+
+def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = row_equality.TRAINED) -> Iterator[Row]:
+    """May the backend serve a rollout? Decoded rows against the same rows of a training batch, bit for bit."""
+    for name, backend in machine.backends.items():
+        for model in models:
+            for linear in model.linears:
+                try:
+                    shape = linear.N, linear.K
+                    verdict = row_equality.compare_rows(backend, shape, machine.device, FORMAT, trained)
+                except Exception as error:
+                    verdict = row_equality.Verdict(False, f"{type(error).__name__}: {error}".splitlines()[0][:200])
+                yield {
+                    "backend": name, "model": model.name, "linear": linear.name,
+                    "verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found,
+                }  # fmt: skip
+
+
+def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
+    """Forward and backward of a linear layer with everything in it, the bytes it saves, and the peak of memory."""
+    for model in models:
+        for linear in model.linears:
+            for M in sizes:
+                x = machine.random(M, linear.K).requires_grad_()
+                g = machine.random(M, linear.N)
+                made = {"bf16": nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)}
+                for name in machine.backends:
+                    layer = nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)
+                    layer.__class__ = Fp8Linear
+                    layer.fp8 = Fp8State(FORMAT, name)  # type: ignore[assignment]
+                    made[name] = layer
+                calls: dict[str, Call] = {name: lambda i, l=layer, x=x, g=g: _step(l, x, g) for name, layer in made.items()}
+                times = machine.timer(calls)
+                for name, timed in times.items():
+                    saved, peak = ("", "") if timed.error else _memory(machine, made[name], x, g)
+                    yield {
+                        "model": model.name, "linear": linear.name, "M": M, "backend": name, "ms": timed.seconds * 1e3,
+                        "BF16 / this": times["bf16"].seconds / timed.seconds, "saved MiB": saved, "peak MiB": peak,
+                        "note": _note(timed),
+                    }  # fmt: skip
+
+
+def _step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
+    torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
+
+
+def _memory(machine: Machine, layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> tuple[object, object]:
+    """MiB that the forward pass keeps for backward beside its input weight, and the peak of a step above what stood."""
+    storages: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if all(storage.data_ptr() != p.untyped_storage().data_ptr() for p in layer.parameters()):
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        layer(x)
+    saved = sum(storages.values()) / 2**20
+    if machine.device.type != "cuda":
+        return saved, ""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    _step(layer, x, g)
+    torch.cuda.synchronize()
+    return saved, (torch.cuda.max_memory_allocated() - before) / 2**20
+
+
+def _compared(machine: Machine, head: Row, calls: dict[str, Call], shape: tuple[int, int, int]) -> Iterator[Row]:
+    """One row a backend: time, speed, share of its ceiling, and the ratio to BF16 of the same turns."""
+    M, N, K = shape
+    times = machine.timer(calls)
+    for name, timed in times.items():
+        kind = "BF16" if name == "bf16" else "FP8"
+        size = 2 * (M * K + N * K + M * N) if name == "bf16" else M * K + N * K + 2 * M * N
+        compute, memory = 2 * M * N * K / timed.seconds / 1e12, size / timed.seconds / 1e9
+        shares = compute / machine.ceilings[f"{kind} TFLOP/s"], memory / machine.ceilings["copy GB/s"]
+        share = max(shares) if not any(map(math.isnan, shares)) else math.nan
+        yield {
+            **head, "backend": name, "us": timed.seconds * 1e6, "TFLOP/s": compute, "GB/s": memory,
+            "of the ceiling": share, "BF16 / this": times["bf16"].seconds / timed.seconds, "note": _note(timed),
+        }  # fmt: skip
+
+
+def _note(timed: Timed) -> str:
+    return timed.error or ("" if timed.graph else "launching included")
