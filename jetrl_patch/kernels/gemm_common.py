@@ -124,16 +124,22 @@ def check_output(out_dtype: torch.dtype) -> None:
 
 
 def check_device(*tensors: Tensor) -> None:
-    """All on one device, and one that Triton can run on.
+    """All on one device, the current one, and one that Triton can run on.
 
     Raises:
-        ValueError: several devices.
+        ValueError: several devices, or not the current one.
         ConfigError: a CPU without the interpreter.
     """
     devices = {t.device for t in tensors}
     if len(devices) != 1:
         raise ValueError(f"operands lie on several devices: {', '.join(sorted(map(str, devices)))}")
-    if tensors[0].device.type != "cuda" and not triton.knobs.runtime.interpret:
+    device = tensors[0].device
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        raise ValueError(
+            f"operands lie on {device}, but the current device is cuda:{torch.cuda.current_device()}, and kernels start "
+            f"there; select theirs with torch.cuda.device(...)"
+        )
+    if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ConfigError(
             f'the Triton kernels run on CUDA devices, found {tensors[0].device}; use backend="native" or "torch" there'
         )

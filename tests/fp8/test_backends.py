@@ -26,7 +26,8 @@ BLOCK = 128
 def machine(monkeypatch):
     """A machine with this GPU, CUDA and these packages."""
 
-    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None):
+    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None):
+        monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: sm)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "a GPU")
@@ -65,6 +66,7 @@ def broken():
         ({"sm": (8, 9)}, "torch"),
         ({"sm": (10, 0), "deep_gemm": working}, "torch"),
         ({"sm": None}, "torch"),
+        ({"hip": "6.2"}, "torch"),
     ],
 )
 def test_auto_takes_the_best_that_serves(machine, setup, chosen):
@@ -77,6 +79,7 @@ def test_auto_takes_the_best_that_serves(machine, setup, chosen):
     [
         ("triton", {"sm": (8, 0)}, "needs compute capability 9.0 .Hopper., and this device has 8.0"),
         ("triton", {"sm": None}, "sees no CUDA device"),
+        ("triton", {"hip": "6.2"}, "built for ROCm 6.2"),
         ("triton", {"packages": ()}, "the triton package is not installed"),
         ("deep_gemm", {"sm": (8, 9), "deep_gemm": working}, "this device has 8.9"),
         ("deep_gemm", {}, "deep_gemm is not installed, vllm.third_party.deep_gemm is not installed"),
@@ -166,9 +169,10 @@ def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
 
 
 @pytest.fixture(params=["deep_gemm", "cublaslt"])
-def library(request, machine, monkeypatch):
+def library(request, monkeypatch):
     if request.param == "deep_gemm":
-        machine(deep_gemm=lambda: types.SimpleNamespace(fp8_gemm_nt=fake_deep_gemm))
+        module = types.SimpleNamespace(fp8_gemm_nt=fake_deep_gemm)
+        monkeypatch.setattr("jetrl_patch.fp8.backends.deep_gemm.find_deep_gemm", lambda: (module, "deep_gemm"))
         return DeepGemmBackend()
     monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
     return CublasLtBackend()
@@ -223,13 +227,36 @@ def test_block_scales_of_rows():
     assert cut[:2].isnan().all() and torch.equal(cut[2], s[2])
 
 
-def test_cublaslt_refuses_widths_it_cannot_read():
+def test_widths_that_the_libraries_cannot_read(library):
+    x = torch.ones(8, 264).bfloat16()
     q, s = quantize.quantize_weight(torch.ones(64, 264), "pow2")
-    with pytest.raises(ModelError, match="multiples of 16, but found 264"):
-        CublasLtBackend().fprop(torch.ones(8, 264).bfloat16(), q, quantize.expand_weight_scale(s, 64), "pow2")
+    with pytest.raises(ModelError, match=f"'{library.name}': asked for widths .* of 16, but found 264"):
+        library.fprop(x, q, quantize.expand_weight_scale(s, 64), "pow2")
     q, s = quantize.quantize_weight(torch.ones(72, 256), "pow2")
-    with pytest.raises(ModelError, match="multiples of 16, but found 72"):
-        CublasLtBackend().dgrad(torch.ones(8, 72).bfloat16(), q, s, "pow2", torch.bfloat16)
+    g = torch.ones(8, 72).bfloat16()
+    with pytest.raises(ModelError, match="of 16, but found 72"):
+        library.dgrad(g, q, s, "pow2", torch.bfloat16)
+    with pytest.raises(ModelError, match="of 16, but found 264"):
+        library.wgrad(g[:, :64], *quantize.quantize_activation(x, "pow2"), "pow2", torch.bfloat16)
+
+
+def test_a_compiled_graph_holds_one_opaque_operator(library, monkeypatch):
+    monkeypatch.setitem(backends._LOADED, library.name, library)
+    q, s = quantize.quantize_weight(torch.randn(64, 256), "pow2")
+    rows = quantize.expand_weight_scale(s, 64)
+    found = []
+
+    def look(graph, inputs):
+        found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph
+
+    def layer(x):
+        return library.fprop(x, q, rows, "pow2") + 1
+
+    for M in (3, 5):
+        x = torch.randn(M, 256).to(torch.bfloat16)
+        assert torch.equal(torch.compile(layer, backend=look, fullgraph=True)(x), layer(x))
+    assert any("fp8_fprop" in name for name in found) and not any("float8" in name for name in found)
 
 
 class Shifty(type(get_backend("torch"))):

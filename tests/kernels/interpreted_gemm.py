@@ -284,5 +284,5 @@ def test_gradients_at_once_equal_those_one_by_one(scale_format):
 
 
 def test_the_row_comparison_passes_here():
-    verdict = compare_rows(get_backend("triton"), (192, 256), "cpu", trained=270, decoded=(1, 7, 64))
+    verdict = compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(1, 7))
     assert verdict.ok, verdict.found

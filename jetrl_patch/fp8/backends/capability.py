@@ -27,6 +27,8 @@ def check_hopper() -> Check:
     """Whether torch sees a Hopper GPU."""
     if not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no CUDA device"
+    if torch.version.hip is not None:
+        return False, f"it needs an NVIDIA GPU, and this torch was built for ROCm {torch.version.hip}"
     found = torch.cuda.get_device_capability()
     if found != CAPABILITY:
         return False, f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"

@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, turned
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, check_widths, turned
 from jetrl_patch.fp8.formats import BLOCK, FP8
 
-#: widths must be multiples of this many elements, heights of a
-WIDTH, HEIGHT = 16, 8
+#: the number of rows of a is a multiple of this
+HEIGHT = 8
 
 
 class CublasLtBackend(GpuBackend):
@@ -44,7 +43,7 @@ class CublasLtBackend(GpuBackend):
         return total.to(out_dtype)
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
-        _check_width(w_NK.shape[0], w_NK.shape[1])
+        check_widths(self.name, *w_NK.shape)
         s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
         return _scaled_mm(g_MN, s_MG, turned(w_NK), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
 
@@ -54,7 +53,7 @@ class CublasLtBackend(GpuBackend):
 
 def _product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a b^T with scales of 1x128 on both sides."""
-    _check_width(a_MK.shape[1], b_NK.shape[0])
+    check_widths(CublasLtBackend.name, a_MK.shape[1], b_NK.shape[0])
     return _scaled_mm(a_MK, sa_MG, b_NK, _columns(sb_NG), F.ScalingType.BlockWise1x128, out_dtype)
 
 
@@ -73,17 +72,3 @@ def _scaled_mm(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb: Tensor, recipe_b: 
 def _columns(s: Tensor) -> Tensor:
     """The same scales [R, G] with the rows contiguous, strides (1, R); no copy where they are so already."""
     return s.t().contiguous().t()
-
-
-def _check_width(*widths: int) -> None:
-    """Raises ModelError for widths that cuBLASLt cannot read."""
-    wrong = [width for width in widths if width % WIDTH]
-    if wrong:
-        raise ModelError(
-            explain(
-                'backend="cublaslt"',
-                asked=f"widths that are multiples of {WIDTH}",
-                found=", ".join(map(str, wrong)),
-                fix='use backend="triton", or leave the layer in BF16 with exclude=',
-            )
-        )

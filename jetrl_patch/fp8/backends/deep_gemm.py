@@ -18,7 +18,7 @@ from torch import Tensor
 
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.backends.capability import find_deep_gemm
-from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, turned
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, check_widths, turned
 from jetrl_patch.fp8.formats import BLOCK
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
@@ -41,6 +41,7 @@ class DeepGemmBackend(GpuBackend):
     ) -> Tensor:
         (M, K), N = q_MK.shape, w_NK.shape[0]
         step = check_splits(K, splits)
+        check_widths(self.name, K, N)
         if splits == 1 and out_dtype == torch.bfloat16:
             y = q_MK.new_empty(M, N, dtype=torch.bfloat16)
             self._module.fp8_gemm_nt((q_MK, s_MG), (w_NK, block_scales(s_NG)), y, recipe=BLOCKS)
@@ -55,11 +56,13 @@ class DeepGemmBackend(GpuBackend):
         return total.to(out_dtype)
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+        check_widths(self.name, *w_NK.shape)
         dx = g_MN.new_empty(g_MN.shape[0], w_NK.shape[1], dtype=torch.bfloat16)
         self._module.fp8_gemm_nt((g_MN, s_MG), (turned(w_NK), s_blocks.t().contiguous()), dx, recipe=BLOCKS)
         return dx.to(out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
         return self._rows(g_NM, sg.t(), x_KM, sx.t()).to(out_dtype)
 
     def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:

@@ -8,13 +8,15 @@ from __future__ import annotations
 import functools
 import importlib
 from abc import abstractmethod
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8 import quantize
+from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.base import Backend
 from jetrl_patch.fp8.backends.capability import check_triton
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
@@ -66,6 +68,20 @@ class GpuBackend(Backend):
         x_KM = F.pad(x_MK.t(), (0, groups(x_MK.shape[0]) * BLOCK - x_MK.shape[0]))
         q_KM, s_KG = quantize.quantize_activation(x_KM.contiguous(), scale_format)
         return q_KM, s_KG.t().contiguous()
+
+    def fprop(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype = torch.bfloat16,
+        splits: int = 1,
+    ) -> Tensor:
+        """One opaque operator in a compiled graph: the libraries' calls and TMA descriptors cannot be traced."""
+        if torch.compiler.is_compiling():
+            return _fprop(x_MK, w_NK, s_NG, self.name, scale_format, out_dtype, splits)
+        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
 
     def dgrad(
         self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
@@ -136,3 +152,31 @@ def check_splits(K: int, splits: int) -> int:
     if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
         raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
     return K // splits
+
+
+def check_widths(backend: str, *widths: int) -> None:
+    """Raises ModelError for matrices whose rows do not start at multiples of 16 bytes: the libraries read them by TMA."""
+    wrong = [width for width in widths if width % 16]
+    if wrong:
+        raise ModelError(
+            explain(
+                f"backend={backend!r}",
+                asked="widths that are multiples of 16",
+                found=", ".join(map(str, wrong)),
+                fix='use backend="triton", or leave the layer in BF16 with exclude=',
+            )
+        )
+
+
+@torch.library.custom_op("jetrl_patch::fp8_fprop", mutates_args=())
+def _fprop(
+    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype, splits: int
+) -> Tensor:
+    return get_backend(backend).fprop(x_MK, w_NK, s_NG, cast(ScaleFormat, scale_format), out_dtype, splits)
+
+
+@_fprop.register_fake
+def _(
+    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype, splits: int
+) -> Tensor:
+    return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype)

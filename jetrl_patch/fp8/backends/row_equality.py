@@ -47,10 +47,11 @@ def compare_rows(
     Where K is an even number of 128-blocks, also in two ranges of K, against the sum of their partial products.
     """
     N, K = shape
-    generator = torch.Generator().manual_seed(N + K)
-    x = torch.randn(trained, K, generator=generator) * torch.exp(torch.randn(trained, 1, generator=generator))
-    x_MK = x.to(torch.bfloat16).to(device)
-    w_NK = (torch.randn(N, K, generator=generator) * K**-0.5).to(torch.bfloat16).to(device)
+    generator = torch.Generator(device).manual_seed(N + K)
+    x, size, w = (
+        torch.randn(*shape, generator=generator, device=device) for shape in ((trained, K), (trained, 1), (N, K))
+    )
+    x_MK, w_NK = (x * torch.exp(size)).to(torch.bfloat16), (w * K**-0.5).to(torch.bfloat16)
     q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
     s_NG = expand_weight_scale(s_blocks, N)
     for out_dtype in (torch.bfloat16, torch.float32):
