@@ -66,7 +66,9 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
     names = spec.kernel.arg_names
     signature = {name: spec.types.get(name, "constexpr") for name in names}
     divisible = [
-        (index,) for index, name in enumerate(names) if signature[name].startswith("*") or name in spec.aligned
+        (index,)
+        for index, name in enumerate(names)
+        if signature[name].startswith("*") or (name in spec.aligned and name in spec.types)
     ]
     source = ASTSource(
         fn=spec.kernel,

@@ -106,7 +106,7 @@ def quantize_tokens(
     Args:
         x_MK: BF16, elements of a row adjacent; rows may have a stride.
         turned: write the e4m3 matrix as [K, M], tokens adjacent: WGrad's operand.
-        pad: only with ``turned``: [K, ceil(M / 128) * 128], zeros past M.
+        pad: only with ``turned``: [K, ceil(M / 128) * 128], what lies past M counts as zero.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape

@@ -44,7 +44,7 @@ def requantize_tokens(
 
     Args:
         q_MK: elements of a row adjacent; rows may have a stride.
-        pad: [K, ceil(M / 128) * 128] instead, zeros past M.
+        pad: [K, ceil(M / 128) * 128] instead, what lies past M counts as zero.
 
     Raises:
         TypeError, ValueError, ConfigError: as ``outputs.check_input``.

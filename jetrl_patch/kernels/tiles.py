@@ -31,7 +31,7 @@ def store_tokens(  # type: ignore[no-untyped-def]
 ):
     """Store a tile [128, columns] (FP32, zero outside) of tokens of group ``g``, each column with a scale.
 
-    Turned, ``pitch`` is the length of a row of q, and zeros are written where it goes past M.
+    Turned, ``pitch`` is the length of a row of q, and what lies past M counts as zero.
     """
     codes, scale = quantized(x, tl.max(magnitude(x), 0, keep_dims=True), POW2, HARDWARE)
     m = g * 128 + tl.arange(0, 128)

@@ -1,0 +1,107 @@
+"""The Triton quantizers: their bits in the interpreter (processes of their own), and what they compile to for Hopper."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.kernels import aot, producers, quantize, requantize
+from jetrl_patch.kernels.aot import Spec, compile_one
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS]
+
+#: at most so many registers a thread and bytes of shared memory a program; nothing may spill. An SM has 65,536 registers:
+#: the third column is how many of its 64 warps then work at once
+LIMITS = {
+    "quantize_rows32": (64, 256, 32),
+    "quantize_rows4": (64, 0, 32),
+    "quantize_tokens": (128, 512, 16),
+    "quantize_tokens_turned": (128, 8192, 16),
+    "quantize_both": (128, 16384, 16),
+    "quantize_weight_bf16": (128, 256, 16),
+    "quantize_weight_fp32": (128, 256, 16),
+    "requantize_tokens": (128, 8192, 16),
+    "silu_mul_rows32": (64, 256, 32),
+    "silu_mul_rows4": (64, 0, 32),
+    "silu_mul_both": (128, 16384, 16),
+    "rmsnorm_rows1024": (128, 0, 16),
+    "rmsnorm_rows4096": (128, 4096, 16),
+    "rmsnorm_rows8192": (128, 8192, 16),
+    "rmsnorm_rows16384": (128, 16384, 16),
+}
+#: what would give other bits: quotients and roots that are not correctly rounded, subnormals flushed to zero
+INEXACT = re.compile(r"\b(?:div\.full|div\.approx|rcp\.approx|sqrt\.approx|rsqrt|ex2|lg2|tanh)\S*|\S+\.ftz\S*")
+
+
+@pytest.mark.parametrize("file", ["interpreted_quantize", "interpreted_producers"])
+def test_in_the_interpreter(file: str):
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_compiles_for_hopper_without_spills_and_with_exact_arithmetic(spec: Spec):
+    registers, shared, warps = LIMITS[re.sub(r"_(?:pow2|fp32)$", "", spec.name)]
+    made = compile_one(spec)
+    assert made.spills == 0 and made.registers <= registers and made.shared <= shared, made[:3]
+    programs = 65536 // (made.registers * 32 * spec.options["num_warps"])
+    assert programs * spec.options["num_warps"] >= warps, made[:3]
+    assert not INEXACT.findall(made.ptx)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in made.ptx  # the GPU's own rounding
+    assert "div.rn.f32" in made.ptx
+    assert "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx  # 16 bytes at a time
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.name.endswith("_fp32")], ids=lambda spec: spec.name)
+def test_integer_arithmetic_compiles_too(spec: Spec):
+    made = compile_one(spec._replace(constexprs={**spec.constexprs, "HARDWARE": False}))
+    assert ".e4m3x2" not in made.ptx and not INEXACT.findall(made.ptx)
+
+
+@pytest.mark.parametrize("spec", [s for s in SPECS if s.name.endswith("_pow2")], ids=lambda spec: spec.name)
+def test_sizes_of_one_are_constants_to_the_compiler(spec: Spec):
+    ones = {name for name in spec.types if spec.types[name] == "i32"}
+    types = {name: kind for name, kind in spec.types.items() if name not in ones}
+    assert compile_one(spec._replace(types=types, constexprs={**spec.constexprs, **dict.fromkeys(ones, 1)})).spills == 0
+
+
+def test_all_kernels_are_registered_once():
+    found = aot.specs()
+    assert {spec.name for spec in SPECS} <= set(found) and {"gemm", "gemm_dgrad", "gemm_wgrad"} <= set(aot.MODULES)
+    folder = ROOT / "jetrl_patch" / "kernels"
+    with_kernels = {path.stem for path in folder.glob("*.py") if re.search(r"^KERNELS = ", path.read_text(), re.M)}
+    assert with_kernels == set(aot.MODULES)
+
+
+def test_a_cpu_without_the_interpreter_is_told():
+    x = torch.zeros(4, 128, dtype=torch.bfloat16)
+    q, s = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.ones(4, 1)
+    for call in (
+        lambda: quantize.quantize_rows(x, "pow2"),
+        lambda: quantize.quantize_tokens(x, "pow2"),
+        lambda: quantize.quantize_both(x, "pow2"),
+        lambda: quantize.quantize_weight(x, "pow2"),
+        lambda: requantize.requantize_tokens(q, s, "pow2"),
+        lambda: producers.silu_mul_quantize_rows(x, x, "pow2"),
+        lambda: producers.silu_mul_quantize_both(x, x, "pow2"),
+        lambda: producers.rmsnorm_quantize_rows(x, x[0], 1e-6, "pow2"),
+    ):
+        with pytest.raises(ConfigError, match='run on CUDA devices, found cpu; use backend="native"'):
+            call()
+
+
+def test_the_package_loads_no_triton():
+    code = "import sys, jetrl_patch, jetrl_patch.kernels, jetrl_patch.fp8.backends\nassert 'triton' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
