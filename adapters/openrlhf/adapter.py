@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
-from jetrl_patch.adapters.openrlhf import logprob, metrics, model, remote, settings, state, sync, worker
+from jetrl_patch.adapters.openrlhf import logprob, metrics, model, remote, settings, state, sync, versions, worker
 
 _NO_HOOK = "OpenRLHF has an extension point for this"
 
@@ -108,6 +108,31 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=worker.update_weight_cuda_ipc,
         reason="the same for colocated engines",
         remove_when="OpenRLHF's receiver checks completeness and content, and loads FP8 as it comes",
+    ),
+    *(
+        Patch(
+            module="openrlhf.utils.agent",
+            attr=f"{kind}AgentExecutor.execute",
+            make=versions.execute,
+            reason="a sample carries the version of the weights that made it; an executor of the user's own that calls "
+            "neither of these is not covered",
+            remove_when="OpenRLHF's samples carry the version of their weights",
+        )
+        for kind in ("SingleTurn", "MultiTurn")
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        attr="AsyncLLM.generate",
+        make=versions.generate,
+        reason="which weights stand in the engine when tokens come",
+        remove_when="vLLM's outputs carry the version of the weights",
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        attr="AsyncLLM.collective_rpc",
+        make=versions.collective_rpc,
+        reason="when a weight sync has ended",
+        remove_when="vLLM's outputs carry the version of the weights",
     ),
 )
 

@@ -12,6 +12,7 @@ from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.state import DRIVER
+from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
 
 __all__ = ["correction_bounds", "create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
@@ -81,19 +82,38 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
         logger.warning("jetrl_patch: no log-probs came with the samples, so there is no mismatch to report")
         return None
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
-    flat = [torch.cat([getattr(e, field).flatten().cpu() for e in with_both]) for field in fields]
-    found = mismatch(flat[0], flat[1], flat[2], correction_bounds(args.algo.advantage))
+    trainer, rollout, mask = (torch.cat([getattr(e, field).flatten().cpu() for e in with_both]) for field in fields)
+    found = mismatch(trainer, rollout, mask, correction_bounds(args.algo.advantage))
     DRIVER.metrics.update(found.as_metrics())
-    exact = runtime.active_config().exact and not args.train.async_enable
-    if exact and found.tokens and found.bit_equal_fraction != 1.0:
+    current = torch.cat([_current(e) for e in with_both])
+    of_current = mismatch(trainer, rollout, mask.bool() & current)
+    DRIVER.metrics["jetrl/stale_fraction"] = 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0
+    if of_current.tokens:
+        DRIVER.metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
+    if runtime.active_config().exact and of_current.tokens and of_current.bit_equal_fraction != 1.0:
         logger.error(
             "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
-            found.bit_equal_fraction,
-            found.tokens,
-            found.logp_abs_diff_mean,
-            found.logp_abs_diff_max,
+            of_current.bit_equal_fraction,
+            of_current.tokens,
+            of_current.logp_abs_diff_mean,
+            of_current.logp_abs_diff_max,
         )
     return found
+
+
+def _current(experience: Any) -> Any:
+    """Bool [B * A]: which places belong to samples that the trainer's weights of now made, from end to end.
+
+    Where samples carry no version (BF16, where OpenRLHF's own sync runs) all of them count.
+    """
+    import torch
+
+    mask = experience.action_mask.cpu()
+    versions = [experience.info.get(name) for name in (FIRST, LAST)]
+    if any(found is None for found in versions):
+        return torch.ones(mask.numel(), dtype=torch.bool)
+    first, last = (found.cpu().flatten() for found in versions)
+    return ((first == DRIVER.version) & (last == DRIVER.version)).unsqueeze(1).expand(mask.shape).flatten()
 
 
 def correction_bounds(advantage: Any) -> tuple[float, float] | None:
@@ -121,6 +141,7 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     """Keep what the policy actors report of a sync: rank 0 sends, all take part."""
     names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_calls", "quantized_layers")
     DRIVER.metrics.update({f"jetrl/{name}": reports[0][name] for name in names})
+    DRIVER.version = reports[0]["version"]
     DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports)
 
 
@@ -129,7 +150,7 @@ def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
         if runtime.is_active() and not getattr(self, "_jetrl_audited", False):
-            audit(self)
+            DRIVER.version = max((report["version"] for report in audit(self)), default=0)
             self._jetrl_audited = True
         status, step = original(self, rollout_samples, global_step)
         if runtime.is_active():

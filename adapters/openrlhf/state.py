@@ -14,8 +14,10 @@ class WorkerState:
         args: OpenRLHF's arguments, once this process is known to belong to a run of ours.
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
         report: figures of the last weight sync.
+        version: number of the last weight sync; 0 before the first.
     """
 
+    version: int = 0
     args: Any = None
     stop_tokens: tuple[int, ...] = ()
     report: dict[str, Any] | None = None
@@ -23,16 +25,28 @@ class WorkerState:
 
 @dataclass
 class DriverState:
-    """In the process that runs the trainer loop: figures that wait for the next line of its log."""
+    """In the process that runs the trainer loop: figures that wait for the next line of its log, and the number of the
+    weight sync whose weights the trainer holds.
+    """
 
     metrics: dict[str, Any] = field(default_factory=dict)
+    version: int = 0
+
+
+@dataclass
+class EngineState:
+    """In the actor that owns a vLLM engine: the number of the weight sync that it serves; 0 before the first."""
+
+    version: int = 0
 
 
 WORKER = WorkerState()
 DRIVER = DriverState()
+ENGINE = EngineState()
 
 
 def reset() -> None:
     """As at start; called by ``disable()``."""
     WORKER.__init__()  # type: ignore[misc]
     DRIVER.__init__()  # type: ignore[misc]
+    ENGINE.__init__()  # type: ignore[misc]

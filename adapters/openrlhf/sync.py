@@ -16,7 +16,7 @@ from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
 from jetrl_patch.sync.bucket import pack
 from jetrl_patch.sync.stream import NamedTensor, SyncStats
 
@@ -101,9 +101,10 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
         for _ in weights:  # takes part in the gathering
             pass
     if leads:
-        orders.ask("end")
+        orders.ask("end", version=WORKER.version + 1)
         # nothing that was computed with the old weights may be found again
         orders.wait([engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines])
+    WORKER.version += 1
     torch.cuda.empty_cache()
     torch_dist_barrier_and_cuda_sync()
     return orders.calls
@@ -135,22 +136,29 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
         "actor": type(self).__name__,
         "config": status.config.to_env() if status.config else {},
         "layers": len(status.layers),
+        "version": WORKER.version,
         "patches": [[patch.target, patch.state] for patch in status.patches],
         **(figures or {}),
     }
 
 
 def _compare(answers: list[Any], config: Config) -> None:
-    """The workers' settings, asked before any byte moves."""
+    """The workers' settings, and the weights that they serve, asked before any byte moves."""
     for answer in (worker for engine in answers for worker in engine):
+        who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
         if answer["config"] != config.to_env():
             raise ConflictError(
                 explain(
-                    f"settings of a vLLM worker (pid {answer['pid']} on {answer['node']})",
+                    f"settings of {who}",
                     asked=config.to_env(),
                     found=answer["config"],
                     fix="give every process the same ones",
                 )
+            )
+        if answer["version"] != WORKER.version:
+            raise SyncError(
+                f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}; it "
+                f"was restarted or missed a sync, and its samples since then are of those weights. Restart the run"
             )
 
 

@@ -38,9 +38,12 @@ def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
         if order["op"] == "begin":
             return _who(self)
         if order["op"] == "status":
-            return {**self.jetrl_report(digests=False), "node": where()}
+            return {**self.jetrl_report(digests=False), "node": where(), **_version(self)}
         if order["op"] == "end":
-            return self.jetrl_receiver.finish()
+            self.jetrl_version = 0  # of nothing, until all of it is in place
+            report = self.jetrl_receiver.finish()
+            self.jetrl_version = order["version"]
+            return report
         raise SyncError(f"unknown order {order['op']!r}; install the same version of jetrl_patch on both sides")
 
     return update_weight
@@ -88,7 +91,11 @@ def _device(worker: Any) -> Any:
 
 
 def _who(worker: Any) -> dict[str, Any]:
-    return {"pid": os.getpid(), "node": where(), "config": runtime.active_config().to_env()}
+    return {"pid": os.getpid(), "node": where(), "config": runtime.active_config().to_env(), **_version(worker)}
+
+
+def _version(worker: Any) -> dict[str, int]:
+    return {"version": getattr(worker, "jetrl_version", 0)}
 
 
 def _unpatched_trainer() -> NotPatchedError:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -77,10 +80,59 @@ def test_critic_ema_entropy_temperature_prefix_caching_and_two_engines(task):
 
 @pytest.mark.slow
 def test_asynchronous_with_partial_rollouts(task):
-    """Samples of the weights in force are equal; later ones may come from older weights, and that is what is measured."""
-    run = Run(task, "--train.async_enable", "--train.partial_rollout_enable", environ=UNIFIED, steps=3)
-    found = finish(run, steps=3)
-    assert found[0]["jetrl/bit_equal_fraction"] == 1.0 and found[0]["jetrl/quantized_layers"] == 21
+    """Samples of the trainer's weights are equal; others may come from older ones, and that is what is measured."""
+    run = Run(task, "--train.async_enable", "--train.partial_rollout_enable", environ=UNIFIED, steps=4)
+    found = finish(run, steps=4)
+    assert found[0]["jetrl/bit_equal_fraction"] == 1.0 and found[0]["jetrl/stale_fraction"] == 0.0
+    assert any(step["jetrl/stale_fraction"] > 0 for step in found)
+    for number, step in enumerate(found, start=1):
+        assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0
+        assert 1 <= step["jetrl/version_first"] <= step["jetrl/version_last"] <= number
+
+
+@pytest.mark.slow
+def test_asynchronous_samples_are_equal_under_the_version_that_made_them(task, tmp_path):
+    """Each sample is scored again, apart from the run, with the checkpoint of the version that it carries."""
+    environ = {**UNIFIED, "PYTHONPATH": str(_dumper(tmp_path))}
+    extra = ["--train.async_enable", "--ckpt.save_steps", "1", "--ckpt.save_hf"]
+    extra += ["--ckpt.path", str(tmp_path / "checkpoints"), "--ckpt.max_num", "9"]
+    finish(Run(task, *extra, environ=environ, steps=4), steps=4)
+    script = Path(__file__).with_name("rescore_script.py")
+    command = [sys.executable, str(script), str(tmp_path), str(task / "model"), str(tmp_path / "checkpoints")]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    tokens, equal, versions, late = map(int, done.stdout.split()[-4:])
+    assert equal == tokens >= 100 and versions >= 2 and late > 0, done.stdout
+
+
+def _dumper(folder: Path) -> Path:
+    """A sitecustomize that writes down every sample: tokens, mask, rollout's log-probs, its version, the trainer's."""
+    (folder / "sitecustomize.py").write_text(
+        f"""
+import wrapt
+
+@wrapt.when_imported("openrlhf.trainer.ppo_utils.experience_maker")
+def _(module):
+    original = module.RemoteExperienceMaker.make_experience
+    def make_experience(self, samples_list):
+        import os, time, torch
+        from jetrl_patch.adapters.openrlhf.state import DRIVER
+        rows = []
+        for e in samples_list:
+            first, last = e.info["jetrl/version_first"], e.info["jetrl/version_last"]
+            for i in range(len(e.sequences)):
+                assert first[i] == last[i]
+                n = int(e.attention_mask[i].sum())
+                row = e.sequences[i, :n], e.action_mask[i, : n - 1], e.rollout_log_probs[i, : n - 1]
+                rows.append((*(t.clone() for t in row), int(first[i]), DRIVER.version))
+        torch.save(rows, os.path.join({str(folder)!r}, f"samples-{{time.monotonic_ns()}}.pt"))
+        return original(self, samples_list)
+    module.RemoteExperienceMaker.make_experience = make_experience
+"""
+    )
+    return folder
 
 
 @pytest.mark.slow

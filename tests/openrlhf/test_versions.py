@@ -1,0 +1,129 @@
+"""Versions of weights: who sets them, what a sample notes, what the figures count, and an engine that fell behind."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import metrics, state, sync, versions
+from jetrl_patch.adapters.openrlhf.wire import encode
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConflictError, SyncError
+
+EXACT = Config(precision="fp8-unified").resolved()
+
+
+@pytest.fixture(autouse=True)
+def enabled(monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: EXACT)
+    state.reset()
+    yield
+    state.reset()
+
+
+async def _rpc(self, method, timeout, args, kwargs):
+    return [method]
+
+
+rpc = versions.collective_rpc(_rpc)
+
+
+@versions.generate
+async def generate(self, outputs):
+    for output in outputs:
+        await asyncio.sleep(0)
+        if output == "sync":
+            await rpc(None, "update_weight", None, (encode("end", version=state.ENGINE.version + 1), None, (0,)))
+        else:
+            yield output
+
+
+@versions.execute
+async def execute(self, turns, logs):
+    for outputs in turns:
+        async for _ in generate(None, outputs):
+            pass
+    return {"extra_logs": logs}
+
+
+def sample(*turns, logs=None):
+    return asyncio.run(execute(None, turns, logs))["extra_logs"]
+
+
+def test_only_the_end_of_a_sync_makes_a_version():
+    for order in ("begin", "bucket", "status"):
+        asyncio.run(rpc(None, "update_weight", None, (encode(order, version=5),), None))
+    asyncio.run(rpc(None, "sleep", None, (), None))
+    assert state.ENGINE.version == 0
+    asyncio.run(rpc(None, "update_weight", None, (encode("end", version=5),), None))
+    assert state.ENGINE.version == 5
+
+
+def test_a_sample_carries_the_versions_of_its_first_and_last_token():
+    assert sample(["a", "b"], logs={"x": 1}) == {"x": 1}  # never synced: nothing to carry
+    state.ENGINE.version = 3
+    assert sample(["a", "b"], logs={"x": 1}) == {"x": 1, versions.FIRST: 3, versions.LAST: 3}
+    assert sample(["a", "sync", "b"]) == {versions.FIRST: 3, versions.LAST: 4}
+    assert sample(["a"], ["sync", "b"], ["c"]) == {versions.FIRST: 4, versions.LAST: 5}
+
+
+def test_samples_made_at_the_same_time_do_not_mix():
+    async def both():
+        state.ENGINE.version = 1
+        early = asyncio.create_task(execute(None, [["a"]], None))
+        slow = asyncio.create_task(execute(None, [["a", "b", "sync", "c"]], None))
+        return await early, await slow
+
+    early, slow = asyncio.run(both())
+    assert early["extra_logs"] == {versions.FIRST: 1, versions.LAST: 1}
+    assert slow["extra_logs"] == {versions.FIRST: 1, versions.LAST: 2}
+
+
+def experience(first, last, rollout):
+    return SimpleNamespace(
+        action_log_probs=torch.tensor([[-1.0, -2.0]]), rollout_log_probs=torch.tensor([rollout]),
+        action_mask=torch.ones(1, 2), info={versions.FIRST: torch.tensor([first]), versions.LAST: torch.tensor([last])},
+    )  # fmt: skip
+
+
+def noted(*experiences):
+    advantage = SimpleNamespace(
+        is_correction_level="off", is_correction_gating="ratio", is_correction_threshold=[0.5, 5.0]
+    )
+    args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), train=SimpleNamespace(async_enable=True))
+    metrics.note_mismatch(experiences, args)
+    return state.DRIVER.metrics
+
+
+def test_exactness_is_judged_by_samples_of_the_weights_in_force(caplog):
+    state.DRIVER.version = 2
+    found = noted(experience(2, 2, [-1.0, -2.0]), experience(1, 1, [-1.1, -2.0]), experience(1, 2, [-1.0, -2.5]))
+    assert found["jetrl/bit_equal_fraction"] == pytest.approx(4 / 6)
+    assert found["jetrl/stale_fraction"] == pytest.approx(2 / 3) and found["jetrl/bit_equal_fraction_current"] == 1.0
+    assert not caplog.records
+    assert noted(experience(2, 2, [-1.0, -2.5]))["jetrl/bit_equal_fraction_current"] == 0.5
+    assert "exact mode is not exact" in caplog.text
+
+
+def test_only_stale_samples_are_no_error(caplog):
+    state.DRIVER.version = 2
+    found = noted(experience(1, 1, [-1.5, -2.5]))
+    assert found["jetrl/stale_fraction"] == 1.0 and "jetrl/bit_equal_fraction_current" not in found
+    assert not caplog.records
+
+
+def test_a_stale_engine_stops_the_sync_and_is_named():
+    answer = {"pid": 7, "node": "n1", "config": EXACT.to_env(), "version": 0}
+    sync._compare([[answer]], EXACT)
+    state.WORKER.version = 3
+    with pytest.raises(
+        SyncError, match=r"pid 7 on n1\) is stale: it serves the weights of sync 0, and the last one was 3"
+    ):
+        sync._compare([[{**answer, "version": 3}], [answer]], EXACT)
+    with pytest.raises(ConflictError, match="settings of a vLLM worker"):
+        sync._compare([[{**answer, "config": {}}]], EXACT)
