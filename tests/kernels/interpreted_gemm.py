@@ -17,11 +17,13 @@ from triton.runtime import interpreter
 
 from jetrl_patch.fp8 import quantize, reference
 from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.backends.deep_gemm import block_scales as in_torch
 from jetrl_patch.fp8.backends.row_equality import compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels import gemm_common
 from jetrl_patch.kernels.gemm import fprop
 from jetrl_patch.kernels.gemm_dgrad import dgrad
+from jetrl_patch.kernels.gemm_scales import block_scales
 from jetrl_patch.kernels.gemm_wgrad import wgrad
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
@@ -195,6 +197,18 @@ def test_wgrad_adds_to_a_main_gradient():
     main = torch.randn(130, 70, generator=gen)
     expected = main + wgrad(*args, torch.float32)
     assert wgrad(*args, add_to=main) is main and torch.equal(main, expected)
+
+
+@pytest.mark.parametrize(("N", "G"), [(40, 1), (256, 3), (300, 33), (384, 70)])
+def test_block_scales_of_rows(N, G):
+    s = torch.rand(-(-N // 128), G)
+    rows = quantize.expand_weight_scale(s, N)
+    assert torch.equal(block_scales(rows), s) and torch.equal(block_scales(rows.t().contiguous().t()), s)
+    rows[N - 1, 0] += 1  # a block whose rows differ is seen
+    rows[0, G - 1] = float("nan")
+    found = block_scales(rows)
+    assert torch.equal(found.isnan(), in_torch(rows).isnan()) and found.isnan().sum() == 2 - (N == 40)
+    assert torch.equal(found.nan_to_num(), in_torch(rows).nan_to_num())
 
 
 def test_empty_batches():

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import gemm, gemm_dgrad, gemm_wgrad
+from jetrl_patch.kernels import gemm, gemm_dgrad, gemm_scales, gemm_wgrad
 from jetrl_patch.kernels.aot import Spec, compile_one
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
@@ -44,6 +44,11 @@ def test_compiles_to_fp8_wgmma_and_nothing_else(spec: Spec):
     per_sm = NARROW.per_sm if spec.constexprs.get("COLUMNS") == NARROW.columns else 1
     assert made.registers * spec.options["num_warps"] * 32 * per_sm <= REGISTERS, made[:3]
     assert made.shared * per_sm <= SHARED, made[:3]
+
+
+def test_block_scales_compile():
+    made = compile_one(gemm_scales.KERNELS[0])
+    assert made.spills == 0 and "mma" not in made.ptx
 
 
 def test_tiles_are_high_enough_for_fp8():

@@ -44,7 +44,7 @@ class DeepGemmBackend(GpuBackend):
         check_widths(self.name, K, N)
         if splits == 1 and out_dtype == torch.bfloat16:
             y = q_MK.new_empty(M, N, dtype=torch.bfloat16)
-            self._module.fp8_gemm_nt((q_MK, s_MG), (w_NK, block_scales(s_NG)), y, recipe=BLOCKS)
+            self._module.fp8_gemm_nt((q_MK, s_MG), (w_NK, self._block_scales(s_NG)), y, recipe=BLOCKS)
             return y
         total: Tensor | None = None
         for k in range(0, K, step):
@@ -64,6 +64,13 @@ class DeepGemmBackend(GpuBackend):
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
         return self._rows(g_NM, sg.t(), x_KM, sx.t()).to(out_dtype)
+
+    def _block_scales(self, s_NG: Tensor) -> Tensor:
+        if self.quantizers(s_NG) is None:
+            return block_scales(s_NG)
+        from jetrl_patch.kernels.gemm_scales import block_scales as in_one_launch
+
+        return in_one_launch(s_NG)
 
     def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
         """The FP32 product of operands with a scale per row and group."""
