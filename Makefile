@@ -52,6 +52,8 @@ bench: $(READY)
 
 # needs a Hopper GPU, in the python environment that is active; writes docs/benchmarks/h200.md
 bench-gpu:
+	@python -c "import torch, rich" 2>/dev/null || { echo "make bench-gpu needs a python with a CUDA build of torch, and with\
+	 what this package requires" >&2; exit 1; }
 	$(QUIET) python -m benchmarks.gpu $(ARGS)
 
 venv: $(SELF)

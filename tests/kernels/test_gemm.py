@@ -46,6 +46,18 @@ def test_compiles_to_fp8_wgmma_and_nothing_else(spec: Spec):
     assert made.shared * per_sm <= SHARED, made[:3]
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
+    ptx = compile_one(spec).ptx
+    # four wgmma of k = 32 a block: "scale-d" is 0 for the first, which overwrites, and a predicate for those that add
+    starts = [line.rsplit(", ", 3)[1] == "0" for line in ptx.splitlines() if "wgmma.mma_async" in line]
+    assert starts and starts == [True, False, False, False] * (len(starts) // 4)
+    threads = 32 * spec.options["num_warps"]
+    elements = spec.constexprs.get("ROWS", 128) * spec.constexprs.get("COLUMNS", 128) // threads
+    assert ptx.count("fma.rn.f32") == elements * spec.constexprs.get("SPLITS", 1)
+    assert "mad.f32" not in ptx and ".ftz" not in ptx and ".approx" not in ptx
+
+
 def test_block_scales_compile():
     made = compile_one(gemm_scales.KERNELS[0])
     assert made.spills == 0 and "mma" not in made.ptx
