@@ -110,8 +110,7 @@ def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
     for model in models:
         for linear in model.linears:
             for M in sizes:
-                x = machine.random(M, linear.K).requires_grad_()
-                g = machine.random(M, linear.N)
+                x, g = machine.random(M, linear.K), machine.random(M, linear.N)
                 made = {"bf16": nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)}
                 for name in machine.backends:
                     layer = nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)
@@ -130,6 +129,7 @@ def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
 
 
 def _step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
+    x = x.detach().requires_grad_()  # a new tensor: layers keep what they quantized last, and a step has new inputs
     torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
 
 
@@ -144,7 +144,7 @@ def _memory(machine: Machine, layer: nn.Module, x: torch.Tensor, g: torch.Tensor
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        layer(x)
+        layer(x.detach().requires_grad_())
     saved = sum(storages.values()) / 2**20
     if machine.device.type != "cuda":
         return saved, ""

@@ -152,6 +152,16 @@ def test_every_part_on_a_cpu(machine, tiny, tmp_path):
     assert widths == {10 + 1}
 
 
+def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
+    backend, done = get_backend("torch"), []
+    original = type(backend).quantize_activation
+    monkeypatch.setattr(type(backend), "quantize_activation", lambda *args: done.append(1) or original(*args))
+    machine.backends = {"torch": backend}
+    list(parts.layers(machine, TINY, (16,)))
+    # of each of four layers: two timed steps (input, output gradient), and the forward pass whose bytes are counted
+    assert len(done) == 4 * (2 * 2 + 1)
+
+
 def test_a_shape_that_a_library_refuses_is_a_row(machine, tiny):
     machine.backends["refusing"] = Refusing()
     machine.ceilings = {"BF16 TFLOP/s": 1.0, "FP8 TFLOP/s": 1.0, "copy GB/s": 1.0}
