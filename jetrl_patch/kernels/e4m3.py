@@ -23,25 +23,30 @@ def magnitude(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``fp8.quantize.scale_from_amax`` of the ``magnitude`` of an amax; the division is IEEE's, not ``div.full``."""
-    amax = tl.where(amax_bits < _FLOOR, _FLOOR, amax_bits).to(tl.float32, bitcast=True)
-    scale = tl.math.div_rn(amax, 448.0)
+    """``fp8.quantize.scale_from_amax`` of the ``magnitude`` of an amax; the division is IEEE's, not ``div.full``.
+
+    A power of two needs no division: 448 is 1.75 * 2^8, so the exponent goes down by 8, and by 7 if the mantissa is above
+    1.75 (a quotient just above 1 does not round down to it: one bit more is 2^-23 / 1.75, more than half a bit).
+    """
+    bits = tl.where(amax_bits < _FLOOR, _FLOOR, amax_bits)
     if POW2:
-        bits = scale.to(tl.int32, bitcast=True)
-        up = ((bits + 0x7FFFFF) & _INF).to(tl.float32, bitcast=True)
-        scale = tl.where(bits < _INF, up, scale)
-    return scale
+        up = ((bits + 0x1FFFFF) & _INF) - (8 << 23)
+        return tl.where(bits < _INF, up, bits).to(tl.float32, bitcast=True)
+    else:
+        return tl.math.div_rn(bits.to(tl.float32, bitcast=True), 448.0)
 
 
 @triton.jit
 def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
     """x / scale, correctly rounded; ``scale`` is broadcast against x and has one value a group.
 
-    A power of two between 2^-42 (from the floor) and 2^120 has an exact reciprocal, which is no subnormal: one division a
-    group and one product an element. Products that become subnormal are far below the smallest e4m3 value.
+    A power of two between 2^-42 (from the floor) and 2^120 has an exact reciprocal, which is no subnormal: its exponent is
+    the negative. Products that become subnormal are far below the smallest e4m3 value.
     """
     if POW2:
-        return x * tl.math.div_rn(1.0, scale)
+        bits = scale.to(tl.int32, bitcast=True)
+        special = tl.where(bits == _INF, 0, bits)  # 1 / Inf is 0, and NaN is NaN
+        return x * tl.where(bits < _INF, 0x7F000000 - bits, special).to(tl.float32, bitcast=True)
     else:
         return tl.math.div_rn(x, scale)
 

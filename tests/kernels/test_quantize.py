@@ -60,7 +60,8 @@ def test_compiles_for_hopper_without_spills_and_with_exact_arithmetic(spec: Spec
     assert programs * spec.options["num_warps"] >= warps, made[:3]
     assert not INEXACT.findall(made.ptx)
     assert "cvt.rn.satfinite.e4m3x2.f32" in made.ptx  # the GPU's own rounding
-    assert "div.rn.f32" in made.ptx
+    divides = "fp32" in spec.name.rsplit("_", 1)[-1] or "silu" in spec.name
+    assert ("div.rn.f32" in made.ptx) == divides  # a power of two needs none
     assert "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx  # 16 bytes at a time
 
 
