@@ -22,3 +22,10 @@ ScaleFormat = Literal["pow2", "fp32"]
 def groups(size: int) -> int:
     """How many groups of 128 cover ``size`` elements; the last one may be cut short."""
     return -(-size // BLOCK)
+
+
+def split_width(K: int, splits: int) -> int:
+    """The width of one of ``splits`` equal ranges of K. Raises ValueError where they cut a block."""
+    if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
+        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    return K // splits

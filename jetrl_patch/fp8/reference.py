@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, FP8, groups
+from jetrl_patch.fp8.formats import BLOCK, FP8, groups, split_width
 
 
 def fprop(
@@ -23,9 +23,7 @@ def fprop(
     if q_MK.dtype != FP8 or w_NK.dtype != FP8:
         raise TypeError(f"expected two {FP8} operands, found {q_MK.dtype} and {w_NK.dtype}")
     (M, K), N = q_MK.shape, w_NK.shape[0]
-    step = K if splits == 1 else K // splits
-    if splits > 1 and K % (splits * BLOCK):
-        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    step = split_width(K, splits)
     x, w = q_MK.double(), w_NK.double()
     out: Tensor | None = None
     for start in range(0, K, step):

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, groups
+from jetrl_patch.fp8.formats import groups, split_width
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import (
     NARROW,
@@ -81,8 +81,7 @@ def fprop(
         raise ValueError(f"X {list(q_MK.shape)} and W {list(w_NK.shape)} differ in K")
     check_operand("X", q_MK, s_MG, (M, groups(K)))
     check_operand("W", w_NK, s_NG, (N, groups(K)))
-    if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
-        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    split_width(K, splits)  # raises if that cuts a block
     check_device(q_MK, s_MG, w_NK, s_NG)
     y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
     if y.numel() == 0:

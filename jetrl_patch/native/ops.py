@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, FP8, groups
+from jetrl_patch.fp8.formats import FP8, groups, split_width
 from jetrl_patch.native.build import library
 
 _BF16 = torch.bfloat16
@@ -109,8 +109,7 @@ def fp8_gemm(
     q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
     w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
     (M, K), N = q_MK.shape, w_NK.shape[0]
-    if splits > 1 and K % (splits * BLOCK):
-        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
+    split_width(K, splits)  # raises if that cuts a block
     out = torch.empty(M, N, dtype=out_dtype)
     _checked(
         library().jetrl_gemm(

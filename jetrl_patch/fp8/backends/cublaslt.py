@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, check_widths, turned
-from jetrl_patch.fp8.formats import BLOCK, FP8
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
+from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 
 #: the number of rows of a is a multiple of this
 HEIGHT = 8
@@ -32,7 +32,7 @@ class CublasLtBackend(GpuBackend):
     def gemm(
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
     ) -> Tensor:
-        step = check_splits(q_MK.shape[1], splits)
+        step = split_width(q_MK.shape[1], splits)
         total: Tensor | None = None
         for k in range(0, q_MK.shape[1], step):
             q, w = q_MK[:, k : k + step], w_NK[:, k : k + step]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.backends.capability import find_deep_gemm
-from jetrl_patch.fp8.backends.gpu import GpuBackend, check_splits, check_widths, turned
-from jetrl_patch.fp8.formats import BLOCK
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
+from jetrl_patch.fp8.formats import BLOCK, split_width
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
 
@@ -40,7 +40,7 @@ class DeepGemmBackend(GpuBackend):
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
     ) -> Tensor:
         (M, K), N = q_MK.shape, w_NK.shape[0]
-        step = check_splits(K, splits)
+        step = split_width(K, splits)
         check_widths(self.name, K, N)
         if splits == 1 and out_dtype == torch.bfloat16:
             y = q_MK.new_empty(M, N, dtype=torch.bfloat16)

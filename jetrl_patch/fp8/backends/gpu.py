@@ -147,13 +147,6 @@ def turned(q: Tensor) -> Tensor:
     return q.view(torch.uint8).t().contiguous().view(FP8)
 
 
-def check_splits(K: int, splits: int) -> int:
-    """The width of one of ``splits`` equal ranges of K. Raises ValueError where they cut a block."""
-    if splits < 1 or (splits > 1 and K % (splits * BLOCK)):
-        raise ValueError(f"K = {K} cannot be split {splits} ways without cutting a block of {BLOCK}")
-    return K // splits
-
-
 def check_widths(backend: str, *widths: int) -> None:
     """Raises ModelError for matrices whose rows do not start at multiples of 16 bytes: the libraries read them by TMA."""
     wrong = [width for width in widths if width % 16]
