@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.settings import START, require_same
 from jetrl_patch.adapters.openrlhf.wire import Orders
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import NotPatchedError
 
 __all__ = ["ask_actors", "ask_engines", "audit", "check_report"]
-
-_HOW = "start the driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
 
 
 def audit(trainer: Any) -> list[dict[str, Any]]:
@@ -49,13 +48,10 @@ def check_report(report: dict[str, Any], config: Config) -> None:
     """Compare one process's report with the settings of this one."""
     where = f"the {report['role']} (pid {report['pid']} on {report['node']})"
     if not report["config"]:
-        raise NotPatchedError(f"{where} is not patched; {_HOW}")
-    if report["config"] != config.to_env():
-        raise ConflictError(
-            explain(f"settings of {where}", asked=config.to_env(), found=report["config"], fix="make them the same")
-        )
+        raise NotPatchedError(f"{where} is not patched; {START}")
+    require_same(where, asked=config.to_env(), found=report["config"])
     if config.fp8_train and not report["layers"]:
-        raise NotPatchedError(f"{where} built its model before it was patched, and has no FP8 layers; {_HOW}")
+        raise NotPatchedError(f"{where} built its model before it was patched, and has no FP8 layers; {START}")
 
 
 def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
@@ -66,7 +62,7 @@ def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
     try:
         return [found[0] for found in ray.get(calls)]
     except AttributeError as error:
-        raise NotPatchedError(f"an actor of OpenRLHF is not patched; {_HOW}") from error
+        raise NotPatchedError(f"an actor of OpenRLHF is not patched; {START}") from error
 
 
 def ask_engines(engines: Any, config: Config) -> list[dict[str, Any]]:

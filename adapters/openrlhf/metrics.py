@@ -86,7 +86,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     found = mismatch(trainer, rollout, mask, correction_bounds(args.algo.advantage))
     DRIVER.metrics.update(found.as_metrics())
     current = torch.cat([_current(e) for e in with_both])
-    of_current = mismatch(trainer, rollout, mask.bool() & current)
+    of_current = found if bool(current.all()) else mismatch(trainer, rollout, mask.bool() & current)
     DRIVER.metrics["jetrl/stale_fraction"] = 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0
     if of_current.tokens:
         DRIVER.metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction

@@ -12,9 +12,12 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
 
-__all__ = ["MARK", "check", "check_mark", "complete", "get_strategy"]
+__all__ = ["MARK", "START", "check", "check_mark", "complete", "get_strategy", "require_same"]
 
 logger = logging.getLogger(__name__)
+
+#: what to do where a process of a run is not patched
+START = "start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
 
 #: attribute of OpenRLHF's arguments that carries our settings to every actor, and key of reports
 MARK = "jetrl"
@@ -93,13 +96,15 @@ def check_mark(args: Any, where: str) -> None:
     mark = getattr(args, MARK, None)
     mine = runtime.active_config().to_env()
     if not mark:
-        raise NotPatchedError(
-            f"OpenRLHF's driver is not patched, while {where} is; start it with `jetrl run`, or call "
-            f"jetrl_patch.enable() in it before ray.init"
-        )
-    if mark != mine:
+        raise NotPatchedError(f"OpenRLHF's driver is not patched, while {where} is; {START}")
+    require_same(where, asked=mark, found=mine)
+
+
+def require_same(where: str, *, asked: dict[str, str], found: dict[str, str]) -> None:
+    """Raise ConflictError if the settings of a process are not those of the run."""
+    if found != asked:
         raise ConflictError(
-            explain(f"settings of {where}", asked=mark, found=mine, fix="give every process the same ones")
+            explain(f"settings of {where}", asked=asked, found=found, fix="give every process the same ones")
         )
 
 

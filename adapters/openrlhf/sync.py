@@ -13,10 +13,11 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf.place import where
+from jetrl_patch.adapters.openrlhf.settings import START, require_same
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
+from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.sync.bucket import pack
 from jetrl_patch.sync.stream import NamedTensor, SyncStats
 
@@ -51,8 +52,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
         config = runtime.active_config()
         if WORKER.report is not None:
             raise NotPatchedError(
-                "nobody asked for the figures of the last weight sync: OpenRLHF's trainer loop is not patched; start the "
-                "driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
+                f"nobody asked for the figures of the last weight sync: OpenRLHF's trainer loop is not patched; {START}"
             )
         stats, start = SyncStats(), time.perf_counter()
         if config.fp8_rollout:
@@ -146,15 +146,7 @@ def _compare(answers: list[Any], config: Config) -> None:
     """The workers' settings, and the weights that they serve, asked before any byte moves."""
     for answer in (worker for engine in answers for worker in engine):
         who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
-        if answer["config"] != config.to_env():
-            raise ConflictError(
-                explain(
-                    f"settings of {who}",
-                    asked=config.to_env(),
-                    found=answer["config"],
-                    fix="give every process the same ones",
-                )
-            )
+        require_same(who, asked=config.to_env(), found=answer["config"])
         if answer["version"] != WORKER.version:
             raise SyncError(
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}; it "

@@ -11,6 +11,7 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf.place import where
+from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.wire import decode, entries_of, take_shared
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.sync.bucket import unpack
@@ -99,7 +100,4 @@ def _version(worker: Any) -> dict[str, int]:
 
 
 def _unpatched_trainer() -> NotPatchedError:
-    return NotPatchedError(
-        "the trainer that syncs weights is not patched, while this vLLM worker is; start OpenRLHF's driver with "
-        "`jetrl run`, or call jetrl_patch.enable() in it before ray.init"
-    )
+    return NotPatchedError(f"the trainer that syncs weights is not patched, while this vLLM worker is; {START}")
