@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
+from tests.process_run import ProcessRun
 from tests.verl.run_verl import make_task as make_verl_task
 
 #: log-probs and the like of a step, as OpenRLHF prints its status
@@ -55,45 +50,14 @@ def arguments(folder: Path, *extra: str, actors: int = 1, stage: int = 2, steps:
     ]  # fmt: skip
 
 
-class Run:
-    """One run in a process group of its own; its output so far is ``text``."""
+class Run(ProcessRun):
+    """One run of OpenRLHF."""
 
     def __init__(self, folder: Path, *extra: str, environ: dict[str, str], **options: int) -> None:
-        self._ray_dir = tempfile.TemporaryDirectory(prefix="jo", dir="/tmp", ignore_cleanup_errors=True)
-        self.log = folder / f"log-{time.monotonic_ns()}.txt"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "VERL_", "VLLM_CPU_KV"))}
-        defaults = {
-            "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_TMPDIR": self._ray_dir.name,
-            "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1",
-        }  # fmt: skip
-        command = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *arguments(folder, *extra, **options)]
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                command, env={**clean, **defaults, **environ}, cwd=folder, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait(self, timeout: float) -> int:
-        try:
-            return self.process.wait(timeout)
-        finally:
-            self.stop()
-
-    def wait_for(self, seen: Callable[[str], bool], timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while not seen(self.text):
-            assert self.process.poll() is None, self.text[-4000:]
-            assert time.monotonic() < end, self.text[-4000:]
-            time.sleep(0.5)
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._ray_dir.cleanup()
+        words = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *arguments(folder, *extra, **options)]
+        super().__init__(
+            folder, lambda ray_dir: (words, {"RAY_TMPDIR": ray_dir, "VLLM_CPU_KVCACHE_SPACE": "1"}), environ
+        )
 
     def metrics(self) -> list[dict[str, float]]:
         """The status of each step; each node of a cluster may have printed it."""

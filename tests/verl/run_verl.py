@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+from tests.process_run import ProcessRun
 
 R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
@@ -79,45 +74,14 @@ def command(
     ]  # fmt: skip
 
 
-class Run:
-    """One run of verl in a process group of its own; its output so far is ``text``."""
+class Run(ProcessRun):
+    """One run of verl."""
 
     def __init__(self, folder: Path, *extra: str, environ: dict[str, str], **options: object) -> None:
-        self._ray_dir = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
-        self.log = folder / f"log-{time.monotonic_ns()}.txt"
-        clean = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "VERL_", "VLLM_CPU_KV"))}
-        defaults = {
-            "OMP_NUM_THREADS": "1", "HYDRA_FULL_ERROR": "1", "RAY_DEDUP_LOGS": "0",
-            "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1",
-        }  # fmt: skip
-        with self.log.open("w") as out:
-            self.process = subprocess.Popen(
-                command(folder, self._ray_dir.name, *extra, **options),  # type: ignore[arg-type]
-                env={**clean, **defaults, **environ}, cwd=folder, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
+        def start(ray_dir: str) -> tuple[list[str], dict[str, str]]:
+            return command(folder, ray_dir, *extra, **options), {"HYDRA_FULL_ERROR": "1"}  # type: ignore[arg-type]
 
-    @property
-    def text(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait(self, timeout: float) -> int:
-        try:
-            return self.process.wait(timeout)
-        finally:
-            self.stop()
-
-    def wait_for(self, seen: Callable[[str], bool], timeout: float) -> None:
-        end = time.monotonic() + timeout
-        while not seen(self.text):
-            assert self.process.poll() is None, self.text[-4000:]
-            assert time.monotonic() < end, self.text[-4000:]
-            time.sleep(0.5)
-
-    def stop(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self._ray_dir.cleanup()
+        super().__init__(folder, start, environ)
 
     def metrics(self) -> list[dict[str, float]]:
         """The figures of each step's line."""

@@ -1,0 +1,62 @@
+"""A framework's trainer as a user starts it: one process group, one log, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+#: variables of the test's own environment that a run must not inherit
+FOREIGN = ("JETRL_", "VERL_", "VLLM_CPU_KV")
+QUIET = {
+    "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1",
+}  # fmt: skip
+
+
+class ProcessRun:
+    """One run in a process group of its own; its output so far is ``text``.
+
+    Args:
+        folder: where it runs and where its log goes.
+        command: gets a short folder for Ray, gives the command line and what its environment needs besides.
+        environ: the test's own variables, which win.
+    """
+
+    def __init__(
+        self, folder: Path, command: Callable[[str], tuple[list[str], Mapping[str, str]]], environ: Mapping[str, str]
+    ) -> None:
+        self._ray_dir = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
+        self.log = folder / f"log-{time.monotonic_ns()}.txt"
+        words, more = command(self._ray_dir.name)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
+        with self.log.open("w") as out:
+            self.process = subprocess.Popen(
+                words, env={**clean, **QUIET, **more, **environ}, cwd=folder, stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+
+    @property
+    def text(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def wait(self, timeout: float) -> int:
+        try:
+            return self.process.wait(timeout)
+        finally:
+            self.stop()
+
+    def wait_for(self, seen: Callable[[str], bool], timeout: float) -> None:
+        end = time.monotonic() + timeout
+        while not seen(self.text):
+            assert self.process.poll() is None, self.text[-4000:]
+            assert time.monotonic() < end, self.text[-4000:]
+            time.sleep(0.5)
+
+    def stop(self) -> None:
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._ray_dir.cleanup()
