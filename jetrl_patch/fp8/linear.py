@@ -69,10 +69,15 @@ class _LastActivation(threading.local):
         key = (x._version, state.backend_name, state.scale_format)
         if self.source is not None and self.source() is x and self.key == key and self.value is not None:
             return self.value
-        self.value = state.backend.quantize_activation(x_MK, state.scale_format)
-        self.key = key
+        value = state.backend.quantize_activation(x_MK, state.scale_format)
+        self.keep(x, value, state)
+        return value
+
+    def keep(self, x: Tensor, value: tuple[Tensor, Tensor], state: Fp8State) -> None:
+        """Take ``value`` for ``x`` until ``x`` changes, goes away or another tensor is quantized."""
+        self.key = (x._version, state.backend_name, state.scale_format)
+        self.value = value
         self.source = weakref.ref(x, self._forget)
-        return self.value
 
     def _forget(self, reference: weakref.ref[Tensor]) -> None:
         if self.source is reference:
@@ -80,6 +85,15 @@ class _LastActivation(threading.local):
 
 
 _last_activation = _LastActivation()
+
+
+def hand_over(x: Tensor, quantized: tuple[Tensor, Tensor], state: Fp8State) -> None:
+    """For a producer that quantized ``x`` [..., K] while it made it: the next layers that read it take these bytes.
+
+    ``quantized`` is what ``state.backend.quantize_activation`` gives for ``x`` [M, K], bit for bit.
+    """
+    if not x.is_inference():  # such tensors have no version to compare
+        _last_activation.keep(x, quantized, state)
 
 
 class _Fp8Matmul(torch.autograd.Function):
