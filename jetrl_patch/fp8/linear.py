@@ -1,16 +1,18 @@
 """``Fp8Linear``: FProp, DGrad and WGrad in FP8, FP8 activations saved for backward.
 
 Formula: Jet-RL (arXiv 2601.14243, section 4); the three GEMMs stand in the table of ``backends.base``.
-Shape legend as there. A weight is quantized once per value: over the micro-batches of a step, and for the
-weight sync after it, the same bytes are used.
+Shape legend as there. Backward holds the weight itself, as ``F.linear`` does, and takes its bytes again: a sharded
+model frees the weight after a layer's forward and gathers it before its backward, and bytes kept in between would
+be a whole model in FP8 on every rank.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,12 +22,17 @@ from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 
-class QuantizedWeight(NamedTuple):
-    """e4m3 [N, K], its block scales [ceil(N/128), G] and the same scales per row [N, G]."""
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """e4m3 [N, K] and its block scales [ceil(N/128), G]."""
 
     q: Tensor
     s_blocks: Tensor
-    s_rows: Tensor
+
+    @functools.cached_property
+    def s_rows(self) -> Tensor:
+        """The same scales per row, [N, G]."""
+        return expand_weight_scale(self.s_blocks, self.q.shape[0])
 
 
 @dataclass
@@ -49,8 +56,7 @@ class Fp8State:
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
-        q, s_blocks = self.backend.quantize_weight(w_NK, self.scale_format)
-        result = QuantizedWeight(q, s_blocks, expand_weight_scale(s_blocks, q.shape[0]))
+        result = QuantizedWeight(*self.backend.quantize_weight(w_NK, self.scale_format))
         if key is not None:
             self._cached = (key, result)
         return result
@@ -105,30 +111,61 @@ class _Fp8Matmul(torch.autograd.Function):
         y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits)
         if bias is not None:
             y_MN += bias.to(torch.bfloat16)  # after the one rounding, in BF16: the order of the contract
-        ctx.save_for_backward(q_MK, s_MG, w.q, w.s_blocks)
+        ctx.save_for_backward(q_MK, s_MG, weight)
         ctx.state = state
+        # The parameter that has main_grad: a checkpoint's hooks may hand back another tensor of the same value.
+        ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y_MN.view(*x.shape[:-1], -1)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
-        q_MK, s_MG, q_NK, s_blocks = ctx.saved_tensors
+        q_MK, s_MG, weight = ctx.saved_tensors
         state: Fp8State = ctx.state
         grad = grad_outputs[0]
         g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         dx = dw = db = None
-        wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, ctx.w_dtype)
+        w_dtype = ctx.w_dtype if ctx.parameter is None else torch.float32
+        wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, w_dtype)
+        if wanted[0]:
+            w = state.quantized(weight)
         if all(wanted):
-            dx, dw = state.backend.gradients(g_MN, q_NK, s_blocks, q_MK, s_MG, state.scale_format, dtypes)
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, q_MK, s_MG, state.scale_format, dtypes)
         elif wanted[0]:
-            dx = state.backend.dgrad(g_MN, q_NK, s_blocks, state.scale_format, ctx.x_dtype)
+            dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype)
         elif wanted[1]:
-            dw = state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, ctx.w_dtype)
+            dw = state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, w_dtype)
         if dx is not None:
             dx = dx.view(*grad.shape[:-1], -1)
+        if dw is not None and ctx.parameter is not None:
+            dw = add_to_main_grad(ctx.parameter, dw)
         if ctx.needs_input_grad[2]:
             db = g_MN.float().sum(0).to(ctx.b_dtype)
         return dx, dw, db, None
+
+
+def has_main_grad(weight: Any) -> bool:
+    """Does the framework keep an FP32 gradient of this weight to add to (Megatron's ``main_grad``)?
+
+    Megatron-FSDP's parameters are left to their own hooks: there it is made anew in every backward.
+    """
+    main = getattr(weight, "main_grad", None)
+    return isinstance(main, Tensor) and main.dtype == torch.float32 and not hasattr(weight, "__fsdp_param__")
+
+
+def add_to_main_grad(weight: Any, dw: Tensor) -> Tensor | None:
+    """Add an FP32 WGrad [N, K] to ``weight.main_grad`` and say so, as Megatron's fused accumulation does.
+
+    Returns:
+        What autograd gets in its place: where hooks look at ``grad_added_to_main_grad``, a gradient that keeps them
+        running on the backward thread and whose values nobody reads (zeros under ``zero_out_wgrad``); else None.
+    """
+    weight.main_grad.add_(dw)
+    if not hasattr(weight, "grad_added_to_main_grad"):
+        return None
+    weight.grad_added_to_main_grad = True
+    make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
+    return make(dw.shape, dtype=weight.dtype, device=dw.device)
 
 
 class Fp8Linear(nn.Linear):
