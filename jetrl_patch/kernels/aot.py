@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MODULES = ("quantize", "requantize", "producers", "gemm", "gemm_dgrad", "gemm_wgrad", "gemm_scales")
+MODULES = ("quantize", "requantize", "producers", "silu", "gemm", "gemm_dgrad", "gemm_wgrad", "gemm_scales")
 HOPPER = GPUTarget("cuda", 90, 32)
 
 

@@ -1,11 +1,8 @@
-"""Fused producers: RMSNorm or SiLU * up, then quantize, without a BF16 tensor in between.
+"""Fused producers: RMSNorm here, SiLU * up in ``silu``; each quantizes what it makes, in one kernel.
 
-The values are those of ``exact.norm`` and ``exact.activation`` as a GPU runs them (their FP64 formulas).
-
-- SiLU is computed in FP32 by fma, product, sum and IEEE division alone, in one order, and rounds to the same BF16 for each
-  of the 65,536 gates; the exact values keep at least 2^-26 away from a boundary, except two (a test walks all of them).
-- RMSNorm sums exact squares in FP64 and takes the root in FP64; only the order of the sum differs, by a few 2^-53. The
-  rounding to FP32 hides that unless the exact root lies that close to the middle of two FP32 numbers (one row in 10^8).
+RMSNorm's values are those of ``exact.norm`` as a GPU runs it (its FP64 formula). Exact squares are summed in FP64 and the
+root is taken in FP64; only the order of the sum differs, by a few 2^-53. The rounding to FP32 hides that unless the exact
+root lies that close to the middle of two FP32 numbers (one row in 10^8).
 """
 
 from __future__ import annotations
@@ -22,66 +19,13 @@ from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized, widened
 from jetrl_patch.kernels.gemm_common import rounded
-from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, new_tokens, options
-from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
-from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
+from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, options
+from jetrl_patch.kernels.silu import silu_mul_quantize_both, silu_mul_quantize_rows
+
+__all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_both", "silu_mul_quantize_rows"]
 
 #: the widest row that one program can hold
 WIDEST = 16384
-
-
-@triton.jit
-def silu(g):  # type: ignore[no-untyped-def]
-    """g / (1 + e^-g) of FP32 values that are BF16's, about 1 ulp; e^-|g| = 2^n * p, n an integer and p near 1."""
-    a = tl.minimum(tl.abs(g), 200.0)  # e^-200 is 0 in BF16
-    n = tl.fma(-a, 1.4426950408889634, 12582912.0) - 12582912.0  # rounds to an integer
-    r = tl.fma(n, -0.693359375, -a)  # ln 2 in two parts; the first product is exact
-    r = tl.fma(n, 2.12194440e-4, r)
-    p = tl.fma(r, 1.0 / 5040, 1.0 / 720)
-    p = tl.fma(p, r, 1.0 / 120)
-    p = tl.fma(p, r, 1.0 / 24)
-    p = tl.fma(p, r, 1.0 / 6)
-    p = tl.fma(p, r, 0.5)
-    p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
-    whole = n.to(tl.int32)
-    first = tl.maximum(whole, -100)  # 2^n in two factors: only the second product may become subnormal, and rounds once
-    second = tl.maximum(whole - first, -126)
-    one = ((first + 127) << 23).to(tl.float32, bitcast=True)
-    two = ((second + 127) << 23).to(tl.float32, bitcast=True)
-    y = tl.math.div_rn(tl.where(g < 0, -a * p, g), 1.0 + p * one)
-    y = tl.where(g < 0, y * one * two, y)
-    return tl.where(g == g, tl.where(g == float("-inf"), float("nan"), y), g)
-
-
-@triton.jit
-def silu_mul_tile(gate, up, m, k, M, K, gate_m, up_m, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16(bf16(silu(gate)) * up) of a tile, as FP32."""
-    g = load_tile(gate, m, k, M, K, gate_m, HARDWARE)
-    u = load_tile(up, m, k, M, K, up_m, HARDWARE)
-    return bf16_value(bf16_value(silu(g), HARDWARE) * u, HARDWARE)
-
-
-@triton.jit
-def silu_mul_rows_kernel(  # type: ignore[no-untyped-def]
-    gate, up, q, s, M, K, gate_m, up_m, s_m, s_g, ROWS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
-    G = tl.cdiv(K, 128)
-    m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
-    g = tl.program_id(0) % G
-    tile = silu_mul_tile(gate, up, m, g * 128 + tl.arange(0, 128), M, K, gate_m, up_m, HARDWARE)
-    store_rows(tile, q, s, m, g, M, K, s_m, s_g, POW2, HARDWARE)
-
-
-@triton.jit
-def silu_mul_both_kernel(  # type: ignore[no-untyped-def]
-    gate, up, q, s, qt, st, M, K, gate_m, up_m, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
-    G = tl.cdiv(K, 128)
-    gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
-    m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
-    tile = silu_mul_tile(gate, up, m, k, M, K, gate_m, up_m, HARDWARE)
-    store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
-    store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
 
 
 @triton.jit
@@ -166,101 +110,14 @@ def warps_for(covering: int) -> int:
     return min(max(covering * 128 // (32 * 32), 1), 16)
 
 
-def _gate_and_up(gate_MK: Tensor, up_MK: Tensor) -> None:
-    check_input("gate", gate_MK)
-    check_input("up", up_MK)
-    if gate_MK.shape != up_MK.shape or gate_MK.device != up_MK.device:
-        raise ValueError(
-            explain(
-                "SiLU * up",
-                asked="gate and up of one shape on one device",
-                found=f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}",
-                fix="pass the two halves of one projection",
-            )
-        )
-
-
-def silu_mul_quantize_rows(
-    gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
-) -> tuple[Tensor, Tensor]:
-    """``quantize_rows(silu_mul(gate, up))``; the two may be halves of one tensor.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
-    """
-    _gate_and_up(gate_MK, up_MK)
-    fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
-    q, s = new_rows(gate_MK, M, K, columns)
-    if q.numel():
-        rows, warps = (ROWS, 8) if M > FEW else (FEW_ROWS, 1)
-        silu_mul_rows_kernel[(-(-M // rows) * groups(K),)](
-            gate_MK,
-            up_MK,
-            q,
-            s,
-            M,
-            K,
-            gate_MK.stride(0),
-            up_MK.stride(0),
-            *s.stride(),
-            ROWS=rows,
-            num_warps=warps,
-            **fixed,
-        )
-    return as_fp8(q), s
-
-
-def silu_mul_quantize_both(
-    gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, pad: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize_both(silu_mul(gate, up))``; the two may be halves of one tensor.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
-    """
-    _gate_and_up(gate_MK, up_MK)
-    fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
-    (q, s), (qt, st) = new_rows(gate_MK, M, K, columns), new_tokens(gate_MK, M, K, True, pad)
-    if q.numel():
-        silu_mul_both_kernel[(groups(M) * groups(K),)](
-            gate_MK, up_MK, q, s, qt, st, M, K, gate_MK.stride(0), up_MK.stride(0), *s.stride(), qt.stride(0),
-            num_warps=BOTH_WARPS, **fixed,
-        )  # fmt: skip
-    return as_fp8(q), s, as_fp8(qt), st
-
-
-def _specs() -> tuple[Spec, ...]:
-    found = []
-    inputs = {"gate": "*bf16", "up": "*bf16", "q": "*u8", "s": "*fp32"}
-    sizes = dict.fromkeys(("M", "K", "gate_m", "up_m", "s_m", "s_g"), "i32")
-    aligned = ("M", "K", "gate_m", "up_m", "x_m", "pitch")
-    for scale in ("pow2", "fp32"):
-        fixed = {"POW2": scale == "pow2", "HARDWARE": True}
-        for rows, warps in ((ROWS, 8), (FEW_ROWS, 1)):
-            found.append(
-                Spec(
-                    f"silu_mul_rows{rows}_{scale}", silu_mul_rows_kernel, inputs | sizes, {"ROWS": rows, **fixed},
-                    {"num_warps": warps, **COMPILER}, aligned,
-                )
-            )  # fmt: skip
-        found.append(
-            Spec(
-                f"silu_mul_both_{scale}", silu_mul_both_kernel,
-                inputs | {"qt": "*u8", "st": "*fp32"} | sizes | {"pitch": "i32"}, fixed,
-                {"num_warps": BOTH_WARPS, **COMPILER}, aligned,
-            )
-        )  # fmt: skip
-        for covering in (8, 32, 64, 128):
-            found.append(
-                Spec(
-                    f"rmsnorm_rows{covering * 128}_{scale}", rmsnorm_rows_kernel,
-                    {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
-                    | dict.fromkeys(("M", "K", "x_m", "s_m", "s_g"), "i32"),
-                    {"EPS": 1e-6, "GROUPS": covering, "KEEP": True, **fixed},
-                    {"num_warps": warps_for(covering), **COMPILER}, aligned,
-                )
-            )  # fmt: skip
-    return tuple(found)
-
-
-KERNELS = _specs()
+KERNELS = tuple(
+    Spec(
+        f"rmsnorm_rows{covering * 128}_{scale}", rmsnorm_rows_kernel,
+        {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
+        | dict.fromkeys(("M", "K", "x_m", "s_m", "s_g"), "i32"),
+        {"EPS": 1e-6, "GROUPS": covering, "KEEP": True, "POW2": scale == "pow2", "HARDWARE": True},
+        {"num_warps": warps_for(covering), **COMPILER}, ("M", "K", "x_m"),
+    )
+    for scale in ("pow2", "fp32")
+    for covering in (8, 32, 64, 128)
+)  # fmt: skip

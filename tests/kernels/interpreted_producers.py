@@ -14,7 +14,7 @@ import triton.language as tl
 
 from jetrl_patch.exact import activation, norm
 from jetrl_patch.fp8 import quantize as reference
-from jetrl_patch.kernels import e4m3, producers
+from jetrl_patch.kernels import e4m3, producers, silu
 
 from .interpreted_quantize import FORMATS, check
 
@@ -39,7 +39,7 @@ EVERY = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bflo
 @triton.jit
 def silu_kernel(g, y, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(y + at, e4m3.bf16_value(producers.silu(e4m3.widened(tl.load(g + at), False)), False))
+    tl.store(y + at, e4m3.bf16_value(silu.silu(e4m3.widened(tl.load(g + at), False)), False))
 
 
 def test_silu_of_every_gate_is_that_of_fp64():
@@ -72,7 +72,13 @@ def test_silu_mul_equals_two_steps(shape, scale_format, bad):
     gate, up = both[:, :K], both[:, K:]
     y = activation.silu_mul(gate, up)
     rows, tokens = reference.quantize_activation(y, scale_format), reference.quantize_tokens(y, scale_format)
-    check(*producers.silu_mul_quantize_rows(gate, up, scale_format, columns=True), *rows)
+    alone = producers.silu_mul_quantize_rows(gate, up, scale_format, columns=True)
+    kept = producers.silu_mul_quantize_rows(gate, up, scale_format, keep=True)
+    for made in (alone, kept):
+        check(made.q_MK, made.s_MG, *rows)
+    assert alone.y_MK is None and kept.y_MK is not None
+    nan = y.isnan()
+    assert torch.equal(kept.y_MK.isnan(), nan) and torch.equal(kept.y_MK[~nan].view(torch.int16), y[~nan].view(torch.int16))
     q, s, qt, st = producers.silu_mul_quantize_both(gate, up, scale_format)
     check(q, s, *rows)
     check(qt, st, tokens[0].t(), tokens[1])
@@ -80,9 +86,9 @@ def test_silu_mul_equals_two_steps(shape, scale_format, bad):
 
 def test_large_tiles_of_silu_give_the_same_bits(monkeypatch):
     gate, up = normal(130, 260), normal(130, 260, 1)
-    few = producers.silu_mul_quantize_rows(gate, up, "fp32")
-    monkeypatch.setattr(producers, "FEW", 0)
-    check(*producers.silu_mul_quantize_rows(gate, up, "fp32"), *few)
+    few = producers.silu_mul_quantize_rows(gate, up, "fp32")[:2]
+    monkeypatch.setattr(silu, "FEW", 0)
+    check(*producers.silu_mul_quantize_rows(gate, up, "fp32")[:2], *few)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (40, 300), (3, 1000)])

@@ -14,11 +14,11 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import aot, producers, quantize, requantize
+from jetrl_patch.kernels import aot, producers, quantize, requantize, silu
 from jetrl_patch.kernels.aot import Spec, compile_one
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS]
+SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS, *silu.KERNELS]
 
 #: at most so many registers a thread and bytes of shared memory a program; nothing may spill. An SM has 65,536 registers:
 #: the third column is how many of its 64 warps then work at once
@@ -33,6 +33,8 @@ LIMITS = {
     "requantize_tokens": (128, 8192, 16),
     "silu_mul_rows32": (64, 256, 32),
     "silu_mul_rows4": (64, 0, 32),
+    "silu_mul_rows32_kept": (64, 8192, 32),
+    "silu_mul_rows4_kept": (64, 0, 32),
     "silu_mul_both": (128, 16384, 16),
     "rmsnorm_rows1024": (128, 0, 16),
     "rmsnorm_rows4096": (128, 4096, 16),
