@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.fp8 import traced
 from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.quantize import expand_weight_scale
@@ -178,6 +179,9 @@ class Fp8Linear(nn.Linear):
     fp8: Fp8State
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            state = self.fp8
+            return traced.linear(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
         result: Tensor = _Fp8Matmul.apply(input, self.weight, self.bias, self.fp8)
         return result
 

@@ -5,13 +5,21 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 from jetrl_patch.fp8 import backends
 from jetrl_patch.fp8.backends.gpu import GpuBackend
+from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.formats import BLOCK
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight
 from jetrl_patch.fp8.reference import fprop
+from tests.models import build
+
+from .thresholds import SQNR_GEMM, sqnr
 
 
 class PlainGpu(GpuBackend):
@@ -107,3 +115,154 @@ def test_other_main_gradients_are_left_to_the_framework(kind):
         plain(x).backward(g)
     assert not layer.weight.grad_added_to_main_grad and not layer.weight.main_grad.any()
     assert torch.equal(layer.weight.grad, plain.weight.grad)
+
+
+class Gated(nn.Module):
+    """Two layers that read the same input, and a third after them."""
+
+    def __init__(self, backend, dtype=torch.bfloat16):
+        super().__init__()
+        self.gate, self.up = (make(256, 256, dtype=dtype, backend=backend) for _ in range(2))
+        self.down = make(256, 256, bias=False, dtype=dtype, backend=backend, splits=2)
+
+    def forward(self, x):
+        return self.down(self.gate(x) * self.up(x)) + x
+
+
+def results(model, call, count=2):
+    """Outputs and gradients of a few micro-batches."""
+    found = []
+    for x, g in batches(count, 256, 256):
+        y = call(x)
+        y.backward(g)
+        found += [y.detach(), x.grad]
+    return found + [p.grad for p in model.parameters()]
+
+
+def same(left, right):
+    assert len(left) == len(right)
+    for a, b in zip(left, right):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpointing_changes_nothing(backend, dtype, reentrant):
+    model, other = Gated(backend, dtype), Gated(backend, dtype)
+    same(results(model, lambda x: checkpoint(model, x, use_reentrant=reentrant)), results(other, other))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_main_gradients_under_checkpointing(reentrant):
+    totals = []
+    for use in (False, True):
+        model = Gated("plain-gpu")
+        for layer in (model.gate, model.up, model.down):
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+            layer.weight.grad_added_to_main_grad = False
+        results(model, lambda x, m=model: checkpoint(m, x, use_reentrant=reentrant)) if use else results(model, model)
+        totals.append([layer.weight.main_grad for layer in (model.gate, model.up, model.down)])
+    same(*totals)
+    assert all(total.any() for total in totals[0])
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_gradient_checkpointing_of_hugging_face(reentrant):
+    found = []
+    for use in (False, True):
+        model = build("qwen2", num_hidden_layers=2)
+        swap_linears(model, backend="native")
+        model.train()
+        if use:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        ids = torch.arange(2, 50).view(2, 24)
+        out = model(input_ids=ids, labels=ids, use_cache=False)
+        out.loss.backward()
+        found.append([out.logits.detach(), *(p.grad for p in model.parameters())])
+    same(*found)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_compiled_graph_is_whole_and_computes_the_same(backend, dtype):
+    model, other = Gated(backend, dtype), Gated(backend, dtype)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    same(results(model, compiled), results(other, other))
+    with torch.no_grad():
+        (x, _), *_ = batches(1, 256, 256)
+        assert torch.equal(compiled(x), other(x))
+
+
+@pytest.mark.slow
+def test_a_graph_compiled_to_machine_code():
+    model, other = Gated("plain-gpu"), Gated("plain-gpu")
+    torch._dynamo.reset()
+    with torch.no_grad():  # the product between the layers is rounded to BF16 in both
+        (x, _), *_ = batches(1, 256, 256)
+        assert torch.equal(torch.compile(model, fullgraph=True)(x), other(x))
+    grads = results(model, torch.compile(model, fullgraph=True)), results(other, other)
+    for a, b in zip(*grads):
+        assert torch.equal(a, b) or sqnr(a, b) > SQNR_GEMM
+
+
+def test_a_compiled_graph_quantizes_a_shared_input_once():
+    seen = []
+
+    def count(graph, inputs):
+        seen.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    torch._dynamo.reset()
+    model = Gated("plain-gpu")
+    compiled = torch.compile(
+        model, backend=aot_autograd(fw_compiler=count, partition_fn=min_cut_rematerialization_partition)
+    )
+    compiled(torch.randn(8, 256, dtype=torch.bfloat16, requires_grad=True))
+    assert sum("fp8_quantize" in name for name in seen[0]) == 2  # of gate and up together, and of down
+    assert sum("fp8_linear" in name for name in seen[0]) == 3
+
+
+def test_the_rollouts_product_is_one_operator():
+    """A compiled rollout sees ``fprop`` as it stands; inside, the same numbers."""
+    layer = make()
+    w = layer.fp8.quantized(layer.weight)
+    (x, _), *_ = batches(1)
+    x, expected = x.detach(), PlainGpu().fprop(x.detach(), w.q, w.s_rows, "pow2")
+    nodes = []
+
+    def keep(graph, inputs):
+        nodes.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    run = torch.compile(lambda t: PlainGpu().fprop(t, w.q, w.s_rows, "pow2"), backend=keep, fullgraph=True)
+    assert torch.equal(run(x), expected)
+    assert nodes == ["jetrl_patch.fp8_fprop.default"]
+
+
+class NothingIsReadBack(TorchDispatchMode):
+    """Refuses what makes the host wait for the device."""
+
+    REFUSED = ("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::equal")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        moved = name == "aten::_to_copy" and (kwargs or {}).get("device") is not None
+        if name in self.REFUSED or moved:
+            raise AssertionError(f"{name} waits for the device")
+        return out
+
+
+@pytest.mark.parametrize("main_grad", [False, True])
+def test_nothing_waits_for_the_device(main_grad):
+    layer = make()
+    if main_grad:
+        layer.weight.main_grad, layer.weight.grad_added_to_main_grad = torch.zeros(layer.weight.shape), False
+    with NothingIsReadBack():
+        for x, g in batches(2):
+            layer(x).backward(g)
+    with pytest.raises(AssertionError, match="_local_scalar_dense"), NothingIsReadBack():
+        layer.weight.sum().item()
