@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
 from jetrl_patch import env
+from jetrl_patch.correction.kinds import KINDS, Kind, check_bounds
 from jetrl_patch.errors import ConfigError
 
-__all__ = ["Align", "Backend", "Config", "Platform", "Precision", "ResolvedAlign", "ScaleFormat"]
+__all__ = ["JOINT", "Align", "Backend", "Config", "Platform", "Precision", "ResolvedAlign", "ScaleFormat", "from_text"]
 
 Precision = Literal["bf16", "fp8-unified", "fp8-rollout"]
 Align = Literal["exact", "linear"]
@@ -26,7 +27,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scale_format": ("pow2", "fp32"),
     "backend": ("auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"),
     "platform": ("auto", "cpu", "cuda"),
+    "correction": KINDS,
 }
+#: fields that mean something only beside another one, so that they are judged together with it
+JOINT = ("correction_bounds", "acr")
 _PLANNED = {"precision": ("int8-rollout", "fp16")}
 
 
@@ -46,6 +50,11 @@ class Config:
             compiler, deep_gemm or triton on Hopper, else torch, the reference; a name that cannot serve is an error.
         platform: ``"cpu"`` also installs what lets verl run without an accelerator.
         sync_timeout: seconds after which a weight sync that makes no progress is a SyncError.
+        correction: importance weights against what is left of the mismatch between trainer and rollout: ``"tis"`` and
+            ``"seq-tis"`` truncate the ratio of a token or sequence at a cap; ``"mis"``, ``"seq-mis"``, ``"icepop"``
+            drop what lies outside; ``"geo-mis"`` drops sequences by their geometric mean. ``"none"`` only measures.
+        correction_bounds: the cap, or low and high; ``None`` means the default of the correction.
+        acr: QuRL's adaptive clipping range on top of ``"tis"``: where the ratio is truncated, the clip widens as much.
     """
 
     precision: Precision = "fp8-unified"
@@ -55,6 +64,9 @@ class Config:
     backend: Backend = "auto"
     platform: Platform = "auto"
     sync_timeout: float = 300.0
+    correction: Kind = "none"
+    correction_bounds: tuple[float, ...] | None = None
+    acr: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -63,6 +75,8 @@ class Config:
                 _check_choice(name, value, allowed)
         object.__setattr__(self, "exclude", _check_exclude(self.exclude))
         object.__setattr__(self, "sync_timeout", _check_timeout(self.sync_timeout))
+        object.__setattr__(self, "correction_bounds", check_bounds(self.correction, self.correction_bounds))
+        _check_acr(self.acr, self.correction)
         if self.align is not None and self.precision != "fp8-unified":
             raise ConfigError(
                 f"align={self.align!r} contradicts precision={self.precision!r}: only 'fp8-unified' has the same "
@@ -115,20 +129,40 @@ class Config:
             "JETRL_BACKEND": self.backend,
             "JETRL_PLATFORM": self.platform,
             "JETRL_SYNC_TIMEOUT": repr(self.sync_timeout),
+            "JETRL_CORRECTION": self.correction,
+            "JETRL_CORRECTION_BOUNDS": ",".join(map(repr, self.correction_bounds or ())),
+            "JETRL_ACR": str(int(self.acr)),
         }
 
     @classmethod
-    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
-        """The settings of the ``JETRL_*`` variables (see ``jetrl_patch/env.py``), defaults for the rest."""
-        values: dict[str, Any] = dict(env.read_fields(environ))
-        if "exclude" in values:
-            values["exclude"] = tuple(part.strip() for part in values["exclude"].split(","))
-        if "sync_timeout" in values:
-            try:
-                values["sync_timeout"] = float(values["sync_timeout"])
-            except ValueError:
-                raise ConfigError(f"JETRL_SYNC_TIMEOUT={values['sync_timeout']!r} is not a number of seconds") from None
-        return cls(**values)
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
+        """The settings of the ``JETRL_*`` variables (see ``jetrl_patch/env.py``), defaults for the rest.
+
+        ``overrides`` are fields that stand above the variables. Raises ConfigError for one that does not exist.
+        """
+        read = from_text(env.read_fields(environ))
+        return cls().replace(**{**read, **overrides})
+
+
+def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of ``Config`` from their text, as variables carry them. Raises ConfigError for text of the wrong form."""
+    values: dict[str, Any] = dict(fields)
+    if "exclude" in values:
+        values["exclude"] = tuple(part.strip() for part in values["exclude"].split(","))
+    if "sync_timeout" in values:
+        try:
+            values["sync_timeout"] = float(values["sync_timeout"])
+        except ValueError:
+            raise ConfigError(f"JETRL_SYNC_TIMEOUT={values['sync_timeout']!r} is not a number of seconds") from None
+    if "correction_bounds" in values:
+        try:
+            values["correction_bounds"] = tuple(map(float, values["correction_bounds"].split(",")))
+        except ValueError:
+            text = values["correction_bounds"]
+            raise ConfigError(f"JETRL_CORRECTION_BOUNDS={text!r} is neither a cap nor low,high") from None
+    if "acr" in values:
+        values["acr"] = env.read_switch("JETRL_ACR", values["acr"])
+    return values
 
 
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
@@ -159,6 +193,16 @@ def _check_timeout(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or value <= 0:
         raise ConfigError(f"sync_timeout={value!r} must be a positive, finite number of seconds")
     return float(value)
+
+
+def _check_acr(value: object, correction: str) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"acr={value!r} must be True or False")
+    if value and correction != "tis":
+        raise ConfigError(
+            f"acr=True with correction={correction!r}: the adaptive clipping range makes up for what 'tis' truncates; "
+            f"set correction='tis' or drop acr"
+        )
 
 
 def _listed(allowed: tuple[str, ...]) -> str:

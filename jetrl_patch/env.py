@@ -7,7 +7,17 @@ from collections.abc import Mapping
 
 from jetrl_patch.errors import ConfigError
 
-__all__ = ["FIELDS", "PREFIX", "SWITCH", "VARIABLES", "opted_in", "read_fields", "read_variable", "switched_off"]
+__all__ = [
+    "FIELDS",
+    "PREFIX",
+    "SWITCH",
+    "VARIABLES",
+    "opted_in",
+    "read_fields",
+    "read_switch",
+    "read_variable",
+    "switched_off",
+]
 
 PREFIX = "JETRL_"
 SWITCH = "JETRL_ENABLED"
@@ -21,6 +31,9 @@ FIELDS = {
     "JETRL_BACKEND": "backend",
     "JETRL_PLATFORM": "platform",
     "JETRL_SYNC_TIMEOUT": "sync_timeout",
+    "JETRL_CORRECTION": "correction",
+    "JETRL_CORRECTION_BOUNDS": "correction_bounds",
+    "JETRL_ACR": "acr",
 }
 
 #: every variable there is, with its meaning; anything else that starts with ``JETRL_`` is a mistake in writing
@@ -33,6 +46,9 @@ VARIABLES = {
     "JETRL_BACKEND": "Config.backend",
     "JETRL_PLATFORM": "Config.platform",
     "JETRL_SYNC_TIMEOUT": "Config.sync_timeout, in seconds",
+    "JETRL_CORRECTION": "Config.correction",
+    "JETRL_CORRECTION_BOUNDS": "Config.correction_bounds: the cap, or low,high",
+    "JETRL_ACR": "Config.acr: 1 or 0",
     "JETRL_CACHE_DIR": "folder of the compiled CPU kernels (default: the user's cache folder)",
 }
 
@@ -54,6 +70,14 @@ def opted_in(environ: Mapping[str, str] | None = None) -> bool:
     if switch:
         raise ConfigError(f"{SWITCH}={env[SWITCH]!r} is neither on nor off; write 1 or 0")
     return bool(env.get("JETRL_PRECISION", "").strip())
+
+
+def read_switch(name: str, text: str) -> bool:
+    """A word that means on or off. Raises ConfigError for any other."""
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ConfigError(f"{name}={text!r} is neither on nor off; write 1 or 0")
+    return word in _TRUE
 
 
 def switched_off(environ: Mapping[str, str] | None = None) -> bool:

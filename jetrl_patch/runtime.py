@@ -67,7 +67,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     The same call twice does nothing the second time. Raises ConfigError, VersionError, PatchError, ConflictError.
     """
     global _session, _starting, _failure
-    wanted = (Config.from_env() if config is None else config).replace(**overrides).resolved()
+    wanted = (Config.from_env(**overrides) if config is None else config.replace(**overrides)).resolved()
     with _lock:
         standing = _session.config if _session is not None else _starting
         if standing is not None:

@@ -19,7 +19,13 @@ from jetrl_patch.config import Config
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 #: options of ``jetrl run``, ``verl``, ``openrlhf`` and ``doctor`` beside ``--set``
-FLAGS = {"precision": "`--precision P`, `--fp8-unified`", "align": "`--align A`"}
+FLAGS = {
+    "precision": "`--precision P`, `--fp8-unified`",
+    "align": "`--align A`",
+    "correction": "`--correction C`",
+    "correction_bounds": "`--correction-bounds B`",
+    "acr": "`--acr`",
+}
 
 
 def meanings() -> dict[str, str]:
@@ -37,6 +43,7 @@ def values(hint: object) -> str:
     if choices:
         return ", ".join(choices)
     known = {tuple[str, ...]: "patterns", float: "number", int: "whole number", bool: "`true`, `false`"}
+    known[tuple[float, ...] | None] = "cap, or low and high"
     return known.get(hint, str(hint))  # type: ignore[call-overload]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from jetrl_patch import env
 from jetrl_patch.config import Config
+from jetrl_patch.correction.kinds import KINDS
 from jetrl_patch.errors import ConfigError
 
 
@@ -24,6 +25,9 @@ def test_defaults_and_what_they_come_to() -> None:
         "backend": "auto",
         "platform": "auto",
         "sync_timeout": 300.0,
+        "correction": "none",
+        "correction_bounds": None,
+        "acr": False,
     }
     assert config.resolved_align == "exact"
     assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
@@ -76,6 +80,24 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": float("nan")}, "positive, finite"),
         ({"sync_timeout": "300"}, "positive, finite"),
         ({"sync_timeout": True}, "positive, finite"),
+        ({"correction": "TIS"}, "unknown correction 'TIS'; it must be one of 'none', 'tis', 'seq-tis'"),
+        ({"correction_bounds": 2.0}, "belongs to no correction"),
+        ({"correction": "tis", "correction_bounds": "2"}, "must be one number, the cap, or two"),
+        ({"correction": "tis", "correction_bounds": True}, "must be one number"),
+        ({"correction": "tis", "correction_bounds": ()}, "found 0 numbers"),
+        ({"correction": "tis", "correction_bounds": 0}, "the cap must be a positive, finite number"),
+        ({"correction": "tis", "correction_bounds": -1.0}, "positive, finite"),
+        ({"correction": "tis", "correction_bounds": float("nan")}, "positive, finite"),
+        ({"correction": "seq-tis", "correction_bounds": float("inf")}, "positive, finite"),
+        ({"correction": "tis", "correction_bounds": (0.5, 2.0)}, "asked for one number, the cap, but found 2"),
+        ({"correction": "icepop", "correction_bounds": 2.0}, "asked for low and high, but found 1"),
+        ({"correction": "geo-mis", "correction_bounds": (1.01, 0.99)}, "low must lie between 0 and high"),
+        ({"correction": "mis", "correction_bounds": (float("nan"), 2.0)}, "low must lie between 0 and high"),
+        ({"correction": "seq-mis", "correction_bounds": (-1.0, 2.0)}, "low must lie between 0 and high"),
+        ({"correction": "mis", "correction_bounds": (1, 2, 3)}, "found 3 numbers"),
+        ({"acr": True}, "acr=True with correction='none'"),
+        ({"acr": True, "correction": "seq-tis"}, "set correction='tis' or drop acr"),
+        ({"acr": "yes", "correction": "tis"}, "must be True or False"),
     ],
 )
 def test_nonsense_is_refused(bad: dict[str, Any], message: str) -> None:
@@ -110,16 +132,30 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
     backend=st.sampled_from(["auto", "native", "torch"]),
     platform=st.sampled_from(["auto", "cpu", "cuda"]),
     sync_timeout=st.floats(min_value=1e-6, max_value=1e9),
+    correction=st.sampled_from(KINDS),
+    cap=st.none() | st.floats(min_value=1e-6, max_value=1e9),
+    acr=st.booleans(),
 )
 def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     if fields["precision"] != "fp8-unified":
         fields["align"] = None
+    cap = fields.pop("cap")
+    if cap is not None and fields["correction"] != "none":
+        fields["correction_bounds"] = (cap / 3, cap) if fields["correction"] in ("geo-mis", "icepop") else cap
+    fields["acr"] &= fields["correction"] == "tis"
     config = Config(**fields)
     exported = config.to_env()
     assert set(exported) == {env.SWITCH, *env.FIELDS}
     stale = dict.fromkeys(env.FIELDS, "stale")
     assert Config.from_env({**stale, **exported}) == config
     assert env.opted_in(exported)
+
+
+def test_what_stands_above_the_environment_is_judged_together_with_it() -> None:
+    config = Config.from_env({"JETRL_CORRECTION_BOUNDS": "4", "JETRL_ACR": "1"}, correction="tis")
+    assert (config.correction_bounds, config.acr) == ((4.0,), True)
+    with pytest.raises(ConfigError, match="unknown setting corection"):
+        Config.from_env({}, corection="tis")
 
 
 def test_empty_variables_count_as_not_set() -> None:
@@ -137,6 +173,8 @@ def test_empty_variables_count_as_not_set() -> None:
         ({"JETRL_SYNC_TIMEOUT": "five"}, "JETRL_SYNC_TIMEOUT='five' is not a number of seconds"),
         ({"JETRL_SYNC_TIMEOUT": "-5"}, "positive, finite"),
         ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
+        ({"JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "two"}, "'two' is neither a cap nor low,high"),
+        ({"JETRL_ACR": "maybe"}, "JETRL_ACR='maybe' is neither on nor off"),
     ],
 )
 def test_a_wrong_environment_is_refused(environ: dict[str, str], message: str) -> None:

@@ -19,7 +19,7 @@ from jetrl_patch import env, runtime
 from jetrl_patch.adapters.base import Journal, Patch
 from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.section import SECTION, given
-from jetrl_patch.config import Config
+from jetrl_patch.config import Config, from_text
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 from jetrl_patch.patching.hooks import watch
 from jetrl_patch.patching.patch import apply_patch
@@ -56,9 +56,7 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
             explain(f"{env.SWITCH}=0", asked="no patching", found=f"{SECTION}: {asked}", fix="unset one of the two")
         )
     fields = {field: variable for variable, field in env.FIELDS.items()}
-    from_env = Config.from_env(environ)
-    for name in env.read_fields(environ):
-        theirs = getattr(from_env, name)
+    for name, theirs in from_text(env.read_fields(environ)).items():
         if name in asked and asked[name] != theirs:
             raise ConflictError(
                 explain(
@@ -68,7 +66,7 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
                     fix="say it in one place",
                 )
             )
-    return from_env.replace(**asked)
+    return Config.from_env(environ, **asked)
 
 
 def activate(verl_config: Any) -> None:

@@ -33,7 +33,11 @@ def given(verl_config: Any) -> dict[str, Any] | None:
         )
     plain = OmegaConf.to_container(section, resolve=True)
     assert isinstance(plain, dict)
-    return {str(k): tuple(v) if isinstance(v, list) else v for k, v in plain.items() if v is not None}
+    found = {str(k): tuple(v) if isinstance(v, list) else v for k, v in plain.items() if v is not None}
+    cap = found.get("correction_bounds")
+    if isinstance(cap, (int, float)) and not isinstance(cap, bool):
+        found["correction_bounds"] = (float(cap),)
+    return found
 
 
 def disagreement(verl_config: Any, config: Config) -> JetrlError | None:

@@ -59,7 +59,7 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
     given = {**(started.overrides if started else {}), **overrides}
     arguments: Any = None
     try:
-        config = Config.from_env(environ).replace(**given)
+        config = Config.from_env(environ, **given)
         source = "the environment" if env.opted_in(environ) else "no setting: the defaults"
         if given:
             source = "options, the environment for the rest"

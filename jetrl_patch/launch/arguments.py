@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import env
-from jetrl_patch.config import Config
+from jetrl_patch.config import JOINT, Config, from_text
 from jetrl_patch.errors import ConfigError, explain
 
 __all__ = ["PROGRAMS", "Launch", "split"]
 
 FLAG = "--fp8-unified"
-_VALUED = ("--precision", "--align", "--correction", "--set")
+_VALUED = ("--precision", "--align", "--correction", "--correction-bounds", "--set")
+_SWITCHES = {FLAG: ("precision", "fp8-unified"), "--acr": ("acr", True)}
 
 #: short forms: command -> module
 PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray"}
@@ -82,18 +83,13 @@ class _Settings:
 
     def take(self, option: str, value: str) -> None:
         """One of our options with its value."""
-        if option == "--correction":
-            if value != "none":
-                raise ConfigError(
-                    f"--correction {value} is not in this version; it has 'none', and the framework's own"
-                )
-        elif option == "--set":
+        if option == "--set":
             name, equals, text = value.partition("=")
             if not equals:
                 raise ConfigError(f"--set {value}: asked for key=value, but found no '='; write --set key=value")
             self.add(name, _parse(name, text, f"--set {value}"), f"--set {value}")
         else:
-            name = option.removeprefix("--")
+            name = option.removeprefix("--").replace("-", "_")
             self.add(name, _parse(name, value, f"{option} {value}"), f"{option} {value}")
 
 
@@ -103,8 +99,8 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
     while at < len(words) and words[at].startswith("-"):
         word = words[at]
         option, equals, value = word.partition("=")
-        if word == FLAG:
-            settings.add("precision", "fp8-unified", FLAG)
+        if word in _SWITCHES:
+            settings.add(*_SWITCHES[word], word)
             at += 1
         elif option in _VALUED:
             if not equals:
@@ -123,7 +119,7 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
             raise ConfigError(
                 explain(
                     "jetrl run",
-                    asked=f"one of {FLAG}, {', '.join(_VALUED)} before the program",
+                    asked=f"one of {', '.join((*_SWITCHES, *_VALUED))} before the program",
                     found=word,
                     fix="put the program's own arguments behind it",
                 )
@@ -155,6 +151,8 @@ def _parse(name: str, text: str, source: str) -> Any:
     if not text.strip() and name != "exclude":
         raise ConfigError(f"{source}: asked for a value of {name}, but found none; write one or leave the option out")
     try:
+        if name in JOINT:
+            return from_text({name: text})[name]
         return getattr(Config.from_env({variables[name]: text}), name)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

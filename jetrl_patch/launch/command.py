@@ -26,7 +26,9 @@ Run a program with the plugin on in every process of it. Without a precision the
   --fp8-unified        FP8 on both sides; may also stand among ARGS, before a lone --
   --precision NAME     bf16, fp8-unified or fp8-rollout
   --align NAME         exact or linear
-  --correction NAME    none
+  --correction NAME    none, tis, seq-tis, mis, seq-mis, geo-mis or icepop
+  --correction-bounds  the cap, or low,high; the default depends on the correction
+  --acr                QuRL's adaptive clipping range, with --correction tis
   --set KEY=VALUE      any setting: {", ".join(env.FIELDS.values())}
   -h, --help           this text (behind `jetrl verl` and `jetrl openrlhf`: that of the program)
 

@@ -64,8 +64,16 @@ def test_our_options_come_before_the_program():
     launch = split(
         "run", [FLAG, "--align=linear", "--correction", "none", "--set", "sync_timeout=7", "x.py", "--align", "q"]
     )
-    assert launch.overrides == {"precision": "fp8-unified", "align": "linear", "sync_timeout": 7.0}
+    found = {"precision": "fp8-unified", "align": "linear", "correction": "none", "sync_timeout": 7.0}
+    assert launch.overrides == found
     assert launch.arguments == ("--align", "q")
+
+
+def test_a_correction_with_its_bounds():
+    words = ["--correction", "tis", "--correction-bounds=3", "--acr", FLAG, "x.py"]
+    assert split("run", words).overrides == {
+        "correction": "tis", "correction_bounds": (3.0,), "acr": True, "precision": "fp8-unified",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,8 @@ def test_our_options_come_before_the_program():
         ("sync_timeout=12", "sync_timeout", 12.0),
         ("precision=bf16", "precision", "bf16"),
         ("backend=torch", "backend", "torch"),
+        ("correction_bounds=0.5,5", "correction_bounds", (0.5, 5.0)),
+        ("acr=on", "acr", True),
     ],
 )
 def test_set_gives_each_field_its_type(item, name, value):
@@ -96,7 +106,12 @@ def test_set_gives_each_field_its_type(item, name, value):
         (["--precision", "", "x.py"], "asked for a value of precision"),
         (["--precision=int8-rollout", "x.py"], "not in this version"),
         (["--align", "none", "x.py"], "unknown align 'none'"),
-        (["--correction", "tis", "x.py"], "--correction tis is not in this version"),
+        (
+            ["--correction", "tiss", "x.py"],
+            "--correction tiss: unknown correction 'tiss'; it must be one of 'none', 'tis'",
+        ),
+        (["--correction-bounds", "two", "x.py"], "--correction-bounds two: JETRL_CORRECTION_BOUNDS='two' is neither"),
+        (["--set", "acr=perhaps", "x.py"], "neither on nor off"),
         (["--set", "exclude", "x.py"], "found no '='"),
         (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'; the known ones are precision, align, scale_format"),
         (["--set", "sync_timeout=soon", "x.py"], "--set sync_timeout=soon: "),
