@@ -10,16 +10,17 @@ from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_fp8, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
 
 
 def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
-    """Names of the modules that become FP8, in the model's order.
+    """Names of the modules that become FP8, in the model's order, and of TransformerEngine's that are.
 
     Raises:
         ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, or a layer is
             already quantized by somebody else.
     """
-    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_te_linear(m)}
     chosen = [name for name in linears if is_fp8(name, exclude)]
     if not chosen:
         raise ModelError(
@@ -31,7 +32,7 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
             raise ModelError(
                 f"exclude pattern {pattern!r} matches no FP8 layer; patterns match whole parts of names such as {chosen[0]!r}"
             )
-    foreign = [name for name in chosen if type(linears[name]) not in (nn.Linear, Fp8Linear)]
+    foreign = [n for n in chosen if type(linears[n]) not in (nn.Linear, Fp8Linear) and not is_te_linear(linears[n])]
     if foreign:
         kinds = sorted({type(linears[name]).__name__ for name in foreign})
         raise ModelError(
@@ -50,6 +51,8 @@ def swap_linears(
 ) -> list[str]:
     """Turn every selected layer into an ``Fp8Linear``; parameters and names stay what they were.
 
+    TransformerEngine's layers stay what they are: they compute in this format by themselves, or are refused.
+
     Works on meta tensors and on ZeRO-3's emptied parameters: nothing is read from the weights here.
 
     Args:
@@ -57,11 +60,16 @@ def swap_linears(
         k_splits: tensor parallel size of the rollout.
 
     Returns:
-        The names of the swapped modules.
+        The names of the FP8 modules.
+
+    Raises:
+        ModelError: as ``select_layers`` and ``transformer_engine.left_alone``; a split that cuts a block.
     """
     names = select_layers(model, exclude)
     modules = dict(model.named_modules())
-    check_splits(((name, modules[name].in_features) for name in names), k_splits)
+    check_splits(((name, getattr(modules[name], "in_features", 0)) for name in names), k_splits)
+    if left_alone({name: modules[name] for name in names}, scale_format, backend):
+        return names
     for name in names:
         module = modules[name]
         module.__class__ = Fp8Linear

@@ -10,6 +10,8 @@ import torch
 
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
+from jetrl_patch.fp8.transformer_engine import is_te_linear
+from jetrl_patch.fp8.transformer_engine import quantize_weight as te_weight
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
 
@@ -45,6 +47,8 @@ class Source:
 
     def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The bytes and scales this layer computes with: (q [N, K], scales [ceil(N/128), ceil(K/128)])."""
+        if is_te_linear(self.modules[layer]):
+            return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
         own = self.modules[layer].fp8.quantized(weight)
         return own.q, own.s_blocks
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 import torch
 
 from jetrl_patch.errors import SyncError
+from jetrl_patch.fp8.transformer_engine import is_te_tensor, take
 from jetrl_patch.sync.digest import digest
 from jetrl_patch.sync.manifest import (
     COMMIT,
@@ -63,7 +64,7 @@ def quantized_stream(
     """Yield the protocol for one sync.
 
     Args:
-        weights: the framework's ``(Hugging Face name, full tensor)``, any float dtype.
+        weights: the framework's ``(Hugging Face name, full tensor)``, any float dtype, or TransformerEngine's FP8.
         terms: how the trainer computes.
         layers: module names that are FP8.
         shapes: name -> shape of every tensor that ``weights`` must yield.
@@ -88,15 +89,19 @@ def quantized_stream(
         if name not in fp8:
             yield _count(stats, name, _to_bf16(name, weight))
             continue
-        bf16 = _to_bf16(name, weight)
         stats.layers += 1
-        stats.fp8_as_bf16 += bf16.nbytes
+        stats.fp8_as_bf16 += 2 * weight.numel()
         if not terms.quantized:
+            bf16 = _to_bf16(name, weight)
             stats.fp8 += bf16.nbytes
             yield _count(stats, name, bf16)
             continue
-        q, scales = quantize(name.removesuffix(".weight"), bf16)
-        del weight, bf16
+        layer = name.removesuffix(".weight")
+        if is_te_tensor(weight):  # FP8 already: its bytes and scales are sent as they are
+            q, scales = take(layer, weight, terms.scale_format)  # type: ignore[arg-type]
+        else:
+            q, scales = quantize(layer, _to_bf16(name, weight))
+        del weight
         stats.fp8 += q.nbytes + scales.nbytes
         yield _count(stats, name, q)
         yield _count(stats, name + SCALE_SUFFIX, scales)
@@ -120,7 +125,12 @@ def _check_announced(
 
 
 def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The compute value of a weight. Raises SyncError with its name when it is not finite."""
+    """The compute value of a weight. Raises SyncError with its name when it is not finite, or is FP8 where it must not be."""
+    if is_te_tensor(weight):
+        raise SyncError(
+            f"{name} is a {type(weight).__name__} in the trainer, while the rollout computes with it in BF16; keep this "
+            f"layer in BF16 in the trainer too, or use precision='fp8-unified' without excluding it"
+        )
     bf16 = weight.detach().to(torch.bfloat16)
     if not bool(torch.isfinite(bf16).all()):
         raise SyncError(

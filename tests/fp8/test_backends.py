@@ -26,7 +26,8 @@ BLOCK = 128
 def machine(monkeypatch):
     """A machine with this GPU, CUDA and these packages."""
 
-    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None):
+    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None):
+        monkeypatch.setattr(capability, "installed_version", lambda name: te)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *a: sm)
@@ -89,7 +90,8 @@ def test_auto_takes_the_best_that_serves(machine, setup, chosen):
         ("cublaslt", {"cuda": None}, "need CUDA 12.9 or newer"),
         ("cublaslt", {"sm": (10, 0)}, "this device has 10.0"),
         ("te", {}, "transformer_engine is not installed"),
-        ("te", {"packages": ("transformer_engine",)}, "left as they are"),
+        ("te", {"te": "2.2.0"}, "needs transformer_engine 2.3 or newer, and 2.2.0 is installed"),
+        ("te", {"te": "2.20.2", "cuda": "12.8"}, "need CUDA 12.9 or newer"),
         ("native", {}, "is for the CPU"),
         ("cutlass", {}, "choose one of auto, native, torch, deep_gemm, triton, cublaslt, te"),
     ],
@@ -101,8 +103,8 @@ def test_a_name_that_cannot_serve(machine, name, setup, match):
 
 
 def test_names_that_serve(machine):
-    machine(cuda="13.0", deep_gemm=working)
-    for name in ("triton", "deep_gemm", "cublaslt", "torch"):
+    machine(cuda="13.0", deep_gemm=working, te="2.3.0+cu13")
+    for name in ("triton", "deep_gemm", "cublaslt", "torch", "te"):
         assert choose_backend(name, "cuda") == name
 
 
@@ -114,8 +116,8 @@ def test_gpu_backends_are_refused_on_a_cpu(machine, name):
 
 
 def test_get_backend(monkeypatch):
-    with pytest.raises(ConfigError, match="no GEMM backend is called 'te'; there are native, torch, triton"):
-        get_backend("te")
+    with pytest.raises(ConfigError, match="no GEMM backend is called 'auto'; there are native, torch, triton"):
+        get_backend("auto")
     monkeypatch.setattr(backends, "_LOADED", {})
     assert get_backend("triton") is get_backend("triton") and get_backend("triton").name == "triton"
     with pytest.raises(ConfigError, match='"deep_gemm" was asked for, but deep_gemm is not installed'):

@@ -18,6 +18,7 @@ _CLASSES = {
     "triton": ("triton", "TritonBackend"),
     "deep_gemm": ("deep_gemm", "DeepGemmBackend"),
     "cublaslt": ("cublaslt", "CublasLtBackend"),
+    "te": ("te", "TeBackend"),
 }
 #: what "auto" takes on a GPU, best first; cuBLASLt and TransformerEngine only by name
 _PREFERRED = ("deep_gemm", "triton")

@@ -11,6 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from packaging.version import Version
+
+from jetrl_patch.patching.guards import installed_version
 
 Check = tuple[bool, str]
 
@@ -19,6 +22,8 @@ Check = tuple[bool, str]
 CAPABILITY = (9, 0)
 #: the first cuBLASLt with block scales
 CUDA_OF_CUBLASLT = (12, 9)
+#: the first TransformerEngine with the recipe Float8BlockScaling (Megatron asks for the same)
+TE_OF_BLOCKWISE = (2, 3)
 #: DeepGEMM as it may be installed, and as CUDA builds of vLLM bring it (the order in which vLLM looks)
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 
@@ -66,13 +71,14 @@ def check_deep_gemm() -> Check:
 
 
 def check_te() -> Check:
-    """Whether TransformerEngine is there. Its layers are its own: the plugin leaves them as they are."""
-    if not _found("transformer_engine"):
+    """Whether TransformerEngine is there in a version with block scaling, and cuBLASLt, which computes its products."""
+    version = installed_version("transformer_engine")
+    if version is None:
         return False, "transformer_engine is not installed"
-    return False, (
-        "TransformerEngine's layers quantize and multiply by themselves (recipe Float8BlockScaling), so they are left as "
-        "they are, and its kernels do not serve nn.Linear here"
-    )
+    if Version(version).release < TE_OF_BLOCKWISE:
+        return False, f"recipe Float8BlockScaling needs transformer_engine 2.3 or newer, and {version} is installed"
+    ok, reason = check_cublaslt()
+    return ok, f"transformer_engine {version}, {reason}" if ok else reason
 
 
 CHECKS: dict[str, Callable[[], Check]] = {

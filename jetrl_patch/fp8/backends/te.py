@@ -1,0 +1,25 @@
+"""What TransformerEngine computes with, for a rollout beside a trainer of its layers: its quantizer and cuBLASLt.
+
+The trainer's layers are TransformerEngine's own and are left alone; this class serves the engine under the same name, so
+that the two sides' terms are equal. TransformerEngine's GEMM for ``Float8BlockScaling`` is cuBLASLt's with block scales.
+With power-of-two scales the project's quantizers give the same bytes; with FP32 scales its own quantizer is asked.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from jetrl_patch.fp8.backends.cublaslt import CublasLtBackend
+from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.transformer_engine import quantize_rows
+
+
+class TeBackend(CublasLtBackend):
+    """For a rollout only: ``swap_linears`` refuses it for ``nn.Linear``."""
+
+    name = "te"
+
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        if scale_format == "fp32" and x_MK.shape[0]:
+            return quantize_rows(x_MK, scale_format)
+        return super().quantize_activation(x_MK, scale_format)
