@@ -8,6 +8,7 @@ from torch import nn
 
 from jetrl_patch.adapters.transformers import modules
 from jetrl_patch.adapters.transformers.attention import NAME
+from jetrl_patch.adapters.transformers.fused import fuse
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact import dispatch
@@ -41,7 +42,7 @@ def prepare_model(
         ModelError: the model cannot be converted; ConfigError: no such backend here; NotPatchedError: exact
         attention was not registered with transformers.
     """
-    if not config.fp8_rollout:
+    if not config.quantized_rollout:
         return []
     names = select_layers(model, config.exclude)
     if not config.fp8_train:
@@ -53,6 +54,8 @@ def prepare_model(
     if config.exact:
         dispatch.configure(config.backend, device_type)
         _make_exact(model, rollout_tp)
+    else:
+        fuse(model, backend, device_type)
     return names
 
 

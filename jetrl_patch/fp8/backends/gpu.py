@@ -40,6 +40,10 @@ class GpuBackend(Backend):
         """``jetrl_patch.kernels.quantize`` where it runs; None leaves the formulas of ``fp8.quantize``."""
         return _kernels() if x.device.type == "cuda" else None
 
+    def producers(self, x: Tensor) -> Any:
+        """``jetrl_patch.kernels.producers`` where the quantizers run; None leaves a norm and an activation as they are."""
+        return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.producers")
+
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         kernels = self.quantizers(x_MK)
         if kernels is None:

@@ -1,0 +1,78 @@
+"""The norms and activations that feed FP8 layers, fused with the quantization: for the trainer's speed on a GPU.
+
+Only in ``align="linear"``: the exact modules of ``modules`` are the rollout's, bit for bit, and stay what they are.
+A fused module keeps its parameters, its name and its place; where its kernel does not take an input (FP32 masters under
+autocast), it does what it did before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from jetrl_patch.adapters.transformers.modules import swap
+from jetrl_patch.fp8 import producers
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+
+#: transformers' classes whose formula is known: w * bf16(x / rms), and down(silu(gate) * up)
+NORMS = ("Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm")
+MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP")
+#: a block's norms and the layers that read them; the norms of heads and of the whole model feed no FP8 layer
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+class FusedNorm:
+    """RMSNorm, quantized for the layers that read it."""
+
+    weight: Tensor
+    variance_epsilon: float
+    jetrl_fp8: Fp8State
+
+    def forward(self, hidden_states: Tensor) -> Any:
+        y = producers.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.jetrl_fp8)
+        return super().forward(hidden_states) if y is None else y  # type: ignore[misc]
+
+
+class FusedMLP:
+    """Gated MLP whose product is quantized for ``down_proj``."""
+
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: Fp8Linear
+    act_fn: nn.Module
+
+    def forward(self, x: Tensor) -> Any:
+        gate, up = self.gate_proj(x), self.up_proj(x)
+        y = producers.silu_mul(gate, up, self.down_proj.fp8)
+        return self.down_proj(self.act_fn(gate) * up if y is None else y)
+
+
+def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
+    """Fuse what can be in a model whose layers are FP8 already, in place; the names of the modules that changed."""
+    if not producers.available(backend, device_type):
+        return []
+    changed = []
+    modules = dict(model.named_modules())
+    for name, module in modules.items():
+        parent, _, leaf = name.rpartition(".")
+        if type(module).__name__ in NORMS:
+            layers = (modules.get(f"{parent}.{reader}") for reader in READERS.get(leaf, ()))
+            first = next((layer for layer in layers if isinstance(layer, Fp8Linear)), None)
+            if first is None:
+                continue
+            swap(module, FusedNorm)
+            module.jetrl_fp8 = first.fp8
+        elif type(module).__name__ in MLPS and isinstance(module.down_proj, Fp8Linear) and _is_silu(module.act_fn):
+            swap(module, FusedMLP)
+        else:
+            continue
+        changed.append(name)
+    return changed
+
+
+def _is_silu(activation: object) -> bool:
+    return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"

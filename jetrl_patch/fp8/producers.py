@@ -1,0 +1,99 @@
+"""RMSNorm and SiLU * up that quantize what they make: the FP8 layers behind them find their rows ready.
+
+| operation        | one kernel reads      | and writes                                   | hands over |
+| RMSNorm          | x BF16 [M, K], w [K]  | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M] | (q, s)     |
+| SiLU(gate) * up  | gate, up BF16 [M, K]  | y BF16 [M, K], q e4m3, s [M, G]              | (q, s)     |
+
+y is ``exact.norm``'s or ``exact.activation``'s, and (q, s) is ``quantize_activation(y)``, bit for bit: what is saved is a
+pass over y, and launches. Backward is that of the exact operations. Hugging Face's own norm sums in FP32, so its last bit
+may differ from this one's; only ``align="linear"`` puts these in its place, which promises equal linears and no more.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.exact.activation import _SiluMul
+from jetrl_patch.exact.norm import _RMSNorm
+from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.linear import Fp8State, hand_over
+
+__all__ = ["available", "rms_norm", "silu_mul"]
+
+
+def available(backend: str, device_type: str) -> bool:
+    """The one place that decides whether a model's norms and activations are fused: a GPU, and a backend with kernels."""
+    return device_type == "cuda" and hasattr(get_backend(backend), "producers")
+
+
+def _kernels(state: Fp8State, *inputs: Tensor) -> Any | None:
+    """The fused kernels if they take these inputs, which is BF16. A compiler fuses a norm by itself."""
+    if torch.compiler.is_compiling():
+        return None
+    from jetrl_patch.fp8.backends.gpu import GpuBackend
+
+    backend = state.backend
+    kernels = backend.producers(inputs[0]) if isinstance(backend, GpuBackend) else None
+    return kernels if all(t.dtype == torch.bfloat16 for t in inputs) else None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+class _NormedRows(_RMSNorm):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        x_MK = _rows(x)
+        columns: bool = state.backend.columns  # type: ignore[attr-defined]
+        made = kernels.rmsnorm_quantize_rows(x_MK, weight.detach().contiguous(), eps, state.scale_format, True, columns)
+        ctx.save_for_backward(x_MK, weight, made.rstd_M)
+        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
+        ctx.mark_non_differentiable(made.q_MK, made.s_MG)
+        return made.y_MK.view(x.shape), made.q_MK, made.s_MG
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_RMSNorm.backward(ctx, grad_outputs[0]), None, None
+
+
+class _MultipliedRows(_SiluMul):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        columns: bool = state.backend.columns  # type: ignore[attr-defined]
+        made = kernels.silu_mul_quantize_rows(_rows(gate), _rows(up), state.scale_format, columns, keep=True)
+        ctx.save_for_backward(gate, up)
+        ctx.dtypes = gate.dtype, up.dtype
+        ctx.mark_non_differentiable(made.q_MK, made.s_MG)
+        return made.y_MK.view(gate.shape), made.q_MK, made.s_MG
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_SiluMul.backward(ctx, grad_outputs[0]), None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:
+    """RMSNorm of x [..., K], BF16, its rows handed over; None where the kernel does not take these inputs.
+
+    Args:
+        state: how the layers behind it quantize.
+    """
+    kernels = _kernels(state, x, weight)
+    if kernels is None or x.shape[-1] > kernels.WIDEST:
+        return None
+    y, q, s = _NormedRows.apply(x, weight, eps, state, kernels)
+    hand_over(y, (q, s), state)
+    return y
+
+
+def silu_mul(gate: Tensor, up: Tensor, state: Fp8State) -> Tensor | None:
+    """SiLU(gate) * up, [..., K] BF16, its rows handed over; None where the kernel does not take these inputs."""
+    kernels = _kernels(state, gate, up)
+    if kernels is None:
+        return None
+    y, q, s = _MultipliedRows.apply(gate, up, state, kernels)
+    hand_over(y, (q, s), state)
+    return y

@@ -1,0 +1,134 @@
+"""Fused norms and activations in a model: what changes is how often something is quantized, and nothing else.
+
+Run by ``test_fused.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+import triton
+
+from jetrl_patch.adapters.transformers import fused, modules
+from jetrl_patch.exact import dispatch
+from jetrl_patch.fp8 import producers
+from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch.fp8.linear import Fp8State
+from jetrl_patch.kernels import quantize
+
+from ..fp8.thresholds import sqnr
+from ..models import build
+
+assert triton.knobs.runtime.interpret
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+IDS = torch.tensor([[5, 17, 200, 31, 8, 9, 301], [7, 7, 300, 12, 4, 99, 2]])
+
+
+@pytest.fixture(autouse=True)
+def as_on_a_gpu(monkeypatch):
+    """The FP64 formulas, not the C kernels; and the one place that decides says yes."""
+    monkeypatch.setitem(dispatch._chosen, "cpu", "torch")
+    monkeypatch.setattr(producers, "available", lambda backend, device_type: True)
+
+
+@pytest.fixture
+def quantized(monkeypatch):
+    """The shapes of activations that are quantized by a launch of their own."""
+    shapes = []
+    original = quantize.quantize_rows
+    monkeypatch.setattr(quantize, "quantize_rows", lambda x, *a, **k: shapes.append(tuple(x.shape)) or original(x, *a, **k))
+    return shapes
+
+
+def models(family: str, scale_format: str = "pow2", layers: int = 1, **options):
+    """The same FP8 model, unfused with the exact operations where the fused ones would stand, and fused."""
+    plain = build(family, num_hidden_layers=layers, **options).train()
+    swap_linears(plain, scale_format=scale_format, backend="triton")
+    ours = copy.deepcopy(plain)
+    names = fused.fuse(ours, "triton", "cuda")
+    for name in names:
+        module = plain.get_submodule(name)
+        modules.swap(module, modules.ExactMLP if name.endswith("mlp") else modules.ExactNorm)
+    return plain, ours, names
+
+
+def run(model):
+    for parameter in model.parameters():
+        parameter.grad = None
+    out = model(input_ids=IDS, use_cache=False).logits
+    (out.float() * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    return out.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize(
+    ("family", "scale_format", "options"),
+    [("qwen2", "fp32", {}), ("qwen3", "pow2", {"layers": 2}), ("llama", "pow2", {"intermediate_size": 200, "mlp_bias": True})],
+)
+def test_outputs_and_gradients_are_the_same(family, scale_format, options, quantized):
+    plain, ours, names = models(family, scale_format, **options)
+    leaves, layers = ("input_layernorm", "post_attention_layernorm", "mlp"), len(ours.model.layers)
+    assert sorted(names) == sorted(f"model.layers.{i}.{leaf}" for i in range(layers) for leaf in leaves)
+    expected = run(plain)
+    separate = len(quantized)
+    assert separate == layers * 4  # of a block's forward: before q, o, gate and down (backward writes both layouts at once)
+    out, grads = run(ours)
+    assert len(quantized) - separate == layers * 1  # before o
+    assert torch.equal(out, expected[0])
+    for name, grad in expected[1].items():
+        assert grad is not None and torch.equal(grads[name], grad), name
+
+
+def test_near_what_transformers_computes():
+    plain = build("qwen3", num_hidden_layers=1).train()
+    swap_linears(plain, backend="triton")
+    ours = copy.deepcopy(plain)
+    fused.fuse(ours, "triton", "cuda")
+    (a, grads_a), (b, grads_b) = run(plain), run(ours)
+    assert sqnr(b, a) > 25
+    assert sqnr(grads_b["model.layers.0.input_layernorm.weight"], grads_a["model.layers.0.input_layernorm.weight"]) > 15
+
+
+def test_checkpointing_and_no_grad_change_nothing():
+    _, ours, _ = models("qwen3")
+    out, grads = run(ours)
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
+    with torch.inference_mode():  # nothing can be handed over there
+        assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
+    ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    again, repeated = run(ours)
+    assert torch.equal(again, out) and all(torch.equal(repeated[name], grad) for name, grad in grads.items())
+
+
+def test_what_the_kernel_does_not_take_is_left_to_transformers():
+    """FP32 masters and FP32 hidden states: the original modules compute."""
+    _, ours, _ = models("qwen3")
+    state = Fp8State("pow2", "triton")
+    x, w = torch.randn(3, 256), torch.ones(256)
+    assert producers.rms_norm(x, w, 1e-6, state) is None and producers.silu_mul(x, x, state) is None
+    assert producers.rms_norm(x.bfloat16(), w, 1e-6, state) is None
+    assert producers.rms_norm(torch.zeros(1, 16512).bfloat16(), torch.ones(16512).bfloat16(), 1e-6, state) is None
+    assert producers.silu_mul(torch.zeros(1, 16512).bfloat16(), torch.zeros(1, 16512).bfloat16(), state) is not None
+    untouched = build("qwen3", num_hidden_layers=1)
+    module, original = ours.model.layers[0].input_layernorm.float(), untouched.model.layers[0].input_layernorm.float()
+    assert torch.equal(module(x), original(x))
+
+
+def test_what_is_changed_in_place_is_quantized_again(quantized):
+    state, backend = Fp8State("pow2", "triton"), get_backend("triton")
+    layer = torch.nn.Linear(256, 64, bias=False).bfloat16()
+    x, w = torch.randn(4, 256).bfloat16(), torch.ones(256).bfloat16()
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": layer})])})
+    swap_linears(model, backend="triton")
+    y = producers.rms_norm(x, w, 1e-6, state)
+    first = layer(y)
+    assert quantized == []
+    with torch.no_grad():
+        y.mul_(2)
+    assert not torch.equal(layer(y), first) and quantized == [(4, 256)]
+    q, s = backend.quantize_activation(y.detach(), "pow2")
+    weight, s_blocks = backend.quantize_weight(layer.weight.detach(), "pow2")
+    assert torch.equal(layer(y), backend.gemm(q, s, weight, s_blocks.repeat_interleave(128, 0)[:64], torch.bfloat16))

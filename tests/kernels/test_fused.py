@@ -1,0 +1,90 @@
+"""Where norms and activations are fused with the quantization: never on a CPU, and only where a kernel can be."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+pytest.importorskip("triton")
+
+from jetrl_patch.adapters.transformers import fused, prepare
+from jetrl_patch.config import Config
+from jetrl_patch.fp8 import producers
+from jetrl_patch.fp8.convert import swap_linears
+
+from ..models import build, config_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LINEAR = Config(precision="fp8-unified", align="linear").resolved()
+
+
+def in_the_interpreter(*arguments: str) -> None:
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    file = "tests/kernels/interpreted_fused.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", file, *arguments]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+def test_one_model_in_the_interpreter():
+    in_the_interpreter("-k", "qwen2 or in_place or does_not_take")
+
+
+@pytest.mark.slow
+def test_in_the_interpreter():
+    in_the_interpreter()
+
+
+def test_who_decides():
+    assert producers.available("triton", "cuda") and producers.available("cublaslt", "cuda")
+    assert not producers.available("triton", "cpu")
+    assert not producers.available("native", "cpu") and not producers.available("torch", "cuda")
+
+
+def kinds(model):
+    return {name: type(module).__name__ for name, module in model.named_modules()}
+
+
+def test_nothing_changes_on_a_cpu():
+    model = build("qwen3")
+    before = kinds(model)
+    names = prepare.prepare_model(model, LINEAR)
+    assert kinds(model) == {**before, **dict.fromkeys(names, "Fp8Linear")}
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_a_model_for_a_gpu_is_fused_without_touching_its_weights(family, monkeypatch):
+    monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config_of(family))
+    before, parameters = kinds(model), {name: id(p) for name, p in model.named_parameters()}
+    fp8 = prepare.prepare_model(model, LINEAR, device_type="cuda")
+    changed = {name for name, kind in kinds(model).items() if kind != before[name]} - set(fp8)
+    assert len(changed) == 3 * 3 and all(name.endswith(("input_layernorm", "attention_layernorm", "mlp")) for name in changed)
+    assert {name: id(p) for name, p in model.named_parameters()} == parameters
+    assert isinstance(model.model.layers[0].mlp, type(build(family).model.layers[0].mlp))
+    assert fused.fuse(model, "triton", "cuda") == []  # a second time changes nothing
+
+
+def test_what_feeds_no_fp8_layer_stays(monkeypatch):
+    model = build("qwen2")
+    swap_linears(model, exclude=("down_proj", "self_attn.*"), backend="triton")
+    assert {name.rsplit(".", 1)[-1] for name in fused.fuse(model, "triton", "cuda")} == {"post_attention_layernorm"}
+    model = build("qwen2", hidden_act="gelu")
+    swap_linears(model, backend="triton")
+    assert not any(name.endswith("mlp") for name in fused.fuse(model, "triton", "cuda"))
+
+
+def test_other_families_stay():
+    model = build("llama")
+    swap_linears(model, backend="triton")
+    for module in model.modules():
+        if type(module).__name__ in (*fused.NORMS, *fused.MLPS):
+            module.__class__ = type(f"Other{type(module).__name__}", (type(module),), {})
+    assert fused.fuse(model, "triton", "cuda") == []
