@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from jetrl_patch.fp8 import traced
 from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 
@@ -52,6 +53,10 @@ class Fp8State:
 
     def quantized(self, weight: Tensor) -> QuantizedWeight:
         """The bytes and scales of ``weight`` [N, K], from the cache while its content stands."""
+        if isinstance(weight, Fp8Gathered):
+            return QuantizedWeight(weight.q, weight.s_blocks)
+        if isinstance(weight, Fp8Shard):  # not sharded, or not yet
+            return QuantizedWeight(*weight.quantized())
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
         # The key is the content: an optimizer, a checkpoint or an EMA may write by any road.
         key = self.backend.fingerprint(w_NK)
@@ -179,7 +184,7 @@ class Fp8Linear(nn.Linear):
     fp8: Fp8State
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not isinstance(self.weight, (Fp8Gathered, Fp8Shard)):
             state = self.fp8
             return traced.linear(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
         result: Tensor = _Fp8Matmul.apply(input, self.weight, self.bias, self.fp8)

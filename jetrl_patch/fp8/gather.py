@@ -1,0 +1,223 @@
+"""FSDP2 gathers the weights of ``Fp8Linear`` layers as FP8 bytes and block scales: about half the traffic of BF16.
+
+Each rank quantizes its shard once per value, from BF16 as the layer would, and the layer computes with the bytes as
+they arrive. Since blocks of 128 rows stay within a shard, they are those of the whole weight. Masters, optimizer,
+gradients and checkpoints see the full-precision shard. The two hooks are FSDP2's extension point for such tensors.
+
+Shape legend: N output features, K input features, G = ceil(K / 128), n = N / ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat
+
+logger = logging.getLogger(__name__)
+
+_aten = torch.ops.aten
+#: what makes another tensor of the same kind; every view does too
+_KEPT = {
+    _aten.clone.default,
+    _aten.empty_like.default,
+    _aten.new_zeros.default,
+    _aten._to_copy.default,
+    _aten._pin_memory.default,
+}
+#: what FSDP2 does with a gathered weight on its way into the layer
+_SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
+
+
+class _Writes:
+    """How often the memory behind a tensor and its views was written."""
+
+    count = 0
+
+
+class Fp8Shard(torch.Tensor):
+    """A weight [N, K] or a shard of it [n, K], full precision, that FSDP2 gathers in FP8.
+
+    Everything else works on the plain tensor inside. Its versions are counted here, because those of a tensor inside
+    a DTensor stand still. Saved to a file it is a plain tensor.
+    """
+
+    plain: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(
+        cls, plain: Tensor, scale_format: ScaleFormat, backend_name: str, writes: _Writes | None = None
+    ) -> Fp8Shard:
+        shard: Fp8Shard = torch.Tensor._make_wrapper_subclass(
+            cls,
+            plain.size(),
+            strides=plain.stride(),
+            storage_offset=plain.storage_offset(),
+            dtype=plain.dtype,
+            layout=plain.layout,
+            device=plain.device,
+        )
+        return shard
+
+    def __init__(
+        self, plain: Tensor, scale_format: ScaleFormat, backend_name: str, writes: _Writes | None = None
+    ) -> None:
+        self.plain, self.scale_format, self.backend_name = plain, scale_format, backend_name
+        self.writes = _Writes() if writes is None else writes
+        self._cached: tuple[int, Tensor, Tensor] | None = None
+
+    def quantized(self) -> tuple[Tensor, Tensor]:
+        """e4m3 [n, K] and block scales [ceil(n/128), G], made once for each value."""
+        if self._cached is None or self._cached[0] != self.writes.count:
+            w = self.plain.detach().to(torch.bfloat16).contiguous()
+            self._cached = (self.writes.count, *get_backend(self.backend_name).quantize_weight(w, self.scale_format))
+        return self._cached[1:]
+
+    def fsdp_pre_all_gather(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Any]:
+        """What this rank sends: its bytes and its scales."""
+        q, s_blocks = self.quantized()
+        return (q.view(torch.uint8), s_blocks), None
+
+    def fsdp_post_all_gather(
+        self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
+        """The whole weight; ``out`` is the one of the last time, whose memory was filled again."""
+        q_bytes, s_blocks = gathered
+        if out is None:
+            return Fp8Gathered(q_bytes.view(FP8), s_blocks, param_dtype), (q_bytes, s_blocks)
+        if not isinstance(out, Fp8Gathered) or out.q.data_ptr() != q_bytes.data_ptr():
+            raise ModelError("FSDP2 gathered a weight in FP8 into another memory than the layer reads")
+        return None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, cls))
+        for t in pytree.tree_leaves(_written(func, args, kwargs)):
+            if isinstance(t, cls):
+                t.writes.count += 1
+        out = func(*pytree.tree_map_only(cls, _plain, args), **pytree.tree_map_only(cls, _plain, kwargs))
+        if func.is_view or func in _KEPT:
+            writes = first.writes if func.is_view else None
+            return pytree.tree_map_only(
+                Tensor, lambda t: cls(t, first.scale_format, first.backend_name, writes or _Writes()), out
+            )
+        return return_and_correct_aliasing(func, args, kwargs, out) if func._schema.is_mutable else out
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["plain"], (self.scale_format, self.backend_name, self.writes)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Fp8Shard:
+        return cls(inner["plain"], *context)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.plain.detach().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Fp8Shard({self.plain!r}, {self.scale_format})"
+
+
+class Fp8Gathered(torch.Tensor):
+    """A weight [N, K] that exists as bytes and scales only; nothing but ``Fp8Linear`` can read it."""
+
+    q: Tensor
+    s_blocks: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, q: Tensor, s_blocks: Tensor, dtype: torch.dtype) -> Fp8Gathered:
+        made: Fp8Gathered = torch.Tensor._make_wrapper_subclass(
+            cls, q.size(), strides=q.stride(), dtype=dtype, device=q.device
+        )
+        return made
+
+    def __init__(self, q: Tensor, s_blocks: Tensor, dtype: torch.dtype) -> None:
+        self.q, self.s_blocks = q, s_blocks
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        weight = args[0]
+        if func in _SAME_VALUE and (len(args) == 1 or tuple(args[1]) == tuple(weight.shape)):
+            return cls(weight.q, weight.s_blocks, weight.dtype)
+        if func is _aten.zeros_like.default:  # the gradient of a layer that took no part in a step
+            return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
+        raise ModelError(
+            explain(
+                f"{func} on a weight that was gathered in FP8",
+                asked="Fp8Linear as the only reader",
+                found=str(func),
+                fix="leave the layer out with exclude=, or set fp8_all_gather=False",
+            )
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["q", "s_blocks"], self.dtype
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> Fp8Gathered:
+        return cls(inner["q"], inner["s_blocks"], context)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"Fp8Gathered({tuple(self.shape)})"
+
+
+def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[str]:
+    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8; call it before ``fully_shard``.
+
+    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is gathered in BF16 as before, and
+    quantized by every rank; one line in the log says which.
+
+    Args:
+        shards: over how many ranks a weight is sharded.
+
+    Returns:
+        The names of the layers that are gathered in FP8.
+    """
+    modules = dict(model.named_modules())
+    done, left = [], []
+    for name in names:
+        module: Any = modules[name]
+        if shards > 1 and module.out_features % (shards * BLOCK):
+            left.append(name)
+            continue
+        weight, state = module.weight, module.fp8
+        shard = Fp8Shard(weight.detach(), state.scale_format, state.backend_name)
+        module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
+        done.append(name)
+    if left and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning(
+            "jetrl_patch: %d of %d FP8 layers are gathered in BF16, because %d shards of their rows are not whole "
+            "blocks of %d: %s",
+            len(left), len(left) + len(done), shards, BLOCK, ", ".join(left),
+        )  # fmt: skip
+    return done
+
+
+def _plain(shard: Fp8Shard) -> Tensor:
+    return shard.plain
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operator writes to."""
+    return [
+        args[i] if i < len(args) else kwargs.get(argument.name)
+        for i, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
