@@ -18,6 +18,7 @@ Precision = Literal["bf16", "fp8-unified", "fp8-rollout"]
 Align = Literal["exact", "linear"]
 ResolvedAlign = Literal["exact", "linear", "none"]
 ScaleFormat = Literal["pow2", "fp32"]
+MonitorAction = Literal["warn", "stop"]
 Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
 Platform = Literal["auto", "cpu", "cuda"]
 
@@ -27,6 +28,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scale_format": ("pow2", "fp32"),
     "backend": ("auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"),
     "platform": ("auto", "cpu", "cuda"),
+    "monitor_action": ("warn", "stop"),
     "correction": KINDS,
 }
 #: fields that mean something only beside another one, so that they are judged together with it
@@ -50,6 +52,13 @@ class Config:
             compiler, deep_gemm or triton on Hopper, else torch, the reference; a name that cannot serve is an error.
         platform: ``"cpu"`` also installs what lets verl run without an accelerator.
         sync_timeout: seconds after which a weight sync that makes no progress is a SyncError.
+        monitor_every: every how many steps the FP8 layers are measured (amax, underflow, SQNR, scales, codes that moved);
+            0 never.
+        monitor_layers: log the figures of every layer, not only the worst and the mean over layers.
+        monitor_sqnr: SQNR in dB of a layer's weight, activation or gradient below which the monitor warns.
+        monitor_underflow: share of a tensor's values that became zero above which the monitor warns.
+        monitor_action: ``"warn"`` once per layer and figure, or ``"stop"`` the run.
+        guard_sqnr: SQNR in dB below which a layer runs in BF16 on both sides from the next step on. ``None``: no guard.
         correction: importance weights against what is left of the mismatch between trainer and rollout: ``"tis"`` and
             ``"seq-tis"`` truncate the ratio of a token or sequence at a cap; ``"mis"``, ``"seq-mis"``, ``"icepop"``
             drop what lies outside; ``"geo-mis"`` drops sequences by their geometric mean. ``"none"`` only measures.
@@ -64,6 +73,12 @@ class Config:
     backend: Backend = "auto"
     platform: Platform = "auto"
     sync_timeout: float = 300.0
+    monitor_every: int = 10
+    monitor_layers: bool = False
+    monitor_sqnr: float = 20.0
+    monitor_underflow: float = 0.1
+    monitor_action: MonitorAction = "warn"
+    guard_sqnr: float | None = None
     correction: Kind = "none"
     correction_bounds: tuple[float, ...] | None = None
     acr: bool = False
@@ -75,12 +90,35 @@ class Config:
                 _check_choice(name, value, allowed)
         object.__setattr__(self, "exclude", _check_exclude(self.exclude))
         object.__setattr__(self, "sync_timeout", _check_timeout(self.sync_timeout))
+        self._check_monitor()
         object.__setattr__(self, "correction_bounds", check_bounds(self.correction, self.correction_bounds))
         _check_acr(self.acr, self.correction)
         if self.align is not None and self.precision != "fp8-unified":
             raise ConfigError(
                 f"align={self.align!r} contradicts precision={self.precision!r}: only 'fp8-unified' has the same "
                 f"linears on both sides, and without them nothing can agree; drop align or use 'fp8-unified'"
+            )
+
+    def _check_monitor(self) -> None:
+        every, guard = self.monitor_every, self.guard_sqnr
+        if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+            raise ConfigError(f"monitor_every={every!r} must be a whole number of steps, 0 for never")
+        if not isinstance(self.monitor_layers, bool):
+            raise ConfigError(f"monitor_layers={self.monitor_layers!r} must be True or False")
+        object.__setattr__(self, "monitor_sqnr", _check_number("monitor_sqnr", self.monitor_sqnr))
+        share = _check_number("monitor_underflow", self.monitor_underflow)
+        if not 0 <= share <= 1:
+            raise ConfigError(f"monitor_underflow={share!r} must be a share between 0 and 1")
+        object.__setattr__(self, "monitor_underflow", share)
+        if guard is None:
+            return
+        object.__setattr__(self, "guard_sqnr", _check_number("guard_sqnr", guard))
+        if not every:
+            raise ConfigError("guard_sqnr decides from what the monitor measures; set monitor_every to 1 or more")
+        if not self.fp8_train:
+            raise ConfigError(
+                f"guard_sqnr={guard!r} contradicts precision={self.precision!r}: the guard takes layers out of FP8 on "
+                f"both sides, and only 'fp8-unified' has FP8 on both; drop guard_sqnr"
             )
 
     @property
@@ -129,6 +167,12 @@ class Config:
             "JETRL_BACKEND": self.backend,
             "JETRL_PLATFORM": self.platform,
             "JETRL_SYNC_TIMEOUT": repr(self.sync_timeout),
+            "JETRL_MONITOR_EVERY": str(self.monitor_every),
+            "JETRL_MONITOR_LAYERS": str(int(self.monitor_layers)),
+            "JETRL_MONITOR_SQNR": repr(self.monitor_sqnr),
+            "JETRL_MONITOR_UNDERFLOW": repr(self.monitor_underflow),
+            "JETRL_MONITOR_ACTION": self.monitor_action,
+            "JETRL_GUARD_SQNR": "" if self.guard_sqnr is None else repr(self.guard_sqnr),
             "JETRL_CORRECTION": self.correction,
             "JETRL_CORRECTION_BOUNDS": ",".join(map(repr, self.correction_bounds or ())),
             "JETRL_ACR": str(int(self.acr)),
@@ -162,6 +206,15 @@ def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
             raise ConfigError(f"JETRL_CORRECTION_BOUNDS={text!r} is neither a cap nor low,high") from None
     if "acr" in values:
         values["acr"] = env.read_switch("JETRL_ACR", values["acr"])
+    if "monitor_layers" in values:
+        values["monitor_layers"] = env.read_switch("JETRL_MONITOR_LAYERS", values["monitor_layers"])
+    kinds = {"monitor_every": int, "monitor_sqnr": float, "monitor_underflow": float, "guard_sqnr": float}
+    for name, kind in kinds.items():
+        if name in values:
+            try:
+                values[name] = kind(values[name])
+            except ValueError:
+                raise ConfigError(f"JETRL_{name.upper()}={values[name]!r} is not a number") from None
     return values
 
 
@@ -203,6 +256,12 @@ def _check_acr(value: object, correction: str) -> None:
             f"acr=True with correction={correction!r}: the adaptive clipping range makes up for what 'tis' truncates; "
             f"set correction='tis' or drop acr"
         )
+
+
+def _check_number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} must be a finite number")
+    return float(value)
 
 
 def _listed(allowed: tuple[str, ...]) -> str:

@@ -14,6 +14,7 @@ __all__ = [
     "ModelError",
     "NotPatchedError",
     "PatchError",
+    "PrecisionError",
     "SyncError",
     "VersionError",
     "explain",
@@ -42,6 +43,10 @@ class PatchError(JetrlError):
 
 class ConflictError(JetrlError):
     """Somebody else holds what is to be changed: another config, or another patch on the same attribute."""
+
+
+class PrecisionError(JetrlError):
+    """A layer's figures are beyond a threshold, and the run was asked to stop then."""
 
 
 class SyncError(JetrlError):

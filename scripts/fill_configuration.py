@@ -42,7 +42,7 @@ def values(hint: object) -> str:
     choices = [f"`{choice}`" for literal in literals for choice in typing.get_args(literal)]
     if choices:
         return ", ".join(choices)
-    known = {tuple[str, ...]: "patterns", float: "number", int: "whole number", bool: "`true`, `false`"}
+    known = {tuple[str, ...]: "patterns", float: "number", float | None: "number", int: "whole number", bool: "`true`, `false`"}
     known[tuple[float, ...] | None] = "cap, or low and high"
     return known.get(hint, str(hint))  # type: ignore[call-overload]
 

@@ -25,6 +25,12 @@ def test_defaults_and_what_they_come_to() -> None:
         "backend": "auto",
         "platform": "auto",
         "sync_timeout": 300.0,
+        "monitor_every": 10,
+        "monitor_layers": False,
+        "monitor_sqnr": 20.0,
+        "monitor_underflow": 0.1,
+        "monitor_action": "warn",
+        "guard_sqnr": None,
         "correction": "none",
         "correction_bounds": None,
         "acr": False,
@@ -80,6 +86,16 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": float("nan")}, "positive, finite"),
         ({"sync_timeout": "300"}, "positive, finite"),
         ({"sync_timeout": True}, "positive, finite"),
+        ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps, 0 for never"),
+        ({"monitor_every": 2.5}, "monitor_every=2.5 must be a whole number"),
+        ({"monitor_every": True}, "monitor_every=True must be a whole number"),
+        ({"monitor_layers": 1}, "monitor_layers=1 must be True or False"),
+        ({"monitor_sqnr": "20"}, "monitor_sqnr='20' must be a finite number"),
+        ({"monitor_underflow": 1.5}, "monitor_underflow=1.5 must be a share"),
+        ({"monitor_action": "halt"}, "unknown monitor_action 'halt'; it must be one of 'warn', 'stop'"),
+        ({"guard_sqnr": float("nan")}, "guard_sqnr=nan must be a finite number"),
+        ({"guard_sqnr": 20, "monitor_every": 0}, "set monitor_every to 1 or more"),
+        ({"guard_sqnr": 20, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
         ({"correction": "TIS"}, "unknown correction 'TIS'; it must be one of 'none', 'tis', 'seq-tis'"),
         ({"correction_bounds": 2.0}, "belongs to no correction"),
         ({"correction": "tis", "correction_bounds": "2"}, "must be one number, the cap, or two"),
@@ -132,13 +148,19 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
     backend=st.sampled_from(["auto", "native", "torch"]),
     platform=st.sampled_from(["auto", "cpu", "cuda"]),
     sync_timeout=st.floats(min_value=1e-6, max_value=1e9),
+    monitor_every=st.integers(1, 1000),
+    monitor_layers=st.booleans(),
+    monitor_sqnr=st.floats(-100, 100),
+    monitor_underflow=st.floats(0, 1),
+    monitor_action=st.sampled_from(["warn", "stop"]),
+    guard_sqnr=st.none() | st.floats(-100, 100),
     correction=st.sampled_from(KINDS),
     cap=st.none() | st.floats(min_value=1e-6, max_value=1e9),
     acr=st.booleans(),
 )
 def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     if fields["precision"] != "fp8-unified":
-        fields["align"] = None
+        fields["align"] = fields["guard_sqnr"] = None
     cap = fields.pop("cap")
     if cap is not None and fields["correction"] != "none":
         fields["correction_bounds"] = (cap / 3, cap) if fields["correction"] in ("geo-mis", "icepop") else cap
@@ -172,6 +194,8 @@ def test_empty_variables_count_as_not_set() -> None:
         ({"JETRL_ALIGN": "exact", "JETRL_PRECISION": "bf16"}, "contradicts"),
         ({"JETRL_SYNC_TIMEOUT": "five"}, "JETRL_SYNC_TIMEOUT='five' is not a number of seconds"),
         ({"JETRL_SYNC_TIMEOUT": "-5"}, "positive, finite"),
+        ({"JETRL_MONITOR_EVERY": "often"}, "JETRL_MONITOR_EVERY='often' is not a number"),
+        ({"JETRL_MONITOR_LAYERS": "all"}, "JETRL_MONITOR_LAYERS='all' is neither on nor off"),
         ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
         ({"JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "two"}, "'two' is neither a cap nor low,high"),
         ({"JETRL_ACR": "maybe"}, "JETRL_ACR='maybe' is neither on nor off"),

@@ -37,7 +37,9 @@ def test_every_setting_is_there_with_its_variable_its_key_and_its_meaning(script
 def test_the_command_line_forms_are_understood() -> None:
     for name in env.FIELDS.values():
         default = getattr(Config(), name)
-        text = {"align": "linear", "exclude": "a,b", "correction_bounds": "0.5,5"}.get(name, str(default))
-        wanted = {"align": "linear", "exclude": ("a", "b"), "correction_bounds": (0.5, 5.0)}.get(name, default)
+        text = {"align": "linear", "exclude": "a,b", "correction_bounds": "0.5,5", "guard_sqnr": "20"}
+        text = text.get(name, str(default))
+        wanted = {"align": "linear", "exclude": ("a", "b"), "correction_bounds": (0.5, 5.0), "guard_sqnr": 20.0}
+        wanted = wanted.get(name, default)
         assert split("verl", ["--set", f"{name}={text}"]).overrides == {name: wanted}
     assert split("verl", ["--fp8-unified"]).overrides == split("verl", ["--precision", "fp8-unified"]).overrides
