@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.dispatch import native
+from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
 
@@ -15,10 +15,14 @@ class _SiluMul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         g, u = gate.to(torch.bfloat16), up.to(torch.bfloat16)
-        if native(g):
-            width = g.shape[-1]
+        serves, width = implementation(g), g.shape[-1]
+        if serves == "native":
             y = ops.silu_mul(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
-        else:
+        elif serves == "triton":
+            from jetrl_patch.kernels import elementwise
+
+            y = elementwise.silu_mul(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
+        else:  # element by element: no reduction, nothing that could depend on a neighbour
             exact = g.double()
             y = (exact * torch.sigmoid(exact)).to(torch.bfloat16) * u
         ctx.save_for_backward(g, u)

@@ -1,7 +1,8 @@
 """Causal attention with the rollout's forward and an ordinary backward.
 
-Each query row is computed alone: scores in FP32 over ascending keys, two passes, one rounding to BF16. A row
-of a packed training batch, of a prefill, of a chunk of one and of a decode step therefore has the same bits.
+Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
+online softmax over fixed blocks of keys in the Triton kernel, ``kernels.attention``). A row of a packed training batch,
+of a prefill, of a chunk of one and of a decode step therefore has the same bits.
 Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 """
 
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.dispatch import native
+from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
 #: Up to so many scores the backward pads all sequences into one batch; above, it walks through them.
@@ -39,8 +40,13 @@ def attention_paged(
     Returns:
         BF16 [T, H, D].
     """
-    if native(q_THD):
+    serves = implementation(q_THD)
+    if serves == "native":
         return ops.attention(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
+    if serves == "triton":
+        from jetrl_patch.kernels import attention
+
+        return attention.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)
     out = torch.empty_like(q_THD)
     size = k_cache.shape[1]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
@@ -67,11 +73,14 @@ def _reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, T
 
 class _VarlenAttention(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
         q16, k16, v16 = (t.to(torch.bfloat16).contiguous() for t in (q, k, v))
-        if native(q):
+        serves = implementation(q)
+        if serves == "triton":
+            from jetrl_patch.kernels import attention
+
+            out, lse = attention.attention_varlen(q16, k16, v16, cu_seqlens.to(torch.int32), scale)
+        elif serves == "native":
             cu = cu_seqlens.to(torch.int32)
             k_cache, v_cache = k16.unsqueeze(1), v16.unsqueeze(1)  # blocks of one token: [T, 1, KH, D]
             longest = int((cu[1:] - cu[:-1]).max())
@@ -92,6 +101,11 @@ class _VarlenAttention(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, out, lse, cu = ctx.saved_tensors
         grad = grad_outputs[0].to(torch.bfloat16)
+        if implementation(q) == "triton":
+            from jetrl_patch.kernels.attention_backward import attention_backward
+
+            dq, dk, dv = attention_backward(q, k, v, out, lse, grad, cu.to(torch.int32), ctx.scale)
+            return dq.to(ctx.dtypes[0]), dk.to(ctx.dtypes[1]), dv.to(ctx.dtypes[2]), None, None
         lengths = cu[1:] - cu[:-1]
         longest = int(lengths.max())
         if lengths.numel() * q.shape[1] * longest * longest <= _BATCHED_SCORES:

@@ -1,27 +1,34 @@
-"""Which implementation serves: the C kernels on the CPU, or FP64 torch formulas anywhere.
+"""Which implementation serves: C kernels on the CPU, Triton kernels on CUDA, or FP64 torch formulas anywhere.
 
-Both give a row the same bits whatever stands beside it; they do not give each other's bits, so a run
-uses one on both sides (the choice is that of the GEMM backend and stands in the sync's manifest).
+Each gives a row the same bits whatever stands beside it; they do not give each other's bits, so a run uses one on both
+sides (the choice follows from ``Config.backend`` and the kind of device).
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
+from jetrl_patch.exact.capability import check_exact_cuda
 from jetrl_patch.fp8.backends import choose_backend
 
 _chosen: dict[str, str] = {}
 
 
 def configure(backend: str, device_type: str = "cpu") -> str:
-    """Fix the implementation for ``Config.backend``; returns the backend's name."""
-    _chosen[device_type] = choose_backend(backend, device_type)
-    return _chosen[device_type]
+    """Fix the implementation for ``Config.backend``; returns "native", "triton" or "torch".
+
+    On CUDA the ops are Triton's whichever backend multiplies in FP8; ``backend="torch"`` asks for the slow formulas.
+    """
+    chosen = choose_backend(backend, device_type)
+    if device_type != "cpu":
+        chosen = "triton" if backend != "torch" and check_exact_cuda()[0] else "torch"
+    _chosen[device_type] = chosen
+    return chosen
 
 
-def native(tensor: Tensor) -> bool:
-    """Do the C kernels serve this tensor?"""
+def implementation(tensor: Tensor) -> str:
+    """What serves this tensor: "native", "triton" or "torch"."""
     kind = tensor.device.type
     if kind not in _chosen:
         configure("auto", kind)
-    return _chosen[kind] == "native"
+    return _chosen[kind]

@@ -7,13 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.dispatch import native
+from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
 
 def _product(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    if native(x_MK):
+    serves = implementation(x_MK)
+    if serves == "native":
         return ops.bf16_gemm(x_MK, w_NK, out_dtype)
+    if serves == "triton":
+        from jetrl_patch.kernels import head
+
+        return head.bf16_gemm(x_MK, w_NK, out_dtype)
     return (x_MK.double() @ w_NK.double().t()).to(out_dtype)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.dispatch import native
+from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
 
@@ -23,11 +23,12 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 def rope_frequencies(hf_config: Any) -> Tensor:
     """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
 
-    Computed from the config on both sides: a module's buffer may have been rounded to BF16 on its way.
+    Computed from the config on both sides: a module's buffer may have been rounded to BF16 on its way. Always on the CPU,
+    whatever the default device is: powers on a GPU have other last bits.
     """
     rope = rope_parameters(hf_config)
     dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
-    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64).float() / dim))
+    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim))
     if rope["rope_type"] == "default":
         return inv_freq
     factor = rope["factor"]
@@ -63,8 +64,13 @@ def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> 
     For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables; its
     operations round one by one, so both give the same bits.
     """
-    if native(x_ThD):
+    serves = implementation(x_ThD)
+    if serves == "native":
         return ops.rotary(x_ThD, cos, sin, positions)
+    if serves == "triton":
+        from jetrl_patch.kernels import elementwise
+
+        return elementwise.rotary(x_ThD, cos, sin, positions)
     c, s = (torch.cat((t, t), -1)[positions].unsqueeze(1) for t in (cos, sin))
     low, high = x_ThD.chunk(2, -1)
     return x_ThD * c + torch.cat((-high, low), -1) * s

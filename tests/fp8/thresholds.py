@@ -21,6 +21,8 @@ NATIVE_EQUALS_ORACLE = 0.995
 KERNEL_EQUALS_ORACLE = 0.999
 #: least SQNR in dB of a kernel's FP32 sums, interpreted, against the FP64 product of the same operands
 SQNR_KERNEL_FP32 = 120.0
+#: least SQNR in dB of the attention kernels, BF16 in and out, against FP64: output, and gradients (which round P and dS)
+SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT = 48.0, 45.0
 #: saved bytes of an Fp8Linear over those of a BF16 nn.Linear
 SAVED_BYTES_RATIO = 0.55
 #: least cosine between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor

@@ -1,0 +1,228 @@
+"""Causal attention whose rows depend on their own query and keys alone: one kernel for a paged cache and for packed sequences.
+
+A program computes ROWS rows of one key/value head; a row is one query of one of the PER query heads that share it, in the
+order (token, head), so that decoding fills a tile too. Keys are walked in blocks of KEYS from position 0, ascending, in one
+program. The tile is one and the same for decode, chunks and training: the same instructions compute a row everywhere.
+
+A row is also carried through blocks of keys that only later rows of its tile may see. They leave its state bit for bit:
+its scores are -inf, so the maximum stays, its factor is exp2(0) = 1, its weights are exp2(-inf) = 0, the product with the
+values starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (A zero's sign may differ, so results of zero lose it; a NaN
+or Inf among the values of a later token of the same block would show as NaN.)
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.kernels.aot import Spec
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
+
+#: 64 rows are the least that ``wgmma`` multiplies
+ROWS, WARPS = 64, 4
+#: head width -> keys of a block and depth of the pipeline, so that no register spills and two programs share an SM;
+#: nothing here may depend on how many rows, keys or requests there are
+TILES = {64: (64, 2), 128: (32, 3)}
+HEAD_DIMS = tuple(TILES)
+LOG2E = math.log2(math.e)
+
+
+@triton.jit
+def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """FP32 to BF16, ties to even."""
+    if HARDWARE:
+        return x.to(tl.bfloat16)
+    else:
+        return rounded(x)
+
+
+@triton.jit
+def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Which sequence a block of rows belongs to: sequence r owns blocks from starts[r] * PER // ROWS + r on.
+
+    That leaves every sequence at least as many as it needs, and the grid follows from shapes, not from values.
+    """
+    low = 0
+    high = R
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) * PER // ROWS + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def attend(q, k, v, seen, scale, top, total, acc, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """One block of keys: online softmax (arXiv 2205.14135) in base 2, the product with V from a fresh zero."""
+    s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+    new = tl.maximum(top, tl.max(s, 1))
+    p = tl.exp2(s - new[:, None])
+    alpha = tl.exp2(top - new)
+    total = tl.fma(total, alpha, tl.sum(p, 1))
+    acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), tl.dot(narrowed(p, HARDWARE), v))
+    return new, total, acc
+
+
+@triton.jit(do_not_specialize=["R"])  # one binary for every number of requests
+def attention_kernel(  # type: ignore[no-untyped-def]
+    q, k, v, out, lse, starts, lengths, table, R, scale, q_t, k_b, k_t, k_h, table_r,
+    KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
+    SIZE: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """SIZE is the tokens of a cache block; 0 means packed sequences, whose keys stand where their queries do."""
+    block, kh = tl.program_id(0), tl.program_id(1)
+    r = sequence_of(block, starts, R, PER, ROWS)
+    start = tl.load(starts + r)
+    queries = tl.load(starts + r + 1) - start
+    begin = (block - (start * PER // ROWS + r)) * ROWS
+    if begin >= queries * PER:
+        return
+    if SIZE == 0:
+        length = queries
+    else:
+        length = tl.load(lengths + r)
+    row = begin + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    valid = row < queries * PER
+    token = tl.minimum(row, queries * PER - 1) // PER
+    head = kh * PER + row % PER
+    limit = length - queries + token  # the last key that a row sees
+    token_at = (start + token).to(tl.int64)
+    q_at = q + token_at[:, None] * q_t + head[:, None] * D + d[None, :]
+    q_rows = tl.load(q_at, mask=valid[:, None], other=0.0)
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    acc = tl.zeros((ROWS, D), tl.float32)
+    last = length - queries + (tl.minimum(begin + ROWS, queries * PER) - 1) // PER
+    for kb in tl.range(0, last // KEYS + 1, num_stages=STAGES):
+        key = kb * KEYS + tl.arange(0, KEYS)
+        there = key < length
+        if SIZE == 0:
+            at = (start + key).to(tl.int64) * k_t + kh * k_h
+        else:
+            page = tl.load(table + r.to(tl.int64) * table_r + key // SIZE, mask=there, other=0).to(tl.int64)
+            at = page * k_b + (key % SIZE) * k_t + kh * k_h
+        k_rows = tl.load(k + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+        v_rows = tl.load(v + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+        seen = key[None, :] <= limit[:, None]
+        top, total, acc = attend(q_rows, k_rows, v_rows, seen, scale, top, total, acc, HARDWARE)
+    result = acc * tl.math.div_rn(1.0, total)[:, None]
+    result = tl.where(result == 0.0, 0.0, result)
+    out_at = token_at * (KH * PER) + head
+    tl.store(out + out_at[:, None] * D + d[None, :], narrowed(result, HARDWARE), mask=valid[:, None])
+    tl.store(lse + out_at, (top + tl.math.log2(total)) * 0.6931471805599453, mask=valid)
+
+
+def attention_paged(
+    q_THD: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start: Tensor,
+    scale: float,
+) -> Tensor:
+    """As ``exact.attention.attention_paged``. Nothing is read back, and the grid follows from shapes alone."""
+    heads = _check(q_THD, k_cache, v_cache)
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
+        raise ValueError("k_cache and v_cache need the same strides and a dense last dimension")
+    block, token, head, _ = k_cache.stride()
+    table = _integers("block_table", block_table)
+    strides = (block, token, head, table.stride(0))
+    ends = (_integers("query_start", query_start), _integers("seq_lens", seq_lens), table)
+    return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1])[0]
+
+
+def attention_varlen(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Packed sequences. Returns BF16 [T, H, D] and the log-sum-exp FP32 [T, H]."""
+    heads = _check(q_THD, k_TKD, v_TKD)
+    if k_TKD.stride() != v_TKD.stride() or k_TKD.stride(2) != 1:
+        k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
+    starts = _integers("cu_seqlens", cu_seqlens)
+    strides = (0, k_TKD.stride(0), k_TKD.stride(1), 0)
+    return _launch(q_THD, k_TKD, v_TKD, (starts, starts, starts), strides, scale, heads, 0)
+
+
+def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
+    """Blocks of rows that cover any division of so many tokens into so many sequences."""
+    return tokens * per // rows + sequences
+
+
+def _launch(
+    q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor, Tensor], strides: tuple[int, ...], scale: float,
+    heads: tuple[int, int], size: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    T, H, D = q.shape
+    if q.stride(2) != 1 or q.stride(1) != D:
+        q = q.contiguous()
+    check_device(q, k, v, *ends)
+    out = torch.empty(T, H, D, dtype=torch.bfloat16, device=q.device)
+    lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
+    kv_heads, per = heads
+    keys, stages = TILES[D]
+    sequences = ends[0].shape[0] - 1
+    if T and sequences:
+        attention_kernel[(row_blocks(T, per, sequences, ROWS), kv_heads)](
+            q, k, v, out, lse, *ends, sequences, scale * LOG2E, q.stride(0), *strides,
+            KH=kv_heads, PER=per, D=D, ROWS=ROWS, KEYS=keys, STAGES=stages, SIZE=size,
+            HARDWARE=not triton.knobs.runtime.interpret, num_warps=WARPS, num_stages=stages, **PINNED,
+        )  # fmt: skip
+    return out, lse
+
+
+def check_head_dim(width: int) -> None:
+    """Raises ModelError for a head width without a kernel."""
+    if width not in HEAD_DIMS:
+        raise ModelError(
+            explain(
+                "align='exact' on CUDA",
+                asked=f"heads of width {' or '.join(map(str, HEAD_DIMS))}",
+                found=width,
+                fix="use align='linear'",
+            )
+        )
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """(key/value heads, query heads that share one). Raises TypeError, ValueError, ModelError."""
+    for name, t in (("q", q), ("k", k), ("v", v)):
+        if t.dtype != torch.bfloat16:
+            raise TypeError(f"attention's {name}: expected torch.bfloat16, found {t.dtype}")
+    H, D = q.shape[-2:]
+    kv_heads = k.shape[-2]
+    if k.shape != v.shape or k.shape[-1] != D or H % kv_heads:
+        raise ValueError(f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit")
+    check_head_dim(D)
+    return kv_heads, H // kv_heads
+
+
+def _integers(name: str, t: Tensor) -> Tensor:
+    if t.dtype != torch.int32:
+        raise TypeError(f"attention's {name}: expected torch.int32, found {t.dtype}")
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _specs() -> tuple[Spec, ...]:
+    pointers = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"lse": "*fp32"}
+    pointers |= dict.fromkeys(("starts", "lengths", "table"), "*i32")
+    numbers = {"R": "i32", "scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "table_r"), "i32")
+    return tuple(
+        Spec(
+            f"attention_{'paged' if size else 'varlen'}_{D}", attention_kernel, pointers | numbers,
+            {"KH": 4, "PER": 7, "D": D, "ROWS": ROWS, "KEYS": keys, "STAGES": stages, "SIZE": size, "HARDWARE": True},
+            {"num_warps": WARPS, "num_stages": stages, **PINNED}, ("q_t", "k_b", "k_t", "k_h"),
+        )
+        for D, (keys, stages) in TILES.items() for size in (0, 16)
+    )  # fmt: skip
+
+
+KERNELS = _specs()

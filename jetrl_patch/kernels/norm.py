@@ -1,0 +1,69 @@
+"""RMSNorm in the rounding order of Hugging Face models, one row a program: y = bf16(w * bf16(x / rms(x))).
+
+The row is held whole, so the order of its sum follows from its width alone. Squares of BF16 are exact, their sum and the
+root are FP64: the value is that of the fused producers, which quantize it at once.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.fp8.formats import groups
+from jetrl_patch.kernels.aot import Spec
+from jetrl_patch.kernels.e4m3 import bf16_value, widened
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
+from jetrl_patch.kernels.producers import WIDEST, warps_for
+
+
+@triton.jit
+def rms_norm_kernel(  # type: ignore[no-untyped-def]
+    x, w, y, rstd, K, x_m, EPS: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """GROUPS, a power of two, covers K with groups of 128."""
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
+    square = (value * value).to(tl.float64)
+    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
+    root = (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+    weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
+    tl.store(y + m * K + k, rounded(weight * bf16_value(value * root, HARDWARE)), mask=k < K)
+    tl.store(rstd + m, root)
+
+
+def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Returns y BF16 [M, K] and 1/rms FP32 [M]; BF16 inputs, rows of x may have a stride.
+
+    Raises:
+        ModelError: rows wider than one program holds.
+    """
+    M, K = x_MK.shape
+    if K > WIDEST:
+        raise ModelError(
+            explain("align='exact' on CUDA", asked=f"RMSNorm up to width {WIDEST}", found=K, fix="use align='linear'")
+        )
+    x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
+    check_device(x_MK, weight_K)
+    y = torch.empty(M, K, dtype=torch.bfloat16, device=x_MK.device)
+    rstd = torch.empty(M, dtype=torch.float32, device=x_MK.device)
+    if M:
+        covering = triton.next_power_of_2(groups(K))
+        rms_norm_kernel[(M,)](
+            x_MK, weight_K.contiguous(), y, rstd, K, x_MK.stride(0), EPS=float(eps), GROUPS=covering,
+            HARDWARE=not triton.knobs.runtime.interpret, num_warps=warps_for(covering), **PINNED,
+        )  # fmt: skip
+    return y, rstd
+
+
+KERNELS = tuple(
+    Spec(
+        f"rms_norm{covering * 128}", rms_norm_kernel,
+        {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rstd": "*fp32", "K": "i32", "x_m": "i32"},
+        {"EPS": 1e-6, "GROUPS": covering, "HARDWARE": True}, {"num_warps": warps_for(covering), **PINNED}, ("K", "x_m"),
+    )
+    for covering in (1, 8, 32, 64, 128)
+)  # fmt: skip

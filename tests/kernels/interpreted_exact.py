@@ -1,0 +1,215 @@
+"""The exact ops' kernels in the interpreter: a row against itself in other company, and values against FP64.
+
+Run by ``test_exact.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+Dots are done in FP64 here: numpy's FP32 product gives a row other bits at another place of the tile, and what is tested
+is everything around it.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+from torch.nn import functional as F
+from triton.runtime import interpreter
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.exact import dispatch, ops
+from jetrl_patch.kernels import attention, attention_backward, norm
+
+from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_KERNEL_FP32, sqnr
+
+assert triton.knobs.runtime.interpret
+
+BF16 = torch.bfloat16
+LENGTHS = [1, 33, 7, 64, 81]
+
+
+@pytest.fixture(autouse=True)
+def exact_dot(monkeypatch):
+    def create_dot(self, a, b, d, *precision):
+        assert a.dtype.scalar == b.dtype.scalar == tl.bfloat16
+        left, right = ((t.data.astype(np.uint32) << 16).view(np.float32).astype(np.float64) for t in (a, b))
+        return interpreter.TensorHandle((left @ right + d.data).astype(np.float32), d.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def rand(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(BF16)
+
+
+def ends(lengths):
+    return torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+
+
+def packed(heads, kv_heads, width, lengths=LENGTHS):
+    T = sum(lengths)
+    return rand(T, heads, width), rand(T, kv_heads, width, seed=1), rand(T, kv_heads, width, seed=2), ends(lengths)
+
+
+def paged(k, v, cu, size, seed, head_major=False):
+    """Caches whose holes are NaN, and a table in random order; ``head_major`` is vLLM's other layout of a block."""
+    kv_heads, width = k.shape[1:]
+    lengths = (cu[1:] - cu[:-1]).tolist()
+    needs = [-(-n // size) for n in lengths]
+    order = torch.randperm(sum(needs) + 3, generator=torch.Generator().manual_seed(seed)).int()
+    shape = (len(order), kv_heads, size) if head_major else (len(order), size, kv_heads)
+    cache = torch.full((*shape, 2 * width), float("nan"), dtype=BF16)
+    if head_major:
+        cache = cache.transpose(1, 2)
+    k_cache, v_cache = cache.split(width, -1)
+    table, at = torch.full((len(lengths), max(needs) + 2), -1, dtype=torch.int32), 0
+    for r, n in enumerate(lengths):
+        table[r, : needs[r]] = order[at : at + needs[r]]
+        at += needs[r]
+        places = torch.arange(n)
+        pages = table[r, places // size].long()
+        k_cache[pages, places % size], v_cache[pages, places % size] = k[cu[r] : cu[r + 1]], v[cu[r] : cu[r + 1]]
+    return k_cache, v_cache, table
+
+
+def oracle(q, k, v, cu, scale):
+    out = []
+    per = q.shape[1] // k.shape[1]
+    for a, b in itertools.pairwise(cu.tolist()):
+        Q, K, V = (
+            t[a:b].double().transpose(0, 1) for t in (q, k.repeat_interleave(per, 1), v.repeat_interleave(per, 1))
+        )
+        out.append(F.scaled_dot_product_attention(Q, K, V, is_causal=True, scale=scale).transpose(0, 1))
+    return torch.cat(out)
+
+
+HEADS = [(4, 2, 64), (7, 1, 64), (2, 2, 128)]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_attention_against_fp64(heads, kv_heads, width):
+    q, k, v, cu = packed(heads, kv_heads, width)
+    out, lse = attention.attention_varlen(q, k, v, cu, width**-0.5)
+    assert sqnr(out, oracle(q, k, v, cu, width**-0.5)) > SQNR_ATTENTION
+    a, b, per = 41, 105, heads // kv_heads
+    s = torch.einsum("qhd,khd->qhk", q[a:b].double(), k[a:b].repeat_interleave(per, 1).double()) * width**-0.5
+    s = s.masked_fill(torch.arange(64)[None, None] > torch.arange(64)[:, None, None], float("-inf"))
+    assert torch.allclose(lse[a:b].double(), s.logsumexp(-1), atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+@pytest.mark.parametrize(("size", "head_major"), [(16, False), (16, True), (48, False)])
+def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, head_major):
+    q, k, v, cu = packed(heads, kv_heads, width)
+    trained = attention.attention_varlen(q, k, v, cu, width**-0.5)[0]
+    k_cache, v_cache, table = paged(k, v, cu, size, seed=size, head_major=head_major)
+    g = torch.Generator().manual_seed(4)
+    for step in range(4):  # first all decode their last token, then some decode, some prefill a chunk, some wait
+        seen = [n if step == 0 else int(torch.randint(1, n + 1, (1,), generator=g)) for n in LENGTHS]
+        fresh = [1 if step == 0 else int(torch.randint(0, n + 1, (1,), generator=g)) for n in seen]
+        rows = torch.cat(
+            [torch.arange(int(cu[r]) + n - f, int(cu[r]) + n) for r, (n, f) in enumerate(zip(seen, fresh))]
+        )
+        seq_lens = torch.tensor(seen, dtype=torch.int32)
+        out = attention.attention_paged(q[rows], k_cache, v_cache, table, seq_lens, ends(fresh), width**-0.5)
+        assert torch.equal(out, trained[rows])
+
+
+def test_other_neighbours_change_nothing():
+    q, k, v, cu = packed(7, 1, 64)
+    whole = attention.attention_varlen(q, k, v, cu, 0.125)
+    for r in (1, 4):  # alone, and behind another sequence
+        part = slice(int(cu[r]), int(cu[r + 1]))
+        n = part.stop - part.start
+        for before in (0, 3):
+            other = rand(before, 7, 64, seed=9), rand(before, 1, 64, seed=8), rand(before, 1, 64, seed=7)
+            args = [torch.cat((o, t[part])) for o, t in zip(other, (q, k, v))]
+            found = attention.attention_varlen(*args, ends([before, n] if before else [n]), 0.125)
+            assert all(torch.equal(f[before:], w[part]) for f, w in zip(found, whole))
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_gradients_of_attention_against_fp64(heads, kv_heads, width):
+    q, k, v, cu = packed(heads, kv_heads, width)
+    out, lse = attention.attention_varlen(q, k, v, cu, width**-0.5)
+    g = rand(*q.shape, seed=5)
+    found = attention_backward.attention_backward(q, k, v, out, lse, g, cu, width**-0.5)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    oracle(*wide, cu, width**-0.5).backward(g.double())
+    for ours, theirs in zip(found, wide):
+        assert sqnr(ours, theirs.grad) > SQNR_ATTENTION_GRADIENT
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """The public ops, served by the Triton kernels on CPU tensors."""
+    monkeypatch.setitem(dispatch._chosen, "cpu", "triton")
+    return ops
+
+
+@pytest.mark.parametrize("width", [64, 500])
+def test_rows_of_the_other_ops_depend_on_themselves_alone(kernels, width):
+    x, w = rand(140, width), rand(130, width, seed=1)
+    cos, sin = ops.rotary_table(1.0 / 10000 ** (torch.arange(0, 64, 2) / 64), 100)
+    places = torch.arange(140) % 100
+    heads = rand(140, 5, 64, seed=2)
+    calls = {
+        "norm": lambda rows: ops.rms_norm(x[rows], w[0], 1e-6),
+        "silu": lambda rows: ops.silu_mul(x[rows], x[rows].flip(1)),
+        "head": lambda rows: ops.head_linear(x[rows], w),
+        "rope": lambda rows: ops.apply_rotary(heads[rows], cos, sin, places[rows]),
+    }
+    for name, call in calls.items():
+        whole = call(slice(None))
+        for rows in (slice(0, 1), slice(139, 140), slice(5, 12), slice(120, 135)):
+            assert torch.equal(call(rows), whole[rows]), (name, rows)
+
+
+def test_values_of_the_other_ops(kernels):
+    x, w = rand(40, 1000), rand(130, 1000, seed=1)
+    exact = x.double()
+    rstd = (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt().float()
+    assert torch.equal(ops.rms_norm(x, w[0], 1e-6), w[0] * (x.float() * rstd).to(BF16))
+    assert torch.equal(ops.silu_mul(x, x.flip(1)), F.silu(exact).to(BF16) * x.flip(1))
+    assert (ops.head_linear(x, w) == (exact @ w.double().t()).to(BF16)).float().mean() > KERNEL_EQUALS_ORACLE
+    assert sqnr(ops.partial_sum(x, w), exact @ w.double().t()) > SQNR_KERNEL_FP32
+    halves = [
+        ops.partial_sum(x[:, part].contiguous(), w[:, part].contiguous()) for part in (slice(0, 500), slice(500, 1000))
+    ]
+    assert torch.equal(ops.linear(x, w, None, 2), (halves[0] + halves[1]).to(BF16))  # what tensor-parallel ranks add
+
+
+@pytest.mark.parametrize("width", [64, 128])
+def test_rotary_is_hugging_faces(kernels, width):
+    from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+    q, k = rand(30, 6, width), rand(30, 17, width, seed=1)
+    cos, sin = ops.rotary_table(1.0 / 10000 ** (torch.arange(0, width, 2) / width), 100)
+    positions = torch.randint(0, 100, (30,), generator=torch.Generator().manual_seed(0))
+    c, s = (torch.cat((t, t), -1)[positions][None] for t in (cos, sin))
+    for x in (q, k):
+        hf = apply_rotary_pos_emb(x.transpose(0, 1)[None], x.transpose(0, 1)[None], c, s)[0][0].transpose(0, 1)
+        assert torch.equal(ops.apply_rotary(x, cos, sin, positions), hf)
+        strided = torch.cat((x, x), 1)[:, : x.shape[1]]  # a slice of a fused projection
+        assert torch.equal(ops.apply_rotary(strided, cos, sin, positions), hf)
+
+
+def test_the_differentiable_ops_use_the_kernels(kernels):
+    q, k, v, cu = packed(4, 2, 64, [5, 40])
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    g = rand(45, 4, 64, seed=6)
+    out = ops.attention_varlen(q, k, v, cu, 0.125)
+    out.backward(g)
+    plain, lse = attention.attention_varlen(q.detach(), k.detach(), v.detach(), cu, 0.125)
+    assert torch.equal(out, plain)
+    expected = attention_backward.attention_backward(q.detach(), k.detach(), v.detach(), plain, lse, g, cu, 0.125)
+    assert all(torch.equal(t.grad, e) for t, e in zip((q, k, v), expected))
+
+
+def test_what_has_no_kernel_is_refused():
+    q, k = rand(3, 2, 80), rand(3, 1, 80)
+    with pytest.raises(ModelError, match=r"heads of width 64 or 128, but found 80; use align='linear'"):
+        attention.attention_varlen(q, k, k, ends([3]), 1.0)
+    with pytest.raises(ModelError, match="RMSNorm up to width 16384"):
+        norm.rms_norm(rand(1, 16500), rand(16500), 1e-6)

@@ -1,0 +1,111 @@
+"""The exact ops' kernels: their numbers in the interpreter (a process of its own), and what they compile to for Hopper."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.kernels import attention, attention_backward, elementwise, head, norm
+from jetrl_patch.kernels.aot import Spec, compile_one, specs
+
+ROOT = Path(__file__).resolve().parents[2]
+SPECS = [k for m in (attention, attention_backward, elementwise, head, norm) for k in m.KERNELS]
+#: most registers a thread, so that as many programs as named share an SM; nothing may spill
+REGISTERS = {
+    **dict.fromkeys(("attention_paged_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
+    **dict.fromkeys(("attention_paged_128", "attention_varlen_128", "attention_dkdv_128"), 255),  # 2
+    "attention_dq_64": 128,  # 4
+    "attention_dq_128": 168,  # 3
+    **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
+    "silu_mul": 96,
+    **dict.fromkeys(("rotary_64", "rotary_128"), 32),
+    **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
+}
+#: most bytes of shared memory, by the same count
+SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
+
+
+def test_in_the_interpreter():
+    environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_exact.py"]
+    run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
+
+
+def products(ptx: str) -> Counter[str]:
+    return Counter(re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S+", ptx))
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
+def test_compiles_within_an_sm(spec: Spec):
+    assert specs()[spec.name] is spec
+    made = compile_one(spec)
+    assert made.spills == 0 and made.registers <= REGISTERS[spec.name], made[:3]
+    assert made.shared <= SHARED.get(spec.name, 75 << 10), made[:3]
+    assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
+    if "attention" in spec.name or "gemm" in spec.name:
+        assert products(made.ptx) and all(
+            ".m64n" in found and found.endswith("k16.f32.bf16.bf16") for found in products(made.ptx)
+        )
+
+
+@pytest.mark.parametrize("width", attention.HEAD_DIMS)
+def test_the_paged_and_the_packed_kernel_compute_alike(width: int):
+    def arithmetic(name: str) -> Counter[str]:
+        ptx = compile_one(specs()[name]).ptx
+        return products(ptx) + Counter(
+            re.findall(r"\b(?:add|sub|mul|fma|max|ex2|lg2|div|rcp|cvt)\.\S*(?:f32|bf16x2)\S*", ptx)
+        )
+
+    paged, packed = (arithmetic(f"attention_{kind}_{width}") for kind in ("paged", "varlen"))
+    assert paged == packed and paged["ex2.approx.ftz.f32"] >= 18
+
+
+def test_attention_sums_values_from_a_fresh_zero():
+    # Carried through a block that it may not see, a row gets fma(x, 1, 0): the product must not add to the sum by itself.
+    for name in ("attention_paged_64", "attention_varlen_64", "attention_paged_128", "attention_varlen_128"):
+        ptx = compile_one(specs()[name]).ptx
+        # "scale-d", behind the last operand: 0 overwrites, a predicate adds
+        starts = [found == "0" for found in re.findall(r"wgmma\.mma_async.*%rd\d+, (0|%p\d+), 1, 1, ", ptx)]
+        width = int(name.rsplit("_", 1)[1])
+        keys = attention.TILES[width][0]
+        scores, values = width // 16, keys // 16
+        assert starts == [True, *[False] * (scores - 1), True, *[False] * (values - 1)], starts
+
+
+def test_a_tile_is_high_enough_for_wgmma_and_one_for_all():
+    assert attention.ROWS >= 64 and head.ROWS >= 64 and attention_backward.ROWS >= 64 and attention_backward.HELD >= 64
+
+
+@pytest.mark.parametrize("per", [1, 6, 7, 64])
+@pytest.mark.parametrize("lengths", [[1], [0, 5, 0], [64, 1, 63, 129, 0, 7], [1] * 40])
+def test_every_row_of_every_sequence_has_a_block(per: int, lengths: list[int]):
+    starts = [sum(lengths[:r]) for r in range(len(lengths) + 1)]
+    blocks = attention.row_blocks(starts[-1], per, len(lengths), attention.ROWS)
+    for r, n in enumerate(lengths):
+        first = starts[r] * per // attention.ROWS + r
+        after = starts[r + 1] * per // attention.ROWS + r + 1 if r + 1 < len(lengths) else blocks
+        assert after - first >= -(-n * per // attention.ROWS)
+
+
+def test_a_cpu_without_the_interpreter_is_told():
+    q, cu = torch.zeros(3, 1, 64, dtype=torch.bfloat16), torch.tensor([0, 3], dtype=torch.int32)
+    rows = q.flatten(1)
+    for call in (
+        lambda: attention.attention_varlen(q, q, q, cu, 1.0),
+        lambda: norm.rms_norm(rows, rows[0], 1e-6),
+        lambda: elementwise.silu_mul(rows, rows),
+        lambda: head.bf16_gemm(rows, rows, torch.bfloat16),
+    ):
+        with pytest.raises(ConfigError, match="run on CUDA devices, found cpu"):
+            call()
