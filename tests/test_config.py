@@ -25,6 +25,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "backend": "auto",
         "platform": "auto",
         "sync_timeout": 300.0,
+        "fp8_all_gather": False,
         "monitor_every": 10,
         "monitor_layers": False,
         "monitor_sqnr": 20.0,
@@ -86,6 +87,8 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": float("nan")}, "positive, finite"),
         ({"sync_timeout": "300"}, "positive, finite"),
         ({"sync_timeout": True}, "positive, finite"),
+        ({"fp8_all_gather": 1}, "must be True or False"),
+        ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
         ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps, 0 for never"),
         ({"monitor_every": 2.5}, "monitor_every=2.5 must be a whole number"),
         ({"monitor_every": True}, "monitor_every=True must be a whole number"),
@@ -148,6 +151,7 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
     backend=st.sampled_from(["auto", "native", "torch"]),
     platform=st.sampled_from(["auto", "cpu", "cuda"]),
     sync_timeout=st.floats(min_value=1e-6, max_value=1e9),
+    fp8_all_gather=st.booleans(),
     monitor_every=st.integers(1, 1000),
     monitor_layers=st.booleans(),
     monitor_sqnr=st.floats(-100, 100),
@@ -161,6 +165,7 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
 def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     if fields["precision"] != "fp8-unified":
         fields["align"] = fields["guard_sqnr"] = None
+    fields["fp8_all_gather"] &= fields["precision"] == "fp8-unified"
     cap = fields.pop("cap")
     if cap is not None and fields["correction"] != "none":
         fields["correction_bounds"] = (cap / 3, cap) if fields["correction"] in ("geo-mis", "icepop") else cap

@@ -57,6 +57,10 @@ def check(args: Any, config: Config) -> None:
                 fix="run it without jetrl_patch",
             )
         )
+    if config.fp8_all_gather:
+        raise ConfigError(
+            explain("fp8_all_gather=True", asked="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off")
+        )
     for problem in broken(RULES, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
         raise problem
     _check_model(args, config)

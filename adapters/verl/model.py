@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.sync.source import Source, convert
@@ -32,6 +33,7 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
         module = original(self)
         if runtime.is_active() and self.model_config.model_type == "language_model":
             self._jetrl = prepare(module, runtime.active_config(), self.model_config)
+            mark_layers(self, module, self._jetrl.layers, runtime.active_config())
         return module
 
     return _build_module

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import gather
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, JetrlError
@@ -100,6 +101,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         config,
         lambda path: f"verl setting {path}",
     )
+    yield from gather.problems(lambda path: OmegaConf.select(verl_config, path, default=None), config)
     try:
         _check_model(verl_config, config)
     except JetrlError as error:
