@@ -11,10 +11,12 @@ from typing import Any, Literal, cast
 from jetrl_patch import env
 from jetrl_patch.correction.kinds import KINDS, Kind, check_bounds
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.scaling.settings import DEFAULT_SMOOTHING, GRANULARITIES, check_scaling
 
 __all__ = ["JOINT", "Align", "Backend", "Config", "Platform", "Precision", "ResolvedAlign", "ScaleFormat", "from_text"]
 
-Precision = Literal["bf16", "fp8-unified", "fp8-rollout"]
+Precision = Literal["bf16", "fp8-unified", "fp8-rollout", "int8-rollout"]
+Granularity = Literal["block", "channel"]
 Align = Literal["exact", "linear"]
 ResolvedAlign = Literal["exact", "linear", "none"]
 ScaleFormat = Literal["pow2", "fp32"]
@@ -23,7 +25,8 @@ Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", 
 Platform = Literal["auto", "cpu", "cuda"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("bf16", "fp8-unified", "fp8-rollout"),
+    "precision": ("bf16", "fp8-unified", "fp8-rollout", "int8-rollout"),
+    "rollout_granularity": GRANULARITIES,
     "align": ("exact", "linear"),
     "scale_format": ("pow2", "fp32"),
     "backend": ("auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"),
@@ -32,8 +35,8 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "correction": KINDS,
 }
 #: fields that mean something only beside another one, so that they are judged together with it
-JOINT = ("correction_bounds", "acr")
-_PLANNED = {"precision": ("int8-rollout", "fp16")}
+JOINT = ("correction_bounds", "acr", "rollout_granularity", "smoothing", "invariant_scale")
+_PLANNED = {"precision": ("fp16",)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +45,8 @@ class Config:
 
     Attributes:
         precision: ``"bf16"`` measures and changes nothing else; ``"fp8-unified"`` trains and rolls out in one
-            FP8 flow; ``"fp8-rollout"`` is BF16 training with FP8 rollout, the baseline to beat.
+            FP8 flow; ``"fp8-rollout"`` is BF16 training with FP8 rollout, the baseline to beat; ``"int8-rollout"`` is
+            BF16 training with INT8 rollout, scales per channel and token.
         align: ``"exact"`` makes trainer and rollout agree to the last bit, ``"linear"`` shares the FP8 linears
             only (Jet-RL as published). ``None`` means ``"exact"`` for ``fp8-unified`` and nothing for the rest.
         scale_format: ``"pow2"`` rounds scales up to powers of two, ``"fp32"`` keeps them.
@@ -66,6 +70,12 @@ class Config:
             drop what lies outside; ``"geo-mis"`` drops sequences by their geometric mean. ``"none"`` only measures.
         correction_bounds: the cap, or low and high; ``None`` means the default of the correction.
         acr: QuRL's adaptive clipping range on top of ``"tis"``: where the ratio is truncated, the clip widens as much.
+        rollout_granularity: scales of ``fp8-rollout``: ``"block"`` (weights 128x128, activations 1x128), or ``"channel"``
+            (one per output channel, one per token).
+        smoothing: how much of the activations' outliers goes into the weights on export, 0 (off) to 1; the model's
+            function stays. For scales per channel. ``None`` means 0.5 for ``int8-rollout`` and off for the rest.
+        invariant_scale: QuRL's factor: q, k, v, gate and up are divided by it once before training, the norms before
+            them multiplied, so that an update weighs more against a quantized weight. ``None``: no scaling.
     """
 
     precision: Precision = "fp8-unified"
@@ -85,6 +95,9 @@ class Config:
     correction: Kind = "none"
     correction_bounds: tuple[float, ...] | None = None
     acr: bool = False
+    rollout_granularity: Granularity = "block"
+    smoothing: float | None = None
+    invariant_scale: float | None = None
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -97,6 +110,7 @@ class Config:
         self._check_monitor()
         object.__setattr__(self, "correction_bounds", check_bounds(self.correction, self.correction_bounds))
         _check_acr(self.acr, self.correction)
+        check_scaling(self)
         if self.align is not None and self.precision != "fp8-unified":
             raise ConfigError(
                 f"align={self.align!r} contradicts precision={self.precision!r}: only 'fp8-unified' has the same "
@@ -131,6 +145,28 @@ class Config:
         if self.align is not None:
             return self.align
         return "exact" if self.precision == "fp8-unified" else "none"
+
+    @property
+    def quantized_rollout(self) -> bool:
+        """Whether the rollout's linears are FP8 or INT8."""
+        return self.precision in ("fp8-unified", "fp8-rollout", "int8-rollout")
+
+    @property
+    def channelwise(self) -> bool:
+        """Whether the rollout has one scale per output channel and token."""
+        return self.precision == "int8-rollout" or self.rollout_granularity == "channel"
+
+    @property
+    def granularity(self) -> Granularity:
+        """Of the rollout's scales, whatever the precision."""
+        return "channel" if self.channelwise else "block"
+
+    @property
+    def resolved_smoothing(self) -> float:
+        """What ``smoothing`` comes to; 0 is off."""
+        if self.smoothing is not None:
+            return self.smoothing
+        return DEFAULT_SMOOTHING if self.precision == "int8-rollout" else 0.0
 
     @property
     def fp8_rollout(self) -> bool:
@@ -181,6 +217,9 @@ class Config:
             "JETRL_CORRECTION": self.correction,
             "JETRL_CORRECTION_BOUNDS": ",".join(map(repr, self.correction_bounds or ())),
             "JETRL_ACR": str(int(self.acr)),
+            "JETRL_ROLLOUT_GRANULARITY": self.rollout_granularity,
+            "JETRL_SMOOTHING": "" if self.smoothing is None else repr(self.smoothing),
+            "JETRL_INVARIANT_SCALE": "" if self.invariant_scale is None else repr(self.invariant_scale),
         }
 
     @classmethod
@@ -209,6 +248,12 @@ def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
         except ValueError:
             text = values["correction_bounds"]
             raise ConfigError(f"JETRL_CORRECTION_BOUNDS={text!r} is neither a cap nor low,high") from None
+    for name in ("smoothing", "invariant_scale"):
+        if name in values:
+            try:
+                values[name] = float(values[name])
+            except ValueError:
+                raise ConfigError(f"JETRL_{name.upper()}={values[name]!r} is not a number") from None
     if "acr" in values:
         values["acr"] = env.read_switch("JETRL_ACR", values["acr"])
     if "fp8_all_gather" in values:

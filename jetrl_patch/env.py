@@ -41,6 +41,9 @@ FIELDS = {
     "JETRL_CORRECTION": "correction",
     "JETRL_CORRECTION_BOUNDS": "correction_bounds",
     "JETRL_ACR": "acr",
+    "JETRL_ROLLOUT_GRANULARITY": "rollout_granularity",
+    "JETRL_SMOOTHING": "smoothing",
+    "JETRL_INVARIANT_SCALE": "invariant_scale",
 }
 
 #: every variable there is, with its meaning; anything else that starts with ``JETRL_`` is a mistake in writing
@@ -63,6 +66,9 @@ VARIABLES = {
     "JETRL_CORRECTION": "Config.correction",
     "JETRL_CORRECTION_BOUNDS": "Config.correction_bounds: the cap, or low,high",
     "JETRL_ACR": "Config.acr: 1 or 0",
+    "JETRL_ROLLOUT_GRANULARITY": "Config.rollout_granularity",
+    "JETRL_SMOOTHING": "Config.smoothing",
+    "JETRL_INVARIANT_SCALE": "Config.invariant_scale",
     "JETRL_CACHE_DIR": "folder of the compiled CPU kernels (default: the user's cache folder)",
 }
 

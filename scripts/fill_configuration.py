@@ -44,6 +44,7 @@ def values(hint: object) -> str:
         return ", ".join(choices)
     known = {tuple[str, ...]: "patterns", float: "number", float | None: "number", int: "whole number", bool: "`true`, `false`"}
     known[tuple[float, ...] | None] = "cap, or low and high"
+    known[float | None] = "number"
     return known.get(hint, str(hint))  # type: ignore[call-overload]
 
 

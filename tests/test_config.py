@@ -35,6 +35,9 @@ def test_defaults_and_what_they_come_to() -> None:
         "correction": "none",
         "correction_bounds": None,
         "acr": False,
+        "rollout_granularity": "block",
+        "smoothing": None,
+        "invariant_scale": None,
     }
     assert config.resolved_align == "exact"
     assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
@@ -64,7 +67,6 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"precision": "FP8-unified"}, "unknown precision"),
         ({"precision": None}, "unknown precision None"),
         ({"precision": ["bf16"]}, "unknown precision"),
-        ({"precision": "int8-rollout"}, "'int8-rollout' is not in this version; it has 'bf16'"),
         ({"precision": "fp16"}, "'fp16' is not in this version"),
         ({"align": "none"}, "unknown align 'none'"),
         ({"align": "bits"}, "unknown align 'bits'; it must be one of 'exact', 'linear'"),

@@ -27,7 +27,7 @@ def audit(trainer: Any) -> list[dict[str, Any]]:
     config = runtime.active_config()
     groups = {"policy actor": trainer.actor_model_group, "reference actor": trainer.reference_model_group}
     reports = [{"role": role, **found} for role, group in groups.items() if group for found in ask_actors(group, None)]
-    if config.fp8_rollout:
+    if config.quantized_rollout:
         reports += [{"role": "vLLM worker", **found} for found in ask_engines(trainer.vllm_engines, config)]
     logger = init_logger(__name__)
     for report in reports:

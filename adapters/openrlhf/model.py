@@ -22,6 +22,7 @@ def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
         if runtime.is_active():
             check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
             WORKER.args = strategy.args
+            WORKER.reference = any(kind.__name__ == "ReferenceModelActor" for kind in type(self).__mro__)
         return original(self, strategy)
 
     return _setup_distributed
@@ -56,6 +57,7 @@ def prepare(model: Any, config: Config) -> Source:
         {name: _shape(parameter) for name, parameter in model.named_parameters()},
         rollout_tp=int(WORKER.args.vllm.tensor_parallel_size),
         device_type="cuda" if torch.cuda.is_available() else "cpu",
+        reference=WORKER.reference,
     )
 
 

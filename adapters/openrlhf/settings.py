@@ -69,7 +69,7 @@ def check(args: Any, config: Config) -> None:
 def _check_model(args: Any, config: Config) -> None:
     """The model's family and the rollout's tensor parallelism, from the model's config.json and without weights."""
     path = str(_get(args, "actor.model_name_or_path") or "")
-    if not config.fp8_rollout or not os.path.isdir(path):
+    if not config.quantized_rollout or not os.path.isdir(path):
         return  # a remote path: the actors check when they have it
     from transformers import AutoConfig
 

@@ -12,6 +12,7 @@ class WorkerState:
 
     Attributes:
         args: OpenRLHF's arguments, once this process is known to belong to a run of ours.
+        reference: whether this is the actor of the reference model, which is never trained.
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
         report: figures of the last weight sync.
         version: number of the last weight sync; 0 before the first.
@@ -19,6 +20,7 @@ class WorkerState:
 
     version: int = 0
     args: Any = None
+    reference: bool = False
     stop_tokens: tuple[int, ...] = ()
     report: dict[str, Any] | None = None
 

@@ -29,7 +29,7 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not runtime.is_active() or self.vllm_engines is None or not runtime.active_config().fp8_rollout:
+        if not runtime.is_active() or self.vllm_engines is None or not runtime.active_config().quantized_rollout:
             return
         asleep = bool(self.args.vllm.enable_sleep)
         if asleep:
@@ -55,7 +55,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
                 f"nobody asked for the figures of the last weight sync: OpenRLHF's trainer loop is not patched; {START}"
             )
         stats, start = SyncStats(), time.perf_counter()
-        if config.fp8_rollout:
+        if config.quantized_rollout:
             calls = send(self, config, stats)
         else:
             calls = _count_plain(self, stats)
@@ -86,6 +86,7 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     if source is None:
         raise NotPatchedError("the trainer's model was built before this process was patched")
     torch.cuda.empty_cache()
+    source.agree()
     model = trainer.actor.model.module
     weights = full_weights(model, trainer.strategy.args.ds.zero_stage)
     leads = dist.get_rank() == 0

@@ -84,7 +84,7 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if not runtime.is_active():
             return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
         if self.backend != "naive":
-            if runtime.active_config().fp8_rollout:
+            if runtime.active_config().quantized_rollout:
                 raise ConflictError(f"checkpoint_engine.backend={self.backend!r} sends BF16; use 'naive' with FP8")
             return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
         results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))

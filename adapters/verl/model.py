@@ -32,21 +32,23 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_module(self: Any) -> Any:
         module = original(self)
         if runtime.is_active() and self.model_config.model_type == "language_model":
-            self._jetrl = prepare(module, runtime.active_config(), self.model_config)
+            reference = bool(self.engine_config.forward_only)
+            self._jetrl = prepare(module, runtime.active_config(), self.model_config, reference)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
         return module
 
     return _build_module
 
 
-def prepare(module: Any, config: Config, model_config: Any) -> Prepared:
+def prepare(module: Any, config: Config, model_config: Any, reference: bool = False) -> Prepared:
     """Convert a loaded model in place and note what the weight sync needs to know about it."""
     from verl.utils.device import get_device_name
     from verl.utils.model import convert_weight_keys
 
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
-    source = convert(module, config, shapes, rollout_tp=WORKER.rollout_tp, device_type=get_device_name())
+    sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "device_type": get_device_name()}
+    source = convert(module, config, shapes, reference=reference, **sizes)
     return Prepared(**vars(source), vocabulary=_vocabulary(model_config), banned=_banned(model_config))
 
 

@@ -39,7 +39,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.quantization_config_file", is_set, _QUANTIZED, "set it to null", "all", ConflictError),
     Rule(f"{ROLLOUT}.qat.enable", is_set, _QUANTIZED, _OFF, "all", ConflictError),
     Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _QUANTIZED, _OFF, "all", ConflictError),
-    Rule(f"{ENGINE}.quantization", other_than("jetrl_fp8"), _QUANTIZED, "leave it out", "all", ConflictError),
+    Rule(f"{ENGINE}.quantization", other_than("jetrl_fp8", "jetrl_int8"), _QUANTIZED, "leave it out", "all", ConflictError),
     Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
     Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
     Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "fp8", ConflictError),
@@ -112,7 +112,7 @@ def _check_model(verl_config: Any, config: Config) -> None:
     """The model's family and the rollout's tensor parallelism, from the model's config.json and without weights."""
     from omegaconf import OmegaConf
 
-    if not config.fp8_rollout:
+    if not config.quantized_rollout:
         return
     path = OmegaConf.select(verl_config, f"{MODEL}.hf_config_path", default=None) or OmegaConf.select(
         verl_config, f"{MODEL}.path", default=None

@@ -28,7 +28,7 @@ def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
             config = runtime.active_config()
             custom = self.config.rollout.get("custom", None) or {}
             check_mark(dict(custom.get(MARK, None) or {}))
-            if config.fp8_rollout:
+            if config.quantized_rollout:
                 WORKER.rollout_tp = int(self.config.rollout.tensor_model_parallel_size)
         return original(self, *args, **kwargs)
 
@@ -60,7 +60,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         if not runtime.is_active():
             return weights, peft
         stats = WORKER.stats = SyncStats()
-        if not runtime.active_config().fp8_rollout:
+        if not runtime.active_config().quantized_rollout:
             return counted(weights, stats), peft
         prepared = getattr(self, "_jetrl", None)
         if prepared is None:
@@ -68,7 +68,8 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
                 "the trainer's model was built before this process was patched; call jetrl_patch.enable() first"
             )
         if peft is not None:
-            raise ConflictError("LoRA adapters cannot be synced in FP8; set lora_rank=0 or use precision='bf16'")
+            raise ConflictError("LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'")
+        prepared.agree()
         return prepared.stream(weights, stats), None
 
     return get_per_tensor_param

@@ -44,7 +44,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConflictError(
                 explain("settings of a vLLM worker", asked=jetrl, found=config.to_env(), fix="make them the same")
             )
-        if not config.fp8_rollout:
+        if not config.quantized_rollout:
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         return _receive(self, use_shm, config.sync_timeout)
 

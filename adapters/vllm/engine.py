@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.devices import refuse_exact_on
-from jetrl_patch.adapters.vllm.quant import NAME, cut_error
+from jetrl_patch.adapters.vllm.quant import cut_error, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.fp8.layers import is_fp8
@@ -29,14 +29,15 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     Raises:
         ConflictError: another quantization, LoRA, speculative decoding and the like stand beside ours.
     """
-    if not config.fp8_rollout:
+    if not config.quantized_rollout:
         return
-    if args.quantization not in (None, NAME) or args.quantization_config is not None:
+    ours = quantization_name(config)
+    if args.quantization not in (None, ours) or args.quantization_config is not None:
         raise ConflictError(
             explain(
                 "vLLM quantization",
                 asked=repr(args.quantization or args.quantization_config),
-                found=f"JETRL_PRECISION={config.precision}, which brings {NAME!r}",
+                found=f"JETRL_PRECISION={config.precision}, which brings {ours!r}",
                 fix="leave quantization unset, or use precision='bf16'",
             )
         )
@@ -59,12 +60,12 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             f"align={config.resolved_align!r} does not cover; switch it off"
             + (", or use align='linear'" if config.exact and not args.enable_lora else "")
         )
-    args.quantization = NAME
+    args.quantization = ours
     if not args.enforce_eager and (config.exact or _on_cpu()):
         logger.warning(
             "jetrl_patch: enforce_eager=True: a compiled graph fuses ops and rounds them otherwise"
             if config.exact
-            else "jetrl_patch: enforce_eager=True: the FP8 kernels for CPU cannot be traced"
+            else "jetrl_patch: enforce_eager=True: the quantized kernels for CPU cannot be traced"
         )
         args.enforce_eager = True
 
@@ -76,7 +77,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         ModelError: a family, an attention or a tensor-parallel split that cannot be kept.
         ConfigError: a dtype other than BF16, CUDA in exact mode.
     """
-    if not config.fp8_rollout:
+    if not config.quantized_rollout:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if str(model.dtype) != "torch.bfloat16":
@@ -84,12 +85,14 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
             explain(
                 "vLLM dtype",
                 asked=str(model.dtype),
-                found="FP8 linears, which need bfloat16",
+                found="quantized linears, which need bfloat16",
                 fix="set dtype='bfloat16'",
             )
         )
     if config.exact:
         _check_exact(vllm_config, model.hf_text_config)
+    if config.channelwise:
+        return  # one scale per row: no split cuts anything
     cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
     if cut:
         raise cut_error(cut, parallel.tensor_parallel_size)

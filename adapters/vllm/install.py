@@ -35,7 +35,7 @@ class VllmInstaller:
         """NaN into every parameter, FP8 weights and scales included, so that an unwritten one explodes."""
         self._loaded = set()
         for parameter in self.model.parameters():
-            if parameter.element_size() == 1:  # e4m3fn: the byte 0x7F is NaN
+            if parameter.element_size() == 1:  # e4m3fn: the byte 0x7F is NaN; int8 has none, its scales are NaN
                 parameter.data.view(torch.uint8).fill_(0x7F)
             elif parameter.is_floating_point():
                 parameter.data.fill_(float("nan"))
@@ -68,13 +68,20 @@ class VllmInstaller:
             for shard in method.shards(layer):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
                 rects.append(_weight(shard, layer.weight.data[rows]))
-                rects.extend(_scales(shard, layer.weight_scale_inv.data[rows]))
+                scales = _row_scales if method.channelwise else _scales
+                rects.extend(scales(shard, layer.weight_scale_inv.data[rows]))
         return rects
 
 
 def _weight(shard: Shard, weight_NK: torch.Tensor) -> Rect:
     value = digest(weight_NK, shard.row0, shard.col0)
     return Rect(f"{shard.name}.weight", shard.row0, shard.row1, shard.col0, shard.col1, value)
+
+
+def _row_scales(shard: Shard, scale_N1: torch.Tensor) -> list[Rect]:
+    """One scale per row; ranks that share a row along K hold the same."""
+    value = digest(scale_N1, shard.row0)
+    return [Rect(f"{shard.name}.weight_scale_inv", shard.row0, shard.row1, 0, 1, value)]
 
 
 def _scales(shard: Shard, scale_NG: torch.Tensor) -> list[Rect]:

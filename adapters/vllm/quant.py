@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from vllm.model_executor.layers.linear import (
@@ -38,15 +38,32 @@ from jetrl_patch.fp8.layers import is_fp8
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 if TYPE_CHECKING:
+    from jetrl_patch.config import Config
     from jetrl_patch.fp8.backends import Backend
 
-__all__ = ["NAME", "JetrlFp8Config", "JetrlFp8LinearMethod", "cut_error", "fp8_modules"]
+__all__ = [
+    "INT8_NAME",
+    "NAME",
+    "JetrlFp8Config",
+    "JetrlFp8LinearMethod",
+    "cut_error",
+    "fp8_modules",
+    "quantization_name",
+]
 
 NAME = "jetrl_fp8"
+INT8_NAME = "jetrl_int8"
+
+
+def quantization_name(config: Config) -> str:
+    """What vLLM calls our quantization in this mode."""
+    return INT8_NAME if config.precision == "int8-rollout" else NAME
 
 
 class JetrlFp8Config(QuantizationConfig):
     """vLLM's handle on our settings. It travels pickled to every worker; the worker's own settings must equal it."""
+
+    quantization: ClassVar[str] = NAME
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +71,7 @@ class JetrlFp8Config(QuantizationConfig):
         self.cut: list[str] = []
 
     def get_name(self) -> str:
-        return NAME
+        return self.quantization
 
     @classmethod
     def get_supported_act_dtypes(cls) -> list[torch.dtype]:
@@ -77,22 +94,33 @@ class JetrlFp8Config(QuantizationConfig):
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> None:
         """Called when the checkpoint names a quantization of its own. Raises ConflictError if ours was asked for."""
-        if user_quant == NAME:
+        if user_quant == cls.quantization:
             raise ConflictError(
-                f"quantization: asked for {NAME!r}, but the checkpoint's config.json says "
+                f"quantization: asked for {user_quant!r}, but the checkpoint's config.json says "
                 f"quant_method={hf_quant_cfg.get('quant_method')!r}; use the BF16 checkpoint"
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """FP8 for the linears of the blocks, exact BF16 for the head and for what ``exclude`` names."""
+        """FP8 (or INT8) for the linears of the blocks, exact BF16 for the head and for what ``exclude`` names."""
         self._require_patched()
         if isinstance(layer, LinearBase):
             if self.is_fp8(prefix):
-                return JetrlFp8LinearMethod(self, prefix)
+                return self._linear_method(prefix)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod()
         return None
+
+    def _linear_method(self, prefix: str) -> JetrlFp8LinearMethod:
+        if self.config.precision == "int8-rollout":
+            from jetrl_patch.adapters.vllm.int8 import JetrlInt8LinearMethod
+
+            return JetrlInt8LinearMethod(self, prefix)
+        if self.config.channelwise:
+            from jetrl_patch.adapters.vllm.channel import JetrlChannelLinearMethod
+
+            return JetrlChannelLinearMethod(self, prefix)
+        return JetrlFp8LinearMethod(self, prefix)
 
     def _require_patched(self) -> None:
         """This config may arrive, pickled, in a process that loaded no plugin (``VLLM_PLUGINS`` can do that)."""
@@ -101,7 +129,7 @@ class JetrlFp8Config(QuantizationConfig):
         runtime.require_active("the vLLM worker", self.config)
         if not ADAPTER.installed:
             raise NotPatchedError(
-                f"this vLLM worker (pid {os.getpid()}) got quantization={NAME!r}, but not the ops that belong to it; "
+                f"this vLLM worker (pid {os.getpid()}) got quantization={self.quantization!r}, but not the ops that go with it; "
                 f"let VLLM_PLUGINS include jetrl_patch"
             )
 
@@ -121,6 +149,10 @@ class JetrlFp8Config(QuantizationConfig):
 @register_weight_loader_v2_supported_method
 class JetrlFp8LinearMethod(LinearMethodBase):
     """Loads and multiplies one FP8 linear."""
+
+    dtype: ClassVar[torch.dtype] = FP8
+    #: one scale per row of the weight, in place of one per 128-block
+    channelwise: ClassVar[bool] = False
 
     def __init__(self, quant_config: JetrlFp8Config, prefix: str) -> None:
         self.quant_config = quant_config
@@ -162,6 +194,10 @@ class JetrlFp8LinearMethod(LinearMethodBase):
         """The Hugging Face rectangles in this rank's parameters."""
         return shards_of(layer, self.names)
 
+    def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """A whole BF16 weight [N, K] -> bytes [N, K] and block scales [ceil(N/128), G], as the trainer makes them."""
+        return self.backend(w_NK.device).quantize_weight(w_NK, self.scale_format)
+
     def backend(self, device: torch.device) -> Backend:
         """The GEMM backend, chosen once, by the same rule as in the trainer."""
         if self._backend is None:
@@ -195,7 +231,7 @@ class JetrlFp8LinearMethod(LinearMethodBase):
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
             self._check_split(layer)
-            if loaded.dtype == FP8:
+            if loaded.dtype == self.dtype:
                 load(param, loaded, *shard, **kwargs)
                 return
             name = self._hf_name(layer, shard, kwargs)
@@ -204,10 +240,10 @@ class JetrlFp8LinearMethod(LinearMethodBase):
                 raise SyncError(
                     f"{name}.weight has a NaN or an infinity, so it cannot be quantized; nothing may run on it"
                 )
-            q_NK, s_blocks = self.backend(param.device).quantize_weight(bf16_NK, self.scale_format)
+            q_NK, scales = self.quantize(bf16_NK.to(param.device))
             load(param, q_NK, *shard, **kwargs)
             scale = layer.weight_scale_inv
-            scale.weight_loader(scale, s_blocks, *shard, **kwargs)
+            scale.weight_loader(scale, scales, *shard, **kwargs)
 
         return load_weight
 

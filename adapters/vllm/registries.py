@@ -13,7 +13,7 @@ from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.adapter import claim
 from jetrl_patch.adapters.vllm.linear import JetrlRowParallelLinear
-from jetrl_patch.adapters.vllm.quant import NAME, JetrlFp8Config
+from jetrl_patch.adapters.vllm.quant import JetrlFp8Config, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.exact.dispatch import configure
 from jetrl_patch.patching.journal import Journal
@@ -25,32 +25,35 @@ def fill(config: Config, journal: Journal) -> None:
     """Register quantization, row-parallel linear and, in exact mode, ops and attention; all through the journal."""
     # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
     getattr(torch.cpu, "_init_amx", lambda: None)()
-    if not config.fp8_rollout:
+    if not config.quantized_rollout:
         return
-    _quantization(journal)
+    _quantization(quantization_name(config), journal)
     _op(journal, "RowParallelLinear", JetrlRowParallelLinear, "partial sums stay FP32 and are added in rank order")
     if config.exact:
         configure(config.backend, current_platform.device_type)
         _exact(journal)
 
 
-def _quantization(journal: Journal) -> None:
+def _quantization(name: str, journal: Journal) -> None:
+    from jetrl_patch.adapters.vllm.int8 import JetrlInt8Config
+
+    kind = JetrlInt8Config if name == JetrlInt8Config.quantization else JetrlFp8Config
     # register_quantization_config() appends to lists and cannot be undone, so the same entries go in by hand.
     lists = [("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS)]
     if current_platform.supported_quantization:
         lists.append(("current_platform.supported_quantization", current_platform.supported_quantization))
-    for name, entries in lists:
-        if NAME not in entries:
-            entries.append(NAME)
-            undo = functools.partial(entries.remove, NAME)
-            journal.add_undo(undo, target=f"vllm {name}", reason="the FP8 linears")
+    for where, entries in lists:
+        if name not in entries:
+            entries.append(name)
+            undo = functools.partial(entries.remove, name)
+            journal.add_undo(undo, target=f"vllm {where}", reason="the quantized linears")
     claim(
         journal,
         quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
-        NAME,
-        JetrlFp8Config,
-        target=f"vllm quantization {NAME!r}",
-        reason="the FP8 linears",
+        name,
+        kind,
+        target=f"vllm quantization {name!r}",
+        reason="the quantized linears",
     )
 
 

@@ -29,14 +29,14 @@ def attach(worker: Any, config: Config) -> None:
 
     installer = VllmInstaller(worker.model_runner.get_model())
     layers = installer.fp8_layers()
-    if config.fp8_rollout and not layers:
+    if config.quantized_rollout and not layers:
         raise NotPatchedError(
-            f"precision={config.precision!r} asks for FP8 linears in the rollout, but this vLLM worker "
+            f"precision={config.precision!r} asks for quantized linears in the rollout, but this vLLM worker "
             f"(pid {os.getpid()}) has none: its engine was not built by EngineArgs.create_engine_config in a patched process; "
             f"call jetrl_patch.enable() before the engine is built"
         )
     runtime.register_layers(layers)
-    backend = _backend(config, worker) if config.fp8_rollout else ""
+    backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:
         runtime.register_backend(backend)
     # The trainer of a BF16 or fp8-rollout run multiplies nothing in FP8, so there is no backend to agree about.
@@ -45,12 +45,15 @@ def attach(worker: Any, config: Config) -> None:
         align=config.resolved_align,
         scale_format=config.scale_format,
         backend=backend if config.fp8_train else "",
+        granularity=config.granularity,
     )
     worker.jetrl_receiver = Receiver(installer, terms, _gather)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
 def _backend(config: Config, worker: Any) -> str:
+    if config.precision == "int8-rollout":
+        return "int8"
     from jetrl_patch.fp8.backends import choose_backend
 
     return choose_backend(config.backend, worker.device.type)

@@ -9,18 +9,21 @@ import torch
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.layers import check_splits
+from jetrl_patch.scaling.groups import groups_of
+from jetrl_patch.scaling.invariant import check_record
 
 __all__ = ["check_model"]
 
 
 def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
-    """The model's family, its FP8 layers, and the rollout's tensor parallelism.
+    """The model's family, its quantized layers, its norms, and the rollout's tensor parallelism.
 
     Args:
         hf_config: Hugging Face's; the model is built on the meta device.
 
     Raises:
-        ModelError: an unsupported family in exact mode, nothing to quantize, or a split that cuts a block.
+        ModelError: a family that exact mode, smoothing or ``invariant_scale`` does not cover, nothing to quantize, or a
+            split that cuts a block. ConfigError: the checkpoint was scaled by another ``invariant_scale``.
     """
     from transformers import AutoModelForCausalLM
 
@@ -31,4 +34,11 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
     modules = dict(model.named_modules())
-    check_splits(((name, modules[name].in_features) for name in select_layers(model, config.exclude)), rollout_tp)
+    layers = select_layers(model, config.exclude)
+    if not config.channelwise:
+        check_splits(((name, modules[name].in_features) for name in layers), rollout_tp)
+    if config.resolved_smoothing:
+        groups_of((), hf_config.model_type, f"smoothing={config.resolved_smoothing:g}")
+    if config.invariant_scale is not None:
+        groups_of((), hf_config.model_type, f"invariant_scale={config.invariant_scale:g}")
+        check_record(hf_config, config.invariant_scale)

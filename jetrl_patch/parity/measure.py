@@ -35,7 +35,7 @@ def measure(job: Job) -> dict[str, Any]:
     scores = runtime.reach("transformers", "score:score")(job, samples)
     rollout = torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scores, rollout, torch.ones_like(rollout))
-    backend = runtime.status().backend if job.config.fp8_rollout else ""
+    backend = runtime.status().backend if job.config.quantized_rollout else ""
     return {
         "precision": job.config.precision,
         "align": job.config.resolved_align,

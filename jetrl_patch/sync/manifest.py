@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from jetrl_patch.errors import AuditError, SyncError
 MANIFEST = "jetrl.manifest"
 COMMIT = "jetrl.commit"
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,17 +29,33 @@ class Terms:
         align: ``Config.resolved_align``.
         scale_format: ``Config.scale_format``.
         backend: the name of the chosen GEMM backend; empty where no FP8 GEMM runs on this side.
+        granularity: of a weight's scales: "block" (128x128) or "channel" (one per output channel).
     """
 
     precision: str
     align: str
     scale_format: str
     backend: str = ""
+    granularity: str = "block"
 
     @property
     def quantized(self) -> bool:
-        """Whether the trainer sends FP8 bytes and scales (else BF16, which the rollout quantizes)."""
-        return self.precision == "fp8-unified"
+        """Whether the trainer sends FP8 or INT8 bytes and scales (else BF16, which the rollout quantizes)."""
+        return self.precision == "fp8-unified" or self.granularity == "channel"
+
+    @property
+    def weight_dtype(self) -> str:
+        """Of the weights of quantized layers, as they are sent."""
+        if not self.quantized:
+            return "bfloat16"
+        return "int8" if self.precision == "int8-rollout" else "float8_e4m3fn"
+
+    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
+        """Shape of the scales of a weight ``[N, K]``."""
+        return (shape[0], 1) if self.granularity == "channel" else scale_shape(shape)
+
+
+_TERMS = tuple(field.name for field in fields(Terms))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +89,7 @@ class Manifest:
                 f"install the same version of jetrl_patch on both sides"
             )
         try:
-            terms = Terms(**{key: str(data[key]) for key in ("precision", "align", "scale_format", "backend")})
+            terms = Terms(**{key: str(data[key]) for key in _TERMS})
             tensors = {str(n): (tuple(int(d) for d in shape), str(t)) for n, shape, t in data["tensors"]}
             return cls(terms=terms, layers=tuple(map(str, data["fp8_layers"])), tensors=tensors)
         except (KeyError, TypeError, ValueError) as error:
@@ -85,7 +101,7 @@ class Manifest:
         if self.terms.quantized:
             for name in weights_of(self.layers):
                 shape = self.tensors[name][0]
-                everything[name + SCALE_SUFFIX] = (scale_shape(shape), "float32")
+                everything[name + SCALE_SUFFIX] = (self.terms.scale_shape(shape), "float32")
         return everything
 
 
@@ -129,10 +145,7 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
     """
     wrong = [
         f"{name} is {theirs!r} in the trainer and {ours!r} in the rollout"
-        for name, theirs, ours in (
-            (field, getattr(trainer, field), getattr(rollout, field))
-            for field in ("precision", "align", "scale_format", "backend")
-        )
+        for name, theirs, ours in ((field, getattr(trainer, field), getattr(rollout, field)) for field in _TERMS)
         if theirs != ours
     ]
     if wrong:

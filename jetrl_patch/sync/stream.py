@@ -31,6 +31,9 @@ NamedTensor = tuple[str, torch.Tensor]
 #: [ceil(N/128), ceil(K/128)] f32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
+#: (weights, check) -> weights; ``check(name, weight)`` gives the BF16 value or raises SyncError
+Transform = Callable[[Iterable[NamedTensor], Callable[[str, torch.Tensor], torch.Tensor]], Iterator[NamedTensor]]
+
 
 @dataclass
 class SyncStats:
@@ -60,6 +63,7 @@ def quantized_stream(
     shapes: Mapping[str, tuple[int, ...]],
     stats: SyncStats,
     quantize: Quantize | None = None,
+    transform: Transform | None = None,
 ) -> Iterator[NamedTensor]:
     """Yield the protocol for one sync.
 
@@ -70,21 +74,21 @@ def quantized_stream(
         shapes: name -> shape of every tensor that ``weights`` must yield.
         stats: filled on the way.
         quantize: the trainer's own quantizer, which may know the bytes already; the contract's by default.
+        transform: what is done to the stream before anything is quantized; gets this module's check of a weight.
 
     Raises:
         SyncError: a NaN or Inf in a weight; a tensor that is not announced, comes twice or never.
     """
     fp8 = set(weights_of(sorted(layers)))
-    quantize = quantize or _by_contract(terms.scale_format)
+    quantize = quantize or _by_contract(terms)
     absent = sorted(fp8 - set(shapes))
     if absent:
         raise SyncError(f"FP8 layers without a weight in the model that is sent: {', '.join(absent[:10])}")
     announced = {
-        name: (tuple(shape), "float8_e4m3fn" if terms.quantized and name in fp8 else "bfloat16")
-        for name, shape in shapes.items()
+        name: (tuple(shape), terms.weight_dtype if name in fp8 else "bfloat16") for name, shape in shapes.items()
     }
     yield MANIFEST, Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced).encode()
-    for name, weight in weights:
+    for name, weight in weights if transform is None else transform(weights, _to_bf16):
         _check_announced(name, weight, announced, stats)
         if name not in fp8:
             yield _count(stats, name, _to_bf16(name, weight))
@@ -140,10 +144,18 @@ def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
     return bf16
 
 
-def _by_contract(scale_format: str) -> Quantize:
+def _by_contract(terms: Terms) -> Quantize:
+    if terms.precision == "int8-rollout":
+        from jetrl_patch.int8.quantize import quantize_rows as int8_rows
+
+        return lambda name, weight: int8_rows(weight)
+    if terms.granularity == "channel":
+        from jetrl_patch.fp8.channel import quantize_rows as fp8_rows
+
+        return lambda name, weight: fp8_rows(weight, terms.scale_format)  # type: ignore[arg-type]
     from jetrl_patch.fp8.quantize import quantize_weight
 
-    return lambda name, weight: quantize_weight(weight, scale_format)  # type: ignore[arg-type]
+    return lambda name, weight: quantize_weight(weight, terms.scale_format)  # type: ignore[arg-type]
 
 
 def _count(stats: SyncStats, name: str, tensor: torch.Tensor) -> NamedTensor:

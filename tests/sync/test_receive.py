@@ -8,7 +8,7 @@ import torch
 
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
 from jetrl_patch.sync.digest import digest
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Manifest, encode_json
+from jetrl_patch.sync.manifest import COMMIT, MANIFEST, PROTOCOL, Manifest, encode_json
 from jetrl_patch.sync.receive import Receiver, State
 from jetrl_patch.sync.stream import SyncStats, quantized_stream
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, weights
@@ -146,7 +146,7 @@ def test_a_tensor_that_was_not_announced_or_has_another_form():
 
 def test_a_protocol_of_another_version_or_garbage():
     _fails([(MANIFEST, encode_json({"version": 99}))], match="protocol 99 arrived")
-    _fails([(MANIFEST, encode_json({"version": 1}))], match="malformed")
+    _fails([(MANIFEST, encode_json({"version": PROTOCOL}))], match="malformed")
     _fails([(MANIFEST, torch.tensor([1, 2, 3], dtype=torch.uint8))], match="does not read as JSON")
     items = _sent()
     _fails([*items[:-1], (COMMIT, items[-1][1][:-3])], match="does not read as JSON")
