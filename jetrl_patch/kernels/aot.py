@@ -19,8 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MODULES = ("quantize", "requantize", "producers", "silu", "gemm", "gemm_decode", "gemm_dgrad", "gemm_wgrad", "gemm_scales",
-           "attention", "attention_backward", "elementwise", "head", "norm")  # fmt: skip
+MODULES = tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
 HOPPER = GPUTarget("cuda", 90, 32)
 
 

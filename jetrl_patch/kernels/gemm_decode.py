@@ -16,12 +16,11 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import explain
-from jetrl_patch.fp8.formats import ScaleFormat, groups, split_width
+from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import magnitude, quantized, widened
 from jetrl_patch.kernels.gemm_common import (
     NARROW,
-    PINNED,
     WIDE,
     Tile,
     box,
@@ -33,7 +32,7 @@ from jetrl_patch.kernels.gemm_common import (
     programs,
     tile_for,
 )
-from jetrl_patch.kernels.outputs import check_input, options
+from jetrl_patch.kernels.outputs import COMPILER, check_input, options
 
 #: rows of a tile, and so the most that this kernel takes
 ROWS = 64
@@ -47,41 +46,28 @@ WARPS, STAGES = 4, 4
 @triton.jit
 def decode_kernel(  # type: ignore[no-untyped-def]
     x, w_NK, sw, y, M, N, K, x_m, sw_n, sw_g, programs,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, POW2: tl.constexpr,
-    HARDWARE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     """``w_NK`` is a TMA descriptor with boxes of COLUMNS times 128."""
     columns = tl.cdiv(N, COLUMNS)
-    blocks = tl.cdiv(K, 128) // SPLITS
     m, k = tl.arange(0, ROWS), tl.arange(0, 128)
     for column in tl.range(tl.program_id(0), columns, programs):
         n = column * COLUMNS + tl.arange(0, COLUMNS)
         sw_at = sw + tl.minimum(n, N - 1) * sw_n
-        total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for split in tl.static_range(SPLITS):
-            acc = tl.zeros((ROWS, COLUMNS), tl.float32)
-            for kb in tl.range(split * blocks, (split + 1) * blocks, num_stages=STAGES):
-                at = x + m[:, None] * x_m + kb * 128 + k[None, :]
-                inside = (m < M)[:, None] & (kb * 128 + k < K)[None, :]
-                tile = widened(tl.load(at, mask=inside, other=0.0), HARDWARE)
-                w = w_NK.load([column * COLUMNS, kb * 128])
-                codes, sx = quantized(tile, tl.max(magnitude(tile), 1, keep_dims=True), POW2, HARDWARE)
-                scale = sx * tl.load(sw_at + kb * sw_g)[None, :]
-                acc = tl.fma(tl.dot(codes.to(tl.float8e4nv, bitcast=True), w.T), scale, acc)
-            if split == 0:
-                total = acc
-            else:
-                total += acc
-        tl.store(y + m[:, None] * N + n[None, :], converted(total, y), mask=(m < M)[:, None] & (n < N)[None, :])
+        acc = tl.zeros((ROWS, COLUMNS), tl.float32)
+        for kb in tl.range(0, tl.cdiv(K, 128), num_stages=STAGES):
+            at = x + m[:, None] * x_m + kb * 128 + k[None, :]
+            inside = (m < M)[:, None] & (kb * 128 + k < K)[None, :]
+            tile = widened(tl.load(at, mask=inside, other=0.0), HARDWARE)
+            w = w_NK.load([column * COLUMNS, kb * 128])
+            codes, sx = quantized(tile, tl.max(magnitude(tile), 1, keep_dims=True), POW2, HARDWARE)
+            scale = sx * tl.load(sw_at + kb * sw_g)[None, :]
+            acc = tl.fma(tl.dot(codes.to(tl.float8e4nv, bitcast=True), w.T), scale, acc)
+        tl.store(y + m[:, None] * N + n[None, :], converted(acc, y), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
 def fprop(
-    x_MK: Tensor,
-    w_NK: Tensor,
-    s_NG: Tensor,
-    scale_format: ScaleFormat,
-    out_dtype: torch.dtype = torch.bfloat16,
-    splits: int = 1,
+    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
     """``gemm.fprop(*quantize_rows(x), w, s)`` of at most 64 rows, bit for bit; scales may have any strides.
 
@@ -89,7 +75,7 @@ def fprop(
         x_MK: BF16, elements of a row adjacent; rows may have a stride.
 
     Raises:
-        TypeError, ValueError: operands that do not fit, too many rows, or splits that cut a block.
+        TypeError, ValueError: operands that do not fit, or too many rows.
         ConfigError: a device without CUDA.
     """
     check_input("x", x_MK)
@@ -100,9 +86,7 @@ def fprop(
     if w_NK.shape[1] != K:
         raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
     check_operand("W", w_NK, s_NG, (N, groups(K)))
-    split_width(K, splits)  # raises if that cuts a block
     check_device(x_MK, w_NK, s_NG)
-    fixed = options(x_MK, scale_format)
     y = torch.empty(M, N, dtype=out_dtype, device=x_MK.device)
     if y.numel() == 0:
         return y
@@ -110,29 +94,25 @@ def fprop(
     grid = programs(x_MK.device, -(-N // tile.columns), tile.per_sm)
     decode_kernel[grid](
         x_MK, descriptor(w_NK, tile.columns), s_NG, y, M, N, K, x_MK.stride(0), *s_NG.stride(), grid[0],
-        SPLITS=splits, ROWS=ROWS, COLUMNS=tile.columns, STAGES=STAGES, POW2=fixed["POW2"], HARDWARE=fixed["HARDWARE"],
-        num_warps=WARPS, num_stages=STAGES, **PINNED,
+        ROWS=ROWS, COLUMNS=tile.columns, STAGES=STAGES, num_warps=WARPS, num_stages=STAGES, **options(x_MK, scale_format),
     )  # fmt: skip
     return y
 
 
-def _spec(tile: Tile, out: str, splits: int, scale: str) -> Spec:
+def _spec(tile: Tile, out: str, scale: str) -> Spec:
     integers = dict.fromkeys(("M", "N", "K", "x_m", "sw_n", "sw_g", "programs"), "i32")
     return Spec(
-        name=f"decode_{ROWS}x{tile.columns}_{out}_{scale}" + ("" if splits == 1 else f"_splits{splits}"),
+        name=f"decode_{ROWS}x{tile.columns}_{out}_{scale}",
         kernel=decode_kernel,
         types={"x": "*bf16", "w_NK": box(tile.columns), "sw": "*fp32", "y": f"*{out}", **integers},
         constexprs={
-            "SPLITS": splits, "ROWS": ROWS, "COLUMNS": tile.columns, "STAGES": STAGES, "POW2": scale == "pow2", "HARDWARE": True,
+            "ROWS": ROWS, "COLUMNS": tile.columns, "STAGES": STAGES, "POW2": scale == "pow2", "HARDWARE": True,
         },
-        options={"num_warps": WARPS, "num_stages": STAGES, **PINNED},
+        options={"num_warps": WARPS, "num_stages": STAGES, **COMPILER},
         aligned=("N", "K", "x_m"),
     )  # fmt: skip
 
 
 KERNELS = tuple(
-    _spec(tile, out, splits, scale)
-    for scale in ("pow2", "fp32")
-    for tile in (NARROW, WIDE)
-    for out, splits in (("bf16", 1), ("fp32", 1), ("bf16", 2))
+    _spec(tile, out, scale) for scale in ("pow2", "fp32") for tile in (NARROW, WIDE) for out in ("bf16", "fp32")
 )

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import gemm, gemm_dgrad, gemm_scales, gemm_wgrad
+from jetrl_patch.kernels import gemm, gemm_decode, gemm_dgrad, gemm_scales, gemm_wgrad
 from jetrl_patch.kernels.aot import Spec, compile_one
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
@@ -24,12 +24,15 @@ ROOT = Path(__file__).resolve().parents[2]
 REGISTERS, SHARED = 65536, 227 * 1024
 #: most bytes of spilled registers a thread; 0 where nothing stands. Two sums are held where K is split.
 SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
-SPECS = [*gemm.KERNELS, *gemm_dgrad.KERNELS, *gemm_wgrad.KERNELS]
+#: a wide tile's sum, its block's product and BF16 rows on their way to e4m3 fill a thread's 255 registers
+SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
+SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_dgrad.KERNELS, *gemm_wgrad.KERNELS]
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize("file", ["interpreted_gemm", "interpreted_decode"])
+def test_in_the_interpreter(file: str):
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_gemm.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
@@ -56,6 +59,14 @@ def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
     elements = spec.constexprs.get("ROWS", 128) * spec.constexprs.get("COLUMNS", 128) // threads
     assert ptx.count("fma.rn.f32") == elements * spec.constexprs.get("SPLITS", 1)
     assert "mad.f32" not in ptx and ".ftz" not in ptx and ".approx" not in ptx
+    if spec in gemm_decode.KERNELS:
+        assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == spec.name.endswith("_fp32")
+
+
+def test_few_rows_meet_the_instruction_that_many_rows_meet():
+    for few, many in (("decode_64x64_bf16_pow2", "fprop_128x64_bf16"), ("decode_64x128_bf16_pow2", "fprop_128x128_bf16")):
+        found = [set(re.findall(r"wgmma\.mma_async\S+", compile_one(s).ptx)) for s in SPECS if s.name in (few, many)]
+        assert len(found) == 2 and found[0] == found[1] and len(found[0]) == 1
 
 
 def test_block_scales_compile():
@@ -71,6 +82,7 @@ def test_a_cpu_without_the_interpreter_is_told():
     q, s = torch.zeros(3, 128, dtype=FP8), torch.ones(3, 1)
     for call in (
         lambda: gemm.fprop(q, s, q, s),
+        lambda: gemm_decode.fprop(q.to(torch.bfloat16), q, s, "pow2"),
         lambda: gemm_dgrad.dgrad(q, s, q.new_zeros(128, 64), torch.ones(1, 1)),
         lambda: gemm_wgrad.wgrad(q, s.t(), q, s.t()),
     ):

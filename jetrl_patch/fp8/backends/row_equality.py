@@ -17,8 +17,8 @@ from jetrl_patch.fp8.backends.base import Backend
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
-#: rows of a decode batch
-DECODED = (1, 7, 64, 256)
+#: rows of a decode batch; up to 32 the Triton backend quantizes and multiplies in one launch
+DECODED = (1, 7, 32, 64, 256)
 #: rows of a training batch; no multiple of a tile
 TRAINED = 2056
 #: where in the training batch the decoded rows stand

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.fp8.backends.gpu import GpuBackend
+from jetrl_patch.fp8.formats import ScaleFormat
 
 
 class TritonBackend(GpuBackend):
@@ -25,6 +26,23 @@ class TritonBackend(GpuBackend):
         from jetrl_patch.kernels.gemm import fprop
 
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+
+    def fprop(
+        self,
+        x_MK: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype = torch.bfloat16,
+        splits: int = 1,
+    ) -> Tensor:
+        """Few rows are quantized within the product: one launch, the same bits (``kernels.gemm_decode``)."""
+        if not torch.compiler.is_compiling() and splits == 1:  # a rollout's ranks hold one range of K each
+            from jetrl_patch.kernels import gemm_decode
+
+            if x_MK.shape[0] <= gemm_decode.FEW:
+                return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
+        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
         from jetrl_patch.kernels.gemm_dgrad import dgrad

@@ -1,0 +1,105 @@
+"""FProp of few rows in one launch: the bits of the quantizer followed by the product.
+
+Run by ``test_gemm.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+from jetrl_patch.fp8 import quantize as reference
+from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.backends.row_equality import DECODED, compare_rows
+from jetrl_patch.kernels import gemm, gemm_common, gemm_decode, quantize
+
+from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
+from .interpreted_quantize import data
+
+assert triton.knobs.runtime.interpret
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+SHAPES = [(1, 128, 128), (7, 200, 320), (64, 130, 257), (33, 17, 129)]  # M, N, K
+
+
+def weight(N: int, K: int, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
+    w = torch.randn(N, K, generator=torch.Generator().manual_seed(N + K)) * K**-0.5
+    q, s_blocks = reference.quantize_weight(w, scale_format)
+    return q, reference.expand_weight_scale(s_blocks, N)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    kind = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    nan = b.isnan()
+    return a.dtype == b.dtype and torch.equal(a.isnan(), nan) and torch.equal(a[~nan].view(kind), b[~nan].view(kind))
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("kind", ["wide", "not finite"])
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_launch_equals_two(shape, scale_format, kind, wide, monkeypatch):
+    monkeypatch.setattr(gemm_common, "WIDE_FROM", 1 if wide else 10**9)
+    M, N, K = shape
+    x, w = data(kind, (M, K)), weight(N, K, scale_format)
+    for out_dtype in (torch.bfloat16, torch.float32):
+        expected = gemm.fprop(*quantize.quantize_rows(x, scale_format), *w, out_dtype)
+        assert same(gemm_decode.fprop(x, *w, scale_format, out_dtype), expected)
+    assert (kind == "not finite") == bool(expected.isnan().any())
+
+
+def test_rows_may_have_a_stride_and_scales_any_layout():
+    wide, (q, s) = data("wide", (9, 300)), weight(70, 256, "pow2")
+    x = wide[::2, 8:264]
+    y = gemm_decode.fprop(x.contiguous(), q, s, "pow2")
+    assert same(gemm_decode.fprop(x, q, s, "pow2"), y) and same(gemm_decode.fprop(x, q, s.t().contiguous().t(), "pow2"), y)
+
+
+def test_the_backend_takes_it_for_few_rows_alone(monkeypatch):
+    taken, original = [], gemm_decode.fprop
+    monkeypatch.setattr(gemm_decode, "fprop", lambda x, *a: taken.append(x.shape[0]) or original(x, *a))
+    backend, (q, s) = get_backend("triton"), weight(64, 256, "pow2")
+    x = data("wide", (gemm_decode.FEW + 1, 256))
+    whole = backend.fprop(x, q, s, "pow2")
+    assert taken == []
+    for rows in (1, 7, gemm_decode.FEW):
+        assert same(backend.fprop(x[:rows], q, s, "pow2"), whole[:rows])
+    assert taken == [1, 7, gemm_decode.FEW]
+    assert same(backend.fprop(x[:3], q, s, "pow2", splits=2), backend.fprop(x, q, s, "pow2", splits=2)[:3])
+    assert len(taken) == 3  # two ranges of K are two launches
+
+
+def test_the_trial_of_rows_covers_both_ways():
+    few = [rows for rows in DECODED if rows <= gemm_decode.FEW]
+    assert gemm_decode.FEW in few and 1 in few and max(DECODED) > gemm_decode.ROWS
+    assert compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(1, 7, gemm_decode.FEW)).ok
+
+
+def test_the_trial_sees_one_launch_that_rounds_otherwise(monkeypatch):
+    original = gemm_decode.fprop
+    monkeypatch.setattr(gemm_decode, "fprop", lambda x, *a: original(x * 1.01, *a))
+    verdict = compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(7,))
+    assert not verdict.ok and "at M = 7 differ" in verdict.found
+
+
+def test_empty_batches():
+    assert gemm_decode.fprop(data("wide", (0, 256)), *weight(64, 256, "pow2"), "pow2").shape == (0, 64)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "match"),
+    [
+        (lambda x, q, s: (x.float(), q, s, "pow2"), TypeError, "asked for torch.bfloat16, but found torch.float32"),
+        (lambda x, q, s: (x.t(), q, s, "pow2"), ValueError, "adjacent elements"),
+        (lambda x, q, s: (x.repeat(22, 1), q, s, "pow2"), ValueError, "at most 64 rows, but found 66"),
+        (lambda x, q, s: (x[:, :128], q, s, "pow2"), ValueError, "differ in K"),
+        (lambda x, q, s: (x, q.view(torch.uint8), s, "pow2"), TypeError, "W: expected"),
+        (lambda x, q, s: (x, q, s[:, :1], "pow2"), ValueError, r"needs scales of shape \[64, 2\]"),
+        (lambda x, q, s: (x, q, s, "pow3"), ValueError, "pow2 or fp32"),
+        (lambda x, q, s: (x, q, s, "pow2", torch.float16), TypeError, "found torch.float16"),
+        (lambda x, q, s: (x, q.to("meta"), s.to("meta"), "pow2"), ValueError, "several devices: cpu, meta"),
+    ],
+)
+def test_wrong_operands(change, error, match):
+    with pytest.raises(error, match=match):
+        gemm_decode.fprop(*change(data("wide", (3, 256)), *weight(64, 256, "pow2")))
