@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, ClassVar
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
 from examples.openrlhf import data
+from jetrl_patch.report.logs import openrlhf_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,10 +86,6 @@ def arguments(recipe: Recipe, arm: Arm, train: Path, held_out: Path, temporary: 
 class Follower:
     """Reads the status that OpenRLHF logs for each step, and its evaluations, from the output of a run."""
 
-    _STEP = re.compile(r"Global step (\d+): \{(.*)\}")
-    _EVALUATION = re.compile(r"Evaluation completed .* global_step (\d+), eval_metrics: \{(.*)\}")
-    _FIGURE = re.compile(r"'([^']+)': (-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))")
-
     def __init__(self, log: Path) -> None:
         self.log = log
         self.last = -1
@@ -106,9 +102,8 @@ class Follower:
         self._position += len(complete)
         found = []
         for line in complete.decode("utf-8", errors="replace").splitlines():
-            match = self._STEP.search(line) or self._EVALUATION.search(line)
-            if match:
-                step = int(match[1])
-                found.append((step, {name: float(value) for name, value in self._FIGURE.findall(match[2])}))
-                self.last = max(self.last, step)
+            logged = openrlhf_step(line)
+            if logged is not None:
+                found.append(logged)
+                self.last = max(self.last, logged[0])
         return found

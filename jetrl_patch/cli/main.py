@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -88,6 +89,31 @@ def doctor(
     else:
         show(report)
     raise typer.Exit(1 if report.problems else 0)
+
+
+@app.command()
+def report(
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN...", help="a run's folder or its file of metrics; NAME=PATH names it")
+    ],
+    out: Annotated[Path, typer.Option(help="the folder for page and pictures; made if it is not there")] = Path(
+        "jetrl-report"
+    ),
+    title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
+) -> None:
+    """Compare runs: one HTML page that stands alone, PNG pictures, summary.json, and a table here.
+
+    A RUN is metrics.jsonl, the file of verl's file logger, a console log of verl or OpenRLHF, TensorBoard's event file, or
+    a folder with one of these.
+    """
+    from rich.console import Console
+
+    from jetrl_patch.report.command import command
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(highlight=False, width=200)  # a file or a pipe has no edge to wrap at
+    command(runs, out, title, console, Console(stderr=True))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""From ``metrics.jsonl`` to a table, pictures, ``summary.json`` and a page.
+"""From the metrics of runs to a table, pictures, ``summary.json`` and a page.
 
 Importing this costs neither torch nor matplotlib; pictures import matplotlib when they are drawn.
 """
@@ -6,34 +6,63 @@ Importing this costs neither torch nor matplotlib; pictures import matplotlib wh
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from jetrl_patch.report.page import make_page
-from jetrl_patch.report.pictures import draw_learning, draw_mismatch
-from jetrl_patch.report.runs import SUMMARY_KEYS, ReportError, Run, read_runs, summarize
+from jetrl_patch.report.pictures import draw_learning, draw_mismatch, draw_pictures
+from jetrl_patch.report.runs import ReportError, Run
+from jetrl_patch.report.sources import Source, collect, name_runs, read_runs
+from jetrl_patch.report.summary import SUMMARY_KEYS, summarize
 from jetrl_patch.report.tables import make_answers, make_table
 
-__all__ = ["SUMMARY_KEYS", "ReportError", "Run", "make_answers", "make_table", "read_runs", "summarize", "write_report"]
+__all__ = [
+    "SUMMARY_KEYS",
+    "ReportError",
+    "Run",
+    "collect",
+    "draw_learning",
+    "draw_mismatch",
+    "draw_pictures",
+    "make_answers",
+    "make_table",
+    "read_runs",
+    "summarize",
+    "write",
+    "write_report",
+]
 
 
 def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -> list[dict[str, Any]]:
-    """Read ``folder/metrics.jsonl``; write ``summary.json``, ``learning.png``, ``mismatch.png`` and ``report.html`` there.
-
-    Returns:
-        The summaries that ``summary.json`` holds: one dict with ``SUMMARY_KEYS`` for each arm and seed.
+    """Report on ``folder/metrics.jsonl`` in the same folder; see ``write``.
 
     Raises:
-        ReportError: there is nothing to report on, or matplotlib is missing (``summary.json`` is written all the same).
+        ReportError: there is nothing to report on, or matplotlib is missing (the page is written all the same).
     """
-    runs = read_runs(folder / "metrics.jsonl")
+    notes: list[str] = []
+    source = Source(folder)
+    source.runs = [run for run in read_runs(folder / "metrics.jsonl", notes=notes) if run.steps]
+    name_runs([source])
+    summaries = write(source.runs, folder, title, subtitle, notes)
+    draw_pictures(source.runs, folder)
+    return summaries
+
+
+def write(
+    runs: Sequence[Run], folder: Path, title: str, subtitle: str = "", notes: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Write ``summary.json`` and ``report.html`` into ``folder``, which is made if it is not there.
+
+    Returns:
+        The summaries that ``summary.json`` holds: one dict with ``SUMMARY_KEYS`` for each run.
+    """
     summaries = [summarize(run) for run in runs]
-    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
-    draw_learning(runs, folder / "learning.png")
-    draw_mismatch(runs, folder / "mismatch.png")
     answers: list[dict[str, Any]] = next(
         (run.final["answers"] for run in reversed(runs) if run.final.get("answers")), []
     )
-    page = make_page(summaries, title, subtitle, folder / "learning.png", folder / "mismatch.png", answers)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
+    page = make_page(runs, summaries, title, subtitle, notes, answers)
     (folder / "report.html").write_text(page, encoding="utf-8")
     return summaries

@@ -1,122 +1,168 @@
-"""The report as one HTML file that stands alone: style and pictures are inside, nothing is fetched."""
+"""The report as one HTML file that stands alone: style, figures and the little program are inside, nothing is fetched."""
 
 from __future__ import annotations
 
-import base64
+import json
 from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from jetrl_patch.report.pictures import colour
-from jetrl_patch.report.tables import COLUMNS, cells
+from jetrl_patch.report.charts import GROUPS, Chart, Drawn, draw
+from jetrl_patch.report.runs import Points, Run
+from jetrl_patch.report.scales import Scales, read_scales
+from jetrl_patch.report.series import LIMIT, short, thin
+from jetrl_patch.report.styles import DARK, DASHES, LIGHT, Style, choose
+from jetrl_patch.report.tables import shown_columns, versions_text
+from jetrl_patch.report.tables_html import answers_table, cards, layers_table, parts_table, summary_table, swatch
 
 __all__ = ["make_page"]
 
-LEGEND = (
-    ("accuracy", "share of held-out questions answered right, greedy, before the first step and after the last"),
-    ("mean |Δ|, max |Δ|", "difference of the two log-probs of a sampled token, over all tokens of all steps"),
-    ("bit-equal", "share of tokens whose two log-probs are the same bits, in the worst step"),
-    ("k3 KL", "the non-negative estimator r − 1 − log r of the divergence between rollout and trainer, per token"),
-    ("sync", "bytes of the FP8 layers in one weight sync, and their ratio to sending them in BF16"),
-    ("s/step", "median wall time of a step, validation left out"),
-    ("memory", "largest memory of all processes of the run together"),
-)
+#: points of all per-layer lines together; the more lines there are, the fewer each of them gets
+_SCALE_POINTS = 60_000
+
+_FOLDER = Path(__file__).parent
 
 
 def make_page(
+    runs: Sequence[Run],
     summaries: Sequence[dict[str, Any]],
     title: str,
     subtitle: str,
-    learning: Path,
-    mismatch: Path,
+    notes: Sequence[str] = (),
     answers: Sequence[dict[str, Any]] = (),
 ) -> str:
     """The page's text.
 
     Args:
-        learning, mismatch: PNG files; their bytes go into the page.
-        answers: what the model said before and after (see ``runs``); without any, the page has no such section.
+        summaries: of the runs, in their order.
+        notes: what the reader should know, such as lines that were left out.
+        answers: what the model said before and after; without any, the page has no such section.
     """
-    arms = list(dict.fromkeys(cells(summary)[0] for summary in summaries))
-    template = Template((Path(__file__).parent / "page.html").read_text(encoding="utf-8"))
+    styles, drawn, scales = choose(runs), draw(runs), read_scales(runs)
+    swatches = [swatch(style) for style in styles]
+    template = Template((_FOLDER / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
         title=escape(title),
         subtitle=escape(subtitle),
-        cards="".join(_cards(summaries)),
-        columns="".join(f"<th>{escape(column)}</th>" for column in COLUMNS),
-        rows="".join(_row(summary, arms) for summary in summaries),
-        mismatch=_inline(mismatch),
-        learning=_inline(learning),
-        answers=_answers(answers),
-        legend="".join(f"<dt>{escape(term)}</dt><dd>{escape(text)}</dd>" for term, text in LEGEND),
+        style=_style(),
+        notes=_notes(notes),
+        cards=cards(summaries),
+        toggles="".join(_toggle(i, run, swatches[i]) for i, run in enumerate(runs)),
+        summary=summary_table(summaries, swatches),
+        charts=_sections(drawn, scales, summaries, swatches),
+        answers=answers_table(answers),
+        legend="".join(
+            f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in shown_columns(summaries) if c.help
+        ),
         versions=escape(_versions(summaries)),
+        data=_data(runs, styles, drawn, scales),
+        drawing=(_FOLDER / "chart.html").read_text(encoding="utf-8"),
+        behaviour=(_FOLDER / "behaviour.html").read_text(encoding="utf-8"),
     )
 
 
-def _cards(summaries: Sequence[dict[str, Any]]) -> list[str]:
-    """The few figures that tell the story; a card whose figure was not measured is left out."""
-    cards = []
-    exact = [s for s in summaries if s["align"] == "exact" and s["tokens"]]
-    if exact:
-        tokens = sum(s["tokens"] for s in exact)
-        equal = all(s["bit_equal_fraction_min"] == 1.0 and s["logp_abs_diff_max"] == 0.0 for s in exact)
-        figure = f"0 of {tokens:,}" if equal else f"{max(s['logp_abs_diff_max'] for s in exact):.1e}"
-        text = "tokens differ between FP8 rollout and FP8 trainer" if equal else "largest |Δlogp| of the exact runs"
-        cards.append(_card(figure, text, good=equal))
-    rollout = [
-        s["logp_abs_diff_mean"] for s in summaries if s["precision"] == "fp8-rollout" and s["logp_abs_diff_mean"]
-    ]
-    if rollout:
-        cards.append(_card(f"{sum(rollout) / len(rollout):.1e}", "mean |Δlogp| of the usual recipe, FP8 rollout only"))
-    best = exact or list(summaries)
-    learned = [s for s in best if s["accuracy_first"] is not None and s["accuracy_last"] is not None]
-    if learned:
-        first, last = (sum(s[k] for s in learned) / len(learned) for k in ("accuracy_first", "accuracy_last"))
-        cards.append(_card(f"{100 * first:.0f}% → {100 * last:.0f}%", "accuracy on held-out questions"))
-    synced = [s for s in best if s["sync_bytes"] and s["sync_bytes_bf16"]]
-    if synced:
-        ratio = synced[-1]["sync_bytes"] / synced[-1]["sync_bytes_bf16"]
-        cards.append(_card(f"{ratio:.2f}×", "bytes per weight sync of the FP8 layers, against BF16"))
-    return cards
+def _style() -> str:
+    light, dark = (" ".join(f"--run{i}: {c};" for i, c in enumerate(colours)) for colours in (LIGHT, DARK))
+    text = (_FOLDER / "style.html").read_text(encoding="utf-8")
+    return Template(text).substitute(light=light, dark=dark)
 
 
-def _card(figure: str, text: str, good: bool = False) -> str:
-    return f'<div class="card{" good" if good else ""}"><b>{escape(figure)}</b><span>{escape(text)}</span></div>'
+def _notes(notes: Sequence[str]) -> str:
+    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    return f'<div class="note" role="note"><ul>{items}</ul></div>' if items else ""
 
 
-def _row(summary: dict[str, Any], arms: Sequence[str]) -> str:
-    first, *rest = cells(summary)
-    dot = f'<i class="dot" style="background:{colour(first, arms.index(first))}"></i>'
-    good = ' class="good"' if summary["logp_abs_diff_max"] == 0 else ""
-    return f"<tr{good}><td>{dot}{escape(first)}</td>" + "".join(f"<td>{escape(cell)}</td>" for cell in rest) + "</tr>"
+def _toggle(position: int, run: Run, line: str) -> str:
+    return f'<label><input type="checkbox" value="{position}" checked>{line}<span>{escape(run.label)}</span></label>'
 
 
-def _answers(answers: Sequence[dict[str, Any]]) -> str:
-    if not answers:
-        return ""
+def _sections(drawn: Sequence[Drawn], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
+    """The charts by their groups; those of the last group are folded away, below the statistics per layer."""
+    parts = []
+    for group in GROUPS:
+        figures = "".join(_figure(i, d.chart) for i, d in enumerate(drawn) if d.chart.group == group)
+        grid = f'<div class="grid">{figures}</div>' if figures else ""
+        if group == GROUPS[-1]:
+            parts.append(_scales(scales, summaries, swatches, position=len(drawn)))
+            grid = grid and f"<details><summary>Show {figures.count('<figure')} charts</summary>{grid}</details>"
+        if group == "Time":
+            grid += parts_table(summaries, swatches)
+        if grid:
+            parts.append(f"<h2>{escape(group)}</h2>{grid}")
+    return "".join(parts)
 
-    def said(answer: dict[str, Any], when: str) -> str:
-        kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
-        return f'<td class="text"><b class="{kind}">{mark}</b> {escape(answer[when])}</td>'
 
-    rows = "".join(
-        f'<tr><td class="text">{escape(a["question"])}</td>{said(a, "before")}{said(a, "after")}</tr>' for a in answers
-    )
-    heads = "".join(f'<th class="text">{text}</th>' for text in ("held-out question", "before", "after"))
+def _figure(position: int | str, chart: Chart) -> str:
     return (
-        "<h2>What the model says</h2>"
-        f'<div class="scroll"><table><thead><tr>{heads}</tr></thead><tbody>{rows}</tbody></table></div>'
+        f'<figure data-chart="{position}" id="chart-{escape(chart.key)}">'
+        f"<figcaption><span>{escape(chart.title)}</span><small>{escape(chart.help)}</small></figcaption>"
+        f'<div class="plot" tabindex="0" role="group" aria-label="{escape(chart.title)}"></div></figure>'
+    )
+
+
+def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str], position: int) -> str:
+    if not scales.whats:
+        return ""
+    whats = "".join(f"<option>{escape(what)}</option>" for what in scales.whats)
+    layers = '<option value="">worst layer</option>'
+    layers += "".join(f"<option>{escape(layer)}</option>" for layer in scales.layers)
+    chart = Chart(
+        "scales", "", "", lambda run: [], help="the worst is the largest, of a signal-to-noise ratio the smallest"
+    )
+    return (
+        "<h2>FP8 statistics per layer</h2>"
+        f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label>'
+        f'<label>Layer <select id="layer" autocomplete="off">{layers}</select></label></div>'
+        f"{_figure('scales', chart)}<p></p>{layers_table(scales, summaries, swatches)}"
     )
 
 
 def _versions(summaries: Sequence[dict[str, Any]]) -> str:
-    merged: dict[str, str] = {}
-    for summary in summaries:
-        merged.update(summary["versions"] or {})
-    return ", ".join(f"{name} {version}" for name, version in merged.items()) or "not recorded"
+    """All versions, where all runs have the same; else they have a column."""
+    found = {versions_text(summary, all_of_them=True) for summary in summaries} - {""}
+    return f"Versions: {found.pop()}." if len(found) == 1 else ""
 
 
-def _inline(path: Path) -> str:
-    return "data:image/png;base64," + base64.b64encode(path.read_bytes()).decode("ascii")
+def _data(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn], scales: Scales) -> str:
+    """What the page's program reads, as JSON that cannot end its script element."""
+    charts: dict[str, Any] = {
+        str(i): {**_axis(d.chart), "series": [_points(points) for points in d.series]} for i, d in enumerate(drawn)
+    }
+    charts["scales"] = {"title": "", "log": False, "low": None, "high": None, "style": "number", "series": []}
+    data = {
+        "runs": [_run(run, style) for run, style in zip(runs, styles, strict=True)],
+        "charts": charts,
+        "scales": _scale_data(scales, len(runs)),
+    }
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+
+
+def _run(run: Run, style: Style) -> dict[str, Any]:
+    return {
+        "name": run.label,
+        "colour": style.colour,
+        "dash": " ".join(map(str, DASHES[style.dash])) or "none",
+        "extent": [min(run.steps), max(run.steps)],
+    }
+
+
+def _axis(chart: Chart) -> dict[str, Any]:
+    return {"title": chart.title, "log": chart.log, "low": chart.low, "high": chart.high, "style": chart.style}
+
+
+def _points(points: Points, limit: int = LIMIT) -> list[list[Any]] | None:
+    kept = thin(points, limit)
+    return [[step for step, _ in kept], [short(value) for _, value in kept]] if kept else None
+
+
+def _scale_data(scales: Scales, runs: int) -> dict[str, dict[str, list[Any]]]:
+    """``what -> layer -> series of every run``; the layer "" is the worst of each step."""
+    limit = max(8, min(LIMIT, _SCALE_POINTS // max(1, len(scales.series))))
+    found: dict[str, dict[str, list[Any]]] = {}
+    for what in scales.whats:
+        found[what] = {"": [_points(scales.worst_layer(run, what)) for run in range(runs)]}
+    for (run, what, layer), points in scales.series.items():
+        found[what].setdefault(layer, [None] * runs)[run] = _points(points, limit)
+    return found

@@ -1,4 +1,4 @@
-"""Learning and mismatch over the steps, as PNG pictures. Needs matplotlib, which is imported when a picture is drawn."""
+"""The report's charts as PNG pictures, for documents. Needs matplotlib, which is imported when a picture is drawn."""
 
 from __future__ import annotations
 
@@ -7,107 +7,193 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.report.runs import ReportError, Run
+from jetrl_patch.report.charts import Chart, Drawn, draw
+from jetrl_patch.report.runs import PARTS, Points, ReportError, Run
+from jetrl_patch.report.scales import less_is_worse, read_scales
+from jetrl_patch.report.series import thin
+from jetrl_patch.report.styles import DASHES, LIGHT, Style, choose
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["colour", "draw_learning", "draw_mismatch"]
+__all__ = ["draw_learning", "draw_mismatch", "draw_pictures"]
 
-COLOURS = {
-    "bf16": "#6b7280",
-    "fp8-rollout": "#d97706",
-    "fp8-unified/linear": "#7c3aed",
-    "fp8-unified/exact": "#059669",
+#: the picture's file, and its charts
+_PICTURES = {
+    "learning.png": ("reward", "accuracy"),
+    "mismatch.png": ("mismatch-mean", "mismatch-max"),
+    "agreement.png": ("k3", "bit-equal", "ess", "clipped"),
 }
-_SPARE = ("#2563eb", "#db2777", "#0891b2", "#65a30d")
-_DASHES = ("-", "--", ":", "-.")
+_PART_COLOURS = (("#33475f", ""), ("#ffffff", "////"), ("#8fa3bb", ""), ("#e5e9ef", ".."))
+_FEW = 12  # points of a line that are marked one by one
+_MOST_SCALES = 6
 
 
-def colour(arm: str, position: int = 0) -> str:
-    """The colour of one arm, the same in every picture; unknown arms take spare ones by their position."""
-    return COLOURS.get(arm, _SPARE[position % len(_SPARE)])
+def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
+    """Draw every picture for which a run has something; return their files.
+
+    Raises:
+        ReportError: matplotlib is missing.
+    """
+    drawn = {d.chart.key: d for d in draw(runs)}
+    styles = choose(runs)
+    made = []
+    for name, keys in _PICTURES.items():
+        made += _panels(runs, styles, [drawn[key] for key in keys if key in drawn], folder / name)
+    made += _time(runs, styles, drawn.get("seconds"), folder / "time.png")
+    made += _panels(runs, styles, _scale_charts(runs), folder / "scales.png")
+    return made
 
 
 def draw_learning(runs: Sequence[Run], path: Path) -> None:
-    """Two panels side by side: reward of the training batches, and accuracy on held-out questions."""
-    figure, (left, right) = _figure(2)
-    for run, style in _styles(runs):
-        _line(left, run.reward, **style)
-        _line(right, run.accuracy, marker="o", markersize=4, **style)
-    left.set(title="Reward of the training batch", xlabel="step", ylim=(0, 1.02))
-    right.set(title="Accuracy on held-out questions (greedy)", xlabel="step", ylim=(0, 1.02))
-    _legend(figure, right)
-    _save(figure, path)
+    """Reward of the training batches, and accuracy on held-out questions."""
+    _some(runs, ("reward", "accuracy"), path)
 
 
 def draw_mismatch(runs: Sequence[Run], path: Path) -> None:
-    """Two panels on a log scale with a band of its own for 0: mean and largest \\|Δlogp\\| of each step."""
-    figure, panels = _figure(2)
-    names = ("jetrl/logp_abs_diff_mean", "jetrl/logp_abs_diff_max")
-    titles = ("Mean |Δ log-prob| between rollout and trainer", "Largest |Δ log-prob| between rollout and trainer")
-    for axes, name, title in zip(panels, names, titles, strict=True):
-        positive = [v for run in runs for _, v in run.series(name) if v > 0 and math.isfinite(v)]
-        floor = 10.0 ** (math.floor(math.log10(min(positive))) if positive else -6)
-        top = 10.0 ** (math.ceil(math.log10(max(positive)) + 0.1) if positive else 0)
-        for run, style in _styles(runs):
-            _line(axes, run.series(name), **style)
-        # linear from 0 to the floor, logarithmic above: a true zero has a place, at the bottom
-        axes.set_yscale("symlog", linthresh=floor, linscale=0.5)
-        decades = range(round(math.log10(floor)), round(math.log10(top)) + 1)
-        axes.set_yticks([0.0, *(10.0**d for d in decades)], ["0", *(f"$10^{{{d}}}$" for d in decades)])
-        axes.yaxis.minorticks_off()
-        axes.axhspan(-floor * 0.25, floor * 0.5, color="#059669", alpha=0.07, linewidth=0)
-        axes.annotate("equal to the last bit", (0.02, 0.0), (0, 4), xycoords=("axes fraction", "data"),
-                      textcoords="offset points", fontsize=8, color="#047857")  # fmt: skip
-        axes.set(title=title, xlabel="step", ylim=(-floor * 0.25, top))
-    _legend(figure, panels[0])
-    _save(figure, path)
+    """Mean and largest \\|Δlogp\\| of each step on a log scale with a band of its own for 0."""
+    _some(runs, ("mismatch-mean", "mismatch-max"), path)
 
 
-def _styles(runs: Sequence[Run]) -> list[tuple[Run, dict[str, Any]]]:
-    """Colour by arm, dashes by seed; the legend names the seed only when an arm has several."""
-    arms = list(dict.fromkeys(run.arm for run in runs))
-    styles = []
-    for run in runs:
-        seeds = sorted({other.seed for other in runs if other.arm == run.arm})
-        nth = seeds.index(run.seed)
-        label = run.arm if len(seeds) == 1 else f"{run.arm}, seed {run.seed}"
-        style = {"color": colour(run.arm, arms.index(run.arm)), "linestyle": _DASHES[nth % len(_DASHES)]}
-        styles.append((run, {**style, "label": label}))
-    return styles
+def _some(runs: Sequence[Run], keys: Sequence[str], path: Path) -> None:
+    drawn = [d for d in draw(runs) if d.chart.key in keys]
+    if not drawn:
+        raise ReportError(f"{path.name}: none of the runs has {' or '.join(keys)}")
+    _panels(runs, choose(runs), drawn, path)
 
 
-def _line(axes: Axes, points: Sequence[tuple[int, float]], **style: Any) -> None:
-    if points:
-        axes.plot([step for step, _ in points], [value for _, value in points], linewidth=1.6, **style)
+def _scale_charts(runs: Sequence[Run]) -> list[Drawn]:
+    """The worst layer of each step, for the first few statistics."""
+    scales = read_scales(runs)
+    return [
+        Drawn(
+            Chart(
+                what, f"{what}, {'smallest' if less_is_worse(what) else 'largest'} of all layers", "", lambda run: []
+            ),
+            [scales.worst_layer(run, what) for run in range(len(runs))],
+        )
+        for what in scales.whats[:_MOST_SCALES]
+    ]
 
 
-def _legend(figure: Any, axes: Axes) -> None:
+def _panels(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn], path: Path) -> list[Path]:
+    if not drawn:
+        return []
+    figure, panels = _figure(len(drawn))
+    for axes, one in zip(panels, drawn, strict=True):
+        _chart(axes, one, runs, styles)
+    _legend(figure, panels)
+    return [_save(figure, path)]
+
+
+def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style]) -> None:
+    chart = drawn.chart
+    axes.set(title=chart.title, xlabel="step")
+    for run, style, whole in zip(runs, styles, drawn.series, strict=True):
+        points = thin(whole)
+        if points:
+            marker = {"marker": "o", "markersize": 3.5} if len(points) <= _FEW else {}
+            axes.plot([s for s, _ in points], [v for _, v in points], label=run.label, **_line(style), **marker)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    if chart.log:
+        _log_axis(axes, drawn.series)
+        return
+    if chart.low is not None and chart.high is not None:
+        axes.set_ylim(chart.low, chart.high + 0.02 * (chart.high - chart.low))
+    elif chart.low is not None:
+        axes.set_ylim(bottom=chart.low)
+    if chart.style == "share":
+        from matplotlib.ticker import PercentFormatter
+
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif axes.yaxis.get_major_formatter().__class__.__name__ == "ScalarFormatter":
+        axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _log_axis(axes: Axes, series: Sequence[Points]) -> None:
+    """Linear from 0 to the smallest decade, logarithmic above: a true zero has a place, at the bottom."""
+    values = [v for points in series for _, v in points if math.isfinite(v)]
+    positive = [v for v in values if v > 0]
+    floor = 10.0 ** (math.floor(math.log10(min(positive))) if positive else -6)
+    top = 10.0 ** (math.ceil(math.log10(max(positive)) + 0.1) if positive else 0)
+    zero = any(v <= 0 for v in values)
+    axes.set_yscale("symlog", linthresh=floor, linscale=0.5)
+    decades = range(round(math.log10(floor)), round(math.log10(top)) + 1)
+    shown = decades[:: max(1, math.ceil(len(decades) / 9))]
+    axes.set_yticks([*([0.0] if zero else []), *(10.0**d for d in shown)],
+                    [*(["0"] if zero else []), *(f"$10^{{{d}}}$" for d in shown)])  # fmt: skip
+    axes.yaxis.minorticks_off()
+    axes.set_ylim(-floor * 0.25 if zero else floor, top)
+    if zero:
+        axes.axhspan(-floor * 0.25, floor * 0.5, color="#04694c", alpha=0.08, linewidth=0)
+        axes.annotate("exactly 0", (0.02, 0.0), (0, 4), xycoords=("axes fraction", "data"),
+                      textcoords="offset points", fontsize=8, color="#04694c")  # fmt: skip
+
+
+def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, path: Path) -> list[Path]:
+    """Seconds a step over the steps, and what a step is made of, as one stacked bar a run."""
+    known = [run for run in runs if run.parts]
+    if seconds is None:
+        return []
+    figure, panels = _figure(2 if known else 1)
+    _chart(panels[0], seconds, runs, styles)
+    _legend(figure, panels[:1])
+    if known:
+        axes = panels[1]
+        left = [0.0] * len(known)
+        for name, (colour, hatch) in zip((*PARTS, "other"), _PART_COLOURS, strict=True):
+            widths = [run.parts[name] for run in known]
+            axes.barh([run.label for run in known], widths, left=left, label=name, color=colour, hatch=hatch,
+                      edgecolor="#4a5567", linewidth=0.7, height=0.62)  # fmt: skip
+            left = [a + b for a, b in zip(left, widths, strict=True)]
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set(title="What a step is made of", xlabel="mean seconds a step")
+        axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
+    return [_save(figure, path)]
+
+
+def _line(style: Style) -> dict[str, Any]:
+    dash = DASHES[style.dash]
+    return {
+        "color": LIGHT[style.colour],
+        "linestyle": (0, tuple(d / 2 for d in dash)) if dash else "-",
+        "linewidth": 1.7,
+    }
+
+
+def _legend(figure: Any, panels: Sequence[Axes]) -> None:
     """One legend under all panels."""
-    handles, labels = axes.get_legend_handles_labels()
-    if handles:
-        figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    found: dict[str, Any] = {}
+    for axes in panels:
+        handles, labels = axes.get_legend_handles_labels()
+        found |= dict(zip(labels, handles, strict=True))
+    if found:
+        figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
 
 
-def _figure(columns: int) -> tuple[Any, Any]:
+def _figure(panels: int) -> tuple[Any, Any]:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ReportError(f"pictures need matplotlib, found none ({error}); pip install matplotlib") from error
-    figure = Figure(figsize=(5.6 * columns, 4.2), dpi=130, layout="constrained")
+    columns, rows = min(2, panels), math.ceil(panels / 2)
+    figure = Figure(figsize=(5.6 * columns, 3.9 * rows + 0.3), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)
-    panels = figure.subplots(1, columns)
-    for axes in panels:
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes in grid[panels:]:
+        axes.set_visible(False)
+    for axes in grid[:panels]:
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e5e7eb", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.title.set_fontsize(10)
         axes.tick_params(labelsize=8)
-    return figure, panels
+    return figure, grid[:panels]
 
 
-def _save(figure: Any, path: Path) -> None:
+def _save(figure: Any, path: Path) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
+    return path

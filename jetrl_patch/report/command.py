@@ -1,0 +1,56 @@
+"""What ``jetrl report`` does: read the runs, write page and pictures, print the table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from jetrl_patch.errors import explain
+from jetrl_patch.report import write
+from jetrl_patch.report.charts import draw, wanted
+from jetrl_patch.report.pictures import draw_pictures
+from jetrl_patch.report.runs import ReportError, Run
+from jetrl_patch.report.sources import collect
+from jetrl_patch.report.tables import make_table
+
+__all__ = ["command"]
+
+
+def command(texts: Sequence[str], out: Path, title: str, console: Console, warnings: Console) -> None:
+    """Report on the RUNs ``texts`` in the folder ``out``; the table goes to ``console``.
+
+    Raises:
+        ReportError: a run cannot be read, or none has anything that the report shows.
+    """
+    notes: list[str] = []
+    runs = collect(texts, wanted, notes)
+    _look(runs, notes)
+    summaries = write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes)
+    made = [out / "report.html", out / "summary.json"]
+    try:
+        made += draw_pictures(runs, out)
+    except ReportError as error:
+        notes.append(str(error))
+    for note in notes:
+        warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+    console.print(make_table(summaries, title, console.width))
+    console.print(f"{out / 'report.html'}  and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
+
+
+def _look(runs: Sequence[Run], notes: list[str]) -> None:
+    """Say which runs have nothing to show, and that two runs have nothing in common."""
+    drawn = draw(runs)
+    if not drawn:
+        names = sorted({name for run in runs for data in run.steps.values() for name in data})
+        found = ", ".join(names[:8]) or "no metric that a report shows"
+        fix = "rewards, timings or jetrl/… metrics must be among what the framework logs"
+        raise ReportError(explain("report", asked="metrics of a training run", found=found, fix=fix))
+    having = [{d.chart.key for d in drawn if d.series[i]} for i in range(len(runs))]
+    for run, keys in zip(runs, having, strict=True):
+        if not keys:
+            notes.append(f"{run.label}: has none of the metrics that the report shows")
+    some = [keys for keys in having if keys]
+    if len(some) > 1 and not set.intersection(*some):
+        notes.append("no metric is common to all runs; each chart shows the runs that have it")

@@ -1,0 +1,135 @@
+"""Metrics as JSON lines, of three kinds; the first line of a file says which.
+
+What the examples write, several runs to a file::
+
+    {"precision": "fp8-unified", "align": "exact", "seed": 0, "step": 3, "data": {"jetrl/logp_abs_diff_max": 0.0, ...}}
+    {"precision": "fp8-unified", "align": "exact", "seed": 0, "final": {"peak_memory_bytes": ..., "versions": {...}}}
+
+What verl's ``file`` logger writes::
+
+    {"step": 3, "data": {"critic/score/mean": 0.5, ...}}
+
+One flat object a step, as Weights & Biases exports a history (``train/`` and ``eval/``, which OpenRLHF puts before its
+names, are taken off)::
+
+    {"_step": 3, "train/global_step": 3, "train/rollout/reward_mean": 0.5, ...}
+
+``final`` may also hold ``answers``, a list of ``{"question", "before", "before_right", "after", "after_right"}``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch.errors import explain
+from jetrl_patch.report.runs import ReportError, Run
+
+__all__ = ["STEP_NAMES", "Keep", "bare", "read_jsonl"]
+
+Keep = Callable[[str], bool]
+
+#: where a flat record has its step, the most telling name first
+STEP_NAMES = ("train/global_step", "eval/global_step", "global_step", "step", "training/global_step", "_step")
+
+
+def read_jsonl(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
+    """The runs of one file, in order of appearance; a last line that was cut off is left out and goes into ``notes``.
+
+    Args:
+        keep: which metrics are worth their memory.
+
+    Raises:
+        ReportError: a line is not what the module says; with its number.
+    """
+    runs: dict[object, Run] = {}
+    add: Callable[[dict[object, Run], dict[str, Any], str, Keep], None] | None = None
+    for number, record in _records(path, notes):
+        where = f"{path}, line {number}"
+        if not isinstance(record, dict):
+            raise ReportError(
+                explain(where, asked="an object", found=type(record).__name__, fix="is this a metrics file?")
+            )
+        if add is None:
+            add = _kind(record)
+        if add is None:
+            wanted = 'an object with "step" and "data", or with one of ' + ", ".join(STEP_NAMES)
+            found = "the names " + (", ".join(list(record)[:8]) or "of an empty object")
+            raise ReportError(explain(where, asked=wanted, found=found, fix="give the file of a logger of metrics"))
+        add(runs, record, where, keep)
+    return list(runs.values())
+
+
+def bare(name: str) -> str:
+    """A metric's name without what OpenRLHF's loggers put before it."""
+    return name.removeprefix("train/").removeprefix("eval/")
+
+
+def _records(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield number, json.loads(line)
+            except ValueError as error:  # JSONDecodeError, or bytes that are no UTF-8
+                if not line.endswith(b"\n"):
+                    notes.append(f"{path}, line {number}: cut off; the {number - 1} lines before it are used")
+                    return
+                why = getattr(error, "msg", "not UTF-8")
+                raise ReportError(
+                    explain(
+                        f"{path}, line {number}: not JSON", asked="one object a line", found=why, fix="remove the line"
+                    )
+                ) from None
+
+
+def _kind(record: dict[str, Any]) -> Callable[[dict[object, Run], dict[str, Any], str, Keep], None] | None:
+    if "precision" in record:
+        return _add_ours
+    if isinstance(record.get("data"), dict):
+        return _add_verl
+    return _add_flat if any(name in record for name in STEP_NAMES) else None
+
+
+def _add_ours(runs: dict[object, Run], record: dict[str, Any], where: str, keep: Keep) -> None:
+    precision, align, seed = record.get("precision"), record.get("align"), record.get("seed")
+    correction = record.get("correction") or ""
+    if not isinstance(precision, str) or not isinstance(align, str) or not isinstance(seed, int):
+        raise ReportError(f"{where}: precision, align (text) and seed (an integer) must all be there")
+    run = runs.setdefault((precision, align, seed, correction), Run(precision, align, seed, correction=str(correction)))
+    if isinstance(record.get("final"), dict):
+        run.final.update(record["final"])
+    elif isinstance(record.get("step"), int) and isinstance(record.get("data"), dict):
+        _merge(run, record["step"], record["data"], keep)
+    else:
+        raise ReportError(f"{where}: neither a step with data nor a final record")
+
+
+def _add_verl(runs: dict[object, Run], record: dict[str, Any], where: str, keep: Keep) -> None:
+    if not isinstance(record.get("data"), dict):
+        raise ReportError(f"{where}: no data, unlike the lines before")
+    _merge(_only(runs), _step(record.get("step"), where), record["data"], keep)
+
+
+def _add_flat(runs: dict[object, Run], record: dict[str, Any], where: str, keep: Keep) -> None:
+    step = _step(next((record[name] for name in STEP_NAMES if record.get(name) is not None), None), where)
+    data = {bare(name): value for name, value in record.items() if name not in STEP_NAMES}
+    # a flat history leaves out, or writes as null, what was not logged at this step
+    _merge(_only(runs), step, {name: value for name, value in data.items() if value is not None}, keep)
+
+
+def _only(runs: dict[object, Run]) -> Run:
+    return runs.setdefault(None, Run("", "", 0))
+
+
+def _step(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | float) or value != value or int(value) != value:
+        raise ReportError(explain(where, asked="the step as an integer", found=repr(value), fix="is the line damaged?"))
+    return int(value)
+
+
+def _merge(run: Run, step: int, data: dict[str, Any], keep: Keep) -> None:
+    run.steps.setdefault(step, {}).update((name, value) for name, value in data.items() if keep(name))

@@ -1,0 +1,69 @@
+"""Metrics from what a run printed: verl's ``console`` logger, and the status that OpenRLHF logs for each step.
+
+verl prints ``step:3 - critic/score/mean:0.5 - actor/lr:np.float64(1e-06)``; OpenRLHF prints
+``Global step 3: {'rollout/reward_mean': 0.5, ...}`` and ``Evaluation completed in ..., global_step 3, eval_metrics: {...}``;
+``jetrl``'s launcher prints ``jetrl: precision fp8-unified, align exact, ...``.  Ray's prefixes and colours may stand before.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from jetrl_patch.report.jsonl import Keep
+from jetrl_patch.report.runs import Run
+
+__all__ = ["openrlhf_step", "read_log", "verl_step"]
+
+_VERL = re.compile(r"(?:^|\s|m)step:(\d+) - (.*)")  # the m ends a colour
+_VERL_FIGURE = re.compile(r"(?:np\.\w+\()?(-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))\)?")
+_OPENRLHF = (
+    re.compile(r"Global step (\d+): \{(.*)\}"),
+    re.compile(r"Evaluation completed .*global_step (\d+), eval_metrics: \{(.*)\}"),
+)
+_OPENRLHF_FIGURE = re.compile(r"'([^']+)': (-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))")
+_SETTINGS = re.compile(r"jetrl: precision ([\w-]+), align ([\w-]+),")
+
+Step = tuple[int, dict[str, float]]
+
+
+def verl_step(line: str) -> Step | None:
+    """Step and metrics of a line of verl's console logger; None for any other line."""
+    match = _VERL.search(line)
+    if match is None:
+        return None
+    data = {}
+    for part in match[2].split(" - "):
+        name, _, text = part.rpartition(":")
+        figure = _VERL_FIGURE.fullmatch(text.strip())
+        if name and figure:
+            data[name] = float(figure[1])
+    return (int(match[1]), data) if data else None
+
+
+def openrlhf_step(line: str) -> Step | None:
+    """Step and metrics of a status or an evaluation of OpenRLHF; None for any other line."""
+    match = next((found for pattern in _OPENRLHF if (found := pattern.search(line))), None)
+    if match is None:
+        return None
+    return int(match[1]), {name: float(value) for name, value in _OPENRLHF_FIGURE.findall(match[2])}
+
+
+def read_log(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
+    """The one run of a log, [] if no line is a step; a step in a last line that was cut off goes into ``notes``."""
+    run = Run("", "", 0)
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            line = raw.decode("utf-8", errors="replace")
+            settings = _SETTINGS.search(line)
+            if settings:
+                run.precision, run.align = settings[1], settings[2]
+            found = verl_step(line) or openrlhf_step(line)
+            if found is None:
+                continue
+            if not raw.endswith(b"\n"):  # its last figure may have lost digits
+                notes.append(f"{path}, line {number}: cut off; the lines before it are used")
+                break
+            step, data = found
+            run.steps.setdefault(step, {}).update((name, value) for name, value in data.items() if keep(name))
+    return [run] if run.steps else []

@@ -1,0 +1,97 @@
+"""Statistics per layer, found by the shape of their names: ``jetrl/<group>/<layer>/<what>``, the layer with or without slashes.
+
+A layer is what has a number or a dot in its name; where the last part is the layer, the part before it says what.
+``jetrl/<group>/<what>`` is a statistic of all layers together.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jetrl_patch.report.charts import SCALE_PREFIX
+from jetrl_patch.report.runs import Points, Run
+
+__all__ = ["ALL_LAYERS", "Scales", "read_scales", "split_name"]
+
+ALL_LAYERS = "all layers together"
+
+_LAYER = re.compile(r".*(\.|\d).*")
+_LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
+
+
+@dataclass
+class Scales:
+    """Per-layer statistics of all runs.
+
+    Attributes:
+        whats: names of the statistics, such as ``scale saturation``.
+        layers: names of the layers, in the order of the model.
+        series: ``(run, what, layer)`` to points; what a run lacks is not in it.
+    """
+
+    whats: list[str] = field(default_factory=list)
+    layers: list[str] = field(default_factory=list)
+    series: dict[tuple[int, str, str], Points] = field(default_factory=dict)
+
+    def worst(self, run: int, what: str, layer: str) -> float | None:
+        """The worst value over the steps: the largest, or the smallest of a signal-to-noise ratio; NaN is the worst."""
+        values = [value for _, value in self.series.get((run, what, layer), [])]
+        if any(math.isnan(value) for value in values):
+            return math.nan
+        return (min if less_is_worse(what) else max)(values, default=None)
+
+    def worst_layer(self, run: int, what: str) -> Points:
+        """The worst layer of each step."""
+        steps: dict[int, float] = {}
+        pick = min if less_is_worse(what) else max
+        for layer in self.layers:
+            for step, value in self.series.get((run, what, layer), []):
+                before = steps.get(step)
+                steps[step] = value if before is None or math.isnan(value) else pick(before, value)
+        return sorted(steps.items())
+
+
+def less_is_worse(what: str) -> bool:
+    """Whether small values of a statistic are the bad ones."""
+    return _LESS_IS_WORSE.search(what) is not None
+
+
+@functools.cache
+def split_name(name: str) -> tuple[str, str] | None:
+    """``(what, layer)`` of a metric's name, None if it is not of a layer. The group goes before what it says."""
+    if not name.startswith(SCALE_PREFIX) or name.count("/") < 2:
+        return None
+    group, *middle, last = name.removeprefix(SCALE_PREFIX).split("/")
+    if not middle:
+        return f"{group} {last}", ALL_LAYERS
+    if _LAYER.fullmatch(last) and not _LAYER.fullmatch(middle[0]):
+        what, layer = "/".join(middle), last
+    else:
+        what, layer = last, "/".join(middle)
+    return f"{group} {what}".replace("_", " "), layer
+
+
+def read_scales(runs: Sequence[Run]) -> Scales:
+    """All statistics per layer of all runs; empty where no run has any."""
+    found = Scales()
+    layers: set[str] = set()
+    for i, run in enumerate(runs):
+        for name in sorted({name for data in run.steps.values() for name in data}):
+            split = split_name(name)
+            points = run.series(name) if split else []
+            if split and points:
+                found.series[i, split[0], split[1]] = points
+                layers.add(split[1])
+                if split[0] not in found.whats:
+                    found.whats.append(split[0])
+    found.whats.sort()
+    found.layers = sorted(layers, key=_natural)
+    return found
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]

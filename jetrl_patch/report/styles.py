@@ -1,0 +1,54 @@
+"""One colour and one line style for each run, the same in the terminal's pictures and on the page.
+
+The colours are those of Okabe and Ito, which people with any of the usual colour blindnesses tell apart, darkened for a
+white ground and lightened for a dark one until each has a contrast of 3 to 1 or more against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jetrl_patch.report.runs import Run
+
+__all__ = ["DARK", "DASHES", "LIGHT", "Style", "choose"]
+
+#: blue, vermilion, green, purple, ochre, sky, grey, brown
+LIGHT = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
+DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2d0", "#d9a085")
+
+#: lengths of strokes and gaps; none is a solid line
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
+
+_KNOWN = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
+
+
+@dataclass(frozen=True)
+class Style:
+    """Position in ``LIGHT`` and ``DARK``, and in ``DASHES``."""
+
+    colour: int
+    dash: int
+
+
+def choose(runs: Sequence[Run]) -> list[Style]:
+    """A style for every run: seeds of one arm share its colour and differ in their dashes; known arms have colours of their own.
+
+    With one seed an arm the dashes change with the colours, so that nothing hangs on the colours alone.
+    """
+    groups: dict[tuple[str, str], list[int]] = {}
+    for i, run in enumerate(runs):
+        groups.setdefault((run.source, run.arm or run.label), []).append(i)
+    taken: list[int] = []
+    for _, arm in groups:
+        free = [slot for slot in range(len(LIGHT)) if slot not in taken] or [len(taken) % len(LIGHT)]
+        known = _KNOWN.get(arm)
+        unknown = [slot for slot in free if slot not in _KNOWN.values()]
+        taken.append(known if known in free and known is not None else (unknown or free)[0])
+    several = any(len(members) > 1 for members in groups.values())
+    styles = {
+        i: Style(slot, (nth if several else position + position // len(LIGHT)) % len(DASHES))
+        for position, (slot, members) in enumerate(zip(taken, groups.values(), strict=True))
+        for nth, i in enumerate(members)
+    }
+    return [styles[i] for i in range(len(runs))]

@@ -1,0 +1,167 @@
+"""The page's tables: plain HTML whose rows know their run and whose cells know the value they are sorted by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from typing import Any
+
+from jetrl_patch.report.runs import PARTS
+from jetrl_patch.report.scales import Scales
+from jetrl_patch.report.styles import DASHES, Style
+from jetrl_patch.report.tables import shown_columns, versions_text
+
+__all__ = ["answers_table", "cards", "layers_table", "parts_table", "summary_table", "swatch"]
+
+Cell = tuple[str, float | str | None, str]  # HTML, what it is sorted by, class
+
+
+def swatch(style: Style) -> str:
+    """A short piece of a run's line."""
+    dash = " ".join(map(str, DASHES[style.dash])) or "none"
+    return (
+        '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><line x1="2" x2="32" y1="5" y2="5" stroke-width="3" '
+        f'stroke-dasharray="{dash}" style="stroke:var(--run{style.colour})"/></svg>'
+    )
+
+
+def summary_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
+    """One row a run, the columns in which any run has something."""
+    alike = len({versions_text(summary, all_of_them=True) for summary in summaries} - {""}) < 2
+    columns = [c for c in shown_columns(summaries) if c.title != "versions" or not alike]
+    rows = [
+        (
+            i,
+            summary["logp_abs_diff_max"] == 0,
+            [_name(summary, swatches[i])]
+            + [(escape(c.text(summary)), c.value(summary), "left" if c.left else "") for c in columns[1:]],
+        )
+        for i, summary in enumerate(summaries)
+    ]
+    return _table("Summary", [(c.title, c.left, c.help) for c in columns], rows)
+
+
+def parts_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
+    """What a step is made of, as a bar and as figures; "" where no run knows."""
+    known = [(i, summary) for i, summary in enumerate(summaries) if summary["parts"]]
+    if not known:
+        return ""
+    names = [*PARTS, "other"]
+    keys = "".join(f'<span><i class="part{k}"></i>{escape(name)}</span>' for k, name in enumerate(names))
+    rows = []
+    for i, summary in known:
+        parts = [summary["parts"][name] for name in names]
+        total = sum(parts)
+        pieces = "".join(
+            f'<i class="part{k}" style="--v:{value:.5g}" title="{escape(name)} {value:.3g} s"></i>'
+            for k, (name, value) in enumerate(zip(names, parts, strict=True))
+            if value
+        )
+        bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
+        figures: list[Cell] = [(f"{v:.2f} s ({100 * v / total if total else 0:.0f}%)", v, "") for v in parts]
+        rows.append((i, False, [_name(summary, swatches[i]), bar, *figures]))
+    heads = [("run", True, ""), ("mean seconds a step", False, ""), *((name, False, "") for name in names)]
+    return (
+        f"<h2>What a step is made of</h2><div class=keys>{keys}</div>{_table('What a step is made of', heads, rows)}"
+        '<p class="soft">Means over the steps, by the framework’s own timers; “other” is what they do not name. '
+        "In an asynchronous run the parts overlap.</p>"
+    )
+
+
+def layers_table(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
+    """The worst value of every statistic of every layer of every run."""
+    rows = []
+    for i, summary in enumerate(summaries):
+        for number, layer in enumerate(scales.layers):
+            values = [scales.worst(i, what, layer) for what in scales.whats]
+            if any(value is not None for value in values):
+                cells: list[Cell] = [("–" if v is None else f"{v:.4g}", v, "") for v in values]
+                rows.append((i, False, [_name(summary, swatches[i]), (escape(layer), f"{number:06d}", "left"), *cells]))
+    heads = [("run", True, ""), ("layer", True, ""), *((what, False, "worst over the steps") for what in scales.whats)]
+    return f"<details><summary>Worst value of every layer</summary>{_table('Layers', heads, rows, tall=True)}</details>"
+
+
+def answers_table(answers: Sequence[dict[str, Any]]) -> str:
+    """What the model said before and after; "" without any."""
+
+    def said(answer: dict[str, Any], when: str) -> str:
+        kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
+        return f'<td class="text"><b class="{kind}">{mark}</b> {escape(answer[when])}</td>'
+
+    if not answers:
+        return ""
+    rows = "".join(
+        f'<tr><td class="text">{escape(a["question"])}</td>{said(a, "before")}{said(a, "after")}</tr>' for a in answers
+    )
+    heads = "".join(f'<th class="text" scope="col">{text}</th>' for text in ("held-out question", "before", "after"))
+    return f"<h2>What the model says</h2>{_scroll('Answers', f'<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>')}"
+
+
+def cards(summaries: Sequence[dict[str, Any]]) -> str:
+    """The few figures that tell the story; a card whose figure was not measured is left out."""
+    found = []
+    exact = [s for s in summaries if s["align"] == "exact" and s["tokens"]]
+    if exact:
+        tokens = sum(s["tokens"] for s in exact)
+        equal = all(s["bit_equal_fraction_min"] == 1.0 and s["logp_abs_diff_max"] == 0.0 for s in exact)
+        figure = f"0 of {tokens:,}" if equal else f"{max(s['logp_abs_diff_max'] for s in exact):.1e}"
+        text = "tokens differ between FP8 rollout and FP8 trainer" if equal else "largest |Δlogp| of the exact runs"
+        found.append(_card(figure, text, good=equal))
+    usual = [s["logp_abs_diff_mean"] for s in summaries if s["precision"] == "fp8-rollout" and s["logp_abs_diff_mean"]]
+    if usual:
+        found.append(_card(f"{sum(usual) / len(usual):.1e}", "mean |Δlogp| of the usual recipe, FP8 rollout only"))
+    best = exact or (list(summaries) if len(summaries) == 1 else [])
+    learned = [s for s in best if s["accuracy_first"] is not None]
+    if learned:
+        first, last = (sum(s[k] for s in learned) / len(learned) for k in ("accuracy_first", "accuracy_last"))
+        whose = " of the exact runs" if exact and len(summaries) > len(exact) else ""
+        found.append(_card(f"{100 * first:.0f}% → {100 * last:.0f}%", f"accuracy on held-out questions{whose}"))
+    synced = [s for s in best if s["sync_bytes"] and s["sync_bytes_bf16"]]
+    if synced:
+        ratio = synced[-1]["sync_bytes"] / synced[-1]["sync_bytes_bf16"]
+        found.append(_card(f"{ratio:.2f}×", "bytes per weight sync of the FP8 layers, against BF16"))
+    return f'<section class="cards" aria-label="Main figures">{"".join(found)}</section>' if found else ""
+
+
+def _card(figure: str, text: str, good: bool = False) -> str:
+    return f'<div class="card{" good" if good else ""}"><b>{escape(figure)}</b><span>{escape(text)}</span></div>'
+
+
+def _name(summary: dict[str, Any], line: str) -> Cell:
+    return f"{line}{escape(summary['name'])}", summary["name"], "left name"
+
+
+def _table(
+    name: str, heads: Sequence[tuple[str, bool, str]], rows: Sequence[tuple[int, bool, list[Cell]]], tall: bool = False
+) -> str:
+    """A table that can be sorted.
+
+    Args:
+        heads: title, whether it is text, and what it means.
+        rows: the run, whether it stands out, and the cells.
+    """
+    top = "".join(
+        f'<th scope="col"{" class=left" if left else ""}>'
+        f'<button type="button" title="{escape(help)}">{escape(title)}</button></th>'
+        for title, left, help in heads
+    )
+    body = "".join(
+        f"<tr data-run={run}{' class=good' if good else ''}>"
+        + "".join(f'<td class="{kind}" data-value="{_value(value)}">{html}</td>' for html, value, kind in cells)
+        + "</tr>"
+        for run, good, cells in rows
+    )
+    return _scroll(name, f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>", tall)
+
+
+def _value(value: float | str | None) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return "" if value is None else escape(str(value))
+
+
+def _scroll(name: str, inside: str, tall: bool = False) -> str:
+    """A table in a box that scrolls by itself, also by keyboard, so that the page never scrolls sideways."""
+    label = f'role="region" aria-label="{escape(name)}, table" tabindex="0"'
+    return f'<div class="scroll{" tall" if tall else " pin"}" {label}><table>{inside}</table></div>'
