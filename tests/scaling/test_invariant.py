@@ -1,0 +1,156 @@
+"""QuRL's invariant scale: the same function, applied once, wherever the weights lie."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import jetrl_patch
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ModelError
+from jetrl_patch.int8.quantize import quantize_rows
+from jetrl_patch.scaling.invariant import RECORD, scale_once
+from jetrl_patch.sync.source import convert
+from jetrl_patch.sync.stream import SyncStats
+from tests.models import VARIANTS, build
+
+IDS = torch.randint(2, 384, (3, 33), generator=torch.Generator().manual_seed(5))
+
+
+@torch.no_grad()
+def logits(model: Any) -> torch.Tensor:
+    return model(input_ids=IDS, use_cache=False).logits
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3-tied", "llama-odd"])
+@pytest.mark.parametrize("scale", [2.0, 0.5, 4.0])
+def test_powers_of_two_change_no_bit(name: str, scale: float) -> None:
+    family, options = VARIANTS[name]
+    model = build(family, **options)
+    before, plain = logits(model), copy.deepcopy(model)
+    assert scale_once(model, scale) is True
+    assert torch.equal(logits(model), before)
+    for key, weight in plain.named_parameters():
+        scaled = model.get_parameter(key)
+        if key.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight", "gate_proj.weight", "up_proj.weight")):
+            assert torch.equal(scaled * scale, weight), key
+        elif key.endswith(("input_layernorm.weight", "post_attention_layernorm.weight")):
+            assert torch.equal(scaled, weight * scale), key
+        else:
+            assert torch.equal(scaled, weight), key
+
+
+def test_other_factors_are_the_identity_within_rounding() -> None:
+    model = build("qwen2").double()
+    before = logits(model)
+    scale_once(model, 1.5)
+    assert torch.allclose(logits(model), before, rtol=1e-12, atol=1e-12)
+    rounded = build("qwen2")
+    before = logits(rounded).float().softmax(-1)
+    scale_once(rounded, 1.5)
+    assert not torch.equal(
+        rounded.model.layers[0].mlp.up_proj.weight, build("qwen2").model.layers[0].mlp.up_proj.weight
+    )
+    assert (logits(rounded).float().softmax(-1) - before).abs().max() < 0.1
+
+
+def test_an_update_weighs_more() -> None:
+    """d loss / d (W / s) = s · d loss / d W."""
+    plain, scaled = build("llama").double(), build("llama").double()
+    scale_once(scaled, 1.5)
+    for model in (plain, scaled):
+        model(input_ids=IDS, labels=IDS).loss.backward()
+    name = "model.layers.1.self_attn.k_proj.weight"
+    assert torch.allclose(scaled.get_parameter(name).grad, 1.5 * plain.get_parameter(name).grad, rtol=1e-9, atol=1e-15)
+
+
+def test_it_is_applied_once_also_through_a_checkpoint(tmp_path: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = build("qwen3")
+    scale_once(model, 1.5)
+    once = model.model.layers[0].mlp.gate_proj.weight.clone()
+    assert scale_once(model, 1.5) is False
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert getattr(again.config, RECORD) == 1.5
+    assert scale_once(again, 1.5) is False
+    assert torch.equal(again.model.layers[0].mlp.gate_proj.weight, once)
+    with pytest.raises(ConfigError, match=r"invariant_scale=2: .*jetrl_invariant_scale=1\.5 in its config\.json"):
+        scale_once(again, 2.0)
+
+
+def test_an_unknown_family_is_refused_untouched() -> None:
+    model = build("qwen3")
+    model.config.model_type = "gemma"
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(ModelError, match=r"invariant_scale=1\.5 is known to change nothing .*found model_type='gemma'"):
+        scale_once(model, 1.5)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_partitions_of_zero3_and_meta_tensors() -> None:
+    model = build("qwen3")
+    weight = model.model.layers[0].self_attn.q_proj.weight
+    part = weight.detach().flatten()[:1000].clone()
+    weight.data = torch.empty(0)
+    weight.ds_tensor = part.clone()
+    scale_once(model, 2.0)
+    assert torch.equal(weight.ds_tensor * 2, part)
+    meta = build("qwen3").to("meta")
+    assert scale_once(meta, 2.0) and meta.model.norm.weight.is_meta
+
+
+@pytest.mark.parametrize("precision", ["fp8-unified", "fp8-rollout", "int8-rollout"])
+def test_the_policy_is_scaled_and_the_reference_stays(precision: Any) -> None:
+    jetrl_patch.enable(precision=precision, invariant_scale=2.0)
+    config = jetrl_patch.status().config
+    assert config is not None
+    sent, results = {}, {}
+    for reference in (False, True):
+        model = build("qwen3")
+        shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        source = convert(model, config, shapes, rollout_tp=1, device_type="cpu", reference=reference)
+        assert getattr(model.config, RECORD, None) == (None if reference else 2.0)
+        results[reference] = logits(model)
+        sent[reference] = dict(source.stream(model.named_parameters(), SyncStats()))
+    assert torch.equal(results[False], results[True])  # also the FP8 flow: its scales move by the same power
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert (
+        torch.equal(sent[False][name].view(torch.uint8), sent[True][name].view(torch.uint8))
+        or precision == "fp8-rollout"
+    )
+    norm = "model.layers.0.post_attention_layernorm.weight"
+    if precision != "int8-rollout":  # smoothing brings factors to a mean of one
+        assert torch.equal(sent[False][norm], 2 * sent[True][norm])
+
+
+def test_an_update_that_int8_did_not_see_is_seen() -> None:
+    """QuRL's reason: the same update of W moves more codes of W / s."""
+    torch.manual_seed(0)
+    weight = torch.randn(256, 256)
+    update = 2e-3 * torch.randn(256, 256).sign()
+    moved = [
+        (quantize_rows(weight / s)[0] != quantize_rows(weight / s + update)[0]).float().mean().item()
+        for s in (1.0, 1.5)
+    ]
+    assert moved[1] > 1.4 * moved[0] > 0
+
+
+def test_openrlhfs_reference_actor_is_known_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch import runtime
+    from jetrl_patch.adapters.openrlhf import model, state
+
+    config = Config(precision="int8-rollout", invariant_scale=1.5).resolved()
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    setup = model.setup_distributed(lambda self, strategy: None)
+    strategy = SimpleNamespace(args=SimpleNamespace(jetrl=config.to_env()))
+    for name, reference in (("PolicyModelActor", False), ("ReferenceModelActor", True)):
+        setup(type(name, (), {})(), strategy)
+        assert state.WORKER.reference is reference
+    state.reset()
