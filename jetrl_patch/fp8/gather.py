@@ -182,7 +182,7 @@ def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[s
     """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8; call it before ``fully_shard``.
 
     A layer whose rows do not divide into ``shards`` equal parts of whole blocks is gathered in BF16 as before, and
-    quantized by every rank; one line in the log says which.
+    quantized by every rank; one line in the log says which. On one rank nothing is gathered and nothing is done.
 
     Args:
         shards: over how many ranks a weight is sharded.
@@ -190,11 +190,13 @@ def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[s
     Returns:
         The names of the layers that are gathered in FP8.
     """
+    if shards == 1:
+        return []
     modules = dict(model.named_modules())
     done, left = [], []
     for name in names:
         module: Any = modules[name]
-        if shards > 1 and module.out_features % (shards * BLOCK):
+        if module.out_features % (shards * BLOCK):
             left.append(name)
             continue
         weight, state = module.weight, module.fp8

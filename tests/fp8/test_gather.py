@@ -103,7 +103,7 @@ def blocks(*rows):
 
 @pytest.mark.parametrize(
     ("shards", "expected"),
-    [(1, [128, 130, 256, 320, 768]), (2, [256, 768]), (3, [768]), (4, [])],
+    [(1, []), (2, [256, 768]), (3, [768]), (4, [])],
 )
 def test_layers_whose_blocks_a_shard_would_cut_stay_in_bf16(shards, expected, caplog):
     model, names = blocks(128, 130, 256, 320, 768)
@@ -112,7 +112,7 @@ def test_layers_whose_blocks_a_shard_would_cut_stay_in_bf16(shards, expected, ca
     assert done == [f"layers.0.l{n}" for n in expected]
     assert all(isinstance(model.get_submodule(n).weight, Fp8Shard) == (n in done) for n in names)
     assert all(isinstance(model.get_submodule(n).weight, nn.Parameter) for n in names)
-    left = [n for n in names if n not in done]
+    left = [n for n in names if n not in done and shards > 1]
     messages = [r.getMessage() for r in caplog.records]
     assert len(messages) == bool(left) and all(
         f"{len(left)} of 5" in m and m.endswith(", ".join(left)) for m in messages
@@ -122,7 +122,7 @@ def test_layers_whose_blocks_a_shard_would_cut_stay_in_bf16(shards, expected, ca
 def test_a_layer_that_is_not_sharded_computes_as_before():
     model, names = blocks(256)
     other = copy.deepcopy(model)
-    gather_in_fp8(model, names, 1)
+    assert gather_in_fp8(model, names, 2) == names
     x = torch.randn(8, 256)
     for m in (model, other):
         m.get_submodule(names[0])(x).float().sum().backward()

@@ -1,6 +1,6 @@
 """Run under torchrun: verl's real FSDP engines (actor and reference model), patched, on the CPU.
 
-    torchrun --nproc_per_node=N engine_script.py fsdp|fsdp2 MODEL_DIR
+    torchrun --nproc_per_node=N engine_script.py fsdp|fsdp2 MODEL_DIR [gather]
 
 Trains a few steps, then streams the weights and compares every byte with a direct quantization of the full weights;
 prints one JSON line of facts on rank 0.
@@ -12,8 +12,8 @@ import sys
 import jetrl_patch
 
 if __name__ == "__main__":
-    strategy, model_dir = sys.argv[1:3]
-    jetrl_patch.enable(precision="fp8-unified")
+    strategy, model_dir, *gather = sys.argv[1:]
+    jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=bool(gather))
 
     import torch
     from verl.utils import tensordict_utils as tu
@@ -21,6 +21,7 @@ if __name__ == "__main__":
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
     from verl.workers.engine import EngineRegistry
 
+    from jetrl_patch.fp8.gather import Fp8Shard
     from jetrl_patch.fp8.linear import Fp8Linear
     from jetrl_patch.fp8.quantize import quantize_weight
     from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
@@ -105,5 +106,10 @@ if __name__ == "__main__":
     assert all(d == digests for d in everybody), "ranks send different bytes"
     if rank == 0:
         names = sorted(type(m).__name__ for m in actor.module.modules() if isinstance(m, Fp8Linear))
-        print("FACTS " + json.dumps({"digests": digests, "layers": len(names), "tensors": len(sent) - 2}))
+        shards = [
+            sum(isinstance(getattr(p, "_local_tensor", None), Fp8Shard) for p in model.module.parameters())
+            for model in (actor, reference)
+        ]
+        facts = {"digests": digests, "layers": len(names), "tensors": len(sent) - 2, "gathered": shards}
+        print("FACTS " + json.dumps(facts))
     destroy_global_process_group()

@@ -25,11 +25,11 @@ def tied_dir(tmp_path_factory):
     return save(tmp_path_factory.mktemp("models") / "tied", "llama", steps=0, tie_word_embeddings=True)
 
 
-def facts(strategy: str, ranks: int, model_dir: str) -> dict:
+def facts(strategy: str, ranks: int, model_dir: str, *more: str) -> dict:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     done = subprocess.run(
-        [*command, str(SCRIPT), strategy, model_dir], env=environ, capture_output=True, text=True, timeout=400
+        [*command, str(SCRIPT), strategy, model_dir, *more], env=environ, capture_output=True, text=True, timeout=400
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
@@ -41,7 +41,18 @@ def facts(strategy: str, ranks: int, model_dir: str) -> dict:
 def test_streams_the_bytes_of_a_direct_quantization(strategy, ranks, model_dir):
     found = facts(strategy, ranks, model_dir)
     assert found["layers"] == 21
-    assert found["tensors"] == len(found["digests"])
+    assert found["tensors"] == len(found["digests"]) and found["gathered"] == [0, 0]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(("ranks", "gathered"), [(1, 0), (2, 15)])
+def test_the_fp8_all_gather_changes_no_byte(ranks, gathered, model_dir):
+    """On one rank there is nothing to gather; on two, k and v stay in BF16, because their 128 rows would be cut."""
+    found = facts("fsdp2", ranks, model_dir, "gather")
+    assert found.pop("gathered") == [gathered, gathered]
+    expected = facts("fsdp2", ranks, model_dir)
+    assert found == {name: value for name, value in expected.items() if name != "gathered"}
 
 
 @pytest.mark.e2e
