@@ -47,7 +47,10 @@ class ExactRotary:
         if self._jetrl_table is None or self._jetrl_table[0].shape[0] < needed:
             size = max(needed, self.config.max_position_embeddings)
             self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size)
-        cos, sin = (t.to(x.device)[position_ids] for t in self._jetrl_table)
+        cos, sin = self._jetrl_table
+        if cos.device != x.device:  # computed on the CPU on both sides, then kept where it is used
+            self._jetrl_table = cos, sin = cos.to(x.device), sin.to(x.device)
+        cos, sin = cos[position_ids], sin[position_ids]
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 

@@ -17,7 +17,7 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.adapters.vllm.refuse import refuse_attention
 from jetrl_patch.exact import ops
 
 __all__ = ["ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAttentionImpl"]
@@ -65,20 +65,15 @@ class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        refused = {
-            "ALiBi": alibi_slopes is not None,
-            "a sliding window": sliding_window is not None,
-            f"a quantized KV cache ({kv_cache_dtype})": kv_cache_dtype not in ("auto", "bfloat16"),
-            "capped attention logits": bool(logits_soft_cap),
-            f"{attn_type} attention": attn_type != "decoder",
-            "a KV cache shared between layers": kv_sharing_target_layer_name is not None,
-            "attention sinks": sinks is not None,
-        }
-        found = [what for what, there in refused.items() if there]
-        if found:
-            raise ModelError(
-                f"align='exact' cannot keep trainer and rollout equal with {', '.join(found)}; use align='linear'"
-            )
+        refuse_attention(
+            alibi_slopes=alibi_slopes,
+            sliding_window=sliding_window,
+            kv_cache_dtype=kv_cache_dtype,
+            logits_soft_cap=logits_soft_cap,
+            attn_type=attn_type,
+            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
+            sinks=sinks,
+        )
         super().__init__(
             num_heads,
             head_size,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.vllm.devices import refuse_exact_on
+from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
 from jetrl_patch.adapters.vllm.quant import cut_error, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
@@ -27,7 +27,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     """Before vLLM resolves them: set our quantization, and eager mode where compilation would change roundings.
 
     Raises:
-        ConflictError: another quantization, LoRA, speculative decoding and the like stand beside ours.
+        ConflictError: another quantization or attention, LoRA, speculative decoding and the like stand beside ours.
     """
     if not config.quantized_rollout:
         return
@@ -60,6 +60,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
             f"align={config.resolved_align!r} does not cover; switch it off"
             + (", or use align='linear'" if config.exact and not args.enable_lora else "")
         )
+    if config.exact:
+        choose_attention(args)
     args.quantization = ours
     if not args.enforce_eager and (config.exact or _on_cpu()):
         logger.warning(
@@ -75,7 +77,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
 
     Raises:
         ModelError: a family, an attention or a tensor-parallel split that cannot be kept.
-        ConfigError: a dtype other than BF16, CUDA in exact mode.
+        ConfigError: a dtype other than BF16, or a device without the ops of exact mode.
     """
     if not config.quantized_rollout:
         return
@@ -102,7 +104,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     from jetrl_patch.exact.families import check_family
 
     model = vllm_config.model_config
-    refuse_exact_on("cpu" if _on_cpu() else "cuda")
+    device_problems(vllm_config)
     check_family(hf_config)
     problems = {
         "model_impl='transformers'": model.using_transformers_backend(),

@@ -74,12 +74,18 @@ def _exact(journal: Journal) -> None:
         target="vllm.model_executor.layers.rotary_embedding._ROPE_DICT",
         reason="a cache of modules; engines built before and after must not share it",
     )
-    if current_platform.is_cpu():
-        claim(
-            journal,
-            attention_registry._ATTN_OVERRIDES,
-            attention_registry.AttentionBackendEnum.CPU_ATTN,
-            "jetrl_patch.adapters.vllm.attention.ExactCPUAttentionBackend",
-            target="vllm attention backend 'CPU_ATTN'",
-            reason="the trainer's attention over vLLM's paged cache",
-        )
+    backends = attention_registry.AttentionBackendEnum
+    on_cpu = current_platform.is_cpu()
+    place, ours = (
+        (backends.CPU_ATTN, "attention.ExactCPUAttentionBackend")
+        if on_cpu
+        else (backends.CUSTOM, "attention_cuda.ExactCudaAttentionBackend")
+    )
+    claim(
+        journal,
+        attention_registry._ATTN_OVERRIDES,
+        place,
+        f"jetrl_patch.adapters.vllm.{ours}",
+        target=f"vllm attention backend {place.name!r}",
+        reason="the trainer's attention over vLLM's paged cache",
+    )

@@ -24,6 +24,7 @@ def attach(worker: Any, config: Config) -> None:
 
     Raises:
         NotPatchedError: FP8 rollout was asked for, but this engine was built without our quantization.
+        ModelError: exact mode's ops do not keep their promise on this device.
     """
     from jetrl_patch.adapters.vllm.install import VllmInstaller
 
@@ -35,6 +36,10 @@ def attach(worker: Any, config: Config) -> None:
             f"(pid {os.getpid()}) has none: its engine was not built by EngineArgs.create_engine_config in a patched process; "
             f"call jetrl_patch.enable() before the engine is built"
         )
+    if config.exact:
+        from jetrl_patch.adapters.vllm.exact import try_ops
+
+        try_ops(worker)
     runtime.register_layers(layers)
     backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:

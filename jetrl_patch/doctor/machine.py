@@ -37,7 +37,7 @@ def check_machine(config: Config) -> Iterator[Check]:
     if config.exact and not on_cpu:
         try:
             runtime.reach("vllm", "devices:refuse_exact_on")("cuda")
-            yield Check("exact alignment", "ok", "available on CUDA")
+            yield Check("exact alignment", "ok", "the kernels can run here; every engine tries them before it serves")
         except JetrlError as error:
             yield from_error("exact alignment", error)
 

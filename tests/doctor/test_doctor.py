@@ -160,9 +160,11 @@ def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("gpu")
-def test_exact_alignment_is_refused_on_a_gpu() -> None:
-    check = named(doctor(status=1), "exact alignment")
+def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    check = named(doctor(status=1), "exact alignment")  # this machine has none
     assert check["state"] == "problem" and check["to_do"] == "use align='linear' on CUDA"
+    monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "Some GPU"))
+    assert named(doctor(status=0), "exact alignment")["state"] == "ok"
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
 
 

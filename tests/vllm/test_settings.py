@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import jetrl_patch
 from jetrl_patch import ConfigError, ConflictError, ModelError
@@ -159,10 +160,19 @@ def test_somebody_elses_op_is_a_conflict(checkpoint: Callable[..., str], monkeyp
         build(checkpoint("qwen3"))
 
 
-def test_exact_mode_needs_the_cpu_for_now(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch.adapters.vllm import engine
+def test_exact_mode_on_a_gpu_without_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch.adapters.vllm.devices import refuse_exact_on
 
-    monkeypatch.setattr(engine, "_on_cpu", lambda: False)
-    jetrl_patch.enable(precision="fp8-unified")
-    with pytest.raises(ConfigError, match="align='linear' on CUDA"):
-        build(checkpoint("qwen3"))
+    refuse_exact_on("cpu")
+    with pytest.raises(ConfigError, match=r"but found torch .* sees no CUDA device; use align='linear' on CUDA"):
+        refuse_exact_on("cuda")
+    with pytest.raises(ConfigError, match="device type 'xpu'"):
+        refuse_exact_on("xpu")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    with pytest.raises(ConfigError, match=r"compute capability 7.5, below 8.0"):
+        refuse_exact_on("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="the triton package is not installed"):
+        refuse_exact_on("cuda")

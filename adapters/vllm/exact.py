@@ -1,0 +1,100 @@
+"""Exact mode's own part of the engine: which attention serves, and the trial of the ops before they do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.adapters.vllm.devices import refuse_exact_on
+from jetrl_patch.errors import ConflictError, ModelError, explain
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
+
+__all__ = ["choose_attention", "device_problems", "rank_sizes", "try_ops"]
+
+
+def choose_attention(args: EngineArgs) -> None:
+    """On CUDA: select our attention, which vLLM knows as CUSTOM. On a CPU it stands in for vLLM's only one.
+
+    Raises:
+        ConflictError: another attention backend was asked for.
+    """
+    from vllm.config import AttentionConfig
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if current_platform.is_cpu():
+        return
+    ours = AttentionBackendEnum.CUSTOM
+    settings: Any = args.attention_config
+    asked = [AttentionConfig.validate_backend_before(args.attention_backend), settings.backend]
+    other = [b for b in (*asked, *settings.backend_per_kind.values()) if b not in (None, ours)]
+    if other:
+        raise ConflictError(
+            explain(
+                "vLLM attention backend",
+                asked=getattr(other[0], "name", other[0]),
+                found="align='exact', which brings its own",
+                fix="leave the attention backend unset, or use align='linear'",
+            )
+        )
+    if settings.backend is None:
+        args.attention_backend = ours
+
+
+def device_problems(vllm_config: VllmConfig) -> None:
+    """Raises ConfigError for a device without the exact ops, ModelError for a head width without an attention kernel."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return
+    refuse_exact_on("cuda" if current_platform.is_cuda() else current_platform.device_type)
+    from jetrl_patch.kernels.attention import check_head_dim
+
+    check_head_dim(vllm_config.model_config.get_head_size())
+
+
+def rank_sizes(vllm_config: VllmConfig) -> Any:
+    """``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
+    from jetrl_patch.exact.trial import Sizes
+
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return Sizes(
+        hidden=model.get_hidden_size(),
+        intermediate=model.hf_text_config.intermediate_size // parallel.tensor_parallel_size,
+        heads=model.get_num_attention_heads(parallel),
+        kv_heads=model.get_num_kv_heads(parallel),
+        head_dim=model.get_head_size(),
+        vocab=model.get_vocab_size(),
+    )
+
+
+def try_ops(worker: Any) -> None:
+    """In a worker whose model is loaded: try the ops on its device; nothing is done on a CPU.
+
+    Raises:
+        ModelError: an op that depends on its batch, or a backend of attention that is not ours.
+    """
+    from vllm.platforms import current_platform
+
+    from jetrl_patch.exact.trial import require_exact_ops
+
+    if current_platform.is_cpu():
+        return
+    layers = worker.vllm_config.compilation_config.static_forward_context
+    others = {
+        type(impl).__name__
+        for layer in layers.values()
+        if (impl := getattr(layer, "impl", None)) is not None and not getattr(impl, "jetrl_exact", False)
+    }
+    if others:
+        raise ModelError(
+            explain(
+                "align='exact' in a vLLM worker",
+                asked="the attention that the trainer computes",
+                found=", ".join(sorted(others)),
+                fix="leave the attention backend unset, or use align='linear'",
+            )
+        )
+    require_exact_ops(rank_sizes(worker.vllm_config), worker.device)

@@ -1,0 +1,36 @@
+"""What changes the formula of attention, by name: the exact backends of all devices refuse it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jetrl_patch.errors import ModelError
+
+__all__ = ["refuse_attention"]
+
+
+def refuse_attention(
+    *,
+    alibi_slopes: Any,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    logits_soft_cap: float | None,
+    attn_type: str,
+    kv_sharing_target_layer_name: Any,
+    sinks: Any,
+) -> None:
+    """Raises ModelError for anything but causal attention over whole contexts in BF16; the names are vLLM's."""
+    refused = {
+        "ALiBi": alibi_slopes is not None,
+        "a sliding window": sliding_window is not None,
+        f"a quantized KV cache ({kv_cache_dtype})": kv_cache_dtype not in ("auto", "bfloat16"),
+        "capped attention logits": bool(logits_soft_cap),
+        f"{attn_type} attention": attn_type != "decoder",
+        "a KV cache shared between layers": kv_sharing_target_layer_name is not None,
+        "attention sinks": sinks is not None,
+    }
+    found = [what for what, there in refused.items() if there]
+    if found:
+        raise ModelError(
+            f"align='exact' cannot keep trainer and rollout equal with {', '.join(found)}; use align='linear'"
+        )

@@ -1,0 +1,197 @@
+"""Do the exact ops keep their promise on this very machine? Tried before a rollout serves.
+
+The ops are built so that a row's bits depend on that row alone; what a compiler makes of them on a GPU that the project
+has not seen is another matter, so each op's decode rows are compared with the same rows of a packed batch. The CPU's are
+proven by tests.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact import ops
+from jetrl_patch.fp8.backends.row_equality import Verdict
+
+#: lengths of the packed sequences; no multiples of a tile, one longer than many blocks of keys
+LENGTHS = (1, 33, 130, 64, 517, 8, 1025)
+#: (first row, rows) of a batch that are computed apart
+PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
+#: tokens of a block of the trial's cache
+PAGE = 16
+#: columns of ``lm_head`` and rows of the log-softmax that are tried; no choice is made by either
+COLUMNS, SCORED = 4096, 64
+
+_proven: set[tuple[object, ...]] = set()
+
+
+class Sizes(NamedTuple):
+    """One tensor-parallel rank's share of a model."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+
+
+class _Trial:
+    def __init__(self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...]) -> None:
+        self.sizes, self.device, self.lengths = sizes, device, lengths
+        self.tokens = sum(lengths)
+        self.generator = torch.Generator(device).manual_seed(sum(sizes))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator, device=self.device).to(torch.bfloat16)
+
+    def integers(self, values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int32, device=self.device)
+
+    def rows(self, call: Callable[[slice], Tensor], total: int) -> Verdict:
+        """``call`` computes a range of rows; all at once must give what parts give."""
+        whole = call(slice(0, total))
+        for start, count in PARTS:
+            part = slice(start, start + count)
+            if part.stop <= total:
+                verdict = _equal(call(part), whole[part], f"{count} rows differ from those of {total}")
+                if not verdict.ok:
+                    return verdict
+        return Verdict(True, f"equal bits in batches of 1 to {total} rows")
+
+    def norm(self, width: int) -> Verdict:
+        x, w = self.random(self.tokens, width), self.random(width)
+        return self.rows(lambda part: ops.rms_norm(x[part], w, 1e-6), self.tokens)
+
+    def silu(self) -> Verdict:
+        both = self.random(self.tokens, 2 * self.sizes.intermediate)
+        return self.rows(lambda part: ops.silu_mul(*both[part].chunk(2, 1)), self.tokens)
+
+    def rotary(self) -> Verdict:
+        """Against Hugging Face's expression too: that is what the trainer runs."""
+        x = self.random(self.tokens, self.sizes.heads, self.sizes.head_dim)
+        frequencies = 1e4 ** (-torch.arange(0, self.sizes.head_dim, 2) / self.sizes.head_dim)
+        cos, sin = (t.to(self.device) for t in ops.rotary_table(frequencies, self.tokens))
+        places = torch.arange(self.tokens, device=self.device)
+        c, s = (torch.cat((t, t), -1).unsqueeze(1) for t in (cos, sin))
+        low, high = x.chunk(2, -1)
+        verdict = _equal(
+            ops.apply_rotary(x, cos, sin, places), x * c + torch.cat((-high, low), -1) * s, "differ from the trainer's"
+        )
+        return verdict if not verdict.ok else self.rows(
+            lambda part: ops.apply_rotary(x[part], cos, sin, places[part]), self.tokens
+        )  # fmt: skip
+
+    def head(self, dtype: torch.dtype) -> Verdict:
+        hidden = self.sizes.hidden
+        x, w = self.random(self.tokens, hidden), self.random(min(self.sizes.vocab, COLUMNS), hidden)
+        product = ops.head_linear if dtype == torch.bfloat16 else ops.partial_sum
+        return self.rows(lambda part: product(x[part], w), self.tokens)
+
+    def log_probs(self) -> Verdict:
+        logits = self.random(SCORED, self.sizes.vocab) * 4
+        labels = torch.arange(SCORED, device=self.device) % self.sizes.vocab
+        return self.rows(lambda part: ops.token_log_probs(logits[part], labels[part], 0.7), SCORED)
+
+    def attention(self) -> Verdict:
+        """The trainer's packed sequences; then, through a paged cache, one-token steps, chunks, and each sequence alone."""
+        s, scale = self.sizes, self.sizes.head_dim**-0.5
+        ends = [0, *itertools.accumulate(self.lengths)]
+        q = self.random(self.tokens, s.heads, s.head_dim)
+        k, v = (self.random(self.tokens, s.kv_heads, s.head_dim) for _ in range(2))
+        trained = ops.attention_varlen(q, k, v, self.integers(ends), scale)
+        k_cache, v_cache, table = self.pages(k, v, ends)
+        plans = {
+            "a decode step": [(n, 1) for n in self.lengths],
+            "chunks": [(-(-n * 2 // 3), -(-n // 2)) for n in self.lengths],
+            "whole prompts": [(n, n) for n in self.lengths],
+        }
+        for what, plan in plans.items():
+            rows = [range(ends[r] + seen - fresh, ends[r] + seen) for r, (seen, fresh) in enumerate(plan)]
+            picked = torch.tensor([row for part in rows for row in part], device=self.device)
+            starts = [0, *itertools.accumulate(fresh for _, fresh in plan)]
+            seen_now = self.integers([seen for seen, _ in plan])
+            out = ops.attention_paged(q[picked], k_cache, v_cache, table, seen_now, self.integers(starts), scale)
+            verdict = _equal(out, trained[picked], f"differ between {what} over a paged cache and a packed batch")
+            if not verdict.ok:
+                return verdict
+        for a, b in itertools.pairwise(ends):
+            alone = ops.attention_varlen(q[a:b], k[a:b], v[a:b], self.integers([0, b - a]), scale)
+            verdict = _equal(alone, trained[a:b], f"differ between a sequence of {b - a} alone and in a packed batch")
+            if not verdict.ok:
+                return verdict
+        return Verdict(True, "equal bits in decode steps, chunks, prompts and packed batches")
+
+    def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """A cache with the sequences' blocks in random order; what nobody wrote is NaN."""
+        needs = [-(-n // PAGE) for n in self.lengths]
+        order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
+        table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
+        slots = torch.empty(self.tokens, dtype=torch.int64)
+        for r, need in enumerate(needs):
+            mine, order = order[:need], order[need:]
+            table[r, :need] = torch.tensor(mine)
+            place = torch.arange(self.lengths[r])
+            slots[ends[r] : ends[r + 1]] = torch.tensor(mine)[place // PAGE] * PAGE + place % PAGE
+        caches = torch.full((2, sum(needs) * PAGE, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
+        caches[0, slots.to(k.device)], caches[1, slots.to(k.device)] = k, v
+        k_cache, v_cache = caches.unflatten(1, (-1, PAGE))
+        return k_cache, v_cache, table.to(k.device)
+
+
+def _equal(a: Tensor, b: Tensor, otherwise: str) -> Verdict:
+    bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
+    unequal = int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
+    return Verdict(not unequal, f"{unequal} of {a.numel()} values: {otherwise}" if unequal else "equal")
+
+
+@torch.no_grad()
+def compare_ops(
+    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS
+) -> Iterator[tuple[str, Verdict]]:
+    """Each op's name and verdict, on any device. Reads results back: not for a graph that is being captured."""
+    trial = _Trial(sizes, device, lengths)
+    tried: dict[str, Callable[[], Verdict]] = {
+        "attention": trial.attention,
+        f"RMSNorm of width {sizes.hidden}": partial(trial.norm, sizes.hidden),
+        f"RMSNorm of width {sizes.head_dim}": partial(trial.norm, sizes.head_dim),
+        "SiLU": trial.silu,
+        "rotary embedding": trial.rotary,
+        "lm_head": partial(trial.head, torch.bfloat16),
+        "BF16 partial sums": partial(trial.head, torch.float32),
+        f"log-softmax over {sizes.vocab}": trial.log_probs,
+    }
+    for name, call in tried.items():
+        try:
+            yield name, call()
+        except Exception as error:  # a compiler or a driver raises what it likes
+            yield name, Verdict(False, f"{type(error).__name__}: {error}")
+
+
+def require_exact_ops(sizes: Sizes, device: torch.device) -> None:
+    """Once a process for each model's sizes and device; nothing is done on a CPU.
+
+    Raises:
+        ModelError: an op depends on its batch, or cannot run, so what is sampled would not be what is trained.
+    """
+    key = (*sizes, str(device))
+    if device.type == "cpu" or key in _proven:
+        return
+    for name, verdict in compare_ops(sizes, device):
+        if not verdict.ok:
+            raise ModelError(
+                explain(
+                    f"align='exact' on {device}, {name}",
+                    asked="rows that do not depend on the batch",
+                    found=verdict.found,
+                    fix="use align='linear' (shared FP8 linears, a small mismatch)",
+                )
+            )
+    torch.cuda.empty_cache()
+    _proven.add(key)

@@ -1,0 +1,169 @@
+"""Exact attention for CUDA as vLLM sees it: what it offers, what it refuses, and that it reads vLLM's cache rightly.
+
+The kernel itself is tested in ``tests/kernels``; here the C kernel computes, on the CPU.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
+
+import jetrl_patch
+from jetrl_patch.adapters.vllm import exact
+from jetrl_patch.adapters.vllm.attention_cuda import (
+    ExactCudaAttentionBackend,
+    ExactCudaAttentionBuilder,
+    ExactCudaAttentionImpl,
+)
+from jetrl_patch.errors import ConflictError, ModelError
+from jetrl_patch.exact import ops
+
+BF16 = torch.bfloat16
+SETTING: dict[str, Any] = {
+    "head_size": 128,
+    "dtype": BF16,
+    "kv_cache_dtype": "auto",
+    "block_size": 16,
+    "use_mla": False,
+    "has_sink": False,
+    "use_sparse": False,
+    "use_mm_prefix": False,
+    "use_per_head_quant_scales": False,
+    "device_capability": DeviceCapability(9, 0),
+    "attn_type": "decoder",
+}
+REFUSED: list[dict[str, Any]] = [
+    {"head_size": 80},
+    {"dtype": torch.float16},
+    {"kv_cache_dtype": "fp8"},
+    {"use_mla": True},
+    {"has_sink": True},
+    {"use_mm_prefix": True},
+    {"device_capability": DeviceCapability(7, 5)},
+    {"attn_type": "encoder"},
+    {"has_sliding_window": True},
+    {"use_non_causal": True},
+    {"use_rswa": True},
+]
+
+
+def test_it_offers_what_the_kernel_computes() -> None:
+    for accepted in ({}, {"head_size": 64}, {"kv_cache_dtype": "bfloat16"}, {"use_batch_invariant": True}):
+        assert ExactCudaAttentionBackend.validate_configuration(**SETTING | accepted) == []
+    assert ExactCudaAttentionBackend.get_name() == "CUSTOM"
+    assert ExactCudaAttentionBuilder._cudagraph_support == AttentionCGSupport.NEVER
+
+
+@pytest.mark.parametrize("change", REFUSED, ids=lambda change: next(iter(change)))
+def test_vllm_is_told_what_it_does_not(change: dict[str, Any]) -> None:
+    assert len(ExactCudaAttentionBackend.validate_configuration(**SETTING | change)) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"alibi_slopes": [1.0, 1.0]}, "ALiBi"),
+        ({"sliding_window": 64}, "a sliding window"),
+        ({"kv_cache_dtype": "fp8"}, "a quantized KV cache"),
+        ({"logits_soft_cap": 30.0}, "capped attention logits"),
+        ({"attn_type": "encoder_only"}, "encoder_only attention"),
+        ({"sinks": torch.zeros(2)}, "attention sinks"),
+        ({"chunk_lookback": 3}, "chunk_lookback"),
+    ],
+)
+def test_a_layer_that_differs_is_refused_by_name(change: dict[str, Any], name: str) -> None:
+    with pytest.raises(ModelError, match=name):
+        ExactCudaAttentionImpl(2, 64, 0.125, 1, **change)
+
+
+def test_a_cascade_is_refused() -> None:
+    builder = ExactCudaAttentionBuilder(None, [], None, torch.device("cpu"))
+    with pytest.raises(ModelError, match="a cascade"):
+        builder.build(16, SimpleNamespace(causal=True))
+    with pytest.raises(ModelError, match="another mask"):
+        builder.build(0, SimpleNamespace(causal=False))
+
+
+@pytest.mark.parametrize("head_major", [False, True])
+def test_it_reads_either_layout_of_the_cache(head_major: bool) -> None:
+    T, H, KH, D, size = 40, 4, 2, 64, 16
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(T, h, D, generator=g).to(BF16) for h in (H, KH, KH))
+    # vLLM's logical order is [blocks, KH, block size, 2D]; in memory heads or tokens come first
+    shape = (3, KH, size) if head_major else (3, size, KH)
+    cache = torch.full((*shape, 2 * D), float("nan"), dtype=BF16)
+    cache = cache if head_major else cache.transpose(1, 2)
+    table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
+    for t in range(T):
+        cache[table[0, t // size], :, t % size] = torch.cat((k[t], v[t]), -1)
+    common = SimpleNamespace(
+        num_actual_tokens=T,
+        query_start_loc=torch.tensor([0, T], dtype=torch.int32),
+        seq_lens=torch.tensor([T], dtype=torch.int32),
+        block_table_tensor=table,
+        slot_mapping=torch.zeros(T, dtype=torch.int64),
+        causal=True,
+    )
+    metadata = ExactCudaAttentionBuilder(None, [], None, torch.device("cpu")).build(0, common)
+    layer = ExactCudaAttentionImpl(H, D, D**-0.5, KH)
+    padded = torch.cat((q, q[:3]))  # vLLM may hand more rows than there are tokens
+    output = torch.full((T + 3, H, D), 7.0, dtype=BF16)
+    layer.forward(None, padded, k, v, cache, metadata, output)
+    cu = torch.tensor([0, T], dtype=torch.int32)
+    assert torch.equal(output[:T], ops.attention_varlen(q, k, v, cu, D**-0.5)) and (output[T:] == 7.0).all()
+    assert (layer.forward(None, q, k, v, cache, None, output[:T]) == 0).all()  # the memory measurement
+
+
+@pytest.fixture
+def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "is_cpu", lambda self: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
+def arguments(attention_backend: Any = None, backend: Any = None, kinds: Any = None) -> Any:
+    inner = SimpleNamespace(backend=backend, backend_per_kind=kinds or {})
+    return SimpleNamespace(attention_backend=attention_backend, attention_config=inner)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_ours_is_chosen_unless_another_was_asked_for() -> None:
+    ours = AttentionBackendEnum.CUSTOM
+    for args in (arguments(), arguments("auto"), arguments(ours), arguments("CUSTOM")):
+        exact.choose_attention(args)
+        assert args.attention_backend == ours
+    kept = arguments(backend=ours)
+    exact.choose_attention(kept)
+    assert kept.attention_backend is None  # vLLM takes one of the two only
+    flash = AttentionBackendEnum.FLASH_ATTN
+    for args in (arguments("FLASH_ATTN"), arguments(backend=flash), arguments(kinds={"full_attention": flash})):
+        with pytest.raises(ConflictError, match="asked for FLASH_ATTN, but found align='exact', which brings its own"):
+            exact.choose_attention(args)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_worker_with_another_attention_does_not_serve() -> None:
+    layers = {"a": SimpleNamespace(impl=object()), "b": SimpleNamespace()}
+    config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
+    with pytest.raises(ModelError, match="found object; leave the attention backend unset"):
+        exact.try_ops(SimpleNamespace(vllm_config=config))
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch.adapters.vllm import registries
+    from jetrl_patch.adapters.vllm.adapter import ADAPTER
+
+    monkeypatch.setattr(registries, "configure", lambda *_: "triton")
+    jetrl_patch.enable(precision="fp8-unified")
+    ADAPTER.install()
+    assert AttentionBackendEnum.CUSTOM.get_class() is ExactCudaAttentionBackend
+    jetrl_patch.disable()
+    assert AttentionBackendEnum.CUSTOM not in _ATTN_OVERRIDES
