@@ -13,7 +13,18 @@ from types import ModuleType
 from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
-from jetrl_patch.adapters.openrlhf import logprob, metrics, model, remote, settings, state, sync, versions, worker
+from jetrl_patch.adapters.openrlhf import (
+    correction,
+    logprob,
+    metrics,
+    model,
+    remote,
+    settings,
+    state,
+    sync,
+    versions,
+    worker,
+)
 
 _NO_HOOK = "OpenRLHF has an extension point for this"
 
@@ -153,6 +164,14 @@ EXACT_MODE: tuple[Patch, ...] = (
     ),
 )
 
+CORRECTION = Patch(
+    module="openrlhf.models.loss",
+    attr="PolicyLoss.forward",
+    make=correction.policy_loss,
+    reason="OpenRLHF has no product-form sequence ratio, no geometric mask with weight 1 and no adaptive clip",
+    remove_when="it has them",
+)
+
 
 class OpenRLHFAdapter(Adapter):
     """OpenRLHF 0.11: ``train_ppo_ray``, ZeRO-0 to 3, synchronous, asynchronous and colocated."""
@@ -162,7 +181,8 @@ class OpenRLHFAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """All modes measure and check; exact mode also computes log-probs as the rollout does."""
-        return EVERY_MODE + (EXACT_MODE if config.exact else ())
+        ours = (CORRECTION,) if correction.is_ours(config) else ()
+        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""

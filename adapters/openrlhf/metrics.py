@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import correction
 from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
@@ -15,9 +16,12 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER
 from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
 
-__all__ = ["correction_bounds", "create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
+__all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
 
 logger = logging.getLogger(__name__)
+
+#: of a step whose correction is none, or has no name here
+UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
 
 #: what vLLM returns as a log-prob: after the processing that sampling applied, which the trainer computes too
 LOGPROBS_MODE = "processed_logprobs"
@@ -75,17 +79,18 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     """Compare the log-probs of a step's samples and keep the figures for its line in the log."""
-    import torch
 
     with_both = [e for e in experiences if e.rollout_log_probs is not None]
     if not with_both:
         logger.warning("jetrl_patch: no log-probs came with the samples, so there is no mismatch to report")
         return None
+    width = max(e.action_mask.shape[1] for e in with_both)
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
-    trainer, rollout, mask = (torch.cat([getattr(e, field).flatten().cpu() for e in with_both]) for field in fields)
-    found = mismatch(trainer, rollout, mask, correction_bounds(args.algo.advantage))
-    DRIVER.metrics.update(found.as_metrics())
-    current = torch.cat([_current(e) for e in with_both])
+    trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both], width) for field in fields)
+    found = mismatch(trainer, rollout, mask)
+    corrected = correction.figures(args.algo.advantage, runtime.active_config(), trainer - rollout, mask)
+    DRIVER.metrics.update({**found.as_metrics(), **UNCORRECTED, **corrected})
+    current = _rows([_current(e) for e in with_both], width)
     of_current = found if bool(current.all()) else mismatch(trainer, rollout, mask.bool() & current)
     DRIVER.metrics["jetrl/stale_fraction"] = 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0
     if of_current.tokens:
@@ -102,7 +107,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
 
 
 def _current(experience: Any) -> Any:
-    """Bool [B * A]: which places belong to samples that the trainer's weights of now made, from end to end.
+    """Bool [B, A]: which places belong to samples that the trainer's weights of now made, from end to end.
 
     Where samples carry no version (BF16, where OpenRLHF's own sync runs) all of them count.
     """
@@ -111,18 +116,16 @@ def _current(experience: Any) -> Any:
     mask = experience.action_mask.cpu()
     versions = [experience.info.get(name) for name in (FIRST, LAST)]
     if any(found is None for found in versions):
-        return torch.ones(mask.numel(), dtype=torch.bool)
+        return torch.ones(mask.shape, dtype=torch.bool)
     first, last = (found.cpu().flatten() for found in versions)
-    return ((first == DRIVER.version) & (last == DRIVER.version)).unsqueeze(1).expand(mask.shape).flatten()
+    return ((first == DRIVER.version) & (last == DRIVER.version)).unsqueeze(1).expand(mask.shape)
 
 
-def correction_bounds(advantage: Any) -> tuple[float, float] | None:
-    """(lowest, highest) token ratio that OpenRLHF's correction leaves alone; None without a token-level one."""
-    if advantage.is_correction_level != "token" or advantage.is_correction_gating != "ratio":
-        return None
-    bounds = list(advantage.is_correction_threshold)
-    low, high = bounds if len(bounds) == 2 else (0.0, bounds[0])
-    return float(low), float(high)
+def _rows(parts: Sequence[Any], width: int) -> Any:
+    """The rows of all parts [B, A], filled up with zeros to one width."""
+    import torch
+
+    return torch.cat([torch.nn.functional.pad(part.cpu(), (0, width - part.shape[1])) for part in parts])
 
 
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:

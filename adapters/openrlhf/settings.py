@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import correction
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
@@ -59,9 +60,13 @@ def check(args: Any, config: Config) -> None:
         )
     if config.fp8_all_gather:
         raise ConfigError(
-            explain("fp8_all_gather=True", asked="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off")
+            explain(
+                "fp8_all_gather=True", asked="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
+            )
         )
     for problem in broken(RULES, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
+        raise problem
+    for problem in correction.problems(args, config):
         raise problem
     _check_model(args, config)
 
@@ -81,6 +86,10 @@ def _check_model(args: Any, config: Config) -> None:
 def complete(args: Any, config: Config) -> list[str]:
     """Write into the arguments what our modes need and the user need not know; gives the changes in words."""
     changes = []
+    for name, value in correction.wanted(config).items():
+        if getattr(args.algo.advantage, name) != value:
+            setattr(args.algo.advantage, name, value)
+            changes.append(f"--algo.advantage.{name} {value}: correction={config.correction!r}")
     if config.exact and not _get(args, "vllm.enforce_eager"):
         args.vllm.enforce_eager = True
         changes.append("--vllm.enforce_eager: a compiled graph fuses ops and rounds them otherwise")

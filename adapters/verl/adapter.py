@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Patch
+from jetrl_patch.adapters.base import Adapter, Config, OnImport, Patch
 from jetrl_patch.adapters.verl import logprob, metrics, model, settings, state, sync, worker
+from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _NO_HOOK = "verl has an extension point for this"
@@ -140,7 +141,11 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """All modes measure and check; exact mode also computes log-probs as the rollout does."""
-        return EVERY_MODE + (EXACT_MODE if config.exact else ())
+        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + correction_patches(config)
+
+    def hooks(self, config: Config) -> Sequence[OnImport]:
+        """Entries of verl's registry of policy losses."""
+        return correction_hooks(config)
 
     def on_undo(self) -> None:
         """Forget figures that wait for a log line."""

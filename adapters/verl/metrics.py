@@ -7,12 +7,18 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.correction import figures as correction_figures
+from jetrl_patch.adapters.verl.correction import is_bypassed
+from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
 from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import DRIVER
-from jetrl_patch.correction.mismatch import mismatch
+from jetrl_patch.correction.mismatch import Mismatch, mismatch
 from jetrl_patch.errors import ConflictError, NotPatchedError
 
 logger = logging.getLogger(__name__)
+
+#: of a step whose correction is none, or has no name here
+UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
 
 
 def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +39,7 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         result = original(self, batch, metrics)
-        if runtime.is_active():
+        if runtime.is_active() and not is_bypassed(self.config):  # there the two are the same tensor
             import transfer_queue
 
             fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
@@ -48,8 +54,13 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any) -> None:
     """Compare log-probs ``[batch, response]`` and keep the figures for the step's line in the log."""
-    found = mismatch(trainer, rollout, mask, correction_bounds(config.algorithm.get("rollout_correction", None)))
-    DRIVER.metrics.update(found.as_metrics())
+    corrected = correction_figures(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
+    note(mismatch(trainer, rollout, mask), {} if corrected is None else corrected.as_metrics())
+
+
+def note(found: Mismatch, corrected: dict[str, float]) -> None:
+    """Keep the figures of a step, those of its correction above the plain ones; say so where exact is not exact."""
+    DRIVER.metrics.update({**found.as_metrics(), **UNCORRECTED, **corrected})
     if runtime.active_config().exact and found.tokens and found.bit_equal_fraction != 1.0:
         logger.error(
             "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
@@ -58,20 +69,6 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any) -> None:
             found.logp_abs_diff_mean,
             found.logp_abs_diff_max,
         )
-
-
-def correction_bounds(correction: Any) -> tuple[float, float] | None:
-    """(lowest, highest) token ratio that verl's ``algorithm.rollout_correction`` leaves alone.
-
-    ``rollout_is_threshold`` is one number (truncated above it) or "low_high". None without a token-level correction.
-    """
-    if not correction or correction.get("rollout_is", None) != "token":
-        return None
-    threshold = correction.get("rollout_is_threshold", 2.0)
-    if isinstance(threshold, str) and "_" in threshold:
-        low, high = threshold.split("_", 1)
-        return float(low), float(high)
-    return 0.0, float(threshold)
 
 
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -105,6 +102,8 @@ def note_sync(results: Sequence[Any]) -> None:
         )
     first = reports[0]
     assert first is not None
+    if (measured := bypassed_figures([report for report in reports if report])) is not None:
+        note(*measured)
     names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "quantized_layers")
     DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in names})
     DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports if report)

@@ -8,6 +8,8 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import gather
+from jetrl_patch.adapters.verl.correction import problems as correction_problems
+from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, JetrlError
@@ -57,10 +59,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at sync", _OFF, "fp8"),
     Rule("reward.reward_model.enable", is_set, "vLLM engines that serve the policy", "use a reward function", "fp8"),
     Rule("distillation.enabled", is_set, "vLLM engines that serve the policy", _OFF, "fp8"),
-    Rule(
-        "algorithm.rollout_correction.bypass_mode", is_set,
-        "log-probs computed by the trainer, so that the mismatch can be measured", "set it to false", "all",
-    ),
     Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _OFF, "exact"),
     Rule(f"{MODEL}.use_liger", is_set, "norm, RoPE and activation of exact mode", _OFF, "exact", ConflictError),
     Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _PARALLEL, "set it to 1", "exact"),
@@ -102,6 +100,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         lambda path: f"verl setting {path}",
     )
     yield from gather.problems(lambda path: OmegaConf.select(verl_config, path, default=None), config)
+    yield from correction_problems(verl_config, config)
     try:
         _check_model(verl_config, config)
     except JetrlError as error:
@@ -144,6 +143,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
     from omegaconf import OmegaConf
 
+    wanted |= correction_settings(verl_config, config)
     changes = []
     for path, value in wanted.items():
         found = OmegaConf.select(verl_config, path, default=None)

@@ -15,8 +15,12 @@ class WorkerState:
     Attributes:
         rollout_tp: tensor parallel size of the rollout that this trainer feeds.
         stats: of the sync that is under way or was the last.
+        measuring: in verl's bypass mode, whether the weights are still those of the last sync.
+        measured: what the loss saw meanwhile, micro-batch by micro-batch (``correction_bypass``).
     """
 
+    measuring: bool = False
+    measured: list[Any] = field(default_factory=list)
     rollout_tp: int = 1
     stats: SyncStats | None = None
 

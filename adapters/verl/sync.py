@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
@@ -141,6 +142,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             "sync_bytes_bf16": stats.fp8_as_bf16,
             "sync_bytes_total": stats.total,
             "quantized_layers": stats.layers,
+            LOSS: hand_over(),
         }
         return {**(result or {}), MARK: report}
 

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 
 import torch
 
+__all__ = ["Mismatch", "Sums", "mismatch", "sums"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
@@ -25,7 +27,6 @@ class Mismatch:
         ratio_min: smallest ratio.
         ratio_max: largest ratio.
         ess: effective sample size as a share of the tokens: (Σr)² / (n Σr²).
-        clipped_fraction: share of tokens whose ratio lies outside the correction's bounds; 0 without a correction.
     """
 
     tokens: int
@@ -37,33 +38,45 @@ class Mismatch:
     ratio_min: float
     ratio_max: float
     ess: float
-    clipped_fraction: float
 
     def as_metrics(self, prefix: str = "jetrl/") -> dict[str, float]:
         """For a framework's logger."""
         return {prefix + name: value for name, value in asdict(self).items()}
 
 
-def mismatch(
-    trainer_logp: torch.Tensor,
-    rollout_logp: torch.Tensor,
-    mask: torch.Tensor,
-    bounds: tuple[float, float] | None = None,
-) -> Mismatch:
-    """Compare two sets of log-probs.
+@dataclass(frozen=True, kw_only=True)
+class Sums:
+    """What the figures are made of, for parts of a batch that different processes hold (``parts.merge``). Empty as it is made."""
 
-    Args:
-        trainer_logp: log π, any shape, float32.
-        rollout_logp: log μ, the same shape.
-        mask: the same shape, non-zero where a token counts.
-        bounds: (lowest, highest) ratio that the correction in use leaves alone, or None.
+    tokens: int = 0
+    abs_diff: float = 0.0
+    equal: int = 0
+    diff: float = 0.0
+    k3: float = 0.0
+    ratio: float = 0.0
+    ratio_square: float = 0.0
+    max_abs_diff: float = -float("inf")
+    max_ratio: float = -float("inf")
+    min_ratio: float = float("inf")
 
-    Returns:
-        A ``Mismatch``; computed in float64. A NaN in a counted log-prob stays visible.
+    def figures(self) -> Mismatch:
+        """The figures over all of it."""
+        n, nan = self.tokens, float("nan")
+        return Mismatch(
+            tokens=n,
+            logp_abs_diff_mean=self.abs_diff / n if n else nan,
+            logp_abs_diff_max=self.max_abs_diff if n else nan,
+            bit_equal_fraction=self.equal / n if n else nan,
+            k1_kl=-self.diff / n if n else nan,
+            k3_kl=self.k3 / n if n else nan,
+            ratio_min=self.min_ratio if n else nan,
+            ratio_max=self.max_ratio if n else nan,
+            ess=self.ratio**2 / (n * self.ratio_square) if n else nan,
+        )
 
-    Raises:
-        ValueError: the shapes differ.
-    """
+
+def sums(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Tensor) -> Sums:
+    """The sums over one part; arguments as in ``mismatch``."""
     if not trainer_logp.shape == rollout_logp.shape == mask.shape:
         raise ValueError(
             f"log-probs and mask must have one shape, found trainer {tuple(trainer_logp.shape)}, "
@@ -72,26 +85,36 @@ def mismatch(
     keep = mask.to(torch.bool)
     pi = trainer_logp.detach()[keep].to("cpu", torch.float32)
     mu = rollout_logp.detach()[keep.to(rollout_logp.device)].to("cpu", torch.float32)
-    n = pi.numel()
-    if n == 0:
-        nan = float("nan")
-        return Mismatch(
-            tokens=0, logp_abs_diff_mean=nan, logp_abs_diff_max=nan, bit_equal_fraction=nan, k1_kl=nan, k3_kl=nan,
-            ratio_min=nan, ratio_max=nan, ess=nan, clipped_fraction=nan,
-        )  # fmt: skip
-    equal = pi.view(torch.int32) == mu.view(torch.int32)
+    if not pi.numel():
+        return Sums()
     delta = pi.double() - mu.double()
     ratio = delta.exp()
-    clipped = torch.zeros_like(equal) if bounds is None else (ratio < bounds[0]) | (ratio > bounds[1])
-    return Mismatch(
-        tokens=n,
-        logp_abs_diff_mean=delta.abs().mean().item(),
-        logp_abs_diff_max=delta.abs().max().item(),
-        bit_equal_fraction=equal.double().mean().item(),
-        k1_kl=(-delta).mean().item(),
-        k3_kl=(torch.expm1(delta) - delta).mean().item(),
-        ratio_min=ratio.min().item(),
-        ratio_max=ratio.max().item(),
-        ess=(ratio.sum().square() / (n * ratio.square().sum())).item(),
-        clipped_fraction=clipped.double().mean().item(),
+    return Sums(
+        tokens=pi.numel(),
+        abs_diff=delta.abs().sum().item(),
+        equal=int((pi.view(torch.int32) == mu.view(torch.int32)).sum()),
+        diff=delta.sum().item(),
+        k3=(torch.expm1(delta) - delta).sum().item(),
+        ratio=ratio.sum().item(),
+        ratio_square=ratio.square().sum().item(),
+        max_abs_diff=delta.abs().max().item(),
+        max_ratio=ratio.max().item(),
+        min_ratio=ratio.min().item(),
     )
+
+
+def mismatch(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Tensor) -> Mismatch:
+    """Compare two sets of log-probs.
+
+    Args:
+        trainer_logp: log π, any shape, float32.
+        rollout_logp: log μ, the same shape.
+        mask: the same shape, non-zero where a token counts.
+
+    Returns:
+        A ``Mismatch``; computed in float64. A NaN in a counted log-prob stays visible.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    return sums(trainer_logp, rollout_logp, mask).figures()

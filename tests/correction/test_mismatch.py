@@ -5,23 +5,24 @@ import math
 import pytest
 import torch
 
-from jetrl_patch.correction.mismatch import mismatch
+from jetrl_patch.correction.mismatch import Sums, mismatch, sums
+from jetrl_patch.correction.parts import merge
 
 LOG2 = math.log(2.0)
 
 
 def test_equal_log_probs_are_zero_apart():
     logp = -torch.rand(4, 7)
-    found = mismatch(logp, logp.clone(), torch.ones(4, 7), bounds=(0.5, 2.0))
+    found = mismatch(logp, logp.clone(), torch.ones(4, 7))
     assert found.tokens == 28 and found.bit_equal_fraction == 1.0
     assert found.logp_abs_diff_mean == found.logp_abs_diff_max == found.k1_kl == found.k3_kl == 0.0
-    assert found.ratio_min == found.ratio_max == found.ess == 1.0 and found.clipped_fraction == 0.0
+    assert found.ratio_min == found.ratio_max == found.ess == 1.0
 
 
 def test_figures_by_hand():
     rollout = torch.tensor([[-1.0, -2.0, -3.0, -9.0]])
     trainer = rollout + torch.tensor([[0.0, LOG2, -LOG2, 5.0]])
-    found = mismatch(trainer, rollout, torch.tensor([[1, 1, 1, 0]]), bounds=(0.0, 1.5))
+    found = mismatch(trainer, rollout, torch.tensor([[1, 1, 1, 0]]))
     assert found.tokens == 3 and found.bit_equal_fraction == pytest.approx(1 / 3)
     assert found.logp_abs_diff_mean == pytest.approx(2 * LOG2 / 3, rel=1e-6)
     assert found.logp_abs_diff_max == pytest.approx(LOG2, rel=1e-6)
@@ -29,7 +30,6 @@ def test_figures_by_hand():
     assert found.k3_kl == pytest.approx((2 - 1 - LOG2 + 0.5 - 1 + LOG2) / 3, rel=1e-6)
     assert (found.ratio_min, found.ratio_max) == pytest.approx((0.5, 2.0), rel=1e-6)
     assert found.ess == pytest.approx(3.5**2 / (3 * (1 + 4 + 0.25)), rel=1e-6)
-    assert found.clipped_fraction == pytest.approx(1 / 3)
 
 
 def test_one_bit_is_seen():
@@ -61,5 +61,19 @@ def test_metric_names():
     names = set(mismatch(torch.zeros(1), torch.zeros(1), torch.ones(1)).as_metrics())
     assert names == {
         "jetrl/tokens", "jetrl/logp_abs_diff_mean", "jetrl/logp_abs_diff_max", "jetrl/bit_equal_fraction",
-        "jetrl/k1_kl", "jetrl/k3_kl", "jetrl/ratio_min", "jetrl/ratio_max", "jetrl/ess", "jetrl/clipped_fraction",
+        "jetrl/k1_kl", "jetrl/k3_kl", "jetrl/ratio_min", "jetrl/ratio_max", "jetrl/ess",
     }  # fmt: skip
+
+
+def test_parts_put_together_are_the_whole():
+    rollout, trainer = -torch.rand(6, 9), -torch.rand(6, 9)
+    mask = torch.rand(6, 9) < 0.6
+    mask[2:4] = False  # a part without a token
+    whole = mismatch(trainer, rollout, mask).as_metrics()
+    parts = [sums(trainer[i : i + 2], rollout[i : i + 2], mask[i : i + 2]) for i in (0, 2, 4)]
+    assert merge(Sums, parts).figures().as_metrics() == pytest.approx(whole, rel=1e-12)
+    assert math.isnan(merge(Sums, []).figures().ess)
+    trainer[5, mask[5].nonzero()[0]] = float("nan")
+    parts[2] = sums(trainer[4:], rollout[4:], mask[4:])
+    broken = merge(Sums, parts).figures()
+    assert math.isnan(broken.logp_abs_diff_mean) and math.isnan(broken.logp_abs_diff_max)

@@ -88,19 +88,6 @@ def test_an_actor_that_stands_otherwise_stops_the_run(changes, error, says):
         audit.check_report(report(**changes), EXACT)
 
 
-def test_bounds_of_openrlhfs_correction():
-    class Advantage:
-        is_correction_level, is_correction_gating, is_correction_threshold = "token", "ratio", [0.5, 5.0]
-
-    assert metrics.correction_bounds(Advantage) == (0.5, 5.0)
-    Advantage.is_correction_threshold = [2.0]
-    assert metrics.correction_bounds(Advantage) == (0.0, 2.0)
-    Advantage.is_correction_gating = "tv"
-    assert metrics.correction_bounds(Advantage) is None
-    Advantage.is_correction_gating, Advantage.is_correction_level = "ratio", "off"
-    assert metrics.correction_bounds(Advantage) is None
-
-
 def test_log_probs_are_asked_for_when_no_correction_does(monkeypatch):
     from jetrl_patch import runtime
 

@@ -69,20 +69,6 @@ def test_other_settings_in_the_trainer_loop_stop_the_run():
     sync.check_mark(Config().resolved().to_env())
 
 
-@pytest.mark.parametrize(
-    ("correction", "bounds"),
-    [
-        (None, None),
-        ({"rollout_is": None}, None),
-        ({"rollout_is": "sequence", "rollout_is_threshold": 2.0}, None),
-        ({"rollout_is": "token", "rollout_is_threshold": 2.0}, (0.0, 2.0)),
-        ({"rollout_is": "token", "rollout_is_threshold": "0.5_5.0"}, (0.5, 5.0)),
-    ],
-)
-def test_bounds_of_verls_correction(correction, bounds):
-    assert metrics.correction_bounds(OmegaConf.create(correction) if correction else None) == bounds
-
-
 def test_a_model_built_before_the_patch_stops_the_sync():
     wrapped = sync.get_per_tensor_param(lambda self: (iter(()), None))
     with pytest.raises(NotPatchedError, match="built before"):

@@ -1,0 +1,165 @@
+"""Our corrections in OpenRLHF: its flags where it has the formula, a coefficient in ``PolicyLoss`` where it has not.
+
+``--algo.advantage.is_correction_level token`` clamps (``tis``) or drops (``mis``, ``icepop``) token by token. OpenRLHF has no
+product over a sequence, and its ``seq`` drops by the geometric mean as ``geo-mis`` does but leaves survivors their
+per-token weights, where the definition gives them weight 1; so those three, and ACR, are ours.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.config import Config
+from jetrl_patch.correction.kinds import TRUNCATED, interval
+from jetrl_patch.errors import ConfigError, JetrlError, explain
+
+__all__ = ["bounds_in_use", "figures", "in_use", "is_ours", "policy_loss", "problems", "wanted"]
+
+_MODES = {"tis": "clip", "mis": "mask", "icepop": "mask"}
+_FIELDS = tuple(f"is_correction_{name}" for name in ("level", "mode", "gating", "threshold"))
+_FLAG = "--algo.advantage.is_correction_"
+
+
+def is_ours(config: Config) -> bool:
+    """Whether the correction is computed by us, inside ``PolicyLoss``."""
+    return config.acr or (config.correction != "none" and config.correction not in _MODES)
+
+
+def wanted(config: Config) -> dict[str, Any]:
+    """The fields of ``args.algo.advantage`` to set; empty where OpenRLHF's stay as they are."""
+    if config.correction == "none" or is_ours(config):
+        return {}
+    return {
+        "is_correction_level": "token",
+        "is_correction_mode": _MODES[config.correction],
+        "is_correction_gating": "ratio",
+        "is_correction_threshold": list(interval(config.correction, config.correction_bounds)),
+    }
+
+
+def in_use(advantage: Any, config: Config) -> tuple[str, tuple[float, float]] | None:
+    """The correction that a run comes to, ours or OpenRLHF's own, and its interval.
+
+    ``("none", (0, inf))`` where there is none; None for one of OpenRLHF's that has no name here.
+    """
+    if config.correction != "none":
+        return config.correction, interval(config.correction, config.correction_bounds)
+    level = getattr(advantage, "is_correction_level", "off")
+    if level == "off":
+        return "none", (0.0, math.inf)
+    low, high = bounds_in_use(advantage)
+    if level != "token" or advantage.is_correction_gating != "ratio":
+        return None
+    if advantage.is_correction_mode == "clip":
+        return ("tis", (low, high)) if low == 0.0 else None
+    return ("mis" if low == 0.0 else "icepop"), (low, high)
+
+
+def bounds_in_use(advantage: Any) -> tuple[float, float]:
+    """(low, high) of OpenRLHF's threshold, which may be one number."""
+    bounds = [float(value) for value in advantage.is_correction_threshold]
+    return (bounds[0], bounds[1]) if len(bounds) == 2 else (0.0, bounds[0])
+
+
+def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:
+    """What the correction in use does to log-ratios [B, T]; empty for none, or one without a name."""
+    from jetrl_patch.correction.figures import applied
+
+    kind, (low, high) = in_use(advantage, config) or ("none", (0.0, math.inf))
+    if kind == "none":
+        return {}
+    return applied(kind, log_ratio, mask, (high,) if kind in TRUNCATED else (low, high)).as_metrics()
+
+
+def problems(args: Any, config: Config) -> Iterator[JetrlError]:
+    """What in OpenRLHF's arguments cannot stand beside our correction, as the errors to raise."""
+    if config.correction == "none":
+        return
+    advantage, ours = args.algo.advantage, f"correction={config.correction!r}{', acr=True' if config.acr else ''}"
+    theirs = {name.removeprefix("is_correction_"): getattr(advantage, name) for name in _FIELDS}
+    asked = wanted(config)
+    if theirs["level"] != "off" and any(getattr(advantage, name) != asked.get(name) for name in _FIELDS):
+        yield _clash(ours, config, theirs)
+    if args.actor.policy_loss_type != "ppo":
+        yield ConfigError(
+            explain(
+                f"OpenRLHF's --actor.policy_loss_type with {ours}",
+                asked="ppo: OpenRLHF's other losses apply no weights",
+                found=repr(args.actor.policy_loss_type),
+                fix="use ppo, or correction='none'",
+            )
+        )
+
+
+def _clash(ours: str, config: Config, theirs: dict[str, Any]) -> ConfigError:
+    return ConfigError(
+        explain(
+            f"OpenRLHF's {_FLAG}level beside jetrl_patch's correction",
+            asked=f"{ours}, bounds {interval(config.correction, config.correction_bounds)}",
+            found=", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items()),
+            fix="leave OpenRLHF's level off, or drop ours",
+        )
+    )
+
+
+def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``PolicyLoss.forward``: our weights multiply its loss, token by token.
+
+    With the level off, OpenRLHF's loss of a token is homogeneous in its advantage (clip and dual clip included), so
+    that w·loss(A) is loss(w·A) for every w ≥ 0 and all the rest stays its own.
+    """
+
+    def forward(
+        self: Any,
+        log_probs: Any,
+        old_log_probs: Any,
+        advantages: Any,
+        action_mask: Any = None,
+        rollout_log_probs: Any = None,
+        **sizes: Any,
+    ) -> Any:
+        config = runtime.active_config() if runtime.is_active() else None
+        if config is None or not is_ours(config):
+            return original(
+                self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes
+            )
+        import torch
+
+        from jetrl_patch.correction.weights import correct
+
+        log_ratio = (old_log_probs - rollout_log_probs).detach()
+        mask = torch.ones_like(log_ratio) if action_mask is None else action_mask
+        found = correct(config.correction, log_ratio, mask, config.correction_bounds)
+        if config.acr:
+            loss, clip_ratio, ppo_kl = _acr(self, log_probs, old_log_probs, advantages, mask, log_ratio, sizes, config)
+        else:
+            weighted = advantages * found.weights
+            loss, clip_ratio, ppo_kl, _, _ = original(self, log_probs, old_log_probs, weighted, action_mask, **sizes)
+        count = mask.bool().sum().clamp(min=1)
+        outside = found.outside.sum() / count
+        return loss, clip_ratio, ppo_kl, -(log_ratio * mask.bool()).sum() / count, outside
+
+    return forward
+
+
+def _acr(
+    self: Any, log_probs: Any, old: Any, advantages: Any, mask: Any, log_ratio: Any, sizes: Any, config: Config
+) -> tuple[Any, Any, Any]:
+    """OpenRLHF's loss with QuRL's clip: ``(loss, share of clipped tokens, KL)``, all scalars."""
+    from openrlhf.models.loss import aggregate_loss
+    from openrlhf.models.utils import masked_mean
+
+    from jetrl_patch.correction.objectives import acr_loss
+    from jetrl_patch.correction.weights import ratio
+
+    _, cap = interval("tis", config.correction_bounds)
+    rho = ratio(log_ratio, mask)
+    losses, clipped = acr_loss(
+        log_probs, old, advantages, rho, cap, self.clip_eps_low, self.clip_eps_high, self.dual_clip
+    )
+    loss = aggregate_loss(losses, mask, token_level_loss=self.token_level_loss, **sizes)
+    kl = masked_mean((old - log_probs).detach(), mask, dim=None)
+    return loss, masked_mean(clipped.float(), mask, dim=None), kl

@@ -1,0 +1,197 @@
+"""Our corrections in verl: its own ``algorithm.rollout_correction`` is set, and only what it lacks is added.
+
+verl computes the weights on the trainer loop from ``old_log_probs`` and ``rollout_log_probs``
+(``verl/trainer/ppo/rollout_corr_helper.py``) and its policy losses multiply by them. It holds log-ratios within ±20, so a
+lower bound below e^-20 keeps everything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.config import Config
+from jetrl_patch.correction.kinds import TRUNCATED, interval
+from jetrl_patch.errors import ConfigError, JetrlError, explain
+
+if TYPE_CHECKING:
+    from jetrl_patch.correction.figures import Applied
+
+__all__ = ["ACR_LOSS", "CORRECTION", "figures", "in_use", "is_bypassed", "problems", "wanted"]
+
+CORRECTION = "algorithm.rollout_correction"
+POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+
+#: name of our loss in verl's registry
+ACR_LOSS = "jetrl_acr"
+
+#: below e^-20, the smallest ratio that verl knows
+_KEEPS_ALL = 1e-9
+_LEVELS = {"tis": "token", "mis": "token", "icepop": "token", "seq-tis": "sequence", "seq-mis": "sequence"}
+
+#: verl's losses that leave the weights out
+_WITHOUT_WEIGHTS = ("geo_mean",)
+#: advantage estimators that read the weights
+_READ_WEIGHTS = ("optimal_token_baseline", "tir_optimal_token_baseline")
+
+
+def _fields(config: Config) -> dict[str, Any]:
+    """What ``rollout_correction`` must say for our correction; empty for none."""
+    if config.correction == "none":
+        return {}
+    low, high = interval(config.correction, config.correction_bounds)
+    if config.correction == "geo-mis":
+        # verl's bounds are on -Δ, that is on μ/π, so ours go in upside down
+        return {
+            "rollout_is": None,
+            "rollout_rs": "seq_mean_k1",
+            "rollout_rs_threshold": f"{1 / high!r}_{1 / max(low, _KEEPS_ALL)!r}",
+        }
+    whole = config.correction in TRUNCATED
+    return {
+        "rollout_is": _LEVELS[config.correction],
+        "rollout_is_threshold": high if whole else f"{max(low, _KEEPS_ALL)!r}_{high!r}",
+        "rollout_rs": None,
+    }
+
+
+def wanted(verl_config: Any, config: Config) -> dict[str, Any]:
+    """What is to be set in verl's configuration, by path, for our correction, for ACR and for its bypass mode."""
+    found = {f"{CORRECTION}.{name}": value for name, value in _fields(config).items()}
+    if config.acr:
+        found[f"{POLICY_LOSS}.loss_mode"] = ACR_LOSS
+    if is_bypassed(verl_config):
+        # verl sets these when the first batch is there (V0) or never (V1); by then the workers have their own copy
+        whole = {**_section(verl_config), **_fields(config)}
+        found[f"{POLICY_LOSS}.loss_mode"] = "bypass_mode"
+        found[f"{POLICY_LOSS}.rollout_correction"] = whole
+    return found
+
+
+def is_bypassed(verl_config: Any) -> bool:
+    """Whether verl takes the rollout's log-probs for the trainer's, so that no pass over the batch compares them."""
+    return bool(_section(verl_config).get("bypass_mode"))
+
+
+def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]] | None:
+    """The correction that a ``rollout_correction`` comes to, whoever wrote it, and its interval.
+
+    ``("none", (0, inf))`` where there is none; None for one that has no name here.
+    """
+    section = section or {}
+    level, reject = section.get("rollout_is"), section.get("rollout_rs")
+    if not level and not reject:
+        return "none", (0.0, math.inf)
+    if section.get("rollout_is_batch_normalize") or (level and reject):
+        return None
+    if reject:
+        text = str(section.get("rollout_rs_threshold"))
+        if reject != "seq_mean_k1":
+            return None
+        low, high = _pair(text) or (1 / float(text), float(text))
+        return "geo-mis", (1 / high, 1 / low)
+    threshold = str(section.get("rollout_is_threshold", 2.0))
+    pair = _pair(threshold)
+    names = {"token": ("tis", "mis", "icepop"), "sequence": ("seq-tis", "seq-mis", "seq-mis")}.get(str(level))
+    if names is None:
+        return None
+    if pair is None:
+        return names[0], (0.0, float(threshold))
+    open_below = pair[0] <= math.exp(-20)
+    return names[1 if open_below else 2], (0.0 if open_below else pair[0], pair[1])
+
+
+def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> Applied | None:
+    """What the correction of a ``rollout_correction`` does to log-ratios [B, T]; None for none, or one without a name."""
+    from jetrl_patch.correction.figures import applied
+
+    kind, (low, high) = in_use(section) or ("none", (0.0, math.inf))
+    if kind == "none":
+        return None
+    return applied(kind, log_ratio, mask, (high,) if kind in TRUNCATED else (low, high))
+
+
+def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
+    """What in verl's configuration cannot stand beside our correction, as the errors to raise."""
+    section, loss = _section(verl_config), _loss_mode(verl_config)
+    if is_bypassed(verl_config):
+        yield from _bypass_problems(section, loss, config)
+    if config.correction == "none":
+        return
+    if (section.get("rollout_is") or section.get("rollout_rs")) and not _same(section, config):
+        names = (
+            "rollout_is",
+            "rollout_is_threshold",
+            "rollout_rs",
+            "rollout_rs_threshold",
+            "rollout_is_batch_normalize",
+        )
+        yield ConfigError(
+            explain(
+                f"verl setting {CORRECTION} beside jetrl_patch's correction",
+                asked=_ours(config),
+                found=", ".join(f"{name}={section[name]!r}" for name in names if section.get(name)),
+                fix="drop one of the two",
+            )
+        )
+    elif section.get("rollout_is_batch_normalize"):
+        yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false, or the weights are others", "true")
+    if loss in _WITHOUT_WEIGHTS and config.correction != "geo-mis":
+        yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "a loss that applies weights", repr(loss))
+    if config.acr and loss not in ("vanilla", ACR_LOSS):
+        yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "'vanilla', which ACR stands in for", repr(loss))
+    estimator = str(_select(verl_config, "algorithm.adv_estimator"))
+    if config.acr and estimator in _READ_WEIGHTS:
+        yield _wrong("algorithm.adv_estimator", config, "one that does not read truncated weights", repr(estimator))
+
+
+def _bypass_problems(section: Mapping[str, Any], loss: str, config: Config) -> Iterator[JetrlError]:
+    path = f"{CORRECTION}.bypass_mode"
+    if loss not in ("vanilla", "bypass_mode"):
+        yield _wrong(path, config, "loss_mode vanilla, since verl's bypass mode has losses of its own", repr(loss))
+    weighs = config.correction not in ("none", "geo-mis")
+    if weighs and section.get("loss_type", "ppo_clip") != "reinforce":
+        yield _wrong(path, config, "loss_type=reinforce, since ppo_clip applies no weights there", "ppo_clip")
+
+
+def _wrong(path: str, config: Config, asked: str, found: str) -> ConfigError:
+    what = f"verl setting {path} with {_ours(config)}"
+    return ConfigError(explain(what, asked=asked, found=found, fix="change it, or the correction"))
+
+
+def _ours(config: Config) -> str:
+    bounds = config.correction_bounds
+    given = "" if bounds is None else f", correction_bounds={bounds}"
+    return f"correction={config.correction!r}{given}{', acr=True' if config.acr else ''}"
+
+
+def _same(section: Mapping[str, Any], config: Config) -> bool:
+    theirs = in_use(section)
+    ours = in_use(_fields(config))
+    if theirs is None or ours is None or theirs[0] != ours[0]:
+        return False
+    return all(math.isclose(a, b, rel_tol=1e-9) for a, b in zip(theirs[1], ours[1]))
+
+
+def _pair(text: str) -> tuple[float, float] | None:
+    low, between, high = text.partition("_")
+    return (float(low), float(high)) if between else None
+
+
+def _section(verl_config: Any) -> Mapping[str, Any]:
+    from omegaconf import OmegaConf
+
+    found = _select(verl_config, CORRECTION)
+    plain = OmegaConf.to_container(found, resolve=True) if OmegaConf.is_config(found) else found
+    return plain or {}
+
+
+def _loss_mode(verl_config: Any) -> str:
+    return str(_select(verl_config, f"{POLICY_LOSS}.loss_mode") or "vanilla")
+
+
+def _select(verl_config: Any, path: str) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.select(verl_config, path, default=None)

@@ -1,0 +1,86 @@
+"""QuRL's adaptive clipping range in verl, as one more entry of its registry of policy losses.
+
+The loss needs ρ before it was truncated; verl's losses get one tensor, ``rollout_is_weights``. So verl computes, applies
+and logs what it always does (truncated weights, ``rollout_corr/*``), and what then travels under that name is ρ itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.base import Journal
+from jetrl_patch.adapters.verl.correction import ACR_LOSS
+from jetrl_patch.correction.kinds import interval
+
+__all__ = ["add_to_batch", "policy_loss", "register"]
+
+#: above e^20, the largest ratio that verl knows
+_NO_CAP = 1e9
+
+
+def register(module: ModuleType, journal: Journal) -> None:
+    """Enter the loss into ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
+    journal.set_item(
+        module.POLICY_LOSS_REGISTRY,
+        ACR_LOSS,
+        policy_loss,
+        target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
+        reason="QuRL's adaptive clipping range, by verl's registry",
+    )
+
+
+def add_to_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``compute_rollout_correction_and_add_to_batch``: the weights in the batch become the plain ratio ρ."""
+
+    def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> Any:
+        mask = batch.batch["response_mask"]
+        batch, metrics = original(batch, rollout_corr_config)
+        if _on() and "rollout_is_weights" in batch.batch:
+            from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+            log_ratio = batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]
+            batch.batch["rollout_is_weights"], _ = compute_rollout_correction_weights(log_ratio, mask, "token", _NO_CAP)
+        return batch, metrics
+
+    return compute_rollout_correction_and_add_to_batch
+
+
+def policy_loss(
+    old_log_prob: Any,
+    log_prob: Any,
+    advantages: Any,
+    response_mask: Any,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Any = None,
+) -> tuple[Any, dict[str, Any]]:
+    """verl's ``vanilla`` with ``correction.objectives.acr_loss`` in place of its clip; all tensors [B, T].
+
+    ``rollout_is_weights`` is ρ, not truncated. Clip ranges, dual clip, aggregation and metrics are verl's.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss
+    from verl.utils.torch_functional import masked_mean
+
+    from jetrl_patch.correction.objectives import acr_loss
+
+    settings = runtime.active_config()
+    _, cap = interval("tis", settings.correction_bounds)
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    dual = config.get("clip_ratio_c", 3.0)
+    losses, clipped = acr_loss(log_prob, old_log_prob, advantages, rollout_is_weights, cap, low, high, dual)
+    loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+    change = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
+    at_dual = (advantages < 0) & (change.exp() > dual)
+    return loss, {
+        "actor/pg_clipfrac": masked_mean(clipped.float(), response_mask).item(),
+        "actor/ppo_kl": masked_mean(-change, response_mask).item(),
+        "actor/pg_clipfrac_lower": masked_mean(at_dual.float(), response_mask).item(),
+    }
+
+
+def _on() -> bool:
+    return runtime.is_active() and runtime.active_config().acr

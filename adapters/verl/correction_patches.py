@@ -1,0 +1,56 @@
+"""What the corrections replace in verl and enter into its registries."""
+
+from __future__ import annotations
+
+from jetrl_patch.adapters.base import Config, OnImport, Patch
+from jetrl_patch.adapters.verl import correction_acr, correction_bypass
+from jetrl_patch.adapters.verl.correction import ACR_LOSS
+
+__all__ = ["correction_hooks", "correction_patches"]
+
+_ALGORITHMS = "verl.trainer.ppo.core_algos"
+_ADD = "compute_rollout_correction_and_add_to_batch"
+
+_TRAIN_BATCH = Patch(
+    module="verl.workers.engine_workers",
+    attr="TrainingWorker.train_batch",
+    make=correction_bypass.train_batch,
+    reason="when the weights are no longer those that sampled: the mismatch of a bypassed batch ends there",
+    remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+)
+
+#: by name where it is defined (V0 imports it when it is needed) and where V1 has imported it
+_WEIGHTS = tuple(
+    Patch(
+        module=module,
+        attr=_ADD,
+        make=correction_acr.add_to_batch,
+        reason="ACR needs the ratio before it is truncated, and verl's losses get one tensor",
+        remove_when="verl's policy losses get rollout_log_probs",
+    )
+    for module in ("verl.trainer.ppo.rollout_corr_helper", "verl.trainer.ppo.v1.trainer_base")
+)
+
+
+def correction_patches(config: Config) -> tuple[Patch, ...]:
+    """In every mode what measures verl's bypass mode; with ACR what it needs."""
+    return (_TRAIN_BATCH, *(_WEIGHTS if config.acr else ()))
+
+
+def correction_hooks(config: Config) -> tuple[OnImport, ...]:
+    """Entries of verl's registry of policy losses."""
+    bypass = OnImport(
+        module=_ALGORITHMS,
+        name=f"POLICY_LOSS_REGISTRY[{correction_bypass.LOSS!r}]",
+        apply=correction_bypass.register,
+        reason="in bypass mode the mismatch is seen in the loss and nowhere else",
+        remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+    )
+    acr = OnImport(
+        module=_ALGORITHMS,
+        name=f"POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
+        apply=correction_acr.register,
+        reason="QuRL's adaptive clipping range, by verl's registry",
+        remove_when="verl has ACR",
+    )
+    return (bypass, acr) if config.acr else (bypass,)
