@@ -1,0 +1,102 @@
+"""The trial of the exact ops: it passes what keeps the promise, and names what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.exact import capability, dispatch, ops, trial
+
+SIZES = trial.Sizes(hidden=256, intermediate=320, heads=4, kv_heads=2, head_dim=64, vocab=1001)
+LENGTHS = (1, 33, 130, 64, 77)
+
+
+def verdicts():
+    return dict(trial.compare_ops(SIZES, "cpu", LENGTHS))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+def test_ops_that_keep_the_promise_pass(backend, monkeypatch):
+    monkeypatch.setitem(dispatch._chosen, "cpu", backend)
+    found = verdicts()
+    assert len(found) == 8 and all(verdict.ok for verdict in found.values()), found
+
+
+def paged_with_another_sum(original):
+    def attention_paged(q, *args):  # as a kernel that splits long contexts: right, and one bit off here and there
+        return original(q.roll(1, 1), *args).roll(-1, 1)
+
+    return attention_paged
+
+
+BREAKS = {
+    "attention": ("attention_paged", paged_with_another_sum),
+    "RMSNorm of width 256": ("rms_norm", lambda f: lambda x, w, eps: f(x, w, eps) * (1 + (x.shape[0] == 7) / 128)),
+    "SiLU": ("silu_mul", lambda f: lambda g, u: f(g, u) if g.shape[0] > 1 else f(g, u).nextafter(u)),
+    "rotary embedding": ("apply_rotary", lambda f: lambda x, c, s, p: f(x.flip(0), c, s, p.flip(0)).flip(0) * 1.01),
+    "lm_head": ("head_linear", lambda f: lambda x, w: (x.float() @ w.float().t() + (len(x) == 64) / 8).to(x.dtype)),
+    "BF16 partial sums": ("partial_sum", lambda f: lambda x, w: f(x, w) + 1e-5 * (x.shape[0] == 1)),
+    "log-softmax over 1001": ("token_log_probs", lambda f: lambda x, y, t: f(x, y, t + 1e-3 * (len(x) == 7))),
+}
+
+
+@pytest.mark.parametrize("name", BREAKS)
+def test_an_op_that_depends_on_its_batch_is_named(name, monkeypatch):
+    function, broken = BREAKS[name]
+    monkeypatch.setattr(ops, function, broken(getattr(ops, function)))
+    found = verdicts()
+    failed = {name for name, verdict in found.items() if not verdict.ok}
+    norms = {"RMSNorm of width 256", "RMSNorm of width 64"}
+    assert failed == (norms if name in norms else {name}), found
+    with pytest.raises(ModelError, match=rf"on cuda:0, {name}: asked for rows .* use align='linear'"):
+        monkeypatch.setattr(trial, "compare_ops", lambda *_: iter(found.items()))
+        trial.require_exact_ops(SIZES, torch.device("cuda:0"))
+
+
+def test_an_op_that_cannot_run_is_named(monkeypatch):
+    def fails(*args):
+        raise RuntimeError("no kernel image is available")
+
+    monkeypatch.setattr(ops, "silu_mul", fails)
+    assert verdicts()["SiLU"] == (False, "RuntimeError: no kernel image is available")
+
+
+def test_it_is_tried_once_and_never_on_a_cpu(monkeypatch):
+    calls = []
+    monkeypatch.setattr(trial, "compare_ops", lambda *args: calls.append(args) or iter(()))
+    monkeypatch.setattr(trial, "_proven", set())
+    trial.require_exact_ops(SIZES, torch.device("cpu"))
+    assert not calls
+    for _ in range(2):
+        trial.require_exact_ops(SIZES, torch.device("cuda:0"))
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm", "torch"])
+def test_which_ops_serve_on_cuda(backend, monkeypatch):
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    monkeypatch.setattr(dispatch, "choose_backend", lambda name, kind: name)
+    monkeypatch.setattr(dispatch, "check_exact_cuda", lambda: (True, "Some GPU"))
+    assert dispatch.configure(backend, "cuda") == ("torch" if backend == "torch" else "triton")
+    monkeypatch.setattr(dispatch, "check_exact_cuda", lambda: (False, "none"))
+    assert dispatch.configure(backend, "cuda") == "torch"
+
+
+def test_what_a_gpu_must_have(monkeypatch):
+    assert capability.check_exact_cuda()[0] == (torch.cuda.is_available() and torch.version.hip is None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.version, "hip", "6.3")
+    assert capability.check_exact_cuda() == (
+        False, "they were written for NVIDIA GPUs, and this torch was built for ROCm 6.3",
+    )  # fmt: skip
+
+
+def test_frequencies_are_the_cpus_whatever_the_default_device_is():
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(hidden_size=256, num_attention_heads=4)
+    expected = ops.rope_frequencies(config)
+    with torch.device("meta"):
+        cos, _ = ops.rotary_table(ops.rope_frequencies(config), 10)
+    assert cos.device.type == "cpu" and torch.equal(cos, ops.rotary_table(expected, 10)[0])
