@@ -1,7 +1,7 @@
 """``make bench-gpu``: measure the FP8 linears on a Hopper GPU and write ``docs/benchmarks/h200.md`` and ``.json``.
 
-Needs a Hopper GPU and a CUDA build of torch; says so in one line and exits 1 without. ARGS: ``--part NAME`` (may be repeated),
-``--seconds N`` for the whole run, ``--write PAGE``.
+Needs a Hopper GPU and a CUDA build of torch; says so in one line and exits 1 without. ARGS: ``--part NAME`` (may be repeated;
+writes ``h200-NAME.md``), ``--seconds N`` for the whole run, ``--write PAGE``.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.gpu import block, launches, parts, report
 from benchmarks.gpu import machine as machines
-from benchmarks.gpu import parts, report
 from benchmarks.gpu.floors import Peaks, floors
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.targets import targets
 from benchmarks.gpu.timing import Budget
 from jetrl_patch.fp8.backends import capability
 
@@ -26,15 +27,19 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "h200.md"
 #: name -> title, function, share of the time
 PARTS: dict[str, tuple[str, Callable[[Machine], Iterator[dict[str, Any]]], float]] = {
-    "rows": ("May a backend serve a rollout?", parts.rows, 0.12),
-    "products": ("FProp, quantized operands", parts.products, 0.38),
-    "gradients": ("DGrad and WGrad, quantization included", parts.gradients, 0.22),
+    "rows": ("May a backend serve a rollout?", parts.rows, 0.16),
+    "layers": ("A linear layer, forward and backward", parts.layers, 0.18),
+    "products": ("FProp, quantized operands", parts.products, 0.24),
+    "decode": ("Decoding: the linears of a block, quantization included", launches.decode, 0.08),
     "quantizers": ("Quantizers against a copy", parts.quantizers, 0.08),
-    "layers": ("A linear layer, forward and backward", parts.layers, 0.20),
+    "blocks": ("A block without attention, forward and backward", block.blocks, 0.06),
+    "profile": ("Where a block's step goes", block.profiles, 0.06),
+    "gradients": ("DGrad and WGrad, quantization included", parts.gradients, 0.14),
 }
 #: seconds for all parts; with the start, the ceilings and one late row a part, a run stays under nine minutes
 SECONDS = 420.0
 FAILED = "This part failed"
+TARGETS = "What a run must show"
 Tables = dict[str, tuple[str, Sequence[dict[str, Any]], str]]
 
 
@@ -63,14 +68,21 @@ def measure(machine: Machine, names: Sequence[str], seconds: float, console: Con
     peaks = Peaks(top["BF16 TFLOP/s"], top["FP8 TFLOP/s"], top["FP8 TFLOP/s"], top["copy GB/s"])
     tables["floors"] = ("Floors computed from these ceilings", list(floors(peaks)), "Computed, not measured.")
     report.show(console, *tables["floors"][:2])
-    return tables
+    verdicts = targets(tables)
+    report.show(console, TARGETS, verdicts)
+    return {"targets": (TARGETS, verdicts, ""), **tables}
+
+
+def page_of(names: Sequence[str] | None) -> Path:
+    """The page of a whole run; one of its own for parts, so that they do not replace it."""
+    return PAGE if not names else PAGE.with_stem("-".join([PAGE.stem, *dict.fromkeys(names)]))
 
 
 def main(argv: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--part", choices=sorted(PARTS), action="append", help="only this part (may be repeated)")
     parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
-    parser.add_argument("--write", type=Path, default=PAGE, help="the page; the figures go to a .json beside it")
+    parser.add_argument("--write", type=Path, help="the page; the figures go to a .json beside it")
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(arguments)
     if args.seconds <= 0:
@@ -88,7 +100,7 @@ def main(argv: Iterable[str] | None = None) -> int:
         "seconds": time.monotonic() - start,
         "missing": machine.missing,
     }
-    report.write(args.write, f"Speed on {reason}", record, tables)
+    report.write(args.write or page_of(args.part), f"Speed on {reason}", record, tables)
     return 1 if any(note.startswith(FAILED) for _, _, note in tables.values()) else 0
 
 

@@ -8,15 +8,19 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from benchmarks.gpu.launches import ONE_LAUNCH_ROWS, one_launch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import DECODE, MODELS, TRAIN, Model
 from benchmarks.gpu.timing import Call, Timed, copies
 from jetrl_patch.fp8.backends import Backend, row_equality
+from jetrl_patch.fp8.backends.gpu import GpuBackend
+from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 Row = dict[str, object]
-FORMAT = "pow2"
+FORMAT: ScaleFormat = "pow2"
+TWO_LAYOUTS = "both layouts"
 
 
 def products(
@@ -78,8 +82,9 @@ def quantizers(
                 "tokens 128x1": (3, lambda b=backend, x=x: b.quantize_tokens(x, FORMAT)),
                 "weight 128x128": (3, lambda b=backend, x=x: b.quantize_weight(x, FORMAT)),
             }
-            if hasattr(backend, "quantize_transposed"):
+            if isinstance(backend, GpuBackend):
                 ways["tokens 128x1, turned"] = (3, lambda b=backend, x=x: b.quantize_transposed(x, FORMAT))
+                ways |= _kernels_alone(backend, x)
             calls: dict[str, Call] = {way: lambda i, run=run: run() for way, (_, run) in ways.items()}
             for way, timed in machine.timer(calls).items():
                 speed = ways[way][0] * M * K / timed.seconds / 1e9
@@ -89,14 +94,32 @@ def quantizers(
                 }  # fmt: skip
 
 
-def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = row_equality.TRAINED) -> Iterator[Row]:
+def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
+    """What only the project's kernels do: both layouts from one read, and producers that quantize what they make."""
+    kernels, producers = backend.quantizers(x), backend.producers(x)
+    if kernels is None or producers is None:
+        return {}
+    columns, weight, other = backend.columns, x[0].contiguous(), torch.randn_like(x)
+    ways: dict[str, tuple[int, Callable[[], object]]] = {
+        TWO_LAYOUTS: (4, lambda: kernels.quantize_both(x, FORMAT, columns=columns, pad=True)),
+        "SiLU * up, kept and quantized": (7, lambda: producers.silu_mul_quantize_rows(x, other, FORMAT, columns, keep=True)),
+    }
+    if x.shape[1] <= producers.WIDEST:
+        ways["RMSNorm, kept and quantized"] = (
+            5, lambda: producers.rmsnorm_quantize_rows(x, weight, 1e-6, FORMAT, keep=True, columns=columns),
+        )  # fmt: skip
+    return ways
+
+
+def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = TRAIN[-1]) -> Iterator[Row]:
     """May the backend serve a rollout? Decoded rows against the same rows of a training batch, bit for bit."""
-    for name, backend in machine.backends.items():
-        for model in models:
-            for linear in model.linears:
+    for model in models:
+        for linear in model.linears:
+            for name, backend in {**machine.backends, **one_launch(machine)}.items():
+                decoded = row_equality.DECODED if name in machine.backends else ONE_LAUNCH_ROWS
                 try:
                     shape = linear.N, linear.K
-                    verdict = row_equality.compare_rows(backend, shape, machine.device, FORMAT, trained)
+                    verdict = row_equality.compare_rows(backend, shape, machine.device, FORMAT, trained, decoded)
                 except Exception as error:
                     verdict = row_equality.Verdict(False, f"{type(error).__name__}: {error}".splitlines()[0][:200])
                 yield {
@@ -107,9 +130,9 @@ def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = 
 
 def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
     """Forward and backward of a linear layer with everything in it, the bytes it saves, and the peak of memory."""
-    for model in models:
-        for linear in model.linears:
-            for M in sizes:
+    for M in sorted(sizes, reverse=True):  # the targets are at the largest
+        for model in models:
+            for linear in model.linears:
                 x, g = machine.random(M, linear.K), machine.random(M, linear.N)
                 made = {"bf16": nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)}
                 for name in machine.backends:

@@ -10,6 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.gpu.targets import missed
+
 Rows = Sequence[dict[str, Any]]
 
 
@@ -49,6 +51,9 @@ def write(page: Path, title: str, record: dict[str, Any], parts: dict[str, tuple
     head = f"# {title}\n\n{machine}. Command: `{record['command']}`. {record['seconds']:.0f} seconds in all."
     head += f" Not measured: {missing}." if missing else ""
     head += "\n\nBest of interleaved rounds, through CUDA graphs. `BF16 / this` above 1 is faster than BF16.\n\n"
-    page.write_text(head + "\n".join(markdown(title, rows, note) for title, rows, note in parts.values()))
+    tables = {name: markdown(title, rows, note) for name, (title, rows, note) in parts.items()}
+    if "targets" in parts and (reasons := missed(parts["targets"][1])):
+        tables["targets"] += "\n" + reasons
+    page.write_text(head + "\n".join(tables.values()))
     figures = {name: {"title": title, "note": note, "rows": list(rows)} for name, (title, rows, note) in parts.items()}
     page.with_suffix(".json").write_text(json.dumps({**record, "parts": figures}, indent=1) + "\n")

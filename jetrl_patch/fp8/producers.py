@@ -41,7 +41,8 @@ def _kernels(state: Fp8State, *inputs: Tensor) -> Any | None:
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
+    x_MK = x.reshape(-1, x.shape[-1])
+    return x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
 
 
 class _NormedRows(_RMSNorm):

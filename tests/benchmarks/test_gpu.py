@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import floors, parts, report
+from benchmarks.gpu import block, floors, launches, parts, report, targets
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import MODELS, Model
 from benchmarks.gpu.timing import Budget, Timed, copies
@@ -121,6 +121,9 @@ def tiny(monkeypatch):
         "gradients": lambda m: parts.gradients(m, TINY, (16,)),
         "quantizers": lambda m: parts.quantizers(m, ((16, 128),)),
         "layers": lambda m: parts.layers(m, TINY, (256,)),
+        "decode": lambda m: launches.decode(m, TINY, (1, 16)),
+        "blocks": lambda m: block.blocks(m, TINY, 256),
+        "profile": lambda m: block.profiles(m, TINY, 256),
     }
     assert runs.keys() == gpu.PARTS.keys()
     for name, run in runs.items():
@@ -130,13 +133,16 @@ def tiny(monkeypatch):
 
 def test_every_part_on_a_cpu(machine, tiny, tmp_path):
     with Console(file=(tmp_path / "screen").open("w"), width=200) as console:
-        tables = gpu.measure(machine, list(gpu.PARTS), 100, console)
+        tables = gpu.measure(machine, list(gpu.PARTS), 1000, console)
     count = {name: len(rows) for name, (_, rows, _) in tables.items()}
     assert count == {
-        "ceilings": 3, "rows": 8, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6, "layers": 4 * 3, "floors": 3,
+        "targets": 2 + 2 + 3 * 5, "ceilings": 3, "rows": 8, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6,
+        "layers": 4 * 3, "decode": 2 * 3, "blocks": 3, "profile": 3 * (block.TOP + 1), "floors": 3,
     }  # fmt: skip
+    for way in ("bf16", "torch", "native"):
+        assert sum(row["share"] for row in tables["profile"][1] if row["backend"] == way) == pytest.approx(1)
     assert all(row["verdict"] == "may serve" for row in tables["rows"][1])
-    for name in ("products", "gradients", "layers"):
+    for name in ("products", "gradients", "layers", "decode", "blocks"):
         for row in tables[name][1]:
             assert row["BF16 / this"] > 0 and (row["backend"] != "bf16" or row["BF16 / this"] == 1)
     layers = [row for row in tables["layers"][1] if row["linear"] == "down"]
@@ -178,13 +184,99 @@ def test_a_part_that_fails_or_runs_out_of_time_is_told(machine, tiny, monkeypatc
         yield {"a": 1}
         raise RuntimeError("out of memory\nand more")
 
-    monkeypatch.setitem(gpu.PARTS, "layers", ("Layers", failing, 0.5))
+    monkeypatch.setitem(gpu.PARTS, "gradients", ("Gradients", failing, 0.5))
     with Console(file=(tmp_path / "screen").open("w")) as console:
-        tables = gpu.measure(machine, ["products", "layers"], 1e-9, console)
+        tables = gpu.measure(machine, ["products", "gradients"], 1e-9, console)
         assert len(tables["products"][1]) == 1 and tables["products"][2] == "The time of this part ended after 1 rows."
-        tables = gpu.measure(machine, ["layers"], 100, console)
-    assert tables["layers"][2] == "This part failed after 1 rows: RuntimeError: out of memory"
-    assert "out of memory" in report.markdown("Layers", [], tables["layers"][2])
+        tables = gpu.measure(machine, ["gradients"], 100, console)
+    assert tables["gradients"][2] == "This part failed after 1 rows: RuntimeError: out of memory"
+    assert "out of memory" in report.markdown("Gradients", [], tables["gradients"][2])
+
+
+def measured(ours="deep_gemm", speed=2.0, **changes):
+    """Tables as a run would leave them, in which FP8 is ``speed`` times as fast as BF16; never written anywhere."""
+    heads: list = [{"model": model.name, "linear": linear.name, "M": 16384} for model in MODELS for linear in model.linears]
+    both = [("bf16", speed), (ours, 1.0), ("triton", 1.0)]
+    rows = {
+        "rows": [{"backend": ours, "verdict": "may serve", "found": "rows equal"}],
+        "products": [{**head, "backend": name, "us": us} for head in heads for name, us in both],
+        "layers": [
+            {**head, "backend": name, "ms": ms, "saved MiB": 2.0 if name == "bf16" else 1.0}
+            for head in heads
+            for name, ms in both
+        ],
+        "decode": [{"model": m.name, "M": 64, "backend": name, "us a block": us} for m in MODELS for name, us in both],
+        "quantizers": [
+            {"backend": ours, "quantizer": "activation 1x128", "M, K": "16384, 3584", "of the copy": 0.9},
+            {"backend": ours, "quantizer": parts.TWO_LAYOUTS, "M, K": "16384, 3584", "of the copy": 0.95},
+            {"backend": ours, "quantizer": "activation 1x128", "M, K": "64, 3584", "of the copy": 0.1},
+        ],
+    }
+    return {name: ("", changes.get(name, table), "") for name, table in rows.items()}
+
+
+def verdicts(tables):
+    return {row["target"]: row["verdict"] for row in targets.targets(tables)}
+
+
+def test_targets_that_are_met():
+    found = verdicts(measured())
+    assert len(found) == 1 + 2 + 3 * 5 and set(found.values()) == {"met"}
+    assert targets.missed(targets.targets(measured())) == ""
+
+
+def test_targets_that_are_missed_are_marked_with_room_for_the_reason(tmp_path):
+    found = verdicts(measured(speed=1.45))
+    wrong = {name for name, verdict in found.items() if verdict == "MISSED"}
+    assert {name.split(",")[0] for name in wrong} == {"FProp", "decoding"} and len(wrong) == 6
+    page = tmp_path / "page.md"
+    record = {"versions": {}, "command": "c", "seconds": 1.0, "missing": {}}
+    report.write(page, "T", record, {"targets": ("Targets", targets.targets(measured(speed=1.45)), "")})
+    text = page.read_text()
+    assert text.count("MISSED") == 6 and text.count("not explained yet") == 6 and "## Missed" in text
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "target", "verdict"),
+    [
+        ("rows", lambda rows: [{**rows[0], "verdict": "may not serve", "found": "3 differ"}], "rows do not", "MISSED"),
+        ("rows", lambda rows: [], "rows do not", "not measured"),
+        ("products", lambda rows: rows[3:], "FProp, Qwen2.5-7B", "not measured"),  # one linear is missing
+        ("layers", lambda rows: [{**r, "ms": math.nan} for r in rows], "linears forward", "not measured"),
+        ("layers", lambda rows: [{**r, "saved MiB": 1.5} for r in rows], "saved", "MISSED"),
+        ("layers", lambda rows: [{**r, "saved MiB": ""} for r in rows], "saved", "not measured"),
+        ("decode", lambda rows: [{**r, "M": 8} for r in rows], "decoding", "not measured"),
+        ("quantizers", lambda rows: [{**r, "of the copy": 0.84} for r in rows], "quantizers at", "MISSED"),
+        ("quantizers", lambda rows: [{**r, "of the copy": 0.9} for r in rows], "both layouts", "MISSED"),
+        ("quantizers", lambda rows: rows[2:], "quantizers at", "not measured"),
+    ],
+)
+def test_each_target_sees_its_figure(part, change, target, verdict):
+    tables = measured()
+    found = verdicts(measured(**{part: change(tables[part][1])}))
+    assert {v for name, v in found.items() if name.startswith(target)} == {verdict}
+
+
+def test_a_slower_choice_than_the_best_backend_is_a_miss():
+    tables = measured()
+    rows = [{**row, "us": 0.9} if row["backend"] == "triton" else row for row in tables["products"][1]]
+    found = verdicts(measured(products=rows))
+    assert {v for name, v in found.items() if "the best backend" in name} == {"MISSED"}
+    refused = [{"backend": "deep_gemm", "verdict": "may not serve", "found": "x"}]
+    assert targets.serving({"rows": refused, "products": rows}) == "triton"
+
+
+def test_parts_get_a_page_of_their_own():
+    assert gpu.page_of(None) == gpu.page_of([]) == gpu.PAGE
+    assert gpu.page_of(["profile"]).name == "h200-profile.md" and gpu.page_of(["rows", "rows"]).name == "h200-rows.md"
+
+
+def test_one_launch_and_two_are_both_measured():
+    machine = Machine(torch.device("cpu"), wall_clock, {"triton": get_backend("triton")})
+    assert [b.few() for b in (*launches.one_launch(machine).values(), *launches.two_launches(machine).values())] == [64, 0]
+    assert 0 < get_backend("triton").few() < 64
+    machine.backends = {"native": get_backend("native")}
+    assert launches.one_launch(machine) == launches.two_launches(machine) == {}
 
 
 def test_the_shares_of_time_leave_room():

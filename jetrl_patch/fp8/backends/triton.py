@@ -27,6 +27,12 @@ class TritonBackend(GpuBackend):
 
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
+    def few(self) -> int:
+        """Up to so many rows are quantized and multiplied in one launch."""
+        from jetrl_patch.kernels import gemm_decode
+
+        return gemm_decode.FEW
+
     def fprop(
         self,
         x_MK: Tensor,
@@ -37,11 +43,11 @@ class TritonBackend(GpuBackend):
         splits: int = 1,
     ) -> Tensor:
         """Few rows are quantized within the product: one launch, the same bits (``kernels.gemm_decode``)."""
-        if not torch.compiler.is_compiling() and splits == 1:  # a rollout's ranks hold one range of K each
+        # A rollout's ranks hold one range of K each, so splits are the trainer's.
+        if splits == 1 and not torch.compiler.is_compiling() and x_MK.shape[0] <= self.few():
             from jetrl_patch.kernels import gemm_decode
 
-            if x_MK.shape[0] <= gemm_decode.FEW:
-                return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
+            return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:

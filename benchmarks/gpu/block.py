@@ -1,0 +1,120 @@
+"""A transformer block without its attention, forward and backward: timed, and taken apart kernel by kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.shapes import MODELS, TRAIN, Model
+from benchmarks.gpu.timing import Call
+from jetrl_patch.fp8 import producers
+from jetrl_patch.fp8.backends.gpu import GpuBackend
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+
+EPS, FORMAT = 1e-6, "pow2"
+#: steps that are profiled, and kernels that are listed of each
+STEPS, TOP = 3, 12
+
+
+class Block(nn.Module):
+    """norm, qkv, o, norm, gate and up, SiLU * up, down, with both residuals. What o reads are the queries.
+
+    Args:
+        backend: its linears are FP8; None is BF16. fused: norms and SiLU * up hand over quantized rows.
+    """
+
+    def __init__(self, model: Model, device: torch.device, backend: str | None, fused: bool) -> None:
+        super().__init__()
+        self.state = None if backend is None else Fp8State(FORMAT, backend)
+        self.fused = fused
+        weights = {"dtype": torch.bfloat16, "device": device}
+        self.norms = nn.ParameterList([nn.Parameter(torch.ones(model.hidden, **weights)) for _ in range(2)])  # type: ignore[arg-type]
+        for name, N, K in model.linears:
+            layer = nn.Linear(K, N, bias=False, **weights)  # type: ignore[arg-type]
+            if backend is not None:
+                layer.__class__ = Fp8Linear
+                layer.fp8 = Fp8State(FORMAT, backend)
+            self.add_module(name, layer)
+        self.attention = model.heads * model.head_dim
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.qkv(self._norm(x, 0))[..., : self.attention]
+        x = x + self.o(q.contiguous())
+        gate, up = self.gate_up(self._norm(x, 1)).chunk(2, -1)
+        y = producers.silu_mul(gate, up, self.state) if self.fused and self.state else None
+        down: Tensor = self.down(F.silu(gate) * up if y is None else y)
+        return x + down
+
+    def _norm(self, x: Tensor, i: int) -> Tensor:
+        y = producers.rms_norm(x, self.norms[i], EPS, self.state) if self.fused and self.state else None
+        if y is not None:
+            return y
+        wide = x.float()  # as transformers computes it
+        return self.norms[i] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def _blocks(machine: Machine, model: Model) -> dict[str, Block]:
+    ways: dict[str, tuple[str | None, bool]] = {"bf16": (None, False)}
+    for name, backend in machine.backends.items():
+        ways[name] = name, False
+        if isinstance(backend, GpuBackend):
+            ways[f"{name}, fused"] = name, True
+    return {way: Block(model, machine.device, backend, fused) for way, (backend, fused) in ways.items()}
+
+
+def _step(block: Block, x: Tensor, g: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    torch.autograd.grad(block(x), (x, *block.parameters()), g)
+
+
+def blocks(machine: Machine, models: Sequence[Model] = MODELS, M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
+    """A step of a block in BF16, with FP8 linears, and with its norms and activation fused into the quantization."""
+    for model in models:
+        x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
+        made = _blocks(machine, model)
+        calls: dict[str, Call] = {way: lambda i, b=block, x=x, g=g: _step(b, x, g) for way, block in made.items()}
+        times = machine.timer(calls)
+        for way, timed in times.items():
+            yield {
+                "model": model.name, "M": M, "backend": way, "ms": timed.seconds * 1e3,
+                "BF16 / this": times["bf16"].seconds / timed.seconds,
+                "note": timed.error or ("" if timed.graph else "launching included"),
+            }  # fmt: skip
+
+
+def profiles(machine: Machine, models: Sequence[Model] = MODELS[:1], M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
+    """The kernels of a block's step by torch's profiler, longest first: time, calls and share of the step."""
+    cuda = machine.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
+    for model in models:
+        x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
+        for way, block in _blocks(machine, model).items():
+            _step(block, x, g)  # compiles
+            with profile(activities=activities) as found:
+                for _ in range(STEPS):
+                    _step(block, x, g)
+                if cuda:
+                    torch.cuda.synchronize()
+            times = {}
+            for event in found.key_averages():
+                if not cuda or event.device_type == DeviceType.CUDA:
+                    spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+                    times[event.key] = spent / STEPS, event.count / STEPS
+            yield from _longest({"model": model.name, "backend": way, "M": M}, times)
+
+
+def _longest(head: dict[str, object], times: dict[str, tuple[float, float]]) -> Iterator[dict[str, object]]:
+    whole = sum(us for us, _ in times.values()) or float("nan")
+    order = sorted(times.items(), key=lambda item: -item[1][0])
+    rest = order[TOP:]
+    shown = order[:TOP]
+    if rest:
+        shown.append((f"{len(rest)} others", (sum(us for _, (us, _) in rest), sum(n for _, (_, n) in rest))))
+    for name, (us, calls) in shown:
+        yield {**head, "kernel": name[:90], "us": us, "calls": calls, "share": us / whole}

@@ -1,0 +1,72 @@
+"""Decoding: all linears of a block one after another, from BF16, and the Triton backend with one launch a layer or two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.shapes import DECODE, MODELS, Model
+from benchmarks.gpu.timing import Call, copies
+from jetrl_patch.fp8.backends import Backend
+from jetrl_patch.fp8.backends.triton import TritonBackend
+from jetrl_patch.fp8.quantize import expand_weight_scale
+
+FORMAT = "pow2"
+#: what the kernel of one launch is tried with, up to the most that it takes
+ONE_LAUNCH_ROWS = (1, 7, 64)
+
+
+class OneLaunch(TritonBackend):
+    """Quantizes within the product as far as the kernel goes."""
+
+    def few(self) -> int:
+        return 64
+
+
+class TwoLaunches(TritonBackend):
+    """Never quantizes within the product."""
+
+    def few(self) -> int:
+        return 0
+
+
+def one_launch(machine: Machine) -> dict[str, Backend]:
+    """The Triton backend that always takes one launch, where Triton serves."""
+    return {"triton, one launch": OneLaunch()} if "triton" in machine.backends else {}
+
+
+def two_launches(machine: Machine) -> dict[str, Backend]:
+    """The Triton backend that never does, where Triton serves."""
+    return {"triton, two launches": TwoLaunches()} if "triton" in machine.backends else {}
+
+
+def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = DECODE) -> Iterator[dict[str, object]]:
+    """The four linears of a block, quantization included: what a decoding step multiplies in every block."""
+    for model in models:
+        turns = copies(sum(N * K for _, N, K in model.linears), machine.cache)
+        weights = [[machine.random(N, K) for _ in range(turns)] for _, N, K in model.linears]
+        backends = machine.backends | one_launch(machine) | two_launches(machine)
+        held = {name: [[_weight(backend, w) for w in ws] for ws in weights] for name, backend in backends.items()}
+        for M in sorted(sizes, key=lambda M: M != 64):  # the target is at 64
+            xs = [machine.random(M, K) for _, _, K in model.linears]
+            calls: dict[str, Call] = {"bf16": lambda i, xs=xs, w=weights: [x @ ws[i % len(ws)].t() for x, ws in zip(xs, w)]}
+            for name, backend in backends.items():
+                if M > 64 and name == "triton, one launch":
+                    continue
+                calls[name] = lambda i, b=backend, xs=xs, w=held[name]: [
+                    b.fprop(x, *ws[i % len(ws)], FORMAT) for x, ws in zip(xs, w)
+                ]
+            times = machine.timer(calls)
+            for name, timed in times.items():
+                yield {
+                    "model": model.name, "M": M, "backend": name, "us a block": timed.seconds * 1e6,
+                    "BF16 / this": times["bf16"].seconds / timed.seconds,
+                    "note": timed.error or ("" if timed.graph else "launching included"),
+                }  # fmt: skip
+
+
+def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    q_NK, s_blocks = backend.quantize_weight(w_NK, FORMAT)
+    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0])
