@@ -81,6 +81,11 @@ def test_exact_refusals_are_not_those_of_linear():
     settings.check(arguments(rollout__top_p=0.9, ds__ring_attn_size=2), LINEAR)
 
 
+def test_deepspeed_has_no_fp8_all_gather():
+    with pytest.raises(ConfigError, match=r"asked for FSDP2, but found OpenRLHF, which trains with DeepSpeed; leave it off"):
+        settings.check(arguments(), Config(fp8_all_gather=True))
+
+
 def test_a_training_without_a_rollout_is_refused():
     with pytest.raises(ConfigError, match="train_ppo_ray"):
         settings.check(SimpleNamespace(ds=SimpleNamespace()), LINEAR)
