@@ -150,6 +150,12 @@ class _Fp8Matmul(torch.autograd.Function):
         return dx, dw, db, None
 
 
+@torch.compiler.disable
+def _outside_of_graphs(x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
+    result: Tensor = _Fp8Matmul.apply(x, weight, bias, state)
+    return result
+
+
 def has_main_grad(weight: Any) -> bool:
     """Does the framework keep an FP32 gradient of this weight to add to (Megatron's ``main_grad``)?
 
@@ -184,7 +190,9 @@ class Fp8Linear(nn.Linear):
     fp8: Fp8State
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and not isinstance(self.weight, (Fp8Gathered, Fp8Shard)):
+        if torch.compiler.is_compiling():
+            if isinstance(self.weight, (Fp8Gathered, Fp8Shard)):  # bytes have no gradient that a graph could hold
+                return _outside_of_graphs(input, self.weight, self.bias, self.fp8)
             state = self.fp8
             return traced.linear(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
         result: Tensor = _Fp8Matmul.apply(input, self.weight, self.bias, self.fp8)

@@ -14,6 +14,7 @@ from jetrl_patch.fp8 import backends
 from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.formats import BLOCK
+from jetrl_patch.fp8.gather import Fp8Gathered
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight
 from jetrl_patch.fp8.reference import fprop
@@ -193,6 +194,15 @@ def test_a_compiled_graph_is_whole_and_computes_the_same(backend, dtype):
     with torch.no_grad():
         (x, _), *_ = batches(1, 256, 256)
         assert torch.equal(compiled(x), other(x))
+
+
+def test_a_weight_gathered_in_fp8_breaks_the_graph_and_nothing_else():
+    model, other = Gated("plain-gpu"), Gated("plain-gpu")
+    for layer in (model.gate, model.up, model.down):
+        w = layer.fp8.quantized(layer.weight)
+        layer.weight = nn.Parameter(Fp8Gathered(w.q, w.s_blocks, torch.bfloat16))
+    torch._dynamo.reset()
+    same(results(model, torch.compile(model, backend="aot_eager")), results(other, other))
 
 
 @pytest.mark.slow
