@@ -63,9 +63,10 @@ _CHARTS = (
           help="share of tokens whose two log-probs are the same bits"),
     Chart("ess", "Effective sample size", GROUPS[1], _metric("jetrl/ess"), style="share",
           help="of the importance weights, as a share of the tokens"),
-    Chart("clipped", "Clipped or masked tokens", GROUPS[1],
-          _metric("jetrl/clipped_fraction", "jetrl/masked_fraction"), low=0, style="share",
-          help="share of tokens on which the correction acted"),
+    Chart("clipped", "Clipped tokens", GROUPS[1], _metric("jetrl/clipped_fraction"), low=0, style="share",
+          help="share of tokens whose ratio lies outside the correction's bounds"),
+    Chart("masked", "Masked tokens", GROUPS[1], _metric("jetrl/masked_fraction"), low=0, style="share",
+          help="share of tokens that the correction takes out"),
     Chart("seconds", "Seconds a step", GROUPS[2], lambda run: run.seconds, low=0, style="seconds"),
     Chart("sync", "Weight sync", GROUPS[2], lambda run: run.part("weight sync"), low=0, style="seconds",
           help="from the trainer to the rollout engine"),
@@ -84,8 +85,8 @@ _MORE = {
     "response_length": "Response length",
     "training/rollout_probs_diff_mean": "Mean |Δ probability|, as verl measures it",
 }
-_TOLD = {"jetrl/logp_abs_diff_mean", "jetrl/logp_abs_diff_max", "jetrl/k3_kl", "jetrl/bit_equal_fraction", "jetrl/ess"}
-_TOLD |= {"jetrl/clipped_fraction", "jetrl/sync_seconds"}
+_TOLD = {"jetrl/logp_abs_diff_mean", "jetrl/logp_abs_diff_max", "jetrl/k3_kl", "jetrl/bit_equal_fraction", "jetrl/ess",
+         "jetrl/clipped_fraction", "jetrl/masked_fraction", "jetrl/sync_seconds"}  # fmt: skip
 _MOST = 24  # charts under "more"
 
 

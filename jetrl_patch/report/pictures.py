@@ -22,7 +22,7 @@ __all__ = ["draw_learning", "draw_mismatch", "draw_pictures"]
 _PICTURES = {
     "learning.png": ("reward", "accuracy"),
     "mismatch.png": ("mismatch-mean", "mismatch-max"),
-    "agreement.png": ("k3", "bit-equal", "ess", "clipped"),
+    "agreement.png": ("k3", "bit-equal", "ess", "clipped", "masked"),
 }
 _PART_COLOURS = (("#33475f", ""), ("#ffffff", "////"), ("#8fa3bb", ""), ("#e5e9ef", ".."))
 _FEW = 12  # points of a line that are marked one by one
@@ -132,7 +132,7 @@ def _log_axis(axes: Axes, series: Sequence[Points]) -> None:
 
 def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, path: Path) -> list[Path]:
     """Seconds a step over the steps, and what a step is made of, as one stacked bar a run."""
-    known = [run for run in runs if run.parts]
+    known = [(run.label, parts) for run in runs if (parts := run.parts)]
     if seconds is None:
         return []
     figure, panels = _figure(2 if known else 1)
@@ -142,8 +142,8 @@ def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, p
         axes = panels[1]
         left = [0.0] * len(known)
         for name, (colour, hatch) in zip((*PARTS, "other"), _PART_COLOURS, strict=True):
-            widths = [run.parts[name] for run in known]
-            axes.barh([run.label for run in known], widths, left=left, label=name, color=colour, hatch=hatch,
+            widths = [parts[name] for _, parts in known]
+            axes.barh([label for label, _ in known], widths, left=left, label=name, color=colour, hatch=hatch,
                       edgecolor="#4a5567", linewidth=0.7, height=0.62)  # fmt: skip
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jetrl_patch.report.charts import SCALE_PREFIX
-from jetrl_patch.report.runs import Points, Run
+from jetrl_patch.report.runs import Points, Run, number
 
 __all__ = ["ALL_LAYERS", "Scales", "read_scales", "split_name"]
 
@@ -67,7 +67,7 @@ def split_name(name: str) -> tuple[str, str] | None:
         return None
     group, *middle, last = name.removeprefix(SCALE_PREFIX).split("/")
     if not middle:
-        return f"{group} {last}", ALL_LAYERS
+        return f"{group} {last}".replace("_", " "), ALL_LAYERS
     if _LAYER.fullmatch(last) and not _LAYER.fullmatch(middle[0]):
         what, layer = "/".join(middle), last
     else:
@@ -78,18 +78,14 @@ def split_name(name: str) -> tuple[str, str] | None:
 def read_scales(runs: Sequence[Run]) -> Scales:
     """All statistics per layer of all runs; empty where no run has any."""
     found = Scales()
-    layers: set[str] = set()
     for i, run in enumerate(runs):
-        for name in sorted({name for data in run.steps.values() for name in data}):
-            split = split_name(name)
-            points = run.series(name) if split else []
-            if split and points:
-                found.series[i, split[0], split[1]] = points
-                layers.add(split[1])
-                if split[0] not in found.whats:
-                    found.whats.append(split[0])
-    found.whats.sort()
-    found.layers = sorted(layers, key=_natural)
+        for step in sorted(run.steps):
+            for name, raw in run.steps[step].items():
+                split, value = split_name(name), number(raw)
+                if split and value is not None:
+                    found.series.setdefault((i, *split), []).append((step, value))
+    found.whats = sorted({what for _, what, _ in found.series})
+    found.layers = sorted({layer for _, _, layer in found.series}, key=_natural)
     return found
 
 

@@ -37,6 +37,6 @@ def short(value: float) -> float | str:
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     rounded = float(f"{value:.5g}")
-    if rounded in (0.0, 1.0) and rounded != value:
+    if not math.isfinite(rounded) or (rounded in (0.0, 1.0) and rounded != value):
         return value
     return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

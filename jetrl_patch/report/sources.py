@@ -111,8 +111,8 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
     for source, text in zip(sources, texts, strict=True):
         file = find_file(source.path)
         if file.resolve() in seen:
-            asked, found = "every run once", f"{seen[file.resolve()]} and {text} for {file}"
-            raise ReportError(explain("RUN", asked=asked, found=found, fix="leave one out"))
+            found = f"{seen[file.resolve()]} and {text}, which are the same file"
+            raise ReportError(explain("RUN", asked="every run once", found=found, fix="leave one out"))
         seen[file.resolve()] = text
         source.runs = [run for run in read_runs(file, keep, notes) if run.steps]
     name_runs(sources)

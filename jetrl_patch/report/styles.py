@@ -41,10 +41,12 @@ def choose(runs: Sequence[Run]) -> list[Style]:
         groups.setdefault((run.source, run.arm or run.label), []).append(i)
     taken: list[int] = []
     for _, arm in groups:
-        free = [slot for slot in range(len(LIGHT)) if slot not in taken] or [len(taken) % len(LIGHT)]
-        known = _KNOWN.get(arm)
+        if len(taken) >= len(LIGHT):  # all are in use: begin again, with other dashes
+            taken.append(taken[len(taken) - len(LIGHT)])
+            continue
+        free = [slot for slot in range(len(LIGHT)) if slot not in taken]
         unknown = [slot for slot in free if slot not in _KNOWN.values()]
-        taken.append(known if known in free and known is not None else (unknown or free)[0])
+        taken.append(_KNOWN[arm] if _KNOWN.get(arm) in free else (unknown or free)[0])
     several = any(len(members) > 1 for members in groups.values())
     styles = {
         i: Style(slot, (nth if several else position + position // len(LIGHT)) % len(DASHES))

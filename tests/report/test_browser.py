@@ -1,0 +1,226 @@
+"""The page in a real browser: nothing is fetched, nothing fails, and everything that can be clicked does what it says."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jetrl_patch.report import collect, write
+
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
+
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (chromium, google-chrome)")
+
+
+def run_file(path: Path, seed: int, first: int, exact: bool) -> Path:
+    """A run of 40 steps as verl's file logger writes it, by an OpenRLHF-like or verl-like hand; ``first`` is its first step."""
+    chance, lines = random.Random(seed), []
+    for step in range(first, first + 40):
+        data = {
+            "critic/score/mean": 0.3 + 0.015 * (step - first) + 0.05 * chance.random(),
+            "timing_s/step": 3.0 + seed + chance.random(),
+            "timing_s/gen": 1.0 + seed,
+            "timing_s/update_actor": 1.2,
+            "timing_s/update_weights": 0.2,
+            "jetrl/tokens": 3000 + step,
+            "jetrl/logp_abs_diff_mean": 0.0 if exact else 2e-3 * (1 + chance.random()),
+            "jetrl/logp_abs_diff_max": 0.0 if exact else chance.random(),
+            "jetrl/bit_equal_fraction": 1.0 if exact else 0.02,
+            "jetrl/ess": 1.0 if exact else 0.999,
+            "jetrl/k3_kl": 0.0 if exact else 1e-5,
+        }
+        if step % 10 == 0:
+            data["val-core/words/acc/mean@1"] = min(1.0, 0.25 + step / 50)
+            for layer in range(12):
+                where = f"jetrl/scale/model.layers.{layer}.mlp.down_proj"
+                data |= {f"{where}/saturation": 1e-4 * layer, f"{where}/sqnr_db": 32.0 - 2 * layer - seed}
+        lines.append(json.dumps({"step": step, "data": data}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+@pytest.fixture(scope="module")
+def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("page")
+    texts = [
+        f"exact={run_file(folder / 'a.jsonl', 1, 0, exact=True)}",
+        f"a run with a rather long name, FP8 rollout={run_file(folder / 'b.jsonl', 7, 20, exact=False)}",
+    ]
+    runs = collect(texts, lambda name: True, [])
+    write(runs, folder / "out", "Two runs", "as verl writes them")
+    return folder / "out" / "report.html"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as driver:
+        chromium = driver.chromium.launch(executable_path=CHROMIUM, args=QUIET)
+        yield chromium
+        chromium.close()
+
+
+@pytest.fixture
+def page(browser: Any, page_file: Path) -> Iterator[Any]:
+    """The open page; at the end nothing may have been said on the console, thrown or fetched."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    opened, troubles = context.new_page(), []
+    opened.on("console", lambda message: troubles.append(message.text))
+    opened.on("pageerror", lambda error: troubles.append(str(error)))
+    opened.on("request", lambda request: troubles.append(request.url) if request.url != page_file.as_uri() else None)
+    opened.goto(page_file.as_uri())
+    yield opened
+    context.close()
+    assert [trouble for trouble in troubles if not trouble.startswith("data:")] == []
+
+
+def lines(page: Any, chart: str) -> list[str]:
+    found: list[str] = page.eval_on_selector_all(f"#chart-{chart} path.line", "all => all.map(e => e.dataset.run)")
+    return found
+
+
+def marks(page: Any, chart: str) -> list[str]:
+    found: list[str] = page.eval_on_selector_all(f"#chart-{chart} text", "all => all.map(e => e.textContent)")
+    return found
+
+
+def column(page: Any, table: str, title: str) -> list[str]:
+    code = """([table, title]) => {
+        const t = document.querySelector(`[aria-label="${table}, table"] table`);
+        const at = [...t.tHead.rows[0].cells].findIndex((c) => c.textContent === title);
+        return [...t.tBodies[0].rows].filter((r) => !r.hidden).map((r) => r.cells[at].dataset.value);
+    }"""
+    found: list[str] = page.evaluate(code, [table, title])
+    return found
+
+
+def click_head(page: Any, table: str, title: str) -> None:
+    page.get_by_role("region", name=f"{table}, table", exact=True).get_by_role("button", name=title, exact=True).click()
+
+
+def test_switching_a_run_off_changes_charts_axes_and_tables(page: Any) -> None:
+    assert lines(page, "reward") == ["0", "1"]
+    assert "0" in marks(page, "mismatch-mean") and "10⁻³" in marks(page, "mismatch-mean")
+    usual = page.get_by_role("checkbox", name="a run with a rather long name, FP8 rollout")
+    usual.uncheck()
+    assert lines(page, "reward") == lines(page, "mismatch-mean") == ["0"]
+    assert column(page, "Summary", "run") == ["exact"]
+    assert len(column(page, "What a step is made of", "run")) == 1
+    assert "60" not in marks(page, "reward")  # the steps of the other run are gone from the axis
+    usual.check()
+    assert lines(page, "reward") == ["0", "1"]
+    assert "60" in marks(page, "reward") or "50" in marks(page, "reward")
+    page.get_by_role("button", name="None").click()
+    assert lines(page, "reward") == []
+    assert page.get_by_text("none of the runs that are switched on has this").first.is_visible()
+    page.get_by_role("button", name="All").click()
+    assert lines(page, "accuracy") == ["0", "1"]
+
+
+def test_zero_has_a_place_of_its_own_below_the_smallest_decade(page: Any) -> None:
+    code = """(run) => { const b = document.querySelector(`#chart-mismatch-mean path[data-run="${run}"]`).getBBox();
+        const band = document.querySelector("#chart-mismatch-mean .band").getBBox();
+        return [b.y, b.y + b.height, band.y, band.y + band.height]; }"""
+    top, bottom, band_top, band_bottom = page.evaluate(code, 0)
+    assert band_top < top <= bottom < band_bottom
+    _, bottom, band_top, _ = page.evaluate(code, 1)
+    assert bottom < band_top
+
+
+def test_tables_sort_numbers_as_numbers(page: Any) -> None:
+    page.get_by_text("Worst value of every layer").click()
+    title = "scale sqnr db"
+    shuffled = column(page, "Layers", title)
+    click_head(page, "Layers", title)
+    falling = [float(value) for value in column(page, "Layers", title)]
+    assert falling == sorted(map(float, shuffled), reverse=True)
+    assert falling != sorted(falling, key=str, reverse=True)  # 9 would stand before 30 among words
+    click_head(page, "Layers", title)
+    assert [float(value) for value in column(page, "Layers", title)] == falling[::-1]
+    head = page.locator("th[aria-sort]", has_text=title)
+    assert head.get_attribute("aria-sort") == "ascending"
+    click_head(page, "Layers", "layer")  # words, but in the order of the model
+    assert column(page, "Layers", "layer") == [f"{n:06d}" for n in range(12) for _ in range(2)]
+
+
+def test_the_values_of_a_step_show_by_pointer_and_by_keyboard(page: Any) -> None:
+    plot = page.locator("#chart-reward .plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 60)
+    tip = page.locator("#chart-reward .tip")
+    assert tip.is_visible()
+    assert re.match(r"step (2[5-9]|3[0-4])\n", tip.inner_text()) and "exact" in tip.inner_text()
+    page.mouse.move(1, 1)
+    assert not tip.is_visible()
+    plot.focus()
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("step 0")
+    page.keyboard.press("ArrowRight")
+    assert tip.inner_text().startswith("step 1")
+    page.keyboard.press("Escape")
+    assert not tip.is_visible()
+
+
+def test_a_layer_and_a_statistic_can_be_chosen(page: Any) -> None:
+    path = "document.querySelector('#chart-scales path.line').getAttribute('d')"
+    worst = page.evaluate(path)
+    page.locator("#layer").select_option("model.layers.5.mlp.down_proj")
+    assert page.locator("#chart-scales figcaption").inner_text().startswith("scale saturation, model.layers.5.mlp")
+    page.locator("#what").select_option("scale sqnr db")
+    assert page.evaluate(path) != worst
+    assert "20" in marks(page, "scales")  # the runs are at 21 and 15
+
+
+@pytest.mark.parametrize("width", [320, 380, 768, 1280])
+def test_no_width_scrolls_sideways(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    page.eval_on_selector_all("details", "all => all.forEach((e) => (e.open = true))")
+    page.wait_for_timeout(150)
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+    drawn = page.evaluate("document.querySelector('#chart-reward svg').getBoundingClientRect().width")
+    assert 200 < drawn <= width
+
+
+def test_marks_of_an_axis_do_not_lie_on_each_other(page: Any) -> None:
+    for width in (360, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.eval_on_selector_all("details", "all => all.forEach((e) => (e.open = true))")
+        page.wait_for_timeout(150)
+        overlaps = page.evaluate(
+            """() => [...document.querySelectorAll("figure")].flatMap((figure) => {
+                const boxes = [...figure.querySelectorAll("svg text")].map((t) => [t.textContent, t.getBoundingClientRect()]);
+                return boxes.flatMap(([a, p], i) => boxes.slice(i + 1).filter(([, q]) =>
+                    p.left < q.right - 1 && q.left < p.right - 1 && p.top < q.bottom - 3 && q.top < p.bottom - 3)
+                    .map(([b]) => `${figure.id}: ${a} / ${b}`));
+            })"""
+        )
+        assert overlaps == []
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_text_can_be_read_on_both_grounds(page: Any, scheme: str) -> None:
+    page.emulate_media(color_scheme=scheme)
+    ratio = page.evaluate(
+        """() => {
+            const part = (v) => (v <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+            const light = (colour) => {
+                const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => part(v / 255));
+                return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+            };
+            const ground = light(getComputedStyle(document.querySelector("figure")).backgroundColor);
+            const texts = document.querySelectorAll("figcaption, figcaption small, td, th button, .card span");
+            return Math.min(...[...texts].map((e) => light(getComputedStyle(e).color)).map(
+                (own) => (Math.max(own, ground) + 0.05) / (Math.min(own, ground) + 0.05)));
+        }"""
+    )
+    assert ratio >= 4.5

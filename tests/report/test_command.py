@@ -1,0 +1,126 @@
+"""``jetrl report`` as it is typed: what it writes, what it warns of, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from jetrl_patch.cli.main import app
+from jetrl_patch.report import ReportError
+
+
+def data(step: int, mismatch: float) -> dict[str, Any]:
+    return {
+        "critic/score/mean": 0.5 + step / 100,
+        "timing_s/step": 3.0,
+        "timing_s/gen": 1.0,
+        "timing_s/update_weights": 0.5,
+        "timing_s/update_actor": 1.25,
+        "jetrl/logp_abs_diff_mean": mismatch * (1 + step),
+        "jetrl/scale/model.layers.0.q_proj/saturation": 1e-3 * step,
+    }
+
+
+def write_run(path: Path, mismatch: float, steps: int = 6) -> Path:
+    lines = [json.dumps({"step": s, "data": data(s, mismatch)}) + "\n" for s in range(steps)]
+    path.write_text("".join(lines))
+    return path
+
+
+def report(*args: object) -> Any:
+    return CliRunner().invoke(app, ["report", *map(str, args)], catch_exceptions=True, env={"COLUMNS": "200"})
+
+
+def payload(page: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    return found
+
+
+def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
+    exact, usual = write_run(tmp_path / "exact.jsonl", 0.0), write_run(tmp_path / "usual.jsonl", 1e-3)
+    done = report(f"exact </script> run={exact}", usual, "--out", tmp_path / "out", "--title", "a < b")
+    assert done.exit_code == 0, done.output
+    made = {path.name for path in (tmp_path / "out").iterdir()}
+    assert made == {"report.html", "summary.json", "learning.png", "mismatch.png", "time.png", "scales.png"}
+    assert "usual" in done.stdout and "16.7%" in done.stdout
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert page.count("</script>") == 3  # a name cannot end the data
+    assert "<title>a &lt; b</title>" in page
+    found = payload(page)
+    assert [run["name"] for run in found["runs"]] == ["exact </script> run", "usual"]
+    first = json.loads((tmp_path / "out" / "summary.json").read_text())[0]
+    assert first["parts"] == {"rollout": 1.0, "weight sync": 0.5, "training": 1.25, "other": 0.25}
+    assert first["sync_share"] == pytest.approx(0.5 / 3)
+    assert first["logp_abs_diff_mean"] == 0.0
+    assert first["seed"] is None
+    series = next(c["series"] for c in found["charts"].values() if c["title"] == "Mean |Δ log-prob|")
+    assert series[0] == [list(range(6)), [0] * 6]
+    assert found["scales"]["scale saturation"]["model.layers.0.q_proj"][0][1][:2] == [0, 1e-3]
+
+
+def test_a_line_that_was_cut_off_is_a_warning_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
+    path = write_run(tmp_path / "run.jsonl", 0.0)
+    path.write_text(path.read_text()[:-20])
+    done = report(path, "--out", tmp_path / "out")
+    assert done.exit_code == 0
+    says = f"{path}, line 6: cut off; the 5 lines before it are used"
+    assert f"warning: {says}" in done.stderr
+    assert says in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_runs_without_a_common_metric_and_without_any(tmp_path: Path) -> None:
+    good = write_run(tmp_path / "good.jsonl", 0.0)
+    other, empty = tmp_path / "other.jsonl", tmp_path / "empty.jsonl"
+    other.write_text('{"step": 900, "data": {"actor/entropy": 0.5}}\n')
+    empty.write_text('{"step": 1, "data": {"something/else": 0.5}}\n')
+    done = report(good, other, empty, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "empty: has none of the metrics that the report shows" in done.stderr
+    assert "no metric is common to all runs" in done.stderr
+    alone = report(empty, "--out", tmp_path / "none")
+    assert isinstance(alone.exception, ReportError)
+    assert "asked for metrics of a training run" in str(alone.exception)
+    assert not (tmp_path / "none").exists()
+
+
+def test_what_is_no_number_is_in_the_page_and_its_json_is_strict(tmp_path: Path) -> None:
+    values = [0.1, math.nan, math.inf, 0.2, -math.inf, 0.3]
+    path = tmp_path / "run.jsonl"  # Python's own json writes NaN and Infinity
+    path.write_text("".join(json.dumps({"step": i, "data": {"reward": v}}) + "\n" for i, v in enumerate(values)))
+    done = report(path, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    found = payload((tmp_path / "out" / "report.html").read_text())
+    assert found["charts"]["0"]["series"][0][1] == [0.1, "NaN", "Infinity", 0.2, "-Infinity", 0.3]
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())[0]["reward_best"] == 0.3
+
+
+def test_pictures_are_left_out_where_matplotlib_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    done = report(write_run(tmp_path / "run.jsonl", 0.0), "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    assert "pictures need matplotlib" in done.stderr
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.html", "summary.json"}
+
+
+def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
+    steps, spike = 30_000, 17_017
+    path = tmp_path / "run.jsonl"
+    with path.open("w") as file:
+        for s in range(steps):
+            values = {name: random.random() for name in ("critic/score/mean", "jetrl/ess", "timing_s/step")}
+            if s == spike:
+                values["critic/score/mean"] = 99.5
+            file.write(json.dumps({"step": s, "data": values}) + "\n")
+    done = report(path, "--out", tmp_path / "out")
+    assert done.exit_code == 0, done.output
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert len(page) < 150_000
+    found = payload(page)["charts"]["0"]["series"][0]
+    assert len(found[0]) <= 600
+    assert found[1][found[0].index(spike)] == 99.5

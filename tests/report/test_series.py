@@ -1,0 +1,118 @@
+"""Thinning keeps what matters, values keep what they say, styles can be told apart, names of layers are understood."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jetrl_patch.report.runs import Run
+from jetrl_patch.report.scales import ALL_LAYERS, read_scales, split_name
+from jetrl_patch.report.series import short, thin
+from jetrl_patch.report.styles import DARK, DASHES, LIGHT, choose
+
+floats = st.floats(allow_nan=True, allow_infinity=True)
+
+
+@settings(deadline=None)
+@given(st.lists(floats, max_size=300), st.integers(5, 60))
+def test_thinning_keeps_ends_extremes_and_what_is_no_number(values: list[float], limit: int) -> None:
+    points = list(enumerate(values))
+    kept = thin(points, limit)
+    assert len(kept) <= max(limit, 0)
+    assert all(any(p is q for q in points) for p in kept)
+    assert [step for step, _ in kept] == sorted({step for step, _ in kept})
+    if len(points) <= limit:
+        assert kept is points
+    if points:
+        assert kept[0] is points[0] and kept[-1] is points[-1]
+    finite, shown = ([v for _, v in some if math.isfinite(v)] for some in (points, kept))
+    if finite:
+        assert (min(shown), max(shown)) == (min(finite), max(finite))
+    assert any(not math.isfinite(v) for v in values) == any(not math.isfinite(v) for _, v in kept)
+
+
+def test_each_bin_keeps_its_own_spike() -> None:
+    values = [0.0] * 100_000
+    for spike in range(500, 100_000, 1000):
+        values[spike] = 1.0 + spike
+    kept = thin(list(enumerate(values)))
+    assert len(kept) <= 600
+    assert {v for _, v in kept if v} == {v for v in values if v}
+
+
+@given(floats)
+def test_a_short_value_says_the_same(value: float) -> None:
+    found = short(value)
+    if not math.isfinite(value):
+        assert isinstance(found, str) and repr(float(found)) == repr(value)
+        return
+    assert not isinstance(found, str)
+    assert (found == 0) == (value == 0) and (found == 1) == (value == 1)
+    assert math.isclose(found, value, rel_tol=1e-4)
+
+
+def luminance(colour: str) -> float:
+    parts = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    linear = [c / 12.92 if c <= 0.03928 else ((c + 0.055) / 1.055) ** 2.4 for c in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize(("colours", "ground"), [(LIGHT, "#ffffff"), (DARK, "#171d28")])
+def test_every_line_stands_out_from_its_ground(colours: tuple[str, ...], ground: str) -> None:
+    for colour in colours:
+        low, high = sorted((luminance(colour), luminance(ground)))
+        assert (high + 0.05) / (low + 0.05) >= 3.0, colour
+
+
+@pytest.mark.parametrize("count", [1, 3, 8, 16])
+def test_no_two_runs_look_the_same(count: int) -> None:
+    styles = choose([Run("", "", 0, name=f"run {i}", source=f"run {i}") for i in range(count)])
+    assert len(set(styles)) == count
+    if count <= len(LIGHT):
+        assert len({style.colour for style in styles}) == count
+
+
+def test_seeds_share_a_colour_and_arms_do_not() -> None:
+    runs = [
+        Run("bf16", "none", 0),
+        Run("bf16", "none", 1),
+        Run("fp8-unified", "exact", 0),
+        Run("fp8-rollout", "none", 0),
+    ]
+    a, b, c, d = choose(runs)
+    assert a.colour == b.colour and DASHES[a.dash] != DASHES[b.dash]
+    assert len({a.colour, c.colour, d.colour}) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("jetrl/scale/model.layers.0.mlp.down_proj/saturation", ("scale saturation", "model.layers.0.mlp.down_proj")),
+        ("jetrl/scale/layers/0/mlp/amax_max", ("scale amax max", "layers/0/mlp")),
+        ("jetrl/monitor/sqnr_db/model.layers.3.q_proj", ("monitor sqnr db", "model.layers.3.q_proj")),
+        ("jetrl/scale/saturation_max", ("scale saturation max", ALL_LAYERS)),
+        ("jetrl/k3_kl", None),
+        ("actor/grad/norm", None),
+    ],
+)
+def test_statistics_of_layers_are_known_by_their_names(name: str, found: tuple[str, str] | None) -> None:
+    got = split_name(name)
+    assert got == (found and (found[0].replace("/", " "), found[1]))
+
+
+def test_the_worst_is_the_largest_or_of_a_ratio_the_smallest() -> None:
+    def data(layer: int, up: float) -> dict[str, float]:
+        return {f"jetrl/scale/layers.{layer}/{what}": up for what in ("saturation", "sqnr_db")}
+
+    runs = [Run("", "", 0, {1: {**data(10, 1.0), **data(2, 5.0)}, 2: {**data(10, 7.0), **data(2, 3.0)}})]
+    scales = read_scales(runs)
+    assert scales.layers == ["layers.2", "layers.10"]
+    assert scales.worst(0, "scale saturation", "layers.2") == 5.0
+    assert scales.worst(0, "scale sqnr db", "layers.2") == 3.0
+    assert scales.worst_layer(0, "scale saturation") == [(1, 5.0), (2, 7.0)]
+    assert scales.worst_layer(0, "scale sqnr db") == [(1, 1.0), (2, 3.0)]
+    runs[0].steps[3] = data(2, math.nan)
+    assert math.isnan(read_scales(runs).worst(0, "scale saturation", "layers.2") or 0.0)
