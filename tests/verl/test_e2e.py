@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from tests.verl.run_verl import A, R, Run, make_task
+from tests.verl.run_verl import A, M, R, Run, make_task
 
 TIMEOUT = 900
 
@@ -71,6 +71,18 @@ def test_unified_is_exact_v1_fsdp1_reference_model_and_temperature(task):
 def test_unified_is_exact_on_two_ranks_with_tensor_parallel_rollout(task):
     run = Run(task, "trainer.use_v1=False", processes=2, environ={"JETRL_PRECISION": "fp8-unified"})
     assert_exact(finish(run))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_unified_is_exact_with_the_fp8_all_gather(task):
+    """Two ranks, gradient checkpointing and a reference model, whose weights are gathered from pinned or plain memory."""
+    extra = ["trainer.use_v1=False", f"{A}.use_kl_loss=True", f"{M}.enable_gradient_checkpointing=True"]
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_FP8_ALL_GATHER": "1"}
+    run = Run(task, *extra, processes=2, steps=3, environ=environ)
+    assert_exact(finish(run, 3))
+    assert run.text.count("6 of 21 FP8 layers are gathered in BF16") == 2  # k and v; said once for each model
 
 
 @pytest.mark.e2e
