@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, OnImport, Patch
-from jetrl_patch.adapters.verl import logprob, metrics, model, settings, state, sync, worker
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
+from jetrl_patch.adapters.verl import logprob, megatron, megatron_engine, metrics, model, settings, state, sync, worker
 from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+_MEGATRON = "verl.workers.engine.megatron.transformer_impl"
 _NO_HOOK = "verl has an extension point for this"
 
 EVERY_MODE: tuple[Patch, ...] = (
@@ -92,6 +93,20 @@ EVERY_MODE: tuple[Patch, ...] = (
         remove_when="verl's FSDP engine can quantize once",
     ),
     Patch(
+        module=_MEGATRON,
+        attr="MegatronEngine._build_megatron_module",
+        make=megatron_engine.build_megatron_module,
+        reason="a Megatron model is checked once it is loaded: TransformerEngine's layers, in the run's recipe, and no others",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_MEGATRON,
+        attr="MegatronEngine.get_per_tensor_param",
+        make=sync.get_per_tensor_param,
+        reason="send the bytes and scales that TransformerEngine computes with (BF16 for the rest) instead of BF16 weights",
+        remove_when="verl's Megatron engine exports what TransformerEngine computes with",
+    ),
+    Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         attr="ServerAdapter.update_weights",
         make=sync.server_update_weights,
@@ -134,7 +149,7 @@ EXACT_MODE: tuple[Patch, ...] = (
 
 
 class VerlAdapter(Adapter):
-    """verl 0.9: trainers V0 and V1, FSDP1 and FSDP2, asynchronous vLLM servers."""
+    """verl 0.9: trainers V0 and V1, FSDP1, FSDP2 and Megatron, asynchronous vLLM servers."""
 
     name: ClassVar[str] = "verl"
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
@@ -146,6 +161,14 @@ class VerlAdapter(Adapter):
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Entries of verl's registry of policy losses."""
         return correction_hooks(config)
+
+    def check(self, config: Config) -> None:
+        """The environment must not ask TransformerEngine for other scales than the settings do."""
+        megatron.check_scales(config)
+
+    def on_apply(self, config: Config, journal: Journal) -> None:
+        """With TransformerEngine, the format of its scales, for this process and its children."""
+        megatron.export_scales(config, journal)
 
     def on_undo(self) -> None:
         """Forget figures that wait for a log line."""

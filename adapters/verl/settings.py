@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import gather
+from jetrl_patch.adapters.verl import gather, megatron
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.section import disagreement
@@ -31,6 +31,7 @@ def _dtype_other_than_bf16(value: Any) -> bool:
     return str(value).removeprefix("torch.") not in ("bf16", "bfloat16")
 
 
+_ENGINES = ("fsdp", "fsdp2", megatron.STRATEGY)
 _OFF = "switch it off"
 _QUANTIZED = "no other quantization beside jetrl_patch"
 _PARALLEL = "a trainer that holds whole sequences and a rollout of plain tensor parallelism"
@@ -45,8 +46,8 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
     Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
     Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "fp8", ConflictError),
-    Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), "fsdp or fsdp2", "use one of them", "fp8"),
-    Rule(f"{REF}.strategy", other_than("fsdp", "fsdp2"), "fsdp or fsdp2", "use one of them", "fp8"),
+    Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "fp8"),
+    Rule(f"{REF}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "fp8"),
     Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "use it", "fp8"),
     Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own manager", "leave it out", "all"),
     Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _PARALLEL, _OFF, "fp8"),
@@ -88,18 +89,14 @@ def check(verl_config: Any, config: Config) -> None:
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     """Everything in verl's configuration that cannot be kept, as the errors to raise."""
-    from omegaconf import OmegaConf
-
     contradiction = disagreement(verl_config, config)
     if contradiction is not None:
         yield contradiction
-    yield from broken(
-        RULES,
-        lambda path: OmegaConf.select(verl_config, path, default=None),
-        config,
-        lambda path: f"verl setting {path}",
-    )
-    yield from gather.problems(lambda path: OmegaConf.select(verl_config, path, default=None), config)
+    select = _selector(verl_config)
+    yield from broken(RULES, select, config, lambda path: f"verl setting {path}")
+    yield from gather.problems(select, config)
+    if megatron.is_chosen(select, config):
+        yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
     try:
         _check_model(verl_config, config)
@@ -123,6 +120,9 @@ def _check_model(verl_config: Any, config: Config) -> None:
 
     tp = int(OmegaConf.select(verl_config, f"{ROLLOUT}.tensor_model_parallel_size", default=1))
     check_model(hf_config, config, tp)
+    select = _selector(verl_config)
+    if megatron.is_chosen(select, config):
+        megatron.check_model(hf_config, int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1))
 
 
 def _local_hf_config(path: Any, trust_remote_code: bool) -> Any:
@@ -141,12 +141,13 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     if config.exact:
         wanted[f"{ROLLOUT}.enforce_eager"] = True  # a compiled graph fuses ops and rounds them otherwise
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
-    from omegaconf import OmegaConf
-
+    select = _selector(verl_config)
+    if megatron.is_chosen(select, config):
+        wanted |= megatron.wanted(select)
     wanted |= correction_settings(verl_config, config)
     changes = []
     for path, value in wanted.items():
-        found = OmegaConf.select(verl_config, path, default=None)
+        found = select(path)
         if found != value:
             changes.append(f"{path}={value!r}, which was {found!r}")
             _update(verl_config, path, value)
@@ -163,6 +164,13 @@ def prepare(verl_config: Any, config: Config) -> None:
 def mark(verl_config: Any, config: Config) -> None:
     """Leave our settings in verl's configuration, for the workers to compare with theirs."""
     _update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
+
+
+def _selector(verl_config: Any) -> Callable[[str], Any]:
+    """What gives the value at a dotted path of verl's configuration, None where there is none."""
+    from omegaconf import OmegaConf
+
+    return lambda path: OmegaConf.select(verl_config, path, default=None)
 
 
 def _update(verl_config: Any, path: str, value: Any) -> None:

@@ -1,0 +1,331 @@
+"""verl's configuration for Megatron, checked and completed; and verl's own Megatron engine, with Megatron stood in for."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from jetrl_patch.adapters.base import Journal
+from jetrl_patch.adapters.verl import megatron, megatron_engine, settings
+from jetrl_patch.adapters.verl.adapter import ADAPTER
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
+from jetrl_patch.sync.stream import SyncStats
+from tests.fp8 import te_fakes as te
+from tests.models import build, config_of
+
+ROOT = Path(__file__).resolve().parents[2]
+M = "actor_rollout_ref.actor.megatron"
+LAYERS = f"{M}.override_transformer_config"
+LINEAR = Config(align="linear", backend="te")
+FP32 = LINEAR.replace(scale_format="fp32")
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """What this environment is said to have."""
+
+    def say(te="2.20.2", megatron_there=True):
+        monkeypatch.setattr(megatron, "installed_version", lambda name: te)
+        monkeypatch.setattr(megatron, "is_installed", lambda name: megatron_there)
+
+    say()
+    return say
+
+
+@pytest.fixture(scope="module")
+def composed(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    config_of("qwen3", head_dim=128).save_pretrained(path)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield lambda *extra: compose(
+            "ppo_trainer",
+            [
+                "model_engine=megatron", "actor_rollout_ref.rollout.name=vllm",
+                "actor_rollout_ref.rollout.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
+                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *extra,
+            ],
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def plain(composed):
+    return composed()
+
+
+@pytest.mark.parametrize("config", [LINEAR, FP32, Config(precision="bf16")])
+def test_verls_own_megatron_defaults_are_accepted(composed, installed, config):
+    settings.check(composed(), config)
+
+
+def test_the_configuration_is_completed_for_actor_and_reference(composed):
+    verl_config = composed()
+    changes = settings.complete(verl_config, LINEAR)
+    for role in ("actor", "ref"):
+        layers = verl_config.actor_rollout_ref[role].megatron.override_transformer_config
+        assert layers.fp8 == "e4m3" and layers.fp8_recipe == "blockwise" and layers.attention_backend == "flash"
+        assert "fp8_param" not in layers
+    assert sum("override_transformer_config" in change for change in changes) == 2  # the reference's are the actor's
+    assert not [change for change in settings.complete(verl_config, LINEAR) if "override" in change]
+
+
+def test_a_reference_with_settings_of_its_own_is_completed_too(composed):
+    verl_config = composed("actor_rollout_ref.ref.megatron.override_transformer_config={recompute_granularity:null}")
+    settings.complete(verl_config, LINEAR)
+    assert verl_config.actor_rollout_ref.ref.megatron.override_transformer_config.fp8_recipe == "blockwise"
+
+
+def test_what_was_completed_reaches_verls_dataclass_and_is_accepted(composed, installed):
+    from verl.utils.config import omega_conf_to_dataclass
+
+    verl_config = composed()
+    settings.complete(verl_config, LINEAR)
+    settings.check(verl_config, LINEAR)
+    for role in ("actor", "ref"):
+        engine = omega_conf_to_dataclass(verl_config.actor_rollout_ref[role].megatron)
+        assert engine.override_transformer_config["fp8_recipe"] == "blockwise"
+
+
+@pytest.mark.parametrize("config", [Config(precision="bf16"), Config(precision="fp8-unified", align="linear")])
+def test_nothing_of_it_is_written_where_megatron_does_not_train_in_fp8(composed, config):
+    verl_config = composed() if config.precision == "bf16" else composed("model_engine=dp")
+    settings.complete(verl_config, config)
+    assert "fp8" not in (OmegaConf.select(verl_config, LAYERS) or {})
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        (Config(backend="te"), r"align='exact' with verl setting .*actor.strategy=megatron: asked for 'linear': Megatron's norm"),
+        (Config(precision="fp8-rollout"), "precision='fp8-rollout' .*asked for 'fp8-unified' or 'bf16'"),
+        (Config(align="linear"), "backend='auto' .*asked for 'te'.*JETRL_BACKEND=te"),
+        (Config(precision="int8-rollout"), "precision='int8-rollout' .*asked for 'fp8-unified' or 'bf16'"),
+        (LINEAR.replace(exclude=("o_proj",)), "exclude=.*asked for what TransformerEngine's layers do"),
+        (LINEAR.replace(guard_sqnr=10.0), "guard_sqnr=10.0 .*asked for what TransformerEngine's layers do"),
+    ],
+)
+def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
+    with pytest.raises(ConfigError, match=match):
+        settings.check(composed(), config)
+
+
+CONTRADICTIONS = [
+    (f"+{LAYERS}.fp8=hybrid", ConflictError, "override_transformer_config.fp8 "),
+    (f"+{LAYERS}.fp8_recipe=delayed", ConflictError, "fp8_recipe"),
+    (f"+{LAYERS}.fp8_recipe=tensorwise", ConflictError, "fp8_recipe"),
+    (f"+{LAYERS}.fp8_recipe=mxfp8", ConflictError, "fp8_recipe"),
+    ("+actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe=delayed", ConflictError, "override_optimizer"),
+    (f"+{LAYERS}.fp8_param=true", ConfigError, "fp8_param .*asked for BF16 parameters: .*reloads no masters"),
+    (f"+{M}.override_ddp_config.fp8_param_gather=true", ConfigError, "fp8_param_gather"),
+    (f"+{LAYERS}.first_last_layers_bf16=true", ConfigError, "first_last_layers_bf16"),
+    (f"+{LAYERS}.transformer_impl=local", ConfigError, "transformer_impl"),
+    (f"+{LAYERS}.fp8_dot_product_attention=true", ConfigError, "fp8_dot_product_attention"),
+    (f"{M}.dtype=float16", ConfigError, "megatron.dtype"),
+    (f"{M}.pipeline_model_parallel_size=2", ConfigError, "pipeline_model_parallel_size"),
+    (f"{M}.virtual_pipeline_model_parallel_size=2", ConfigError, "virtual_pipeline"),
+    (f"{M}.expert_model_parallel_size=2", ConfigError, "expert_model_parallel_size"),
+    (f"{M}.expert_tensor_parallel_size=2", ConfigError, "expert_tensor_parallel_size"),
+    (f"{M}.use_mbridge=false", ConfigError, "use_mbridge"),
+    (f"{M}.vanilla_mbridge=true", ConfigError, "vanilla_mbridge"),
+    (f"{M}.use_megatron_fsdp=true", ConfigError, "use_megatron_fsdp"),
+    (f"{M}.dynamic_context_parallel=true", ConfigError, "dynamic_context_parallel"),
+    (f"{M}.qat.enable=true", ConflictError, "qat.enable"),
+    ("actor_rollout_ref.model.use_remove_padding=false", ConfigError, "use_remove_padding"),
+    ("actor_rollout_ref.model.mtp.enable=true", ConfigError, "mtp.enable"),
+    ("actor_rollout_ref.model.lora.rank=8", ConflictError, "lora.rank"),
+    ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", ConfigError, "checkpoint_engine.backend"),
+    ("actor_rollout_ref.ref.strategy=fsdp2", ConfigError, "one engine for actor and reference"),
+]
+
+
+@pytest.mark.parametrize(("override", "kind", "match"), CONTRADICTIONS)
+def test_a_contradiction_is_one_error_that_names_it(plain, installed, override, kind, match):
+    path, _, value = override.lstrip("+").partition("=")
+    verl_config = copy.deepcopy(plain)
+    OmegaConf.update(verl_config, path, yaml.safe_load(value), force_add=True)
+    with pytest.raises(kind, match=rf"{match}.*but found .*; "):
+        settings.check(verl_config, LINEAR)
+
+
+@pytest.mark.parametrize(
+    ("there", "found"),
+    [
+        ({"te": None}, "found no transformer_engine;"),
+        ({"te": "2.2.0"}, "found transformer_engine 2.2.0;"),
+        ({"megatron_there": False}, "found no megatron.core, no megatron.bridge;"),
+    ],
+)
+def test_what_is_not_installed(composed, installed, there, found):
+    installed(**there)
+    with pytest.raises(VersionError, match=f"asked for .*transformer_engine>=2.3, but {found}"):
+        settings.check(composed(), LINEAR)
+    settings.check(composed(), Config(precision="bf16"))
+
+
+def test_this_very_environment_has_none_of_it(composed):
+    """Real guards, no stand-in: the driver stops before Ray starts."""
+    pytest.importorskip("verl")
+    if megatron.is_installed("megatron.core"):
+        pytest.skip("Megatron is installed here")
+    with pytest.raises(VersionError, match=r"no megatron\.core"):
+        settings.prepare(composed(), LINEAR)
+
+
+@pytest.mark.parametrize(
+    ("options", "tp", "match"),
+    [
+        ({}, 1, "head_dim=64"),
+        ({"head_dim": 128, "intermediate_size": 640}, 2, "intermediate_size=640 over 2 ranks"),
+        ({"head_dim": 128}, 8, "intermediate_size=512 over 8 ranks"),
+    ],
+)
+def test_a_block_that_would_hold_two_layers(options, tp, match):
+    with pytest.raises(ModelError, match=match):
+        megatron.check_model(config_of("qwen3", **options), tp)
+    megatron.check_model(config_of("qwen3", head_dim=128), 4)
+
+
+def test_the_model_is_looked_at_before_anything_starts(composed, installed, tmp_path):
+    config_of("llama").save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="head_dim=64"):
+        settings.check(composed(f"actor_rollout_ref.model.path={tmp_path}"), LINEAR)
+    with pytest.raises(ModelError, match="intermediate_size=512 over 8 ranks"):
+        settings.check(composed(f"{M}.tensor_model_parallel_size=8"), LINEAR)
+
+
+def test_another_family(composed, installed, tmp_path):
+    from transformers import MistralConfig
+
+    MistralConfig(hidden_size=256, num_attention_heads=2, num_key_value_heads=2, num_hidden_layers=1).save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=r"one of qwen2, qwen3, llama.*found model_type='mistral'"):
+        settings.check(composed(f"actor_rollout_ref.model.path={tmp_path}"), LINEAR)
+
+
+@pytest.mark.parametrize(("config", "value"), [(LINEAR, "0"), (FP32, "1")])
+def test_the_scales_are_exported_and_taken_back(monkeypatch, config, value):
+    monkeypatch.delenv(megatron.SCALES, raising=False)
+    journal = Journal()
+    ADAPTER.on_apply(config, journal)
+    assert os.environ[megatron.SCALES] == value
+    ADAPTER.check(config)  # as a child of this process would find it
+    journal.rollback()
+    assert megatron.SCALES not in os.environ
+
+
+@pytest.mark.parametrize(
+    "config", [Config(align="linear"), Config(precision="bf16"), Config(precision="fp8-rollout", backend="te")]
+)
+def test_no_scales_are_exported_where_transformer_engine_does_not_train(monkeypatch, config):
+    monkeypatch.delenv(megatron.SCALES, raising=False)
+    journal = Journal()
+    ADAPTER.on_apply(config, journal)
+    assert megatron.SCALES not in os.environ
+    megatron.check_scales(config, {megatron.SCALES: "1"})
+
+
+def test_other_scales_in_the_environment_are_a_conflict():
+    with pytest.raises(ConflictError, match=rf"scale_format='pow2'.*asked for {megatron.SCALES}=0, but found '1'"):
+        megatron.check_scales(LINEAR, {megatron.SCALES: "1"})
+    with pytest.raises(ConflictError, match=r"scale_format='fp32'.*found '0'"):
+        megatron.check_scales(FP32, {megatron.SCALES: "0"})
+    megatron.check_scales(FP32, {megatron.SCALES: "1"})
+
+
+def engine(scale_format: str, wrong: str = "nothing") -> tuple[str, str]:
+    """What ``megatron_script`` printed last: its first word and the rest."""
+    environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "NVTE_", "COV"))}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.verl.megatron_script", scale_format, wrong],
+        cwd=ROOT, env={**environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    lines = [line for line in done.stdout.splitlines() if line.startswith(("FACTS ", "ERROR "))]
+    assert lines, done.stdout[-2000:] + done.stderr[-4000:]
+    word, _, text = lines[-1].partition(" ")
+    return word, text
+
+
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_the_stream_is_what_transformer_engine_computes_with(monkeypatch, scale_format):
+    """With FP32 scales the contract's own quantizer gives other bytes, so it cannot stand in here."""
+    te.install(monkeypatch)
+    hf = build("llama", head_dim=128, tie_word_embeddings=True)
+    source = megatron_engine.announce(hf.config, LINEAR.replace(scale_format=scale_format))
+    weights = {name: tensor.contiguous() for name, tensor in hf.state_dict().items()}
+    sent = dict(source.stream(iter(weights.items()), SyncStats()))
+    assert "lm_head.weight" in weights and "lm_head.weight" not in sent
+    assert len(source.layers) == 21
+    for layer in source.layers:
+        theirs = te.quantized(weights[f"{layer}.weight"], scale_format == "pow2").parts
+        q, s = sent[f"{layer}.weight"], sent[f"{layer}.weight_scale_inv"]
+        assert torch.equal(q.view(torch.uint8), theirs["rowwise_data"])
+        assert torch.equal(s, theirs["rowwise_scale_inv"][:, : s.shape[1]])
+
+
+@pytest.mark.parametrize(
+    ("scale_format", "variable"), [pytest.param("pow2", "0", marks=pytest.mark.slow), ("fp32", "1")]
+)
+def test_verls_engine_sends_what_transformer_engine_computes_with(scale_format, variable):
+    word, text = engine(scale_format)
+    assert word == "FACTS", text
+    facts = json.loads(text)
+    terms = {"precision": "fp8-unified", "align": "linear", "scale_format": scale_format, "backend": "te"}
+    assert {key: facts["terms"][key] for key in terms} == terms
+    assert facts["layers"] == facts["equal"] == 21 and facts["rest"] and facts["complete"] and facts["lm_head"]
+    assert facts["untouched"] and facts["peft"] is None and facts["stats"] == [21, True]
+    assert facts["backend"] == "te" and facts["scales"] == variable and facts["scales_after"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("wrong", "match"),
+    [
+        ("recipe", "ModelError: TransformerEngine in Megatron's layers: .*found MXFP8BlockScaling"),
+        ("settings", "ModelError: the configuration that Megatron's model was built with: .*found .*'fp8': False"),
+        ("plain", "ModelError: layers of Module: .*found 11, and 1 other layers with matrices .*linear_fc2"),
+        ("heads", "ModelError: model with Megatron: .*head_dim=64"),
+        ("backend", "ModelError: verl's Megatron engine: asked for .*backend='te'.*found .*backend='auto'"),
+        ("nan", r"SyncError: .*up_proj.* holds NaN"),
+    ],
+)
+def test_verls_engine_stops_before_the_rollout_gets_anything_else(wrong, match):
+    word, text = engine("pow2", wrong)
+    assert word == "ERROR" and re.search(match, text), text
+
+
+@pytest.mark.slow
+def test_tied_weights_and_critics():
+    word, text = engine("pow2", "tied")
+    assert word == "FACTS" and json.loads(text)["complete"] and not json.loads(text)["lm_head"], text
+    assert engine("pow2", "critic") == ("FACTS", '{"converted": false}')
+
+
+def test_the_real_packages():
+    """The names of Megatron and Megatron-Bridge that the code and the stand-ins rely on."""
+    fp8_utils = pytest.importorskip("megatron.core.fp8_utils")
+    import dataclasses
+
+    from megatron.bridge import AutoBridge
+    from megatron.core.extensions import transformer_engine as extensions
+    from megatron.core.transformer import TransformerConfig
+
+    from jetrl_patch.adapters.verl.megatron_engine import BUILT
+    from jetrl_patch.fp8 import transformer_engine
+
+    assert callable(fp8_utils.get_fp8_recipe)
+    assert set(BUILT) <= {field.name for field in dataclasses.fields(TransformerConfig)}
+    assert callable(AutoBridge.export_hf_weights) and callable(AutoBridge.get_conversion_tasks)
+    for name in ("TELayerNormColumnParallelLinear", "TEColumnParallelLinear", "TERowParallelLinear"):
+        assert transformer_engine._has_base(getattr(extensions, name), *transformer_engine.LINEARS)
