@@ -122,7 +122,7 @@ class _Fp8Matmul(torch.autograd.Function):
         # The parameter that has main_grad: a checkpoint's hooks may hand back another tensor of the same value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return y_MN.view(*x.shape[:-1], -1)
+        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
@@ -142,7 +142,7 @@ class _Fp8Matmul(torch.autograd.Function):
         elif wanted[1]:
             dw = state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, w_dtype)
         if dx is not None:
-            dx = dx.view(*grad.shape[:-1], -1)
+            dx = dx.view(*grad.shape[:-1], dx.shape[1])
         if dw is not None and ctx.parameter is not None:
             dw = add_to_main_grad(ctx.parameter, dw)
         if ctx.needs_input_grad[2]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, FP8, groups, split_width
+from jetrl_patch.fp8.formats import BLOCK, groups, split_width
+from jetrl_patch.fp8.operands import check_fprop
 
 
 def fprop(
@@ -20,8 +21,7 @@ def fprop(
     Design: precision contract. ``s_NG`` are per-row weight scales [N, G]. ``splits`` > 1 adds the FP32
     partial sums of as many equal ranges of K in ascending order (a tensor-parallel rollout's all-reduce).
     """
-    if q_MK.dtype != FP8 or w_NK.dtype != FP8:
-        raise TypeError(f"expected two {FP8} operands, found {q_MK.dtype} and {w_NK.dtype}")
+    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     (M, K), N = q_MK.shape, w_NK.shape[0]
     step = split_width(K, splits)
     x, w = q_MK.double(), w_NK.double()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.fp8.formats import FP8, groups, split_width
+from jetrl_patch.fp8.operands import check_fprop
 from jetrl_patch.native.build import library
 
 _BF16 = torch.bfloat16
@@ -36,6 +37,13 @@ def _rows(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     if tensor.dtype != dtype or tensor.device.type != "cpu":
         raise TypeError(f"{name}: expected a CPU {dtype} tensor, found {tensor.dtype} on {tensor.device}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+def _sized(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
+    """The kernels read memory by the sizes that they are told."""
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
+    return tensor
 
 
 def _checked(status: int) -> None:
@@ -84,9 +92,9 @@ def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtyp
 
     ``scale[m // row_group, k // col_group]`` belongs to ``q[m, k]``.
     """
-    q_MK = q_MK.contiguous()
-    scale = _rows(scale, torch.float32, "scale")
+    q_MK = _rows(q_MK, FP8, "q").contiguous()
     M, K = q_MK.shape
+    scale = _sized(_rows(scale, torch.float32, "scale"), (-(-M // row_group), -(-K // col_group)), "scale")
     out = torch.empty(M, K, dtype=dtype)
     library().jetrl_dequantize(
         _ptr(q_MK), _ptr(scale), _long(scale.stride(0)), _long(M), _long(K), _long(row_group), _long(col_group),
@@ -97,6 +105,8 @@ def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtyp
 
 def fingerprint(tensor: Tensor) -> int:
     """64-bit fingerprint of a contiguous tensor's bytes."""
+    if tensor.device.type != "cpu":
+        raise TypeError(f"weight: expected a CPU tensor, found one on {tensor.device}")
     function: Any = library().jetrl_fingerprint
     function.restype = ctypes.c_uint64
     return int(function(_ptr(tensor), _long(tensor.numel() * tensor.element_size())))
@@ -106,6 +116,7 @@ def fp8_gemm(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
 ) -> Tensor:
     """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc); FP32 or rounded once to BF16."""
+    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
     w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
     (M, K), N = q_MK.shape, w_NK.shape[0]
@@ -125,6 +136,7 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Y [M, N] = X W^T with BF16 operands and FP32 sums in ascending K; FP32, or rounded once to BF16."""
     x_MK, w_NK = _rows(x_MK, _BF16, "x"), _rows(w_NK, _BF16, "w")
     (M, K), N = x_MK.shape, w_NK.shape[0]
+    _sized(w_NK, (N, K), "w")
     out = torch.empty(M, N, dtype=out_dtype)
     _checked(
         library().jetrl_gemm(
@@ -139,6 +151,7 @@ def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Returns y [M, K] BF16 and 1/rms [M] FP32."""
     x_MK, weight = _rows(x_MK, _BF16, "x").contiguous(), _rows(weight, _BF16, "weight")
     M, K = x_MK.shape
+    _sized(weight, (K,), "weight")
     y, rstd = torch.empty_like(x_MK), torch.empty(M, dtype=torch.float32)
     library().jetrl_rms_norm(
         _ptr(x_MK), _ptr(weight), _long(M), _long(K), ctypes.c_float(eps), _ptr(y), _ptr(rstd), _threads(M * K)
@@ -150,6 +163,7 @@ def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
     """bf16(bf16(silu(gate)) * up), [M, K]; rows may be strided halves of one tensor."""
     gate_MK, up_MK = _rows(gate_MK, _BF16, "gate"), _rows(up_MK, _BF16, "up")
     M, K = gate_MK.shape
+    _sized(up_MK, (M, K), "up")
     y = torch.empty(M, K, dtype=_BF16)
     library().jetrl_silu_mul(
         _ptr(gate_MK), _long(gate_MK.stride(0)), _ptr(up_MK), _long(up_MK.stride(0)), _long(M), _long(K), _ptr(y),

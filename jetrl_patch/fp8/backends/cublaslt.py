@@ -18,6 +18,7 @@ from torch import Tensor
 
 from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
+from jetrl_patch.fp8.operands import check_fprop
 
 #: the number of rows of a is a multiple of this
 HEIGHT = 8
@@ -32,6 +33,7 @@ class CublasLtBackend(GpuBackend):
     def gemm(
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
     ) -> Tensor:
+        check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
         step = split_width(q_MK.shape[1], splits)
         total: Tensor | None = None
         for k in range(0, q_MK.shape[1], step):

@@ -20,6 +20,7 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.backends.capability import find_deep_gemm
 from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
 from jetrl_patch.fp8.formats import BLOCK, split_width
+from jetrl_patch.fp8.operands import check_fprop
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
 
@@ -39,6 +40,7 @@ class DeepGemmBackend(GpuBackend):
     def gemm(
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
     ) -> Tensor:
+        check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
         (M, K), N = q_MK.shape, w_NK.shape[0]
         step = split_width(K, splits)
         check_widths(self.name, K, N)
