@@ -5,15 +5,22 @@ Run by ``test_gemm.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to s
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 import triton
 
+from benchmarks.gpu import block, launches, parts
+from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.shapes import Model
+from benchmarks.gpu.timing import Timed
 from jetrl_patch.fp8 import quantize as reference
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.row_equality import DECODED, compare_rows
 from jetrl_patch.kernels import gemm, gemm_common, gemm_decode, quantize
 
+from ..fp8.thresholds import sqnr
 from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
 from .interpreted_quantize import data
 
@@ -103,3 +110,35 @@ def test_empty_batches():
 def test_wrong_operands(change, error, match):
     with pytest.raises(error, match=match):
         gemm_decode.fprop(*change(data("wide", (3, 256)), *weight(64, 256, "pow2")))
+
+
+def test_the_benchmarks_run_on_this_backend():
+    """Every call that ``make bench-gpu`` times on Triton, once."""
+
+    def once(calls):
+        for call in calls.values():
+            call(0)
+        return {name: Timed(1.0, True) for name in calls}
+
+    tiny = (Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128),)
+    machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
+    assert {row["quantizer"] for row in parts.quantizers(machine, ((16, 128),))} == {
+        "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, turned", "both layouts",
+        "SiLU * up, kept and quantized", "RMSNorm, kept and quantized",
+    }  # fmt: skip
+    ways = {"bf16", "triton", "triton, one launch", "triton, two launches"}
+    assert {row["backend"] for row in launches.decode(machine, tiny, (7,))} == ways
+    assert {row["backend"] for row in block.blocks(machine, tiny, 16)} == {"bf16", "triton", "triton, fused"}
+    verdicts = {row["backend"]: row["verdict"] for row in itertools.islice(parts.rows(machine, tiny, 70), 2)}
+    assert verdicts == {"triton": "may serve", "triton, one launch": "may serve"}
+
+
+@pytest.mark.parametrize("strided", [False, True])
+def test_a_block_fused_is_near_one_that_is_not(strided):
+    model = Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128)
+    torch.manual_seed(0)
+    plain = block.Block(model, torch.device("cpu"), "triton", fused=False)
+    ours = block.Block(model, torch.device("cpu"), "triton", fused=True)
+    ours.load_state_dict(plain.state_dict())
+    x = torch.randn(5, 256 if strided else 128).to(torch.bfloat16)[:, :128]
+    assert sqnr(ours(x).detach(), plain(x).detach()) > 30
