@@ -46,7 +46,7 @@ def attention_paged(
     if serves == "triton":
         from jetrl_patch.kernels import attention
 
-        return attention.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)
+        return attention.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
     out = torch.empty_like(q_THD)
     size = k_cache.shape[1]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()

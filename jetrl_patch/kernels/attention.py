@@ -128,8 +128,8 @@ def attention_paged(
     seq_lens: Tensor,
     query_start: Tensor,
     scale: float,
-) -> Tensor:
-    """As ``exact.attention.attention_paged``. Nothing is read back, and the grid follows from shapes alone."""
+) -> tuple[Tensor, Tensor]:
+    """As ``exact.attention.attention_paged``, with the log-sum-exp [T, H]. Nothing is read back; the grid follows from shapes."""
     heads = _check(q_THD, k_cache, v_cache)
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("k_cache and v_cache need the same strides and a dense last dimension")
@@ -137,7 +137,7 @@ def attention_paged(
     table = _integers("block_table", block_table)
     strides = (block, token, head, table.stride(0))
     ends = (_integers("query_start", query_start), _integers("seq_lens", seq_lens), table)
-    return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1])[0]
+    return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1])
 
 
 def attention_varlen(
