@@ -75,6 +75,18 @@ def test_auto_takes_the_best_that_serves(machine, setup, chosen):
     assert choose_backend("auto", "cuda") == chosen
 
 
+@pytest.mark.parametrize("sm", [(8, 0), (8, 9), (10, 0)])
+def test_a_gpu_without_a_fast_backend_is_told_once(machine, sm, caplog):
+    machine(sm=sm)
+    backends._say_slow.cache_clear()
+    assert choose_backend("auto", "cuda") == choose_backend("auto", "cuda") == "torch"
+    (record,) = [r for r in caplog.records if r.name == backends.__name__]
+    assert f"this device has {sm[0]}.{sm[1]}" in record.getMessage() and "slowly" in record.getMessage()
+    caplog.clear()
+    machine()
+    assert choose_backend("auto", "cuda") == "triton" and not caplog.records
+
+
 @pytest.mark.parametrize(
     ("name", "setup", "match"),
     [

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+import logging
 
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.fp8.backends.base import Backend
 
 __all__ = ["Backend", "choose_backend", "get_backend"]
+
+logger = logging.getLogger(__name__)
 
 _LOADED: dict[str, Backend] = {}
 
@@ -58,12 +62,24 @@ def _on_gpu(name: str) -> str:
     from jetrl_patch.fp8.backends.capability import CHECKS
 
     if name == "auto":
-        return next((candidate for candidate in _PREFERRED if CHECKS[candidate]()[0]), "torch")
+        checked = {candidate: CHECKS[candidate]() for candidate in _PREFERRED}
+        served = next((candidate for candidate, (ok, _) in checked.items() if ok), None)
+        if served is None:
+            _say_slow("; ".join(f"{candidate}: {reason}" for candidate, (_, reason) in checked.items()))
+        return served or "torch"
     ok, reason = CHECKS[name]()
     if not ok:
         fix = 'use backend="auto" or "torch"'
         raise ConfigError(explain(f"backend={name!r}", asked="one that serves on this device", found=reason, fix=fix))
     return name
+
+
+@functools.cache
+def _say_slow(reasons: str) -> None:
+    """Once a process: the run is right, and no faster than BF16."""
+    logger.warning(
+        'backend="auto": no fast FP8 backend serves this GPU (%s); the torch reference computes, in FP64 and slowly', reasons
+    )
 
 
 def get_backend(name: str) -> Backend:
