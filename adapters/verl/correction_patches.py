@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jetrl_patch.adapters.base import Config, OnImport, Patch
-from jetrl_patch.adapters.verl import correction_acr, correction_bypass
+from jetrl_patch.adapters.verl import correction_acr, correction_bypass, correction_masks
 from jetrl_patch.adapters.verl.correction import ACR_LOSS
 
 __all__ = ["correction_hooks", "correction_patches"]
@@ -31,10 +31,19 @@ _WEIGHTS = tuple(
     for module in ("verl.trainer.ppo.rollout_corr_helper", "verl.trainer.ppo.v1.trainer_base")
 )
 
+_MEASURES = Patch(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    attr="compute_is_metrics",
+    make=correction_masks.compute_is_metrics,
+    reason="verl 0.9.1 divides by zero where a correction drops every token of a batch, or of a micro-batch in bypass mode",
+    remove_when="verl's effective sample size of nothing is no error",
+)
+
 
 def correction_patches(config: Config) -> tuple[Patch, ...]:
-    """In every mode what measures verl's bypass mode; with ACR what it needs."""
-    return (_TRAIN_BATCH, *(_WEIGHTS if config.acr else ()))
+    """In every mode what measures verl's bypass mode; with ACR what it needs; what dropping tokens needs."""
+    masks = (_MEASURES,) if config.correction in ("mis", "seq-mis", "icepop") else ()
+    return (_TRAIN_BATCH, *masks, *(_WEIGHTS if config.acr else ()))
 
 
 def correction_hooks(config: Config) -> tuple[OnImport, ...]:
