@@ -15,7 +15,15 @@ from jetrl_patch.report.scales import Scales, read_scales
 from jetrl_patch.report.series import LIMIT, short, thin
 from jetrl_patch.report.styles import DARK, DASHES, LIGHT, Style, choose
 from jetrl_patch.report.tables import shown_columns, versions_text
-from jetrl_patch.report.tables_html import answers_table, cards, layers_table, parts_table, summary_table, swatch
+from jetrl_patch.report.tables_html import (
+    answers_table,
+    cards,
+    layers_table,
+    one_environment,
+    parts_table,
+    summary_table,
+    swatch,
+)
 
 __all__ = ["make_page"]
 
@@ -121,8 +129,7 @@ def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[
 
 def _versions(summaries: Sequence[dict[str, Any]]) -> str:
     """All versions, where all runs have the same; else they have a column."""
-    found = {versions_text(summary, all_of_them=True) for summary in summaries} - {""}
-    return f"Versions: {found.pop()}." if len(found) == 1 else ""
+    return f"Versions: {versions_text(summaries[0], all_of_them=True)}." if one_environment(summaries) else ""
 
 
 def _data(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn], scales: Scales) -> str:

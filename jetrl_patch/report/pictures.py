@@ -88,7 +88,8 @@ def _panels(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn]
 
 def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style]) -> None:
     chart = drawn.chart
-    axes.set(title=chart.title, xlabel="step")
+    between = " between rollout and trainer" if chart.key.startswith("mismatch") else ""
+    axes.set(title=chart.title + between, xlabel="step")
     for run, style, whole in zip(runs, styles, drawn.series, strict=True):
         points = thin(whole)
         if points:
@@ -96,7 +97,7 @@ def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style
             axes.plot([s for s, _ in points], [v for _, v in points], label=run.label, **_line(style), **marker)
     axes.xaxis.get_major_locator().set_params(integer=True)
     if chart.log:
-        _log_axis(axes, drawn.series)
+        _log_axis(axes, drawn.series, "equal to the last bit" if between else "exactly 0")
         return
     if chart.low is not None and chart.high is not None:
         axes.set_ylim(chart.low, chart.high + 0.02 * (chart.high - chart.low))
@@ -110,7 +111,7 @@ def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style
         axes.ticklabel_format(axis="y", useOffset=False)
 
 
-def _log_axis(axes: Axes, series: Sequence[Points]) -> None:
+def _log_axis(axes: Axes, series: Sequence[Points], word: str) -> None:
     """Linear from 0 to the smallest decade, logarithmic above: a true zero has a place, at the bottom."""
     values = [v for points in series for _, v in points if math.isfinite(v)]
     positive = [v for v in values if v > 0]
@@ -126,7 +127,7 @@ def _log_axis(axes: Axes, series: Sequence[Points]) -> None:
     axes.set_ylim(-floor * 0.25 if zero else floor, top)
     if zero:
         axes.axhspan(-floor * 0.25, floor * 0.5, color="#04694c", alpha=0.08, linewidth=0)
-        axes.annotate("exactly 0", (0.02, 0.0), (0, 4), xycoords=("axes fraction", "data"),
+        axes.annotate(word, (0.02, 0.0), (0, 4), xycoords=("axes fraction", "data"),
                       textcoords="offset points", fontsize=8, color="#04694c")  # fmt: skip
 
 

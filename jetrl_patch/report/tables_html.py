@@ -12,7 +12,7 @@ from jetrl_patch.report.scales import Scales
 from jetrl_patch.report.styles import DASHES, Style
 from jetrl_patch.report.tables import shown_columns, versions_text
 
-__all__ = ["answers_table", "cards", "layers_table", "parts_table", "summary_table", "swatch"]
+__all__ = ["answers_table", "cards", "layers_table", "one_environment", "parts_table", "summary_table", "swatch"]
 
 Cell = tuple[str, float | str | None, str]  # HTML, what it is sorted by, class
 
@@ -28,7 +28,7 @@ def swatch(style: Style) -> str:
 
 def summary_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
     """One row a run, the columns in which any run has something."""
-    alike = len({versions_text(summary, all_of_them=True) for summary in summaries} - {""}) < 2
+    alike = one_environment(summaries)
     columns = [c for c in shown_columns(summaries) if c.title != "versions" or not alike]
     rows = [
         (
@@ -40,6 +40,12 @@ def summary_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) 
         for i, summary in enumerate(summaries)
     ]
     return _table("Summary", [(c.title, c.left, c.help) for c in columns], rows)
+
+
+def one_environment(summaries: Sequence[dict[str, Any]]) -> bool:
+    """Whether all runs are known to have had the same versions."""
+    found = {versions_text(summary, all_of_them=True) for summary in summaries}
+    return len(found) == 1 and found != {""}
 
 
 def parts_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
