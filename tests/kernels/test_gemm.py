@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import gemm, gemm_decode, gemm_dgrad, gemm_scales, gemm_wgrad
+from jetrl_patch.kernels import gemm, gemm_common, gemm_decode, gemm_dgrad, gemm_scales, gemm_wgrad, outputs
 from jetrl_patch.kernels.aot import Spec, compile_one
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
@@ -88,3 +89,11 @@ def test_a_cpu_without_the_interpreter_is_told():
     ):
         with pytest.raises(ConfigError, match='run on CUDA devices, found cpu; use backend="native"'):
             call()
+
+
+@pytest.mark.parametrize("check", [gemm_common.check_device, lambda x: outputs.check_input("x", x)])
+def test_a_device_that_is_not_the_current_one_is_told(check, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    elsewhere = types.SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.bfloat16, shape=(1, 1), dim=lambda: 2)
+    with pytest.raises(ValueError, match=r"cuda:1.* current device.* cuda:0|current device, cuda:0, but found cuda:1"):
+        check(elsewhere)
