@@ -30,6 +30,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "exact": {"precision": "fp8-unified", "align": "exact"},
     "linear": {"precision": "fp8-unified", "align": "linear"},
     "fp8_rollout": {"precision": "fp8-rollout"},
+    "int8_rollout": {"precision": "int8-rollout"},
     "bf16": {"precision": "bf16"},
 }
 

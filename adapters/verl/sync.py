@@ -69,7 +69,9 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
                 "the trainer's model was built before this process was patched; call jetrl_patch.enable() first"
             )
         if peft is not None:
-            raise ConflictError("LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'")
+            raise ConflictError(
+                "LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'"
+            )
         prepared.agree()
         return prepared.stream(weights, stats), None
 

@@ -19,7 +19,9 @@ ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-
 def main() -> int:
     defaults = Recipe()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="fp8-unified", choices=("bf16", "fp8-rollout", "fp8-unified"))
+    parser.add_argument(
+        "--precision", default="fp8-unified", choices=("bf16", "fp8-rollout", "int8-rollout", "fp8-unified")
+    )
     parser.add_argument("--align", default=None, choices=("exact", "linear"), help="fp8-unified only; default exact")
     parser.add_argument("--compare", action="store_true", help="all four modes, one after the other")
     parser.add_argument("--seed", type=int, default=0)

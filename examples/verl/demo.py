@@ -18,7 +18,9 @@ from examples.verl.recipe import Recipe
 def main() -> int:
     defaults = Recipe()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--precision", default="fp8-unified", choices=("bf16", "fp8-rollout", "fp8-unified"))
+    parser.add_argument(
+        "--precision", default="fp8-unified", choices=("bf16", "fp8-rollout", "int8-rollout", "fp8-unified")
+    )
     parser.add_argument("--align", default=None, choices=("exact", "linear"), help="fp8-unified only; default exact")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=defaults.steps)

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "exclude": tuple(options.exclude),
         "backend": options.backend,
     }
-    configs = choose(options.precision, options.align, **common)
+    configs = choose(options.precision, options.align, options.rollout_granularity, **common)
     check_model(options.model, configs)
     jobs = [
         Job(
@@ -96,9 +96,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
-    parser.add_argument("--precision", **names, help="bf16, fp8-rollout, fp8-unified; all of them by default")
+    parser.add_argument(
+        "--precision", **names, help="bf16, fp8-rollout, fp8-unified; all three by default; int8-rollout"
+    )
     parser.add_argument("--align", **names, help="linear, exact (of fp8-unified); both by default")
     parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
+    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, of fp8-rollout")
     parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="modules that stay in BF16 on both sides")
     parser.add_argument("--backend", default="auto", help="auto (default), native or torch")
     parser.add_argument("--prompts", metavar="FILE", help="text file, one prompt a line")

@@ -50,10 +50,11 @@ class Job:
         return replace(self, config=config)
 
 
-def choose(precisions: list[str], aligns: list[str], **common: Any) -> list[Config]:
+def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:
     """The modes that the command line asks for; all of them if it names none.
 
-    An ``align`` belongs to ``fp8-unified`` and brings it along. Raises ConfigError for unknown values.
+    An ``align`` belongs to ``fp8-unified`` and brings it along, a granularity to ``fp8-rollout``.
+    Raises ConfigError for unknown values.
     """
     if not precisions and not aligns:
         precisions, aligns = ["bf16", "fp8-rollout", "fp8-unified"], ["linear", "exact"]
@@ -68,7 +69,8 @@ def choose(precisions: list[str], aligns: list[str], **common: Any) -> list[Conf
     for precision in dict.fromkeys(precisions):
         choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == "fp8-unified" and aligns else [None]
         for align in choices:
-            configs.append(Config(precision=precision, align=align, **common).resolved())  # type: ignore[arg-type]
+            scales = {"rollout_granularity": granularity} if precision == "fp8-rollout" else {}
+            configs.append(Config(precision=precision, align=align, **scales, **common).resolved())  # type: ignore[arg-type]
     return configs
 
 

@@ -164,3 +164,34 @@ def test_what_int8_cannot_take() -> None:
     check_width("a.down_proj", MAX_K)
     with pytest.raises(ModelError, match=r"a\.down_proj is .* does not fit into int32.*exclude=\['down_proj'\]"):
         check_width("a.down_proj", MAX_K + 1)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_smoothing_brings_the_rollout_nearer_to_the_trainer(tmp_path: Any, engine: Callable[..., Any]) -> None:
+    """A model with outlier channels: real samples of one engine, pushed plain and smoothed, scored by the BF16 trainer."""
+    from jetrl_patch.adapters.transformers.score import score
+    from jetrl_patch.adapters.vllm.sample import generate
+    from jetrl_patch.config import Config
+    from tests.scaling.test_smoothing import IDS, with_outliers
+
+    with_outliers(size=30.0).save_pretrained(tmp_path)
+    jetrl_patch.enable(precision="int8-rollout")
+    job = Job(model=str(tmp_path), config=Config(precision="int8-rollout").resolved())
+    llm = engine(job)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    errors = {}
+    for smoothing in (0.0, 0.5):
+        config = Config(precision="int8-rollout", smoothing=smoothing)
+        source = convert(model, config, shapes, rollout_tp=1, device_type="cpu")
+        push(worker_of(llm), sent(model, source))
+        with torch.no_grad():
+            model(input_ids=IDS)  # what training would show
+        push(worker_of(llm), sent(model, source))
+        llm.reset_prefix_cache()
+        samples = generate(llm, [[5 + i, 9, 40 + i] for i in range(32)], 16, 1.0)
+        rollout = torch.tensor([value for sample in samples for value in sample.log_probs])
+        errors[smoothing] = (score(job, samples) - rollout).abs().mean().item()
+    print("mean |Δlogp|", errors)
+    assert errors[0.5] < 0.8 * errors[0.0], errors
