@@ -1,0 +1,120 @@
+"""The exact ops on a GPU: the trial that every engine makes, values against FP64, and a captured decode step."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from jetrl_patch.exact import capability, dispatch, ops, trial
+
+from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
+
+pytestmark = pytest.mark.gpu
+
+BF16 = torch.bfloat16
+MODELS = {
+    "example": trial.Sizes(256, 512, 4, 2, 64, 512),
+    "Qwen2.5-0.5B": trial.Sizes(896, 4864, 14, 2, 64, 151936),
+    "Qwen2.5-7B": trial.Sizes(3584, 18944, 28, 4, 128, 152064),
+    "Qwen3-8B": trial.Sizes(4096, 12288, 32, 8, 128, 151936),
+    "Llama-3.1-8B TP=4": trial.Sizes(4096, 3584, 8, 2, 128, 128256),
+}
+LENGTHS = [1, 33, 7, 64, 300, 1025]
+
+
+@pytest.fixture(autouse=True)
+def kernels(device):
+    ok, reason = capability.check_exact_cuda()
+    if not ok:
+        pytest.skip(reason)
+    before = dict(dispatch._chosen)
+    assert dispatch.configure("auto", "cuda") == "triton"
+    yield
+    dispatch._chosen.clear()
+    dispatch._chosen.update(before)
+
+
+def rand(device, *shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(BF16)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_do_not_depend_on_the_batch(device, model):
+    found = dict(trial.compare_ops(MODELS[model], device))
+    assert all(verdict.ok for verdict in found.values()), found
+
+
+def oracle(q, k, v, ends, scale):
+    out, per = [], q.shape[1] // k.shape[1]
+    for a, b in itertools.pairwise(ends):
+        Q, K, V = (
+            t[a:b].double().transpose(0, 1) for t in (q, k.repeat_interleave(per, 1), v.repeat_interleave(per, 1))
+        )
+        hidden = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).triu(1)
+        weights = (Q @ K.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
+        out.append((weights @ V).transpose(0, 1))
+    return torch.cat(out)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (7, 1, 64), (8, 2, 128), (28, 4, 128)])
+def test_attention_and_its_gradients_against_fp64(device, heads, kv_heads, width):
+    ends = [0, *itertools.accumulate(LENGTHS)]
+    q, k, v = (
+        rand(device, ends[-1], h, width, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads))
+    )
+    grad = rand(device, *q.shape, seed=5)
+    cu = torch.tensor(ends, dtype=torch.int32, device=device)
+    out = ops.attention_varlen(q, k, v, cu, width**-0.5)
+    out.backward(grad)
+    wide = [t.detach().double().requires_grad_() for t in (q, k, v)]
+    expected = oracle(*wide, ends, width**-0.5)
+    expected.backward(grad.double())
+    assert sqnr(out.detach(), expected.detach()) > SQNR_ATTENTION
+    for ours, theirs in zip((q, k, v), wide):
+        assert sqnr(ours.grad, theirs.grad) > SQNR_ATTENTION_GRADIENT
+
+
+def test_values_of_the_other_ops(device):
+    x, w = rand(device, 300, 1000), rand(device, 700, 1000, seed=1)
+    exact = x.double()
+    rstd = (exact.pow(2).mean(-1, keepdim=True) + 1e-6).rsqrt().float()
+    assert torch.equal(ops.rms_norm(x, w[0], 1e-6), w[0] * (x.float() * rstd).to(BF16))
+    assert torch.equal(ops.silu_mul(x, x.flip(1)), F.silu(exact).to(BF16) * x.flip(1))
+    assert (ops.head_linear(x, w) == (exact @ w.double().t()).to(BF16)).float().mean() > KERNEL_EQUALS_ORACLE
+    halves = [
+        ops.partial_sum(x[:, part].contiguous(), w[:, part].contiguous()) for part in (slice(500), slice(500, 1000))
+    ]
+    assert torch.equal(ops.linear(x, w, None, 2), (halves[0] + halves[1]).to(BF16))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.3])
+def test_log_probs_are_those_of_vllms_sampler(device, temperature):
+    logits, labels = rand(device, 64, 151936) * 3, torch.arange(64, device=device)
+    divided = logits.to(torch.float32).div_(torch.full((64, 1), temperature, device=device))
+    expected = divided.log_softmax(-1, dtype=torch.float32).gather(1, labels[:, None]).squeeze(1)
+    assert torch.equal(ops.token_log_probs(logits, labels, temperature), expected)
+
+
+def test_a_captured_decode_step_follows_its_inputs(device):
+    # Nothing is read back and the grid follows from shapes, so a graph serves other lengths and tables.
+    g = torch.Generator().manual_seed(0)
+    k_cache, v_cache = (rand(device, 40, 16, 2, 64, seed=i) for i in (1, 2))
+    q, starts = rand(device, 4, 4, 64), torch.arange(5, dtype=torch.int32, device=device)
+    table = torch.zeros(4, 10, dtype=torch.int32, device=device)
+    lengths = torch.ones(4, dtype=torch.int32, device=device)
+
+    def step():
+        return ops.attention_paged(q, k_cache, v_cache, table, lengths, starts, 0.125)
+
+    step()  # compiled before the capture
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for _ in range(3):
+        lengths.copy_(torch.randint(1, 161, (4,), generator=g))
+        table.copy_(torch.randperm(40, generator=g).view(4, 10))
+        graph.replay()
+        assert torch.equal(captured, step())
