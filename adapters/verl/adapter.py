@@ -8,6 +8,7 @@ from typing import ClassVar
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
 from jetrl_patch.adapters.verl import logprob, megatron, megatron_engine, metrics, model, settings, state, sync, worker
 from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
+from jetrl_patch.patching.guards import is_installed
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
@@ -93,20 +94,6 @@ EVERY_MODE: tuple[Patch, ...] = (
         remove_when="verl's FSDP engine can quantize once",
     ),
     Patch(
-        module=_MEGATRON,
-        attr="MegatronEngine._build_megatron_module",
-        make=megatron_engine.build_megatron_module,
-        reason="a Megatron model is checked once it is loaded: TransformerEngine's layers, in the run's recipe, and no others",
-        remove_when=_NO_HOOK,
-    ),
-    Patch(
-        module=_MEGATRON,
-        attr="MegatronEngine.get_per_tensor_param",
-        make=sync.get_per_tensor_param,
-        reason="send the bytes and scales that TransformerEngine computes with (BF16 for the rest) instead of BF16 weights",
-        remove_when="verl's Megatron engine exports what TransformerEngine computes with",
-    ),
-    Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         attr="ServerAdapter.update_weights",
         make=sync.server_update_weights,
@@ -119,6 +106,24 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=worker.update_weights_from_ipc,
         reason="verl loads bucket by bucket with no check of what arrived; with FP8 it would quantize again",
         remove_when="verl's receiver checks completeness and content, and loads FP8 as it comes",
+    ),
+)
+
+#: where Megatron is installed; elsewhere verl's engine cannot be imported
+MEGATRON: tuple[Patch, ...] = (
+    Patch(
+        module=_MEGATRON,
+        attr="MegatronEngine._build_megatron_module",
+        make=megatron_engine.build_megatron_module,
+        reason="a Megatron model is checked once it is loaded: TransformerEngine's layers, in the run's recipe, and no others",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_MEGATRON,
+        attr="MegatronEngine.get_per_tensor_param",
+        make=sync.get_per_tensor_param,
+        reason="send the bytes and scales that TransformerEngine computes with (BF16 for the rest) instead of BF16 weights",
+        remove_when="verl's Megatron engine exports what TransformerEngine computes with",
     ),
 )
 
@@ -156,7 +161,8 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """All modes measure and check; exact mode also computes log-probs as the rollout does."""
-        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + correction_patches(config)
+        megatron_patches = MEGATRON if is_installed("megatron.core") else ()
+        return EVERY_MODE + megatron_patches + (EXACT_MODE if config.exact else ()) + correction_patches(config)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Entries of verl's registry of policy losses."""

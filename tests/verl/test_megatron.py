@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from jetrl_patch.adapters.base import Journal
-from jetrl_patch.adapters.verl import megatron, megatron_engine, settings
+from jetrl_patch.adapters.verl import adapter, megatron, megatron_engine, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
@@ -242,6 +242,14 @@ def test_other_scales_in_the_environment_are_a_conflict():
     with pytest.raises(ConflictError, match=r"scale_format='fp32'.*found '0'"):
         megatron.check_scales(FP32, {megatron.SCALES: "0"})
     megatron.check_scales(FP32, {megatron.SCALES: "1"})
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_its_patches_wait_only_where_megatron_is(monkeypatch, there):
+    monkeypatch.setattr(adapter, "is_installed", lambda name: there)
+    attributes = {patch.attr for patch in ADAPTER.patches(LINEAR)}
+    wanted = {"MegatronEngine._build_megatron_module", "MegatronEngine.get_per_tensor_param"}
+    assert attributes & wanted == (wanted if there else set())
 
 
 def engine(scale_format: str, wrong: str = "nothing") -> tuple[str, str]:
