@@ -16,6 +16,7 @@ from jetrl_patch.exact.families import check_family
 from jetrl_patch.fp8.backends import choose_backend
 from jetrl_patch.fp8.convert import select_layers, swap_linears
 from jetrl_patch.fp8.layers import is_row_parallel
+from jetrl_patch.fp8.transformer_engine import is_te_linear
 
 
 def prepare_model(
@@ -62,6 +63,12 @@ def prepare_model(
 def _check_exact(model: Any) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+    te = next((name for name, module in model.named_modules() if is_te_linear(module)), None)
+    if te is not None:
+        raise ModelError(
+            f'align="exact" does not cover TransformerEngine, whose GEMM promises no row its bits, found it in {te}; '
+            'use align="linear"'
+        )
     check_family(model.config)
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise NotPatchedError(

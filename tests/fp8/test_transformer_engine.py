@@ -40,6 +40,15 @@ def te_model(recipe=None, kind=te.Linear):
     return Model(lambda k, n: kind(k, n, recipe))
 
 
+def test_exact_mode_does_not_cover_them():
+    from jetrl_patch.adapters.transformers.prepare import prepare_model
+    from jetrl_patch.config import Config
+
+    model = te_model(te.Float8BlockScaling())
+    with pytest.raises(ModelError, match=r'align="exact" does not cover TransformerEngine.*layers.0.o_proj; use align="linear"'):
+        prepare_model(model, Config(backend="te").resolved())
+
+
 def weight(n=256, k=384, seed=0):
     generator = torch.Generator().manual_seed(seed)
     scale = torch.exp(torch.randn(n, k, generator=generator) * 2)
