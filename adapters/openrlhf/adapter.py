@@ -19,6 +19,7 @@ from jetrl_patch.adapters.openrlhf import (
     metrics,
     model,
     remote,
+    scaling,
     settings,
     state,
     sync,
@@ -173,6 +174,18 @@ CORRECTION = Patch(
 )
 
 
+INVARIANT_SCALE: tuple[Patch, ...] = tuple(
+    Patch(
+        module="openrlhf.utils.deepspeed.deepspeed",
+        attr=f"DeepspeedStrategy.{name}",
+        make=make,
+        reason="a checkpoint that is resumed must be scaled (invariant_scale) as the model was when it was built",
+        remove_when=_NO_HOOK,
+    )
+    for name, make in (("save_ckpt", scaling.save_ckpt), ("load_ckpt", scaling.load_ckpt))
+)
+
+
 class OpenRLHFAdapter(Adapter):
     """OpenRLHF 0.11: ``train_ppo_ray``, ZeRO-0 to 3, synchronous, asynchronous and colocated."""
 
@@ -182,7 +195,8 @@ class OpenRLHFAdapter(Adapter):
     def patches(self, config: Config) -> Sequence[Patch]:
         """All modes measure and check; exact mode also computes log-probs as the rollout does."""
         ours = (CORRECTION,) if correction.is_ours(config) else ()
-        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours
+        scaled = INVARIANT_SCALE if config.quantized_rollout else ()
+        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours + scaled
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""

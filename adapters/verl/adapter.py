@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
-from jetrl_patch.adapters.verl import logprob, megatron, megatron_engine, metrics, model, settings, state, sync, worker
+from jetrl_patch.adapters.verl import (
+    logprob,
+    megatron,
+    megatron_engine,
+    metrics,
+    model,
+    scaling,
+    settings,
+    state,
+    sync,
+    worker,
+)
 from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
 from jetrl_patch.patching.guards import is_installed
 
@@ -84,6 +95,13 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="FSDPEngine._build_module",
         make=model.build_module,
         reason="convert the model after it is loaded and before LoRA, QAT or FSDP wrap it; value models stay as they are",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine.load_checkpoint",
+        make=scaling.load_checkpoint,
+        reason="a checkpoint that is resumed must be scaled (invariant_scale) as the model was when it was built",
         remove_when=_NO_HOOK,
     ),
     Patch(

@@ -17,7 +17,7 @@ import torch
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.scaling.groups import groups_of
 
-__all__ = ["RECORD", "check_record", "scale_once"]
+__all__ = ["RECORD", "check_record", "scale_once", "take_over"]
 
 #: attribute of a Hugging Face configuration
 RECORD = "jetrl_invariant_scale"
@@ -62,3 +62,32 @@ def _local(parameter: Any) -> torch.Tensor:
     """This process's part: under ZeRO-3 the parameter itself is empty and ``ds_tensor`` holds a slice of it."""
     found: torch.Tensor = getattr(parameter, "ds_tensor", parameter).data
     return found
+
+
+def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
+    """The weights of a training checkpoint are loaded over a model: was it scaled as the model was?
+
+    Without ``invariant_scale`` the model's configuration takes the checkpoint's record, so that what is saved later says
+    what the weights are.
+
+    Args:
+        recorded: the factor that the checkpoint names, None if it names none.
+        where: the checkpoint, for the error.
+
+    Raises:
+        ConfigError: the model was scaled when it was built, and the checkpoint is not, or by another factor.
+    """
+    built = getattr(hf_config, RECORD, None)
+    if built is None and recorded is not None:
+        setattr(hf_config, RECORD, recorded)
+    elif built != recorded:
+        raise ConfigError(
+            explain(
+                f"resuming from {where}",
+                asked=f"weights with invariant_scale={built}",
+                found=f"a checkpoint with {recorded}",
+                fix=f"resume with invariant_scale={recorded}: the factor is chosen once, before training"
+                if recorded is not None
+                else "resume without invariant_scale: the factor is chosen once, before training",
+            )
+        )

@@ -154,3 +154,66 @@ def test_openrlhfs_reference_actor_is_known_by_its_class(monkeypatch: pytest.Mon
         setup(type(name, (), {})(), strategy)
         assert state.WORKER.reference is reference
     state.reset()
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch import runtime
+
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+
+
+BUILT_AND_SAVED = [(1.5, 1.5, None), (None, None, None), (None, 1.5, None), (1.5, None, "without"), (1.5, 2.0, "=2.0")]
+
+
+def settled(built: float | None, load: Any, error: str | None, config: Any) -> None:
+    if built is not None:
+        setattr(config, RECORD, built)
+    if error is None:
+        load()
+        return
+    with pytest.raises(ConfigError, match=f"resuming from .*invariant_scale=1.5.*resume .*{error}"):
+        load()
+
+
+@pytest.mark.parametrize(("built", "saved", "error"), BUILT_AND_SAVED)
+def test_a_resumed_verl_run(tmp_path: Any, active: None, built: Any, saved: Any, error: Any) -> None:
+    from jetrl_patch.adapters.verl.scaling import load_checkpoint
+
+    config = build("qwen3").config
+    if saved is not None:
+        setattr(config, RECORD, saved)
+    config.save_pretrained(tmp_path / "huggingface")
+    fresh, loaded = build("qwen3").config, []
+    engine = SimpleNamespace(_jetrl=object(), module=SimpleNamespace(config=fresh))
+    load = load_checkpoint(lambda self, path: loaded.append(path))
+    settled(built, lambda: load(engine, str(tmp_path)), error, fresh)
+    if error is None:
+        assert loaded == [str(tmp_path)] and getattr(fresh, RECORD, None) == saved
+    load(SimpleNamespace(), str(tmp_path))  # a critic
+    load(engine, str(tmp_path / "nothing"))  # from before, or elsewhere
+
+
+@pytest.mark.parametrize(("built", "saved", "error"), BUILT_AND_SAVED)
+def test_a_resumed_openrlhf_run(active: None, built: Any, saved: Any, error: Any) -> None:
+    from jetrl_patch.adapters.openrlhf.scaling import load_ckpt, save_ckpt
+
+    disk: dict[str, Any] = {}
+
+    def write(
+        self: Any, model: Any, save_dir: Any, tag: Any = None, max_num: int = 3, client_state: Any = None
+    ) -> None:
+        disk.update(client_state or {})
+
+    old, fresh = build("qwen3").config, build("qwen3").config
+    if saved is not None:
+        setattr(old, RECORD, saved)
+    states = {"consumed_samples": 8}
+    save_ckpt(write)(None, SimpleNamespace(module=SimpleNamespace(config=old)), "here", "tag", 3, states)
+    assert disk == {**states, **({RECORD: saved} if saved else {})} and states == {"consumed_samples": 8}
+    engine = SimpleNamespace(module=SimpleNamespace(config=fresh))
+    load = load_ckpt(lambda self, model, load_dir: ("here", dict(disk)))
+    found: list[Any] = []
+    settled(built, lambda: found.append(load(None, engine, "here")), error, fresh)
+    if error is None:
+        assert found == [("here", states)] and getattr(fresh, RECORD, None) == saved

@@ -1,0 +1,38 @@
+"""A run that is resumed: its checkpoint must be scaled (``invariant_scale``) as the model that it is loaded into."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.scaling.invariant import RECORD, take_over
+
+__all__ = ["load_checkpoint", "recorded_in"]
+
+
+def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
+
+    Not covered: a checkpoint that verl fetches from HDFS while it loads.
+    """
+
+    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_active() and getattr(self, "_jetrl", None) is not None:
+            found, recorded = recorded_in(local_path)
+            if found:
+                take_over(self.module.config, recorded, str(local_path))
+        return original(self, local_path, *args, **kwargs)
+
+    return load_checkpoint
+
+
+def recorded_in(local_path: Any) -> tuple[bool, float | None]:
+    """Whether the checkpoint has a config.json, and the factor that it names."""
+    file = os.path.join(str(local_path or ""), "huggingface", "config.json")
+    if not os.path.isfile(file):
+        return False, None
+    with open(file) as text:
+        return True, json.load(text).get(RECORD)
