@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import torch
 import vllm.model_executor.custom_op as custom_op
@@ -81,6 +82,14 @@ def _exact(journal: Journal) -> None:
         if on_cpu
         else (backends.CUSTOM, "attention_cuda.ExactCudaAttentionBackend")
     )
+    if not on_cpu and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
+        journal.set_item(
+            os.environ,
+            "VLLM_USE_V2_MODEL_RUNNER",
+            "0",
+            target="os.environ['VLLM_USE_V2_MODEL_RUNNER']",
+            reason="the log-softmax of vLLM's second model runner, its default on CUDA, is not the trainer's",
+        )
     claim(
         journal,
         attention_registry._ATTN_OVERRIDES,

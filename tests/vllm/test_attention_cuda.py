@@ -5,6 +5,8 @@ The kernel itself is tested in ``tests/kernels``; here the C kernel computes, on
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -162,8 +164,41 @@ def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
     monkeypatch.setattr(registries, "configure", lambda *_: "triton")
+    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
     jetrl_patch.enable(precision="fp8-unified")
     ADAPTER.install()
     assert AttentionBackendEnum.CUSTOM.get_class() is ExactCudaAttentionBackend
+    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # its default on CUDA has another log-softmax
     jetrl_patch.disable()
     assert AttentionBackendEnum.CUSTOM not in _ATTN_OVERRIDES
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+
+
+def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    jetrl_patch.enable(precision="fp8-unified")
+    found = EngineArgs(model=checkpoint("qwen3"), skip_tokenizer_init=True, max_model_len=128).create_engine_config()
+    hf = found.model_config.hf_text_config
+    one = exact.rank_sizes(found)
+    assert one[:5] == (
+        hf.hidden_size,
+        hf.intermediate_size,
+        hf.num_attention_heads,
+        hf.num_key_value_heads,
+        hf.head_dim,
+    )
+    assert one.vocab == hf.vocab_size
+    found.parallel_config.tensor_parallel_size = 2
+    half = exact.rank_sizes(found)
+    assert (half.intermediate, half.heads, half.kv_heads) == tuple(
+        n // 2 for n in (hf.intermediate_size, hf.num_attention_heads, hf.num_key_value_heads)
+    )
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exact, "refuse_exact_on", lambda kind: None)
+    config = SimpleNamespace(model_config=SimpleNamespace(get_head_size=lambda: 96))
+    with pytest.raises(ModelError, match="heads of width 64 or 128, but found 96"):
+        exact.device_problems(config)
