@@ -157,6 +157,7 @@ def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, p
 def _line(style: Style) -> dict[str, Any]:
     dash = DASHES[style.dash]
     return {
+        "zorder": 3 if dash else 2,  # dashes show where two runs are the same
         "color": LIGHT[style.colour],
         "linestyle": (0, tuple(d / 2 for d in dash)) if dash else "-",
         "linewidth": 1.7,

