@@ -31,6 +31,7 @@ __all__ = [
     "preview",
     "reach",
     "register_backend",
+    "register_guarded",
     "register_layers",
     "require_active",
     "status",
@@ -52,6 +53,7 @@ _session: Session | None = None  # set last: whoever sees it sees a session that
 _starting: Config | None = None  # the config of an enable() that is under way in this process
 _failure: str = ""  # why the last session of this process fell, for the errors of require_active
 _layers: dict[str, None] = {}
+_guarded: dict[str, None] = {}
 _backend: str = ""
 
 
@@ -182,6 +184,11 @@ def register_layers(names: Iterable[str]) -> None:
     _layers.update(dict.fromkeys(names))
 
 
+def register_guarded(names: Iterable[str]) -> None:
+    """Note layers that the precision guard took out of FP8 in this process, for ``status()``."""
+    _guarded.update(dict.fromkeys(names))
+
+
 def register_backend(name: str) -> None:
     """Note which GEMM backend was chosen in this process, for ``status()``."""
     global _backend
@@ -209,7 +216,8 @@ def status() -> Status:
         pid=os.getpid(),
         versions=dict(session.versions),
         patches=tuple(patches),
-        layers=tuple(_layers),
+        layers=tuple(name for name in _layers if name not in _guarded),
+        guarded=tuple(_guarded),
         backend=_backend or session.config.backend,
     )
 
@@ -255,6 +263,7 @@ def _fall(session: Session, error: BaseException) -> None:
 def _forget() -> None:
     global _backend
     _layers.clear()
+    _guarded.clear()
     _backend = ""
 
 

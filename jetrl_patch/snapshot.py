@@ -24,7 +24,10 @@ class PatchStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot of one process. ``failure`` tells why an earlier session of the process fell."""
+    """A snapshot of one process. ``failure`` tells why an earlier session of the process fell.
+
+    ``layers`` are in FP8 now; ``guarded`` were, until the precision guard took them out.
+    """
 
     enabled: bool
     config: Config | None
@@ -32,6 +35,7 @@ class Status:
     versions: Mapping[str, str] = field(default_factory=dict)
     patches: tuple[PatchStatus, ...] = ()
     layers: tuple[str, ...] = ()
+    guarded: tuple[str, ...] = ()
     backend: str = ""
     failure: str = ""
 
@@ -53,6 +57,8 @@ class Status:
             + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
             f"  patches   {len(self.patches)}",
         ]
+        if self.guarded:
+            lines.insert(-1, f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(self.guarded)}")
         width = max((len(patch.target) for patch in self.patches), default=0)
         for patch in self.patches:
             lines.append(f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}")

@@ -68,4 +68,4 @@ def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
 def ask_engines(engines: Any, config: Config) -> list[dict[str, Any]]:
     """A report of every vLLM worker, in the form of the actors'."""
     found = Orders(engines, config.sync_timeout).ask("status")
-    return [{**worker, "layers": len(worker["layers"])} for engine in found for worker in engine]
+    return [{**worker, "layers": len(worker["layers"]) + len(worker["guarded"])} for engine in found for worker in engine]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction
+from jetrl_patch.adapters.openrlhf import correction, guard
 from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
@@ -135,7 +135,9 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self)
         if not runtime.is_active():
             return
-        note_sync(ask_actors(self.actor_model_group, "sync"))
+        reports = ask_actors(self.actor_model_group, "sync")
+        note_sync(reports)
+        guard.tell(self, reports[0]["guarded"])
 
     return broadcast_to_vllm
 
@@ -144,7 +146,10 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     """Keep what the policy actors report of a sync: rank 0 sends, all take part."""
     names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_calls", "quantized_layers")
     DRIVER.metrics.update({f"jetrl/{name}": reports[0][name] for name in names})
+    DRIVER.metrics.update(reports[0]["monitor"])
     DRIVER.version = reports[0]["version"]
+    for line in reports[0]["lines"]:
+        logger.warning("jetrl_patch: %s", line)
     DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports)
 
 
@@ -153,7 +158,9 @@ def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
         if runtime.is_active() and not getattr(self, "_jetrl_audited", False):
-            DRIVER.version = max((report["version"] for report in audit(self)), default=0)
+            reports = audit(self)
+            DRIVER.version = max((report["version"] for report in reports), default=0)
+            guard.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
             self._jetrl_audited = True
         status, step = original(self, rollout_samples, global_step)
         if runtime.is_active():

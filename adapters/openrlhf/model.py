@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -43,6 +44,7 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
             WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
         self._jetrl = prepare(self.model, config)
+        WORKER.models.append(weakref.ref(self._jetrl))
 
     return __init__
 

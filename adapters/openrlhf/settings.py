@@ -90,9 +90,10 @@ def complete(args: Any, config: Config) -> list[str]:
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)
             changes.append(f"--algo.advantage.{name} {value}: correction={config.correction!r}")
-    if config.exact and not _get(args, "vllm.enforce_eager"):
+    if (config.exact or config.guard_sqnr is not None) and not _get(args, "vllm.enforce_eager"):
         args.vllm.enforce_eager = True
-        changes.append("--vllm.enforce_eager: a compiled graph fuses ops and rounds them otherwise")
+        why = "fuses ops and rounds them otherwise" if config.exact else "would go on with layers that left FP8"
+        changes.append(f"--vllm.enforce_eager: a compiled graph {why}")
     if config.exact and _get(args, "train.async_enable"):
         changes.append(
             "asynchronous rollouts come from older weights than the trainer's: equality holds for those of the same "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,10 +17,14 @@ class WorkerState:
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
         report: figures of the last weight sync.
         version: number of the last weight sync; 0 before the first.
+        models: what was prepared in this process (policy and EMA, or the reference), for the precision guard.
+        lines: of the monitor and the guard, for the log of the trainer loop, which has not asked for them yet.
     """
 
     version: int = 0
     args: Any = None
+    models: list[weakref.ref[Any]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
     reference: bool = False
     stop_tokens: tuple[int, ...] = ()
     report: dict[str, Any] | None = None
@@ -28,11 +33,12 @@ class WorkerState:
 @dataclass
 class DriverState:
     """In the process that runs the trainer loop: figures that wait for the next line of its log, and the number of the
-    weight sync whose weights the trainer holds.
+    weight sync whose weights the trainer holds. ``guarded`` are the layers that the reference was told to follow in.
     """
 
     metrics: dict[str, Any] = field(default_factory=dict)
     version: int = 0
+    guarded: list[str] = field(default_factory=list)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import guard
 from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.settings import START, require_same
 from jetrl_patch.adapters.openrlhf.state import WORKER
@@ -54,9 +55,10 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             raise NotPatchedError(
                 f"nobody asked for the figures of the last weight sync: OpenRLHF's trainer loop is not patched; {START}"
             )
-        stats, start = SyncStats(), time.perf_counter()
+        stats, start, monitor = SyncStats(), time.perf_counter(), {}
         if config.quantized_rollout:
             calls = send(self, config, stats)
+            monitor = guard.figures(self.actor._jetrl)
         else:
             calls = _count_plain(self, stats)
             original(self)
@@ -68,6 +70,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             "sync_bytes_total": stats.total,
             "sync_calls": calls,
             "quantized_layers": stats.layers,
+            "monitor": monitor,
         }
 
     return broadcast_to_vllm
@@ -88,12 +91,14 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     torch.cuda.empty_cache()
     source.agree()
     model = trainer.actor.model.module
-    weights = full_weights(model, trainer.strategy.args.ds.zero_stage)
     leads = dist.get_rank() == 0
+    sends = leads or trainer.use_cuda_ipc
+    guard.decide(source, lambda: full_weights(model, trainer.strategy.args.ds.zero_stage), sends)
+    weights = full_weights(model, trainer.strategy.args.ds.zero_stage)
     orders = Orders(trainer.vllm_engines, config.sync_timeout)
     if leads:
         _compare(orders.ask("begin", config=config.to_env()), config)
-    if leads or trainer.use_cuda_ipc:
+    if sends:
         wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, _group(trainer))
         device = next(model.parameters()).device
         for bucket in pack(source.stream(weights, stats), device):
@@ -127,8 +132,11 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
     """``BaseModelActor.jetrl_report``, called through ``execute_batch``: who this is and what the last sync cost.
 
     Args:
-        item: ``"sync"`` takes the figures of the last sync away; each is handed out once.
+        item: ``"sync"`` takes the figures of the last sync away; each is handed out once. ``{"to_bf16": [...]}`` names
+            layers that the policy's precision guard took out of FP8, for models that follow it.
     """
+    if isinstance(item, dict):
+        guard.follow(item["to_bf16"])
     status = runtime.status()
     figures, WORKER.report = (WORKER.report, None) if item == "sync" else (None, WORKER.report)
     return {
@@ -136,10 +144,12 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
         "node": where(),
         "actor": type(self).__name__,
         "config": status.config.to_env() if status.config else {},
-        "layers": len(status.layers),
+        "layers": len(status.layers) + len(status.guarded),
+        "guarded": list(status.guarded),
         "version": WORKER.version,
         "patches": [[patch.target, patch.state] for patch in status.patches],
         **(figures or {}),
+        **({"lines": guard.take_lines()} if item == "sync" else {}),
     }
 
 

@@ -106,6 +106,9 @@ def note_sync(results: Sequence[Any]) -> None:
         note(*measured)
     names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "quantized_layers")
     DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in names})
+    DRIVER.metrics.update(first["monitor"])
+    for line in first["lines"]:
+        logger.warning("jetrl_patch: %s", line)
     DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports if report)
 
 

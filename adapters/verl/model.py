@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +36,8 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
             reference = bool(self.engine_config.forward_only)
             self._jetrl = prepare(module, runtime.active_config(), self.model_config, reference)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
+            if reference:
+                WORKER.references.append(weakref.ref(self._jetrl))
         return module
 
     return _build_module

@@ -138,8 +138,10 @@ def _local_hf_config(path: Any, trust_remote_code: bool) -> Any:
 def complete(verl_config: Any, config: Config) -> list[str]:
     """Write into verl's configuration what our modes need and its user need not know; what was changed, in words."""
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
+    if config.exact or config.guard_sqnr is not None:
+        # a compiled graph fuses ops and rounds them otherwise; and it would go on with layers that left FP8
+        wanted[f"{ROLLOUT}.enforce_eager"] = True
     if config.exact:
-        wanted[f"{ROLLOUT}.enforce_eager"] = True  # a compiled graph fuses ops and rounds them otherwise
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +18,14 @@ class WorkerState:
         stats: of the sync that is under way or was the last.
         measuring: in verl's bypass mode, whether the weights are still those of the last sync.
         measured: what the loss saw meanwhile, micro-batch by micro-batch (``correction_bypass``).
+        references: reference models of this process, which follow the actor's precision guard.
     """
 
     measuring: bool = False
     measured: list[Any] = field(default_factory=list)
     rollout_tp: int = 1
     stats: SyncStats | None = None
+    references: list[weakref.ref[Any]] = field(default_factory=list)
 
 
 @dataclass

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import guard
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import WORKER
@@ -73,6 +74,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
                 "LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'"
             )
         prepared.agree()
+        weights = guard.decide(prepared, weights, lambda: original(self, *args, **kwargs)[0])
         return prepared.stream(weights, stats), None
 
     return get_per_tensor_param
@@ -145,6 +147,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             "sync_bytes_total": stats.total,
             "quantized_layers": stats.layers,
             LOSS: hand_over(),
+            **guard.report(self.actor.engine),
         }
         return {**(result or {}), MARK: report}
 

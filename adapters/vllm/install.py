@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 
+from jetrl_patch import runtime
+from jetrl_patch.adapters.vllm import guard
 from jetrl_patch.adapters.vllm.quant import fp8_modules
-from jetrl_patch.adapters.vllm.shards import Shard
+from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.formats import BLOCK
 from jetrl_patch.sync.digest import Rect, digest
@@ -29,6 +32,12 @@ class VllmInstaller:
     def fp8_layers(self) -> list[str]:
         """Hugging Face module names of the FP8 linears."""
         return [name for _, method in fp8_modules(self.model) for name in method.names]
+
+    @torch.no_grad()
+    def to_bf16(self, layers: Sequence[str]) -> None:
+        """The precision guard's decision, carried out here; what the engine had cached of graphs does not exist (eager)."""
+        guard.to_bf16(self.model, layers)
+        runtime.register_guarded(layers)
 
     @torch.no_grad()
     def poison(self) -> None:
@@ -62,7 +71,10 @@ class VllmInstaller:
 
     @torch.no_grad()
     def installed(self) -> list[Rect]:
-        """Digests of the FP8 weights and block scales as they lie here, in Hugging Face names and coordinates."""
+        """Digests of FP8 weights and block scales, and of weights that the guard took out of FP8, as they lie here.
+
+        In Hugging Face names and coordinates.
+        """
         rects: list[Rect] = []
         for layer, method in fp8_modules(self.model):
             for shard in method.shards(layer):
@@ -70,6 +82,10 @@ class VllmInstaller:
                 rects.append(_weight(shard, layer.weight.data[rows]))
                 scales = _row_scales if method.channelwise else _scales
                 rects.extend(scales(shard, layer.weight_scale_inv.data[rows]))
+        for layer, names in guard.guarded_modules(self.model):
+            for shard in shards_of(layer, names):
+                rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
+                rects.append(_weight(shard, layer.weight.data[rows]))
         return rects
 
 

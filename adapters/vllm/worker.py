@@ -82,8 +82,9 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
 
     Returns:
         ``pid``, ``tp_rank``, ``config`` (the ``JETRL_*`` variables), ``layers`` (Hugging Face names of the FP8
-        modules), ``digests`` (``[tensor, row0, row1, col0, col1, digest]`` of each piece held here), ``patches``
-        (``[target, state]``), ``backend`` and ``state`` of the weights.
+        modules), ``guarded`` (of those that the precision guard took out of FP8), ``digests`` (``[tensor, row0, row1,
+        col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend`` and ``state`` of
+        the weights.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -94,6 +95,7 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         "tp_rank": get_tensor_model_parallel_rank(),
         "config": status.config.to_env() if status.config else {},
         "layers": list(receiver.installer.fp8_layers()),
+        "guarded": sorted(receiver.guarded),
         "digests": [list(rect) for rect in receiver.installer.installed()] if digests else [],
         "patches": [[patch.target, patch.state] for patch in status.patches],
         "backend": status.backend,

@@ -66,17 +66,25 @@ class Manifest:
         terms: how the trainer computes.
         layers: module names (Hugging Face) that are FP8.
         tensors: name -> (shape, dtype) of every tensor that will be sent; scales not listed apart.
+        guarded: module names that were FP8 and that the precision guard took out; the rollout does the same.
     """
 
     terms: Terms
     layers: tuple[str, ...]
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
+    guarded: tuple[str, ...] = ()
 
     def encode(self) -> torch.Tensor:
         """As a uint8 tensor ``[n]`` on the CPU."""
         tensors = [[name, list(shape), dtype] for name, (shape, dtype) in self.tensors.items()]
         return encode_json(
-            {"version": PROTOCOL, **asdict(self.terms), "fp8_layers": list(self.layers), "tensors": tensors}
+            {
+                "version": PROTOCOL,
+                **asdict(self.terms),
+                "fp8_layers": list(self.layers),
+                "guarded_layers": list(self.guarded),
+                "tensors": tensors,
+            }
         )
 
     @classmethod
@@ -91,7 +99,8 @@ class Manifest:
         try:
             terms = Terms(**{key: str(data[key]) for key in _TERMS})
             tensors = {str(n): (tuple(int(d) for d in shape), str(t)) for n, shape, t in data["tensors"]}
-            return cls(terms=terms, layers=tuple(map(str, data["fp8_layers"])), tensors=tensors)
+            layers, guarded = (tuple(map(str, data[key])) for key in ("fp8_layers", "guarded_layers"))
+            return cls(terms=terms, layers=layers, tensors=tensors, guarded=guarded)
         except (KeyError, TypeError, ValueError) as error:
             raise SyncError(f"the weight sync's manifest is malformed: {type(error).__name__}: {error}") from error
 

@@ -41,6 +41,9 @@ class Installer(Protocol):
     def fp8_layers(self) -> Sequence[str]:
         """Module names that this engine computes in FP8."""
 
+    def to_bf16(self, layers: Sequence[str]) -> None:
+        """Take these modules out of FP8: all of them, or none and an error. Their weights then come in BF16."""
+
     def poison(self) -> None:
         """Fill every buffer that a sync must fill with NaN, so that an unwritten one explodes."""
 
@@ -51,7 +54,7 @@ class Installer(Protocol):
         """Process what needs it once everything is loaded."""
 
     def installed(self) -> Sequence[Rect]:
-        """Digests of the FP8 bytes and scales as they now lie in this rank's memory."""
+        """Digests of FP8 bytes and scales, and of what ``to_bf16`` was called for, as they now lie in this rank's memory."""
 
 
 class State(enum.Enum):
@@ -88,6 +91,8 @@ class Receiver:
         self.gather = gather
         self.state = State.SERVING
         self.error: JetrlError | None = None
+        #: layers that the trainer's precision guard took out of FP8, here too
+        self.guarded: set[str] = set()
         self._sync: _Sync | None = None
 
     def on_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -170,9 +175,14 @@ class Receiver:
     def _open(self, manifest: Manifest) -> None:
         if self._sync is not None:
             raise SyncError("a second manifest arrived in the middle of a weight sync")
-        audit(manifest.terms, self.terms, set(manifest.layers), set(self.installer.fp8_layers()))
+        guarded, here = set(manifest.guarded), set(self.installer.fp8_layers())
+        audit(manifest.terms, self.terms, set(manifest.layers) | guarded, here | self.guarded)
+        audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
         self.state = State.RECEIVING
         self._sync = _Sync(manifest, manifest.expected())
+        if guarded & here:
+            self.installer.to_bf16(sorted(guarded & here))
+            self.guarded |= guarded
         self.installer.poison()
 
     def _check_arrival(self, sync: _Sync, name: str, tensor: torch.Tensor) -> None:
@@ -208,10 +218,10 @@ class Receiver:
         """What lies in memory, over all ranks, against what the trainer sent."""
         if not sync.manifest.terms.quantized:
             return  # BF16 was sent and quantized here: there is no byte of the trainer's to compare with
-        for name in weights_of(sync.manifest.layers):
-            for tensor in (name, name + SCALE_SUFFIX):
-                shape = sync.expected[tensor][0]
-                check_tiling(tensor, (shape[0], shape[1]), sync.arrived[tensor], [r for r in rects if r.name == tensor])
+        fp8 = weights_of(sync.manifest.layers)
+        for tensor in (*fp8, *(name + SCALE_SUFFIX for name in fp8), *weights_of(sync.manifest.guarded)):
+            shape = sync.expected[tensor][0]
+            check_tiling(tensor, (shape[0], shape[1]), sync.arrived[tensor], [r for r in rects if r.name == tensor])
 
     def _fail(self, error: Exception) -> None:
         """Keep the first error, and make sure that what is half loaded cannot be served."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, SyncError, explain
 from jetrl_patch.fp8.transformer_engine import is_te_linear
 from jetrl_patch.fp8.transformer_engine import quantize_weight as te_weight
+from jetrl_patch.monitor.monitor import Monitor, show
 from jetrl_patch.scaling.invariant import scale_once
 from jetrl_patch.scaling.smoothing import Smoother
 from jetrl_patch.sync.manifest import Terms
@@ -30,18 +32,67 @@ class Source:
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
         smoother: what moves outliers into the weights on the way out, or None.
+        monitor: measures the FP8 layers of a trainer; None where it has none.
+        guarded: layers that were FP8 and are BF16 by the precision guard; no longer among ``layers`` and ``modules``.
     """
 
     layers: list[str]
-    modules: Mapping[str, Any]
+    modules: dict[str, Any]
     shapes: Mapping[str, tuple[int, ...]]
     terms: Terms
     smoother: Smoother | None = None
+    monitor: Monitor | None = None
+    guarded: list[str] = field(default_factory=list)
 
     def agree(self) -> None:
         """Before a sync, on every training rank: what is sent must not depend on a rank's own samples."""
         if self.smoother is not None:
             self.smoother.observer.agree()
+
+    def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
+        """Before a sync's first byte, on every rank: the guard's decision, carried out; the layers it took.
+
+        Args:
+            weights: gives the full weights once more; asked only where the guard decides.
+            quantizes: whether this rank sees the weights; others only take part in the gathering.
+
+        Raises:
+            SyncError: a layer could not be taken out of FP8; no engine has been told of it.
+        """
+        if self.monitor is None:
+            return []
+        if self.monitor.decides:
+            show(self.monitor, weights(), self.quantize if quantizes else None)
+        new = self.monitor.begin()
+        self.to_bf16(new)
+        return new
+
+    def end_sync(self) -> dict[str, float]:
+        """After a sync, on every rank: figures of its step. Raises PrecisionError where they are to stop the run."""
+        return {} if self.monitor is None else self.monitor.end()
+
+    def take_lines(self) -> list[str]:
+        """What the guard did and what is beyond a threshold, for the log of the trainer's loop; each line once."""
+        return [] if self.monitor is None else self.monitor.take_lines()
+
+    def to_bf16(self, names: Iterable[str]) -> None:
+        """Take layers out of FP8 for good: all of them, or none and a SyncError."""
+        new = [name for name in names if name in self.modules]
+        if not new:
+            return
+        try:
+            switch = runtime.reach("transformers", "guard:to_bf16")
+            switch({name: self.modules[name] for name in new}, exact=self.terms.align == "exact")
+        except Exception as error:
+            raise SyncError(
+                f"the precision guard could not take {', '.join(new)} out of FP8: {type(error).__name__}: {error}; "
+                f"nothing was synced. Exclude these layers, or leave guard_sqnr unset"
+            ) from error
+        for name in new:
+            del self.modules[name]
+        self.layers = [name for name in self.layers if name not in new]
+        self.guarded += new
+        runtime.register_guarded(new)
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
         """The protocol of one sync over full weights; see ``quantized_stream``."""
@@ -53,6 +104,7 @@ class Source:
             stats=stats,
             quantize=self.quantize if self.modules else None,
             transform=None if self.smoother is None else self.smoother.apply,
+            guarded=self.guarded,
         )
 
     def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,6 +112,8 @@ class Source:
         if is_te_linear(self.modules[layer]):
             return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
         own = self.modules[layer].fp8.quantized(weight)
+        if self.monitor is not None:
+            self.monitor.see_weight(layer, weight, own.q, own.s_blocks)
         return own.q, own.s_blocks
 
 
@@ -94,9 +148,11 @@ def convert(
     if backend:
         runtime.register_backend(backend)
     named = dict(model.named_modules())
+    modules = {name: named[name] for name in layers} if config.fp8_train else {}
     return Source(
         layers=layers,
-        modules={name: named[name] for name in layers} if config.fp8_train else {},
+        modules=modules,
+        monitor=make_monitor(config, layers, modules) if modules else None,
         shapes=shapes,
         terms=Terms(
             precision=config.precision,
@@ -107,3 +163,22 @@ def convert(
         ),
         smoother=smoother,
     )
+
+
+def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any]) -> Monitor | None:
+    """The monitor of a trainer's layers; None where it is off, or where they are TransformerEngine's.
+
+    Raises:
+        ConfigError: a guard was asked for, and the layers are TransformerEngine's, which cannot leave FP8 one by one.
+    """
+    theirs = [name for name in layers if is_te_linear(modules[name])]
+    if theirs and config.guard_sqnr is not None:
+        raise ConfigError(
+            explain(
+                "guard_sqnr",
+                asked="layers that can leave FP8 one by one",
+                found=f"TransformerEngine's {theirs[0]} and {len(theirs) - 1} more",
+                fix="leave guard_sqnr unset, or name layers in exclude",
+            )
+        )
+    return None if theirs or not config.monitor_every else Monitor(config, layers, modules)

@@ -64,6 +64,7 @@ def quantized_stream(
     stats: SyncStats,
     quantize: Quantize | None = None,
     transform: Transform | None = None,
+    guarded: Collection[str] = (),
 ) -> Iterator[NamedTensor]:
     """Yield the protocol for one sync.
 
@@ -75,6 +76,7 @@ def quantized_stream(
         stats: filled on the way.
         quantize: the trainer's own quantizer, which may know the bytes already; the contract's by default.
         transform: what is done to the stream before anything is quantized; gets this module's check of a weight.
+        guarded: module names that are BF16 by the precision guard; none of them is in ``layers``.
 
     Raises:
         SyncError: a NaN or Inf in a weight; a tensor that is not announced, comes twice or never.
@@ -87,7 +89,8 @@ def quantized_stream(
     announced = {
         name: (tuple(shape), terms.weight_dtype if name in fp8 else "bfloat16") for name, shape in shapes.items()
     }
-    yield MANIFEST, Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced).encode()
+    manifest = Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced, guarded=tuple(sorted(guarded)))
+    yield MANIFEST, manifest.encode()
     for name, weight in weights if transform is None else transform(weights, _to_bf16):
         _check_announced(name, weight, announced, stats)
         if name not in fp8:

@@ -88,7 +88,7 @@ class Run(ProcessRun):
         steps = []
         for line in self.text.splitlines():
             if "step:" in line and "training/global_step" in line:
-                found = re.findall(r"(jetrl/\w+|critic/rewards/mean|training/global_step):([^ ]+)", line)
+                found = re.findall(r"(jetrl/[\w./]+|critic/rewards/mean|training/global_step):([^ ]+)", line)
                 steps.append({name: _number(value) for name, value in found})
         return steps
 

@@ -1,0 +1,59 @@
+"""The precision guard and the monitor in OpenRLHF's weight sync: policy actors decide, the reference follows.
+
+Before a sync the guard decides, from all ranks' figures, and every rank carries it out; what is sent then says so. The
+trainer loop learns of it with the figures of the sync, and tells the reference model's actors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
+from jetrl_patch.sync.source import Source
+from jetrl_patch.sync.stream import NamedTensor
+
+__all__ = ["decide", "figures", "follow", "take_lines", "tell"]
+
+
+def decide(source: Source, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool) -> None:
+    """Take layers of the policy, and of an EMA beside it, out of FP8. Collective.
+
+    Args:
+        weights: gives the full weights once more; asked only where the guard decides at this sync.
+        quantizes: whether this rank quantizes them.
+
+    Raises SyncError where a layer cannot be changed; no engine has heard of it then.
+    """
+    follow(source.begin_sync(weights, quantizes))
+
+
+def figures(source: Source) -> dict[str, float]:
+    """Metrics of the step that this sync ends. Collective. Raises PrecisionError where they are to stop the run."""
+    metrics = source.end_sync()
+    WORKER.lines += source.take_lines()
+    return metrics
+
+
+def follow(names: Sequence[str]) -> None:
+    """Take these layers out of FP8 in every model of this process that still has them there."""
+    for model in WORKER.models:
+        source = model()
+        if source is not None:
+            source.to_bf16(names)
+
+
+def take_lines() -> list[str]:
+    """Lines for the trainer loop's log, each handed out once."""
+    lines, WORKER.lines = WORKER.lines, []
+    return lines
+
+
+def tell(trainer: Any, guarded: Sequence[str]) -> None:
+    """In the trainer loop: the reference model computes as the policy does, from the same step on."""
+    from jetrl_patch.adapters.openrlhf.audit import ask_actors
+
+    new = [name for name in guarded if name not in DRIVER.guarded]
+    if new and trainer.reference_model_group is not None:
+        ask_actors(trainer.reference_model_group, {"to_bf16": new})
+    DRIVER.guarded += new

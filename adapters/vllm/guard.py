@@ -1,0 +1,80 @@
+"""FP8 layers of a running engine that become BF16 layers, in place and before the weights that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+
+from jetrl_patch.adapters.vllm.head import ExactLinearMethod
+from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod, fp8_modules
+from jetrl_patch.errors import AuditError
+
+__all__ = ["guarded_modules", "to_bf16"]
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A layer, what it becomes, and its new weight."""
+
+    layer: LinearBase
+    names: list[str]
+    method: LinearMethodBase
+    weight: torch.nn.Parameter
+
+
+def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
+    """Make these FP8 linears what ``exclude`` would have made them. Their weights are unwritten until they are loaded.
+
+    Args:
+        wanted: Hugging Face module names.
+
+    Raises:
+        AuditError: a name is no FP8 layer here, or only a part of a fused one. Nothing has changed then.
+    """
+    missing = set(wanted)
+    changes = []
+    for layer, method in fp8_modules(model):
+        inside = [name for name in method.names if name in missing]
+        missing -= set(inside)
+        if inside and len(inside) != len(method.names):
+            raise AuditError(
+                f"the precision guard takes {', '.join(inside)} out of FP8, and vLLM holds {', '.join(method.names)} as one "
+                f"layer; they must change together"
+            )
+        if inside:
+            changes.append(_prepare(layer, method))
+    if missing:
+        raise AuditError(f"the precision guard takes {', '.join(sorted(missing))} out of FP8, not FP8 layers here")
+    for change in changes:
+        _carry_out(change)
+
+
+def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]]:
+    """The linears that ``to_bf16`` changed, with the Hugging Face names in them, in module order."""
+    return [(m, m.jetrl_guarded) for m in model.modules() if isinstance(m, LinearBase) and hasattr(m, "jetrl_guarded")]
+
+
+def _prepare(layer: LinearBase, method: JetrlFp8LinearMethod) -> _Change:
+    exact = method.quant_config.config.exact
+    made: Any = ExactLinearMethod() if exact else UnquantizedLinearMethod()
+    old = layer.weight
+    holder = torch.nn.Module()
+    with torch.device(old.device):
+        made.create_weights(
+            holder, old.shape[1], [old.shape[0]], layer.input_size, layer.output_size, torch.bfloat16,
+            weight_loader=layer.weight_loader_v2,
+        )  # fmt: skip
+    return _Change(layer, list(method.names), made, holder.weight)
+
+
+def _carry_out(change: _Change) -> None:
+    layer = change.layer
+    del layer.weight, layer.weight_scale_inv
+    layer.weight = change.weight
+    layer.quant_method = change.method
+    layer.jetrl_guarded = change.names
+    change.method.process_weights_after_loading(layer)  # where vLLM packs: what is loaded later is packed again

@@ -1,0 +1,32 @@
+"""Which layers run in BF16 on both sides from the next step on: those whose SQNR falls below a floor."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+from jetrl_patch.monitor.figures import Figures
+
+__all__ = ["FUSED", "below", "with_partners"]
+
+#: layers of one parent that vLLM holds as one, so that they change together
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, str]:
+    """Layer -> what is below ``floor`` dB, in words. Where nothing was seen (NaN) nothing is below."""
+    reasons: dict[str, list[str]] = {}
+    for (kind, layer), figures in found.items():
+        if figures.worst_db < floor:
+            reasons.setdefault(layer, []).append(f"{kind} {figures.worst_db:.1f} dB")
+    return {layer: ", ".join(texts) for layer, texts in reasons.items()}
+
+
+def with_partners(names: Iterable[str], layers: Collection[str]) -> list[str]:
+    """``names`` and the layers that vLLM holds together with them, in the order of ``layers``."""
+    wanted = set(names)
+    for name in list(wanted):
+        parent, dot, leaf = name.rpartition(".")
+        for group in FUSED:
+            if leaf in group:
+                wanted |= {f"{parent}{dot}{partner}" for partner in group}
+    return [layer for layer in layers if layer in wanted]

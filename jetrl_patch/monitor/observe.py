@@ -1,0 +1,72 @@
+"""Activations and output gradients of the FP8 layers, seen through hooks that stand for one sampled step only.
+
+The first forward of a layer that autograd records is measured, on at most ``MOST_ROWS`` of its tokens; the hook goes
+right after. Nothing is computed with: the layer's own results stay what they are, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.monitor.figures import measure
+
+__all__ = ["MOST_ROWS", "Observer"]
+
+MOST_ROWS = 4096
+
+
+class Observer:
+    """Figures of one rank, by (kind, layer), with kinds "activation" and "gradient".
+
+    Args:
+        modules: layers by name; those that are no ``Fp8Linear`` (any more) are passed over.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._handles: dict[str, Any] = {}
+        self.figures: dict[tuple[str, str], Tensor] = {}
+
+    def arm(self, names: Iterable[str]) -> None:
+        """Wait for the next forward of these layers; what was seen before is forgotten."""
+        self.disarm()
+        self.figures = {}
+        for name in names:
+            module = self._modules.get(name)
+            if isinstance(module, Fp8Linear):
+                self._handles[name] = module.register_forward_hook(self._hook(name, module.fp8))
+
+    def disarm(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+    def _hook(self, name: str, state: Fp8State) -> Any:
+        def see(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name not in self._handles:
+                return
+            self._handles.pop(name).remove()
+            self.figures["activation", name] = _figures(arguments[0], state, slices=True)
+            if output.requires_grad:
+                output.register_hook(lambda grad: self._keep(name, grad, state))
+
+        return see
+
+    def _keep(self, name: str, grad: Tensor, state: Fp8State) -> None:
+        """The gradient as DGrad quantizes it: groups of 128 along N."""
+        self.figures["gradient", name] = _figures(grad, state, slices=False)
+
+
+@torch.no_grad()
+def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
+    x_MK = x.detach().reshape(-1, x.shape[-1])
+    if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so that rows can be left out
+        x_MK = x_MK[torch.linspace(0, x_MK.shape[0] - 1, MOST_ROWS, device=x.device).round().long()]
+    x_MK = x_MK.to(torch.bfloat16).contiguous()
+    return measure(x_MK, *state.backend.quantize_activation(x_MK, state.scale_format), slices=slices)

@@ -1,0 +1,18 @@
+"""One object of every rank of the trainer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["everybody"]
+
+
+def everybody(mine: Any) -> list[Any]:
+    """Everybody's object, in rank order: the same list on every rank. Collective; alone without a process group."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found

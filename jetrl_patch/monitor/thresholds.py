@@ -1,0 +1,65 @@
+"""Which figures are worth a warning, once per layer and kind, or the end of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from jetrl_patch.config import Config
+from jetrl_patch.errors import PrecisionError
+from jetrl_patch.monitor.figures import Figures
+
+__all__ = ["Finding", "Watch", "findings"]
+
+#: by (kind, layer); kinds are "weight", "activation" and "gradient"
+Found = Mapping[tuple[str, str], Figures]
+
+
+class Finding(NamedTuple):
+    """A figure beyond its threshold."""
+
+    layer: str
+    kind: str
+    figure: str
+    value: float
+    threshold: float
+
+    def __str__(self) -> str:
+        sign = "<" if self.figure == "sqnr" else ">"
+        unit = " dB" if self.figure == "sqnr" else ""
+        return f"{self.layer}: {self.kind} {self.figure} {self.value:.4g}{unit} {sign} {self.threshold:g}{unit}"
+
+
+def findings(found: Found, config: Config) -> Iterator[Finding]:
+    """Everything beyond its threshold, in the order of the layers."""
+    for (kind, layer), figures in found.items():
+        if figures.worst_db < config.monitor_sqnr:
+            yield Finding(layer, kind, "sqnr", figures.worst_db, config.monitor_sqnr)
+        if figures.underflow > config.monitor_underflow:
+            yield Finding(layer, kind, "underflow", figures.underflow, config.monitor_underflow)
+        if figures.saturated > 0:  # scales follow the values, so that nothing is ever cut off
+            yield Finding(layer, kind, "saturated", figures.saturated, 0.0)
+        if figures.nonfinite > 0:
+            yield Finding(layer, kind, "nonfinite", figures.nonfinite, 0.0)
+
+
+class Watch:
+    """Tells of each (layer, kind, figure) once, or stops the run at the first."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str, str]] = set()
+
+    def look(self, found: Found, config: Config) -> list[Finding]:
+        """The findings that are new.
+
+        Raises:
+            PrecisionError: ``monitor_action="stop"`` and there is one.
+        """
+        new = [f for f in findings(found, config) if (f.layer, f.kind, f.figure) not in self._told]
+        self._told |= {(f.layer, f.kind, f.figure) for f in new}
+        if new and config.monitor_action == "stop":
+            raise PrecisionError(
+                f"monitor_action='stop', and {len(new)} figures are beyond their thresholds: "
+                f"{'; '.join(map(str, new[:10]))}; exclude these layers, set guard_sqnr, or move the threshold"
+            )
+        return new
