@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | test | test-all | lint | bench | bench-gpu | clean
+# make demo | demo-openrlhf | compare | stability | sanity | test | test-all | lint | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
 # DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
@@ -23,7 +23,7 @@ endif
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo demo-openrlhf compare test test-all lint bench bench-gpu venv clean
+.PHONY: demo demo-openrlhf compare stability sanity test test-all lint bench bench-gpu venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
@@ -34,6 +34,14 @@ demo-openrlhf: $(SELF)
 
 compare: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
+
+# long runs in small, on two cores: which precision and which correction keeps what it has learned
+stability: $(SELF)
+	$(QUIET) $(VENV)/bin/python -m examples.stability.compare $(ARGS)
+
+# algorithms by precisions on questions that are certainly learnable
+sanity: $(SELF)
+	$(QUIET) $(VENV)/bin/python -m examples.stability.sanity $(ARGS)
 
 # lint, types, and the tests of all parts, a real verl run among them
 test: lint

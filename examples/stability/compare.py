@@ -1,0 +1,107 @@
+"""The long run in small: which of the precisions and corrections keeps what it has learned?
+
+Run it by ``make stability``. Every arm sees the same questions in the same order; only the rollout's precision and the
+weights on the loss differ. ``intN-rollout`` turns a rollout quantizer up until its mismatch is that of a large model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.common.runner import RunFailedError
+from examples.stability.arms import Arm
+from examples.stability.picture import draw
+from examples.stability.sweep import Job, sweep
+from jetrl_patch.report import Run
+
+ARMS = (
+    Arm(precision="bf16"),
+    Arm(precision="fp8-unified"),
+    Arm(precision="fp8-rollout"),
+    Arm(precision="int3-rollout"),
+    Arm(precision="int3-rollout", correction="tis"),
+    Arm(precision="int3-rollout", correction="mis"),
+)
+#: steps at the end over which an arm is judged
+LAST = 60
+
+
+def judged(run: Run) -> dict[str, float]:
+    """Best held-out accuracy, its mean over the last steps and its worst there, mean reward there, mean mismatch."""
+    first = run.training_steps[-1] - LAST
+    accuracy = [value for step, value in run.accuracy if step > first]
+    reward = [value for step, value in run.reward if step > first]
+    mismatch = [value for _, value in run.series("jetrl/logp_abs_diff_mean")]
+    return {
+        "best": max(value for _, value in run.accuracy),
+        "last": fmean(accuracy),
+        "worst": min(accuracy),
+        "reward": fmean(reward),
+        "mismatch": fmean(mismatch),
+    }
+
+
+def table(runs: dict[Job, Run], title: str) -> Table:
+    """One row an arm: means over seeds, with the lowest and highest seed of what is judged."""
+    found = Table(title=title)
+    for name in (
+        "arm",
+        "seeds",
+        "mean |Δlogp|",
+        "best held-out",
+        f"held-out, last {LAST} steps",
+        "worst there",
+        "reward there",
+    ):
+        found.add_column(name, justify="left" if name == "arm" else "right")
+    for arm in dict.fromkeys(job.arm for job in runs):
+        values = [judged(run) for job, run in runs.items() if job.arm == arm]
+        last = [v["last"] for v in values]
+        mismatch = fmean(v["mismatch"] for v in values)
+        found.add_row(
+            arm.name, str(len(values)), f"{mismatch:.1e}" if mismatch else "0", f"{fmean(v['best'] for v in values):.1%}",
+            f"{fmean(last):.1%} ({min(last):.1%} to {max(last):.1%})", f"{min(v['worst'] for v in values):.1%}",
+            f"{fmean(v['reward'] for v in values):.3f}",
+        )  # fmt: skip
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("outputs/stability"))
+    args = parser.parse_args()
+    console = Console(highlight=False)
+    started = time.monotonic()
+    jobs = [Job(arm=arm, seed=seed, steps=args.steps, learning_rate=args.lr) for seed in args.seeds for arm in ARMS]
+    try:
+        runs = sweep(jobs, args.out.resolve(), console, args.at_once)
+    except RunFailedError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    minutes = (time.monotonic() - started) / 60
+    console.print(table(runs, f"{args.steps} steps at learning rate {args.lr:g}; {minutes:.0f} minutes"))
+    unequal = [job.slug for job, run in runs.items() if job.arm.config.exact and not _exact(run)]
+    console.print(f"pictures: {draw(runs, args.out / 'stability.png')}")
+    console.print(f"the whole story: jetrl report {args.out}/*.jsonl")
+    if unequal:
+        console.print(f"[bold red]not kept:[/] exact arms with unequal log-probs: {', '.join(unequal)}")
+    return 1 if unequal else 0
+
+
+def _exact(run: Run) -> bool:
+    return all(value == 1.0 for _, value in run.series("jetrl/bit_equal_fraction"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""One run: GRPO on the words task with vLLM and trainer in this process; a line of metrics for every step.
+
+``python -m examples.stability.loop --precision fp8-rollout --seed 0 --out FILE``
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from examples.stability.arms import OBJECTIVES, Arm
+from examples.words import task
+from examples.words.reward import compute_score
+
+if TYPE_CHECKING:
+    from examples.stability.rollout import Rollout, Sample
+
+CHECKPOINT = str(Path(__file__).resolve().parents[1] / "words" / "checkpoint")
+RESPONSE_TOKENS = 40
+
+Emit = Callable[[int, dict[str, Any]], None]
+
+
+class Questions:
+    """Questions as token ids, and the reward of an answer."""
+
+    def __init__(self) -> None:
+        from examples.words.tokenizer import build_tokenizer
+
+        self.tokenizer = build_tokenizer()
+        self.stop = int(self.tokenizer.eos_token_id)
+        self.train, self.held_out = task.split()
+
+    def ids(self, question: task.Question) -> list[int]:
+        chat = [{"role": "user", "content": question.text}]
+        found: Any = self.tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=True)
+        return list(found["input_ids"] if hasattr(found, "keys") else found)
+
+    def reward(self, question: task.Question, response: Sequence[int]) -> float:
+        text = self.tokenizer.decode([token for token in response if token != self.stop])
+        return compute_score("words", text, str(question.answer))
+
+    def sample(
+        self, rollout: Rollout, questions: Sequence[task.Question], n: int, temperature: float, seed: int
+    ) -> tuple[list[Sample], list[float]]:
+        """``n`` answers to each question, side by side, and their rewards."""
+        prompts = [self.ids(question) for question in questions]
+        samples = rollout.sample(prompts, n, RESPONSE_TOKENS, self.stop, temperature, seed)
+        asked = [question for question in questions for _ in range(n)]
+        return samples, [self.reward(q, s.response) for q, s in zip(asked, samples, strict=True)]
+
+
+def run(
+    arm: Arm, *, seed: int, steps: int, learning_rate: float, emit: Emit, pool: Sequence[task.Question] | None = None,
+    prompts: int = 16, group: int = 8, validate_every: int = 20, held_out: int = 256,
+) -> None:  # fmt: skip
+    """Train; ``emit`` gets every step's metrics, under the names that verl uses for them.
+
+    Args:
+        pool: the questions to train on; all of the training split by default.
+        prompts, group: questions a step, answers to each. held_out: questions of a validation, answered greedily.
+    """
+    import torch
+
+    import jetrl_patch
+    from examples.stability.objective import loss, prepare
+    from examples.stability.policy import Policy
+    from examples.stability.rollout import Rollout
+    from jetrl_patch.correction.mismatch import mismatch
+
+    torch.manual_seed(seed)
+    torch.set_num_threads(1)
+    jetrl_patch.enable(arm.config)
+    questions = Questions()
+    rollout = Rollout(CHECKPOINT, seed, arm.bits)
+    policy = Policy(CHECKPOINT, arm.config, learning_rate)
+    pool = questions.train if pool is None else pool
+    rng = random.Random(seed)
+    for step in range(steps + 1):
+        times = [time.perf_counter()]
+        rollout.sync(policy.source, policy.weights())
+        times.append(time.perf_counter())
+        metrics: dict[str, Any] = {}
+        if step % validate_every == 0 or step == steps:
+            _, right = questions.sample(rollout, questions.held_out[:held_out], 1, 0.0, 0)
+            metrics["val-core/words/acc/mean@1"] = sum(right) / len(right)
+        if step == steps:
+            emit(step, metrics)
+            return
+        start = time.perf_counter()
+        samples, rewards = questions.sample(rollout, rng.sample(list(pool), prompts), group, 1.0, seed * 100_003 + step)
+        times.append(time.perf_counter())
+        old, mu, mask = policy.score(samples)
+        batch = prepare(arm, old, mu, mask, torch.tensor(rewards), group)
+        norm = policy.step(samples, lambda log_probs, rows, batch=batch: loss(arm, batch, log_probs, rows))  # type: ignore[misc]
+        times.append(time.perf_counter())
+        metrics |= mismatch(old, mu, mask).as_metrics()
+        metrics |= {
+            "critic/score/mean": sum(rewards) / len(rewards),
+            "response_length/mean": float(mask.sum(1).float().mean()),
+            "actor/grad_norm": norm,
+            "jetrl/masked_fraction": 1.0 - float(batch.kept.sum() / mask.sum()),
+            "timing_s/update_weights": times[1] - times[0],
+            "timing_s/gen": times[2] - start,
+            "timing_s/update_actor": times[3] - times[2],
+            "timing_s/step": times[3] - start + times[1] - times[0],
+        }
+        emit(step, metrics)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--precision", required=True)
+    parser.add_argument("--correction", default="none")
+    parser.add_argument("--objective", default="ppo", choices=OBJECTIVES)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--pool", type=Path, help="JSON list of positions in the training split to train on")
+    parser.add_argument("--out", type=Path, required=True)
+    args = parser.parse_args()
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    arm = Arm(precision=args.precision, correction=args.correction, objective=args.objective)
+    pool = None
+    if args.pool is not None:
+        train, _ = task.split()
+        pool = [train[i] for i in json.loads(args.pool.read_text())]
+    identity = {"precision": args.precision, "align": "none", "correction": args.correction, "seed": args.seed}
+    if arm.config.exact:
+        identity["align"] = "exact"
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w", encoding="utf-8") as file:
+
+        def emit(step: int, metrics: dict[str, Any]) -> None:
+            file.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
+            file.flush()
+
+        run(arm, seed=args.seed, steps=args.steps, learning_rate=args.lr, emit=emit, pool=pool)
+
+
+if __name__ == "__main__":
+    main()

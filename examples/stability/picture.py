@@ -1,0 +1,59 @@
+"""Held-out accuracy and mismatch of all arms, a line an arm, the range over seeds shaded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from examples.stability.sweep import Job
+    from jetrl_patch.report import Run
+
+#: Okabe and Ito's colours, told apart by colour-blind eyes
+_COLOURS = ("#000000", "#009e73", "#0072b2", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#999999")
+_STYLES = ("-", "-", "--", "-", "--", ":", "-.", "-")
+
+
+def draw(runs: Mapping[Job, Run], path: Path) -> Path:
+    """Write the picture; gives its path."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    for i, arm in enumerate(dict.fromkeys(job.arm for job in runs)):
+        mine = [run for job, run in runs.items() if job.arm == arm]
+        look: dict[str, Any] = {"color": _COLOURS[i % 8], "linestyle": _STYLES[i % 8], "label": arm.name}
+        _band(left, [dict(run.accuracy) for run in mine], look)
+        _band(right, [smoothed(dict(run.series("jetrl/logp_abs_diff_mean"))) for run in mine], look)
+    left.set(title="held-out accuracy (greedy, by the rollout engine)", xlabel="step", ylim=(0, 1))
+    right.set(title="mean |Δlogp|, ten steps together", xlabel="step")
+    right.set_yscale("symlog", linthresh=1e-4)
+    right.set_ylim(bottom=-2e-5)
+    for axis in (left, right):
+        axis.grid(alpha=0.25)
+    left.legend(fontsize=8, loc="lower right")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+    return path
+
+
+def smoothed(values: Mapping[int, float], width: int = 10) -> dict[int, float]:
+    """Means over ``width`` steps, at the last of them."""
+    steps = sorted(values)
+    return {
+        part[-1]: fmean(values[s] for s in part) for part in (steps[i : i + width] for i in range(0, len(steps), width))
+    }
+
+
+def _band(axis: Any, series: list[dict[int, float]], look: dict[str, Any]) -> None:
+    steps = sorted(set.intersection(*map(set, series)))
+    columns = [[s[step] for s in series] for step in steps]
+    axis.plot(steps, [fmean(c) for c in columns], **look)
+    axis.fill_between(
+        steps, list(map(min, columns)), list(map(max, columns)), color=look["color"], alpha=0.12, linewidth=0
+    )

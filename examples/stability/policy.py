@@ -1,0 +1,92 @@
+"""The trainer: a Hugging Face model prepared by the plugin, FP32 masters, AdamW."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.exact.logprob import token_log_probs
+from jetrl_patch.sync.source import convert
+
+if TYPE_CHECKING:
+    from examples.stability.rollout import Sample
+    from jetrl_patch import Config
+
+#: responses of one forward pass
+MICRO_BATCH = 64
+
+
+class Policy:
+    """BF16 compute weights over FP32 masters; the learning rate warms up over ten steps."""
+
+    def __init__(self, path: str, config: Config, learning_rate: float) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+        shapes = {name: tuple(weight.shape) for name, weight in self.model.state_dict().items()}
+        self.source = convert(self.model, config, shapes, rollout_tp=1, device_type="cpu")
+        self.parameters = list(self.model.parameters())
+        self.masters = [torch.nn.Parameter(p.detach().float().clone()) for p in self.parameters]
+        self.optimizer = torch.optim.AdamW(self.masters, lr=learning_rate)
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: min(1.0, (step + 1) / 10))
+
+    def weights(self) -> dict[str, Tensor]:
+        return dict(self.model.state_dict())
+
+    def log_probs(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor]:
+        """FP32 log-probs of the response tokens, padded to [B, T], and the mask."""
+        width = max(len(s.prompt) + len(s.response) for s in samples)
+        longest = max(len(s.response) for s in samples)
+        ids, seen = (
+            torch.zeros(len(samples), width, dtype=torch.long),
+            torch.zeros(len(samples), width, dtype=torch.long),
+        )
+        for row, s in enumerate(samples):
+            tokens = [*s.prompt, *s.response]
+            ids[row, : len(tokens)], seen[row, : len(tokens)] = torch.tensor(tokens), 1
+        logits = self.model(input_ids=ids, attention_mask=seen, use_cache=False).logits
+        everywhere = token_log_probs(logits[:, :-1], ids[:, 1:])
+        starts = torch.tensor([len(s.prompt) - 1 for s in samples])
+        mask = torch.arange(longest) < torch.tensor([len(s.response) for s in samples])[:, None]
+        places = (starts[:, None] + torch.arange(longest)).clamp(max=width - 2)
+        return everywhere.gather(1, places) * mask, mask
+
+    @torch.no_grad()
+    def score(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor]:
+        """(π_old, μ, mask), each [B, T]."""
+        longest = max(len(s.response) for s in samples)
+        found = torch.zeros(len(samples), longest)
+        kept = torch.zeros(len(samples), longest, dtype=torch.bool)
+        rollout = torch.zeros(len(samples), longest)
+        for start in range(0, len(samples), MICRO_BATCH):
+            part = samples[start : start + MICRO_BATCH]
+            log_probs, mask = self.log_probs(part)
+            found[start : start + len(part), : mask.shape[1]] = log_probs
+            kept[start : start + len(part), : mask.shape[1]] = mask
+        for row, s in enumerate(samples):
+            rollout[row, : len(s.response)] = torch.tensor(s.log_probs)
+        return found, rollout, kept
+
+    def step(self, samples: Sequence[Sample], loss: Callable[[Tensor, slice], Tensor]) -> float:
+        """One optimizer step; gives the gradient norm before it was clipped at 1.
+
+        Args:
+            loss: (log π_θ [B, T], rows of the batch) -> that micro-batch's part of the loss, a scalar.
+        """
+        for start in range(0, len(samples), MICRO_BATCH):
+            rows = slice(start, min(start + MICRO_BATCH, len(samples)))
+            log_probs, _ = self.log_probs(samples[rows])
+            loss(log_probs, rows).backward()
+        for master, parameter in zip(self.masters, self.parameters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+        norm = float(torch.nn.utils.clip_grad_norm_(self.masters, 1.0, error_if_nonfinite=True))
+        self.optimizer.step()
+        self.schedule.step()
+        with torch.no_grad():
+            for master, parameter in zip(self.masters, self.parameters, strict=True):
+                parameter.copy_(master)
+        return norm

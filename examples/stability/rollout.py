@@ -1,0 +1,86 @@
+"""The rollout: a real vLLM engine in this process, fed by the plugin's weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.sync.stream import SyncStats
+
+if TYPE_CHECKING:
+    from jetrl_patch.sync.source import Source
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Prompt and response as token ids, and the log-probs with which the response was sampled."""
+
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+
+
+class Rollout:
+    """A vLLM engine for one checkpoint.
+
+    Args:
+        model: path of the checkpoint. seed: of the engine.
+        bits: round the weights that are sent to so many bits, or None to send them as they are.
+    """
+
+    def __init__(self, model: str, seed: int, bits: int | None = None) -> None:
+        from vllm import LLM
+
+        self.bits = bits
+        self.engine = LLM(
+            model=model, seed=seed, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=128, max_num_seqs=256,
+            enforce_eager=True, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 28,
+            logprobs_mode="processed_logprobs",
+        )  # fmt: skip
+
+    def sync(self, source: Source, weights: dict[str, Tensor]) -> SyncStats:
+        """Send the trainer's weights; raises SyncError when they did not arrive whole."""
+        stats = SyncStats()
+        named = ((name, self._rounded(name, weight)) for name, weight in weights.items())
+
+        def install(worker: Any) -> None:
+            for pair in source.stream(named, stats):
+                worker.jetrl_receiver.on_bucket([pair])
+            worker.jetrl_receiver.finish()
+
+        self.engine.collective_rpc(install)
+        return stats
+
+    def sample(
+        self, prompts: Sequence[list[int]], n: int, tokens: int, stop: int, temperature: float, seed: int
+    ) -> list[Sample]:
+        """``n`` responses to each prompt, those of one prompt side by side; greedy where the temperature is 0."""
+        from vllm import SamplingParams
+
+        wanted = SamplingParams(
+            n=n,
+            temperature=temperature,
+            max_tokens=tokens,
+            stop_token_ids=[stop],
+            logprobs=0,
+            seed=seed,
+            detokenize=False,
+        )
+        found = self.engine.generate([{"prompt_token_ids": ids} for ids in prompts], wanted, use_tqdm=False)
+        return [
+            Sample(ids, list(o.token_ids), [e[t].logprob for e, t in zip(o.logprobs, o.token_ids, strict=True)])
+            for ids, answer in zip(prompts, found, strict=True)
+            for o in answer.outputs
+        ]
+
+    def _rounded(self, name: str, weight: Tensor) -> Tensor:
+        """Linears of the blocks to ``bits`` bits with one scale a row, back in BF16."""
+        if self.bits is None or ".layers." not in name or not name.endswith("_proj.weight"):
+            return weight
+        top = 2 ** (self.bits - 1) - 1
+        scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / top
+        return ((weight.float() / scale).round().clamp(-top, top) * scale).to(torch.bfloat16)

@@ -1,0 +1,116 @@
+"""Precision-RL's sanity test (arXiv 2510.26788): can an algorithm learn what is certainly learnable, in each precision?
+
+Train only on questions that the initial model solves in 20 to 80% of its answers; an algorithm passes when its training
+accuracy goes above 95%. Run it by ``make sanity``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import fmean
+
+from rich.console import Console
+from rich.table import Table
+
+from examples.common.runner import RunFailedError
+from examples.stability.arms import Arm
+from examples.stability.sweep import Job, sweep
+from jetrl_patch.report import Run
+
+PASS = 0.95
+#: steps over which a training accuracy is a mean
+WINDOW = 10
+PRECISIONS = ("bf16", "fp8-rollout", "int8-rollout", "fp8-unified")
+#: correction and objective of each algorithm, by Precision-RL's names where it has one
+ALGORITHMS = {
+    "PPO (GRPO)": ("none", "ppo"),
+    "PPO-Token-TIS": ("tis", "ppo"),
+    "PPO-Seq-MIS": ("seq-mis", "ppo"),
+    "PG-Seq-IS": ("none", "pg-seq-is"),
+    "GSPO": ("none", "gspo"),
+}
+
+
+def peak(run: Run) -> float:
+    """The highest training accuracy of ``WINDOW`` steps in a row."""
+    rewards = [value for _, value in run.reward]
+    return max(fmean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1))
+
+
+def end(run: Run) -> float:
+    """The training accuracy of the last ``WINDOW`` steps."""
+    return fmean(value for _, value in run.reward[-WINDOW:])
+
+
+def table(runs: dict[Job, Run], title: str) -> Table:
+    """Algorithms by precisions: the peak, and where it ended; a pass in green."""
+    found = Table(title=title)
+    found.add_column("training accuracy, peak → end")
+    for precision in PRECISIONS:
+        found.add_column(precision, justify="right")
+    for name, (correction, objective) in ALGORITHMS.items():
+        cells = []
+        for precision in PRECISIONS:
+            arm = Arm(precision=precision, correction=correction, objective=objective)
+            mine = [run for job, run in runs.items() if job.arm == arm]
+            if not mine:
+                cells.append("")
+                continue
+            best, last = fmean(map(peak, mine)), fmean(map(end, mine))
+            mark = "[green]passes[/] " if min(map(peak, mine)) > PASS else ""
+            cells.append(f"{mark}{best:.1%} → {last:.1%}")
+        found.add_row(name, *cells)
+    return found
+
+
+def jobs(seeds: Sequence[int], steps: int, learning_rate: float, pool: Path) -> list[Job]:
+    """Every algorithm in every precision."""
+    return [
+        Job(
+            arm=Arm(precision=precision, correction=correction, objective=objective),
+            seed=seed,
+            steps=steps,
+            learning_rate=learning_rate,
+            extra=("--pool", str(pool)),
+        )
+        for seed in seeds
+        for correction, objective in ALGORITHMS.values()
+        for precision in PRECISIONS
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--out", type=Path, default=Path("outputs/sanity"))
+    args = parser.parse_args()
+    console, started, folder = Console(highlight=False), time.monotonic(), args.out.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    pool = folder / "pool.json"
+    subprocess.run(
+        [sys.executable, "-m", "examples.stability.pool", "--out", str(pool)], check=True, capture_output=True
+    )
+    console.print(f"{len(json.loads(pool.read_text()))} questions that the initial model solves 20 to 80% of the time")
+    try:
+        runs = sweep(jobs(args.seeds, args.steps, args.lr, pool), folder, console, args.at_once)
+    except RunFailedError as error:
+        console.print(str(error), style="red", markup=False)
+        return 1
+    minutes = (time.monotonic() - started) / 60
+    console.print(
+        table(runs, f"{args.steps} steps, {len(args.seeds)} seeds, passes above {PASS:.0%}; {minutes:.0f} minutes")
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

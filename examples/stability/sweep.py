@@ -1,0 +1,92 @@
+"""Many runs, a few at a time, each in a process of its own that leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from examples.common.processes import Group, temporary_folder
+from examples.common.runner import RunFailedError, ending
+from examples.stability.arms import Arm
+from jetrl_patch.report import Run, read_runs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One run of one arm. ``extra``: further arguments of ``examples.stability.loop``."""
+
+    arm: Arm
+    seed: int
+    steps: int
+    learning_rate: float
+    extra: tuple[str, ...] = field(default=())
+
+    @property
+    def slug(self) -> str:
+        return f"{self.arm.slug}-seed{self.seed}"
+
+    def command(self, out: Path) -> list[str]:
+        return [
+            sys.executable, "-m", "examples.stability.loop", *self.arm.arguments(), "--seed", str(self.seed),
+            "--steps", str(self.steps), "--lr", str(self.learning_rate), "--out", str(out), *self.extra,
+        ]  # fmt: skip
+
+
+def sweep(jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2) -> dict[Job, Run]:
+    """Run all jobs; ``folder/<job>.jsonl`` has a run's metrics, ``folder/logs`` what it printed.
+
+    Raises:
+        RunFailedError: the first run that failed; the others that were under way are ended.
+    """
+    (folder / "logs").mkdir(parents=True, exist_ok=True)
+    waiting, running = list(jobs), dict[Job, Group]()
+    found: dict[Job, Run] = {}
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
+    with temporary_folder() as temporary, Progress(*columns, console=console) as progress:
+        bar = progress.add_task("runs", total=len(jobs))
+        try:
+            while waiting or running:
+                while waiting and len(running) < at_once:
+                    job = waiting.pop(0)
+                    log = folder / "logs" / f"{job.slug}.log"
+                    running[job] = Group(job.command(folder / f"{job.slug}.jsonl"), _environment(temporary), ROOT, log)
+                for job, group in list(running.items()):
+                    status = group.leader.poll()
+                    if status is None:
+                        continue
+                    group.end()
+                    del running[job]
+                    found[job] = _result(job, folder, status)
+                    progress.update(bar, advance=1, description=job.slug)
+                time.sleep(0.2)
+        finally:
+            for group in running.values():
+                group.end()
+    return found
+
+
+def _result(job: Job, folder: Path, status: int) -> Run:
+    if status != 0:
+        log = folder / "logs" / f"{job.slug}.log"
+        raise RunFailedError(f"{job.slug} ended with status {status}; see {log}\n{ending(log)}")
+    (run,) = read_runs(folder / f"{job.slug}.jsonl")
+    return run
+
+
+def _environment(temporary: Path) -> dict[str, str]:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
+    return {
+        **env, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    }  # fmt: skip

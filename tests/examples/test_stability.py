@@ -1,0 +1,122 @@
+"""The long run in small: its losses, its judgement, and a real run of two steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from examples.stability import compare, sanity
+from examples.stability.arms import Arm
+from examples.stability.objective import CLIP, Batch, loss, prepare
+from examples.stability.picture import draw, smoothed
+from examples.stability.sweep import ROOT, Job
+from jetrl_patch.report import Run
+
+
+def random_batch(arm: Arm, rows: int = 8, tokens: int = 11) -> tuple[Batch, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    lengths = torch.randint(1, tokens + 1, (rows,), generator=g)
+    mask = torch.arange(tokens) < lengths[:, None]
+    old = -torch.rand(rows, tokens, generator=g) * mask
+    rollout = (old + 0.5 * torch.randn(rows, tokens, generator=g)) * mask
+    new = (old + 0.3 * torch.randn(rows, tokens, generator=g)) * mask
+    rewards = torch.randint(0, 2, (rows,), generator=g).float()
+    return prepare(arm, old, rollout, mask, rewards, group=4), new
+
+
+def token_by_token(arm: Arm, batch: Batch, new: torch.Tensor) -> float:
+    total = 0.0
+    for b in range(new.shape[0]):
+        for t in range(new.shape[1]):
+            if not batch.mask[b, t]:
+                continue
+            rho = float((batch.old[b, t] - batch.rollout[b, t]).double().exp())
+            weight = {"none": 1.0, "tis": min(rho, 2.0), "mis": rho if rho <= 2.0 else 0.0}[arm.correction]
+            ratio = float((new[b, t] - batch.old[b, t]).double().exp())
+            a = float(batch.advantages[b, 0])
+            clipped = min(max(ratio, 1 - CLIP[0]), 1 + CLIP[1])
+            total -= weight * min(ratio * a, clipped * a)
+    return total / float(batch.mask.sum())
+
+
+@pytest.mark.parametrize("correction", ["none", "tis", "mis"])
+def test_the_loss_is_the_formula_and_does_not_depend_on_micro_batches(correction: str) -> None:
+    arm = Arm(precision="fp8-rollout", correction=correction)
+    batch, new = random_batch(arm)
+    whole = loss(arm, batch, new, slice(0, 8))
+    assert float(whole) == pytest.approx(token_by_token(arm, batch, new), rel=1e-5)
+    parts = loss(arm, batch, new[:3], slice(0, 3)) + loss(arm, batch, new[3:], slice(3, 8))
+    assert float(parts) == pytest.approx(float(whole), rel=1e-5)
+
+
+def test_groups_without_a_difference_teach_nothing() -> None:
+    arm = Arm(precision="bf16")
+    mask = torch.ones(4, 3, dtype=torch.bool)
+    batch = prepare(arm, torch.zeros(4, 3), torch.zeros(4, 3), mask, torch.ones(4), group=4)
+    assert float(loss(arm, batch, torch.zeros(4, 3), slice(0, 4))) == 0.0
+
+
+def test_arms_say_who_quantizes() -> None:
+    assert Arm(precision="int3-rollout").bits == 3 and Arm(precision="int3-rollout").config.precision == "bf16"
+    assert (
+        Arm(precision="int8-rollout").bits is None and Arm(precision="int8-rollout").config.precision == "int8-rollout"
+    )
+    assert Arm(precision="fp8-unified").config.exact
+    assert Arm(precision="int3-rollout", correction="tis").name == "int3-rollout+tis"
+
+
+def made_up(accuracy: dict[int, float], reward: float, steps: int = 100) -> Run:
+    data: dict[int, dict[str, object]] = {
+        step: {"critic/score/mean": reward, "jetrl/logp_abs_diff_mean": 0.0, "jetrl/bit_equal_fraction": 1.0}
+        for step in range(steps)
+    }
+    for step, value in accuracy.items():
+        data.setdefault(step, {})["val-core/words/acc/mean@1"] = value
+    return Run("bf16", "none", 0, data)
+
+
+def test_an_arm_is_judged_by_its_last_steps() -> None:
+    found = compare.judged(made_up({0: 0.3, 20: 0.99, 60: 0.5, 100: 0.7}, reward=0.4))
+    assert (found["best"], found["last"], found["worst"]) == (0.99, pytest.approx(0.6), 0.5)
+    assert found["reward"] == pytest.approx(0.4) and found["mismatch"] == 0.0
+
+
+def test_the_picture_and_both_tables_are_drawn(tmp_path: Path) -> None:
+    runs = {
+        Job(arm=Arm(precision="bf16"), seed=seed, steps=100, learning_rate=1e-3): made_up({0: 0.3, 100: 0.9}, reward)
+        for seed, reward in ((0, 0.96), (1, 0.94))
+    }
+    assert draw(runs, tmp_path / "p.png").stat().st_size > 10_000
+    assert compare.table(runs, "t").row_count == 1
+    assert sanity.table(runs, "t").row_count == len(sanity.ALGORITHMS)
+    assert sanity.peak(next(iter(runs.values()))) == pytest.approx(0.96)
+
+
+def test_smoothing_takes_means_of_ten() -> None:
+    assert smoothed({step: float(step) for step in range(20)}) == {9: 4.5, 19: 14.5}
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize("precision", ["fp8-unified", pytest.param("int3-rollout", marks=pytest.mark.slow)])
+def test_a_real_run(precision: str, tmp_path: Path) -> None:
+    out = tmp_path / "run.jsonl"
+    job = Job(arm=Arm(precision=precision, correction="tis"), seed=1, steps=2, learning_rate=1e-4)
+    env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    env |= {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run([sys.executable, *job.command(out)[1:]], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    assert 0.1 < lines[0]["data"]["val-core/words/acc/mean@1"] < 0.6
+    equal = [line["data"]["jetrl/bit_equal_fraction"] for line in lines[:2]]
+    mean = [line["data"]["jetrl/logp_abs_diff_mean"] for line in lines[:2]]
+    if precision == "fp8-unified":
+        assert equal == [1.0, 1.0] and mean == [0.0, 0.0]
+    else:
+        assert all(value < 1.0 for value in equal) and all(value > 0.01 for value in mean)
