@@ -23,7 +23,7 @@ def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     x = x_MK.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / INT8_MAX
     # what is not finite has no integer; the row's scale, which is not finite either, says so
-    steps = (x / scale).round().nan_to_num(0.0, 0.0, 0.0).clamp(-INT8_MAX, INT8_MAX)
+    steps = (x / scale).round().nan_to_num(0.0).clamp(-INT8_MAX, INT8_MAX)
     return steps.to(torch.int8), scale
 
 

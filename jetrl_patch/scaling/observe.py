@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -63,7 +64,10 @@ class Observer:
     def _hook(self, name: str) -> Any:
         @torch.no_grad()
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
-            amax_K = output.detach().flatten(0, -2).abs().amax(0).float()
+            x_MK = output.detach().flatten(0, -2)
+            if not x_MK.shape[0]:
+                return
+            amax_K = torch.linalg.vector_norm(x_MK, math.inf, 0).float()  # max |x|, without a copy of |x|
             amax_K = amax_K.nan_to_num(0.0, 0.0, 0.0)  # a NaN is reported where it is computed with
             before = self._now.get(name)
             self._now[name] = amax_K if before is None else torch.maximum(before, amax_K)

@@ -245,3 +245,25 @@ def test_a_reference_model_is_never_watched() -> None:
     list(source.stream(model.named_parameters(), SyncStats()))
     list(source.stream(model.named_parameters(), SyncStats()))
     assert len(norm._forward_hooks) == 1
+
+
+def test_what_the_observer_keeps() -> None:
+    """The maximum since the last time, over all forwards; the figures before stand while nothing is seen."""
+    from jetrl_patch.scaling.observe import Observer
+
+    norm = torch.nn.Identity()
+    observer = Observer({"n": norm}, {"n": 3})
+    norm(torch.full((1, 3), 100.0))  # before it watches
+    observer.start()
+    observer.agree()
+    assert observer.seen("n") is None
+    norm(torch.tensor([[[1.0, -5.0, 0.0]], [[2.0, 1.0, 0.0]]]))
+    norm(torch.tensor([[3.0, 1.0, float("nan")]]).to(torch.bfloat16))
+    norm(torch.zeros(0, 3))
+    observer.agree()
+    assert observer.seen("n").tolist() == [3.0, 5.0, 0.0]  # type: ignore[union-attr]
+    observer.agree()
+    assert observer.seen("n").tolist() == [3.0, 5.0, 0.0]  # type: ignore[union-attr]
+    norm(torch.full((2, 3), 0.5))
+    observer.agree()
+    assert observer.seen("n").tolist() == [0.5, 0.5, 0.5]  # type: ignore[union-attr]
