@@ -29,7 +29,7 @@ def main() -> int:
     args = parser.parse_args()
     align = args.align
     if args.device == "cuda" and args.precision == "fp8-unified" and align is None:
-        print('align="linear": this version has the exact attention for the CPU only')
+        print('align="linear": the exact ops have not run on a GPU yet; --align exact tries them')
         align = "linear"
     arm = Arm(precision=args.precision, align=align, seed=args.seed)
     recipe = Recipe(steps=args.steps, device=args.device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ConfigError, ModelError
 from jetrl_patch.exact import capability, dispatch, ops, trial
 
 SIZES = trial.Sizes(hidden=256, intermediate=320, heads=4, kv_heads=2, head_dim=64, vocab=1001)
@@ -80,7 +80,11 @@ def test_which_ops_serve_on_cuda(backend, monkeypatch):
     monkeypatch.setattr(dispatch, "check_exact_cuda", lambda: (True, "Some GPU"))
     assert dispatch.configure(backend, "cuda") == ("torch" if backend == "torch" else "triton")
     monkeypatch.setattr(dispatch, "check_exact_cuda", lambda: (False, "none"))
-    assert dispatch.configure(backend, "cuda") == "torch"
+    if backend == "torch":
+        assert dispatch.configure(backend, "cuda") == "torch"
+    else:
+        with pytest.raises(ConfigError, match=r"but found none; use align='linear' on CUDA"):
+            dispatch.configure(backend, "cuda")
 
 
 def test_what_a_gpu_must_have(monkeypatch):

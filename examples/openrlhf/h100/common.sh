@@ -2,7 +2,7 @@
 #
 # 8 H100 of one node, trainer and vLLM on the same GPUs, GRPO with unified FP8, as in Jet-RL (arXiv 2601.14243): the models
 # and the rollout lengths are the paper's, its learning rates and batch sizes were not published, so those here are common
-# ones. align=linear, because exact is refused on CUDA in this version. Packed samples need flash-attn.
+# ones. align=linear, because the exact ops have not run on a GPU yet. Packed samples need flash-attn.
 #
 #   PROMPTS    JSON lines with "input" (the question) and "label" (the answer), such as GSM8K and MATH
 #   MODEL      folder of the model

@@ -2,7 +2,7 @@
 #
 # 8 H100 of one node, GRPO on GSM8K and MATH with unified FP8, as in Jet-RL (arXiv 2601.14243): the models and the rollout
 # lengths are the paper's, its learning rates and batch sizes were not published, so those here are common ones.
-# align=linear, because exact is refused on CUDA in this version.
+# align=linear, because the exact ops have not run on a GPU yet.
 #
 #   DATA       folder with gsm8k/ and math/, each train.parquet and test.parquet in verl's form
 #   MODEL      folder of the model
