@@ -95,6 +95,16 @@ def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style
         if points:
             marker = {"marker": "o", "markersize": 3.5} if len(points) <= _FEW else {}
             axes.plot([s for s, _ in points], [v for _, v in points], label=run.label, **_line(style), **marker)
+        bad = [s for s, v in points if not math.isfinite(v)]
+        if bad:  # crosses at the top, as on the page
+            axes.plot(
+                bad,
+                [1.0] * len(bad),
+                "x",
+                color=LIGHT[style.colour],
+                clip_on=False,
+                transform=axes.get_xaxis_transform(),
+            )
     axes.xaxis.get_major_locator().set_params(integer=True)
     if chart.log:
         _log_axis(axes, drawn.series, "equal to the last bit" if between else "exactly 0")
