@@ -25,7 +25,7 @@ def main() -> int:
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
-    # This version has the exact attention for the CPU only.
+    # The exact ops have not run on a GPU yet.
     modes = [mode for mode in ARMS if args.device == "cpu" or mode[1] != "exact"]
     arms = [Arm(precision=p, align=a, seed=seed) for p, a in modes for seed in args.seeds]
     recipe = Recipe(steps=args.steps, device=args.device)
