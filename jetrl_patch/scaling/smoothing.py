@@ -52,14 +52,14 @@ def smoothed(
     groups: Iterable[Group],
     alpha: float,
     seen: Callable[[str], Tensor | None],
-    check: Callable[[str, Tensor], Tensor],
 ) -> Iterator[NamedTensor]:
     """A stream of weights with every group smoothed. Holds one group at a time, as copies in BF16.
 
     Args:
         weights: ``(name, full tensor)`` in any order.
         seen: max |X| per channel behind a norm (by the name of its weight), or None.
-        check: ``(name, weight)`` -> BF16; raises for a weight that is not finite, by its name.
+
+    A weight that is not finite stays so, for whoever checks the stream.
     """
     member = {name: group for group in groups for name in (group.norm, *group.readers)}
     held: dict[str, Tensor] = {}
@@ -68,7 +68,7 @@ def smoothed(
         if group is None:
             yield name, weight
             continue
-        held[name] = check(name, weight).clone()  # the framework may let go of its tensor
+        held[name] = weight.detach().to(torch.bfloat16, copy=True)  # the framework may let go of its tensor
         del weight
         if all(part in held for part in (group.norm, *group.readers)):
             yield from _smooth(group, held, alpha, seen(group.norm))
@@ -102,7 +102,7 @@ class Smoother:
         norms = {group.norm: model.get_submodule(group.norm.removesuffix(".weight")) for group in groups}
         return cls(groups, alpha, Observer(norms, {group.norm: shapes[group.norm][0] for group in groups}))
 
-    def apply(self, weights: Iterable[NamedTensor], check: Callable[[str, Tensor], Tensor]) -> Iterator[NamedTensor]:
+    def apply(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
         """``smoothed`` with what was seen; watching begins with the first export."""
         self.observer.start()
-        return smoothed(weights, self.groups, self.alpha, self.observer.seen, check)
+        return smoothed(weights, self.groups, self.alpha, self.observer.seen)

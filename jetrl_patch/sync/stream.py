@@ -31,8 +31,8 @@ NamedTensor = tuple[str, torch.Tensor]
 #: [ceil(N/128), ceil(K/128)] f32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
-#: (weights, check) -> weights; ``check(name, weight)`` gives the BF16 value or raises SyncError
-Transform = Callable[[Iterable[NamedTensor], Callable[[str, torch.Tensor], torch.Tensor]], Iterator[NamedTensor]]
+#: changes what is sent, before it is checked and quantized
+Transform = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 
 
 @dataclass
@@ -75,7 +75,7 @@ def quantized_stream(
         shapes: name -> shape of every tensor that ``weights`` must yield.
         stats: filled on the way.
         quantize: the trainer's own quantizer, which may know the bytes already; the contract's by default.
-        transform: what is done to the stream before anything is quantized; gets this module's check of a weight.
+        transform: what is done to the stream before anything is checked and quantized.
         guarded: module names that are BF16 by the precision guard; none of them is in ``layers``.
 
     Raises:
@@ -91,7 +91,7 @@ def quantized_stream(
     }
     manifest = Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced, guarded=tuple(sorted(guarded)))
     yield MANIFEST, manifest.encode()
-    for name, weight in weights if transform is None else transform(weights, _to_bf16):
+    for name, weight in weights if transform is None else transform(weights):
         _check_announced(name, weight, announced, stats)
         if name not in fp8:
             yield _count(stats, name, _to_bf16(name, weight))

@@ -33,7 +33,7 @@ def exported(model: Any, source: Source) -> dict[str, torch.Tensor]:
     """What is sent, in BF16 and before it is quantized."""
     assert source.smoother is not None
     source.agree()
-    return dict(source.smoother.apply(model.named_parameters(), lambda _, w: w.detach().to(torch.bfloat16)))
+    return dict(source.smoother.apply(model.named_parameters()))
 
 
 def with_outliers(family: str = "qwen3", channels: int = 4, size: float = 50.0, **options: Any) -> Any:
@@ -222,7 +222,7 @@ def test_one_group_is_held_at_a_time() -> None:
             asked.append(name)
             yield name, torch.ones(4) if "norm" in name else torch.ones(2, 4)
 
-    stream = smoothed(weights(), groups_of(names, "llama", ""), 0.5, lambda _: None, lambda _, w: w)
+    stream = smoothed(weights(), groups_of(names, "llama", ""), 0.5, lambda _: None)
     for at, (name, _) in enumerate(stream):
         assert len(asked) - at <= 3, name
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.verl.run_verl import A, R, Run, make_task
@@ -54,3 +56,30 @@ def test_fp8_per_channel(task, trainer):
 def test_the_unified_flow_stays_exact_with_invariant_scale(task):
     environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_INVARIANT_SCALE": "1.5"}
     assert_exact(finish(Run(task, "trainer.use_v1=False", f"{A}.use_kl_loss=True", environ=environ)))
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_not_scaled_again(tmp_path):
+    """Two steps, a checkpoint, a third step in a new run: norms are 1.5 times the original's, not 2.25 times."""
+    import torch
+    from safetensors.torch import load_file
+
+    folder = make_task(tmp_path, fill=True)
+    environ = INT8 | {"JETRL_INVARIANT_SCALE": "1.5"}
+    finish(Run(folder, "trainer.use_v1=False", "trainer.save_freq=2", environ=environ))
+    extra = ["trainer.use_v1=False", "trainer.save_freq=1", "trainer.resume_mode=auto"]
+    assert_measured(finish(Run(folder, *extra, steps=3, environ=environ), steps=1))
+    for step in (2, 3):
+        saved = folder / "checkpoints" / f"global_step_{step}" / "actor"
+        assert json.loads((saved / "huggingface" / "config.json").read_text())["jetrl_invariant_scale"] == 1.5
+        state = torch.load(saved / "model_world_size_1_rank_0.pt", weights_only=False)
+        original = load_file(folder / "model" / "model.safetensors")
+        for name, factor in (("input_layernorm", 1.5), ("self_attn.q_proj", 1 / 1.5), ("self_attn.o_proj", 1.0)):
+            key = f"model.layers.1.{name}.weight"
+            weight = state[key]
+            weight = getattr(weight, "to_local", lambda weight=weight: weight)()
+            ratio = weight.double().norm() / original[key].double().norm()
+            assert abs(ratio / factor - 1) < 0.1, (step, key, ratio)
+    other = Run(folder, *extra, steps=4, environ=INT8 | {"JETRL_INVARIANT_SCALE": "2.0"})
+    assert other.wait(TIMEOUT) != 0
+    assert "resuming from" in other.text and "resume with invariant_scale=1.5" in other.text
