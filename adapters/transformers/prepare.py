@@ -40,7 +40,7 @@ def prepare_model(
         the rollout quantizes. Empty in BF16.
 
     Raises:
-        ModelError: the model cannot be converted; ConfigError: no such backend here; NotPatchedError: exact
+        ModelError: the model cannot be converted; ConfigError: no such backend here, or no exact ops; NotPatchedError: exact
         attention was not registered with transformers.
     """
     if not config.quantized_rollout:
@@ -50,10 +50,10 @@ def prepare_model(
         return names
     if config.exact:
         _check_exact(model)
+        dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp)
     if config.exact:
-        dispatch.configure(config.backend, device_type)
         _make_exact(model, rollout_tp)
     else:
         fuse(model, backend, device_type)

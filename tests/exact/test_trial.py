@@ -104,3 +104,19 @@ def test_frequencies_are_the_cpus_whatever_the_default_device_is():
     with torch.device("meta"):
         cos, _ = ops.rotary_table(ops.rope_frequencies(config), 10)
     assert cos.device.type == "cpu" and torch.equal(cos, ops.rotary_table(expected, 10)[0])
+
+
+def test_a_trainer_without_the_ops_is_refused_before_its_model_changes(monkeypatch):
+    import jetrl_patch
+    from jetrl_patch.adapters.transformers.prepare import prepare_model
+
+    from ..models import build
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(dispatch, "_chosen", {})
+    jetrl_patch.enable(precision="fp8-unified")
+    model = build("qwen3", num_hidden_layers=1)
+    before = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match="sees no CUDA device; use align='linear' on CUDA"):
+        prepare_model(model, jetrl_patch.Config(precision="fp8-unified").resolved(), device_type="cuda")
+    assert [type(module) for module in model.modules()] == before
