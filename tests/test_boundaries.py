@@ -43,7 +43,7 @@ def test_the_patch_engine_and_the_runtime_know_no_framework() -> None:
     assert not found & {"torch", "numpy", *FRAMEWORKS}
 
 
-@pytest.mark.parametrize("folder", ["fp8", "exact", "native", "sync", "correction"])
+@pytest.mark.parametrize("folder", ["fp8", "exact", "native", "sync", "monitor", "correction"])
 def test_the_core_knows_torch_and_no_framework(folder: str) -> None:
     found = loaded_by(f"import {', '.join(modules(folder))}")
     assert "torch" in found

@@ -31,9 +31,17 @@ class Engine:
         self.poisoned = 0
         self.finished = 0
         self.break_bytes = ""
+        self.guarded: list[str] = []
+        self.refuses = False
 
     def fp8_layers(self) -> list[str]:
         return list(self.layers)
+
+    def to_bf16(self, layers: list[str]) -> None:
+        if self.refuses:
+            raise MemoryError("no room for the BF16 weights")
+        self.layers = tuple(layer for layer in self.layers if layer not in layers)
+        self.guarded += layers
 
     def poison(self) -> None:
         self.poisoned += 1
@@ -58,7 +66,8 @@ class Engine:
                 rects.append(self._rect(name, self.tensors[name], 1))
                 scales = self.tensors[name + "_scale_inv"][::128]
                 rects.append(self._rect(name + "_scale_inv", scales, 128))
-        return rects
+        names = [layer + ".weight" for layer in self.guarded]
+        return rects + [self._rect(name, self.tensors[name], 1) for name in names if name in self.tensors]
 
     def _mine(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         if "q_proj" in name:

@@ -244,3 +244,52 @@ def test_manifest_round_trip():
     assert manifest.terms == TERMS and manifest.layers == tuple(sorted(LAYERS))
     assert manifest.expected()[Q + "_scale_inv"] == ((2, 1), "float32")
     assert digest(manifest.encode()) == digest(dict(_sent())[MANIFEST])
+
+
+GUARDED = {"layers": LAYERS[1:], "guarded": LAYERS[:1]}
+
+
+@pytest.mark.parametrize("bucket", [1, 2, 100])
+def test_a_layer_leaves_fp8_with_the_manifest_that_says_so(bucket):
+    engine, items = Engine(), _sent(**GUARDED)
+    receiver = Receiver(engine, TERMS)
+    _push(receiver, _sent(seed=1))
+    report = _push(receiver, items, bucket)
+    assert report["layers"] == 1 and engine.guarded == [LAYERS[0]] and receiver.guarded == {LAYERS[0]}
+    assert engine.tensors[Q].dtype == torch.bfloat16 and torch.equal(engine.tensors[Q], weights()[Q].bfloat16())
+    _push(receiver, _sent(seed=2, **GUARDED), bucket)
+    assert engine.guarded == [LAYERS[0]], "once is enough"
+
+
+def test_an_engine_that_starts_later_learns_it_from_its_first_manifest():
+    engine = Engine()
+    _push(Receiver(engine, TERMS), _sent(layers=(), guarded=LAYERS))
+    assert engine.fp8_layers() == [] and sorted(engine.guarded) == sorted(LAYERS)
+
+
+def test_bytes_of_a_layer_that_left_fp8_are_proven_too():
+    engine = Engine()
+    engine.break_bytes = Q
+    _fails(_sent(**GUARDED), match=f"{Q}: the bytes in the rollout engine are not those", engine=engine)
+
+
+def test_an_engine_that_cannot_change_a_layer_stops_and_serves_no_mix():
+    engine = Engine()
+    engine.refuses = True
+    receiver, _ = _fails(_sent(**GUARDED), match="MemoryError: no room", engine=engine)
+    assert engine.poisoned == 1 and receiver.guarded == set()
+    engine.refuses = False
+    _push(receiver, _sent(**GUARDED))
+    assert receiver.state is State.SERVING
+
+
+def test_a_layer_that_left_fp8_never_comes_back():
+    engine = Engine()
+    receiver = Receiver(engine, TERMS)
+    _push(receiver, _sent(**GUARDED))
+    with pytest.raises(AuditError, match=f"only in the trainer: {LAYERS[0]}"):
+        _push(receiver, _sent())
+
+
+def test_a_guard_for_a_layer_that_the_engine_does_not_have():
+    _fails(_sent(**GUARDED), error=AuditError, match="only in the trainer", engine=Engine(layers=LAYERS[1:]))
