@@ -91,9 +91,10 @@ def _enable(overrides: dict[str, Any]) -> None:
         return
     assert status.config is not None
     waiting = sum(patch.state == "waiting" for patch in status.patches)
+    correction = "" if status.config.correction == "none" else f"correction {status.config.correction}, "
     lines = [
-        f"jetrl: precision {status.config.precision}, align {status.config.resolved_align}, {len(status.patches)} "
-        f"changes in process {status.pid}, of which {waiting} wait for an import"
+        f"jetrl: precision {status.config.precision}, align {status.config.resolved_align}, {correction}"
+        f"{len(status.patches)} changes in process {status.pid}, of which {waiting} wait for an import"
     ]
     lines += [f"jetrl:   {patch.state:7}  {patch.target}" for patch in status.patches]
     print("\n".join(lines), file=sys.stderr, flush=True)

@@ -2,7 +2,8 @@
 
 verl prints ``step:3 - critic/score/mean:0.5 - actor/lr:np.float64(1e-06)``; OpenRLHF prints
 ``Global step 3: {'rollout/reward_mean': 0.5, ...}`` and ``Evaluation completed in ..., global_step 3, eval_metrics: {...}``;
-``jetrl``'s launcher prints ``jetrl: precision fp8-unified, align exact, ...``.  Ray's prefixes and colours may stand before.
+``jetrl``'s launcher prints ``jetrl: precision fp8-rollout, align none, correction tis, ...``.  Ray's prefixes and colours may
+stand before.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OPENRLHF = (
     re.compile(r"Evaluation completed .*global_step (\d+), eval_metrics: \{(.*)\}"),
 )
 _OPENRLHF_FIGURE = re.compile(r"'([^']+)': (-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))")
-_SETTINGS = re.compile(r"jetrl: precision ([\w-]+), align ([\w-]+),")
+_SETTINGS = re.compile(r"jetrl: precision ([\w-]+), align ([\w-]+),(?: correction ([\w-]+),)?")
 
 Step = tuple[int, dict[str, float]]
 
@@ -57,7 +58,7 @@ def read_log(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
             line = raw.decode("utf-8", errors="replace")
             settings = _SETTINGS.search(line)
             if settings:
-                run.precision, run.align = settings[1], settings[2]
+                run.precision, run.align, run.correction = settings[1], settings[2], settings[3] or ""
             found = verl_step(line) or openrlhf_step(line)
             if found is None:
                 continue

@@ -81,6 +81,11 @@ def test_openrlhfs_log_and_the_launchers_line(tmp_path: Path) -> None:
     assert run.seconds == [(3, 1.5)]
     assert run.accuracy == [(3, 0.25)]
     assert openrlhf_step("Global step 3 of nothing") is None
+    text = (tmp_path / "run.log").read_text()
+    (tmp_path / "run.log").write_text(
+        text.replace("fp8-unified, align exact,", "fp8-rollout, align none, correction tis,")
+    )
+    assert read_runs(tmp_path / "run.log")[0].arm == "fp8-rollout+tis"
 
 
 def test_a_flat_history_as_it_is_exported(tmp_path: Path) -> None:
