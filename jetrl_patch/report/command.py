@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +26,15 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
         ReportError: a run cannot be read, or none has anything that the report shows.
     """
     notes: list[str] = []
-    runs = collect(texts, wanted, notes)
-    _look(runs, notes)
+    seen: list[str] = []
+
+    @functools.cache  # called once for each name
+    def keep(name: str) -> bool:
+        seen.append(name)
+        return wanted(name)
+
+    runs = collect(texts, keep, notes)
+    _look(runs, seen, notes)
     summaries = write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes)
     made = [out / "report.html", out / "summary.json"]
     try:
@@ -39,12 +47,11 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
     console.print(f"{out / 'report.html'}  and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
 
 
-def _look(runs: Sequence[Run], notes: list[str]) -> None:
+def _look(runs: Sequence[Run], seen: Sequence[str], notes: list[str]) -> None:
     """Say which runs have nothing to show, and that two runs have nothing in common."""
     drawn = draw(runs)
     if not drawn:
-        names = sorted({name for run in runs for data in run.steps.values() for name in data})
-        found = ", ".join(names[:8]) or "no metric that a report shows"
+        found = ", ".join(seen[:8]) or "none at all"
         fix = "rewards, timings or jetrl/… metrics must be among what the framework logs"
         raise ReportError(explain("report", asked="metrics of a training run", found=found, fix=fix))
     having = [{d.chart.key for d in drawn if d.series[i]} for i in range(len(runs))]
