@@ -34,7 +34,7 @@ def choose(questions: int, answers: int, seed: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--questions", type=int, default=400)
+    parser.add_argument("--questions", type=int, default=2000)
     parser.add_argument("--answers", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
