@@ -11,11 +11,14 @@ from typing import Any, Literal, cast
 from jetrl_patch import env
 from jetrl_patch.correction.kinds import KINDS, Kind, check_bounds
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.precision.settings import HEAD_DTYPES, KV_CACHES, check_precision
 from jetrl_patch.scaling.settings import DEFAULT_SMOOTHING, GRANULARITIES, check_scaling
 
 __all__ = ["JOINT", "Align", "Backend", "Config", "Platform", "Precision", "ResolvedAlign", "ScaleFormat", "from_text"]
 
-Precision = Literal["bf16", "fp8-unified", "fp8-rollout", "int8-rollout"]
+Precision = Literal["bf16", "fp8-unified", "fp8-rollout", "int8-rollout", "fp16"]
+KvCache = Literal["auto", "fp8"]
+HeadDtype = Literal["auto", "bfloat16", "float32"]
 Granularity = Literal["block", "channel"]
 Align = Literal["exact", "linear"]
 ResolvedAlign = Literal["exact", "linear", "none"]
@@ -25,7 +28,9 @@ Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", 
 Platform = Literal["auto", "cpu", "cuda"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
-    "precision": ("bf16", "fp8-unified", "fp8-rollout", "int8-rollout"),
+    "precision": ("bf16", "fp8-unified", "fp8-rollout", "int8-rollout", "fp16"),
+    "kv_cache": KV_CACHES,
+    "head_dtype": HEAD_DTYPES,
     "rollout_granularity": GRANULARITIES,
     "align": ("exact", "linear"),
     "scale_format": ("pow2", "fp32"),
@@ -35,8 +40,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "correction": KINDS,
 }
 #: fields that mean something only beside another one, so that they are judged together with it
-JOINT = ("correction_bounds", "acr", "rollout_granularity", "smoothing", "invariant_scale")
-_PLANNED = {"precision": ("fp16",)}
+JOINT = ("correction_bounds", "acr", "rollout_granularity", "smoothing", "invariant_scale", "kv_cache", "head_dtype")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +50,7 @@ class Config:
     Attributes:
         precision: ``"bf16"`` measures and changes nothing else; ``"fp8-unified"`` trains and rolls out in one
             FP8 flow; ``"fp8-rollout"`` is BF16 training with FP8 rollout, the baseline to beat; ``"int8-rollout"`` is
-            BF16 training with INT8 rollout, scales per channel and token.
+            BF16 training with INT8 rollout, scales per channel and token; ``"fp16"`` is FP16 on both sides, with a loss scale.
         align: ``"exact"`` makes trainer and rollout agree to the last bit, ``"linear"`` shares the FP8 linears
             only (Jet-RL as published). ``None`` means ``"exact"`` for ``fp8-unified`` and nothing for the rest.
         scale_format: ``"pow2"`` rounds scales up to powers of two, ``"fp32"`` keeps them.
@@ -76,6 +80,10 @@ class Config:
             function stays. For scales per channel. ``None`` means 0.5 for ``int8-rollout`` and off for the rest.
         invariant_scale: QuRL's factor: q, k, v, gate and up are divided by it once before training, the norms before
             them multiplied, so that an update weighs more against a quantized weight. ``None``: no scaling.
+        kv_cache: ``"fp8"`` keeps the rollout's keys and values in FP8; ``"auto"`` in the model's dtype. Never with
+            ``align="exact"``: the trainer has no such cache.
+        head_dtype: in which dtype both sides compute logits: ``"auto"`` is the model's, ``"float32"`` multiplies the same
+            weights in FP32 and rounds nothing.
     """
 
     precision: Precision = "fp8-unified"
@@ -98,6 +106,8 @@ class Config:
     rollout_granularity: Granularity = "block"
     smoothing: float | None = None
     invariant_scale: float | None = None
+    kv_cache: KvCache = "auto"
+    head_dtype: HeadDtype = "auto"
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -111,6 +121,7 @@ class Config:
         object.__setattr__(self, "correction_bounds", check_bounds(self.correction, self.correction_bounds))
         _check_acr(self.acr, self.correction)
         check_scaling(self)
+        check_precision(self)
         if self.align is not None and self.precision != "fp8-unified":
             raise ConfigError(
                 f"align={self.align!r} contradicts precision={self.precision!r}: only 'fp8-unified' has the same "
@@ -174,6 +185,16 @@ class Config:
         return DEFAULT_SMOOTHING if self.precision == "int8-rollout" else 0.0
 
     @property
+    def fp32_head(self) -> bool:
+        """Whether both sides compute logits in FP32."""
+        return self.head_dtype == "float32"
+
+    @property
+    def compute_dtype(self) -> str:
+        """The 16-bit dtype of both sides, as torch calls it."""
+        return "float16" if self.precision == "fp16" else "bfloat16"
+
+    @property
     def fp8_rollout(self) -> bool:
         """Whether the rollout's linears are FP8."""
         return self.precision in ("fp8-unified", "fp8-rollout")
@@ -189,9 +210,10 @@ class Config:
         return self.resolved_align == "exact"
 
     def resolved(self) -> Config:
-        """The same settings with ``align`` written out; two configs mean the same when these are equal."""
-        align = self.resolved_align
-        return self if align == "none" else dataclasses.replace(self, align=align)
+        """The same settings in one spelling, ``align`` written out; two configs mean the same when these are equal."""
+        align = None if self.resolved_align == "none" else self.resolved_align
+        head = "auto" if self.head_dtype == "bfloat16" else self.head_dtype
+        return dataclasses.replace(self, align=align, head_dtype=head)
 
     def replace(self, **overrides: Any) -> Config:
         """A copy with some fields changed. Raises ConfigError for a field that does not exist."""
@@ -225,6 +247,8 @@ class Config:
             "JETRL_ROLLOUT_GRANULARITY": self.rollout_granularity,
             "JETRL_SMOOTHING": "" if self.smoothing is None else repr(self.smoothing),
             "JETRL_INVARIANT_SCALE": "" if self.invariant_scale is None else repr(self.invariant_scale),
+            "JETRL_KV_CACHE": self.kv_cache,
+            "JETRL_HEAD_DTYPE": self.head_dtype,
         }
 
     @classmethod
@@ -278,8 +302,6 @@ def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
 def _check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
     if isinstance(value, str) and value in allowed:
         return
-    if value in _PLANNED.get(name, ()):
-        raise ConfigError(f"{name}={value!r} is not in this version; it has {_listed(allowed)}")
     raise ConfigError(f"unknown {name} {value!r}; it must be one of {_listed(allowed)}")
 
 

@@ -44,6 +44,8 @@ FIELDS = {
     "JETRL_ROLLOUT_GRANULARITY": "rollout_granularity",
     "JETRL_SMOOTHING": "smoothing",
     "JETRL_INVARIANT_SCALE": "invariant_scale",
+    "JETRL_KV_CACHE": "kv_cache",
+    "JETRL_HEAD_DTYPE": "head_dtype",
 }
 
 #: every variable there is, with its meaning; anything else that starts with ``JETRL_`` is a mistake in writing
@@ -69,6 +71,8 @@ VARIABLES = {
     "JETRL_ROLLOUT_GRANULARITY": "Config.rollout_granularity",
     "JETRL_SMOOTHING": "Config.smoothing",
     "JETRL_INVARIANT_SCALE": "Config.invariant_scale",
+    "JETRL_KV_CACHE": "Config.kv_cache",
+    "JETRL_HEAD_DTYPE": "Config.head_dtype",
     "JETRL_CACHE_DIR": "folder of the compiled CPU kernels (default: the user's cache folder)",
 }
 

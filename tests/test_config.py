@@ -38,16 +38,20 @@ def test_defaults_and_what_they_come_to() -> None:
         "rollout_granularity": "block",
         "smoothing": None,
         "invariant_scale": None,
+        "kv_cache": "auto",
+        "head_dtype": "auto",
     }
     assert config.resolved_align == "exact"
     assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
     assert config.resolved() == Config(align="exact")
+    assert Config(head_dtype="bfloat16").resolved() == config.resolved() != Config(head_dtype="float32").resolved()
 
 
 @pytest.mark.parametrize(
     ("precision", "align", "resolved", "train", "rollout"),
     [
         ("bf16", None, "none", False, False),
+        ("fp16", None, "none", False, False),
         ("fp8-rollout", None, "none", False, True),
         ("fp8-unified", "linear", "linear", True, True),
         ("fp8-unified", "exact", "exact", True, True),
@@ -67,7 +71,11 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"precision": "FP8-unified"}, "unknown precision"),
         ({"precision": None}, "unknown precision None"),
         ({"precision": ["bf16"]}, "unknown precision"),
-        ({"precision": "fp16"}, "'fp16' is not in this version"),
+        ({"precision": "fp16", "align": "exact"}, "align='exact' contradicts precision='fp16'"),
+        ({"kv_cache": "fp16"}, "unknown kv_cache 'fp16'; it must be one of 'auto', 'fp8'"),
+        ({"kv_cache": "fp8"}, "keys and values that the rollout alone rounds to FP8; drop kv_cache"),
+        ({"head_dtype": "fp32"}, "unknown head_dtype 'fp32'; it must be one of 'auto', 'bfloat16', 'float32'"),
+        ({"head_dtype": "bfloat16", "precision": "fp16"}, "one 16-bit format, but found two"),
         ({"align": "none"}, "unknown align 'none'"),
         ({"align": "bits"}, "unknown align 'bits'; it must be one of 'exact', 'linear'"),
         ({"precision": "bf16", "align": "exact"}, "align='exact' contradicts precision='bf16'"),

@@ -31,6 +31,7 @@ PRESETS: dict[str, dict[str, str]] = {
     "linear": {"precision": "fp8-unified", "align": "linear"},
     "fp8_rollout": {"precision": "fp8-rollout"},
     "int8_rollout": {"precision": "int8-rollout"},
+    "fp16": {"precision": "fp16"},
     "bf16": {"precision": "bf16"},
 }
 

@@ -68,7 +68,7 @@ def doctor(
     command: Annotated[list[str] | None, typer.Argument(help="a launch command, as it is; put -- before it")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
     fp8_unified: Annotated[bool, typer.Option("--fp8-unified", help="the same as --precision fp8-unified")] = False,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp8-unified, fp8-rollout or int8-rollout")] = None,
+    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp8-unified, fp8-rollout or int8-rollout")] = None,
     align: Annotated[str | None, typer.Option(help="exact or linear")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
 ) -> None:

@@ -24,7 +24,7 @@ usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
 Run a program with the plugin on in every process of it. Without a precision the program runs as it is.
 
   --fp8-unified        FP8 on both sides; may also stand among ARGS, before a lone --
-  --precision NAME     bf16, fp8-unified, fp8-rollout or int8-rollout
+  --precision NAME     bf16, fp16, fp8-unified, fp8-rollout or int8-rollout
   --align NAME         exact or linear
   --correction NAME    none, tis, seq-tis, mis, seq-mis, geo-mis or icepop
   --correction-bounds  the cap, or low,high; the default depends on the correction

@@ -104,7 +104,7 @@ def test_set_gives_each_field_its_type(item, name, value):
         (["--align"], "end of the line"),
         (["--precision", "fp9", "x.py"], "--precision fp9: unknown precision 'fp9'"),
         (["--precision", "", "x.py"], "asked for a value of precision"),
-        (["--precision=fp16", "x.py"], "not in this version"),
+        (["--precision=fp32", "x.py"], "unknown precision 'fp32'"),
         (["--align", "none", "x.py"], "unknown align 'none'"),
         (
             ["--correction", "tiss", "x.py"],

@@ -1,0 +1,37 @@
+"""What can be wrong about ``kv_cache`` and ``head_dtype``, said before anything starts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from jetrl_patch.errors import ConfigError, explain
+
+if TYPE_CHECKING:
+    from jetrl_patch.config import Config
+
+__all__ = ["HEAD_DTYPES", "KV_CACHES", "check_precision"]
+
+KV_CACHES = ("auto", "fp8")
+HEAD_DTYPES = ("auto", "bfloat16", "float32")
+
+
+def check_precision(config: Config) -> None:
+    """Raise ConfigError for settings that contradict each other."""
+    if config.kv_cache == "fp8" and config.exact:
+        raise ConfigError(
+            explain(
+                "kv_cache='fp8' with align='exact'",
+                asked="a trainer whose attention equals the rollout's",
+                found="keys and values that the rollout alone rounds to FP8",
+                fix="drop kv_cache, or use align='linear'",
+            )
+        )
+    if config.head_dtype == "bfloat16" and config.precision == "fp16":
+        raise ConfigError(
+            explain(
+                "head_dtype='bfloat16' with precision='fp16'",
+                asked="one 16-bit format",
+                found="two",
+                fix="leave head_dtype at 'auto', which is float16 here, or use 'float32'",
+            )
+        )
