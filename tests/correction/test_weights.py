@@ -33,7 +33,7 @@ def test_weights_are_those_of_the_definition(kind: str, batch: Any, bounds: Any)
     found = correct(kind, log_ratio, mask, own)
     expected = torch.tensor(by_hand(kind, log_ratio, mask, low, high), dtype=torch.float64)
     assert found.weights.dtype == torch.float32 and not found.weights.requires_grad
-    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-6, atol=0)
+    torch.testing.assert_close(found.weights.double(), expected, rtol=1e-6, atol=1e-37)
     dropped = (expected == 0) & mask.bool() & (kind not in ("tis", "seq-tis"))
     assert torch.equal(found.kept, mask.bool() & ~dropped)
     assert torch.isfinite(found.weights).all() and not found.weights[mask == 0].any()
@@ -67,7 +67,7 @@ def test_plain_ratios(batch: Any) -> None:
     for found, kind in ((ratio(log_ratio, mask), "mis"), (seq_ratio(log_ratio, mask), "seq-mis")):
         top = torch.finfo(torch.float32).max
         expected = [[min(w, top) for w in row] for row in by_hand(kind, log_ratio, mask, 0.0, math.inf)]
-        torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-44)
+        torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=1e-6, atol=1e-37)
 
 
 def test_what_fits_no_correction_is_refused() -> None:
