@@ -87,6 +87,19 @@ def test_sampled_are_the_first_sync_the_first_step_and_every_nth_from_there() ->
     assert hooks == [21, 0, 21, 0, 21]
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_with_checkpointed_activations(reentrant: bool) -> None:
+    trainer = Trainer(monitor_every=1)
+    trainer.sync()
+    trainer.model.train()
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    trainer.model.enable_input_require_grads()
+    trainer.step()
+    metrics, _ = trainer.sync()
+    assert kinds(metrics) == {"weight", "activation", "gradient"}
+    assert metrics["jetrl/scale/gradient_sqnr_min"] > 25 and metrics["jetrl/scale/activation_sqnr_min"] > 25
+
+
 def test_off_costs_nothing_and_logs_nothing() -> None:
     trainer = Trainer(monitor_every=0)
     assert trainer.source.monitor is None
