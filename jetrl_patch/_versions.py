@@ -27,5 +27,6 @@ EXTRAS = {
     "verl": _extra("torch", "transformers", "vllm", "verl", "ray"),
     "openrlhf": _extra("torch", "transformers", "vllm", "openrlhf", "ray"),
     "te": ["transformer_engine>=2.3", *_extra("torch")],
+    "optim": ["torchao>=0.18,<0.19", *_extra("torch")],
     "dev": ["pytest>=8", "pytest-cov", "pytest-timeout", "hypothesis", "ruff", "mypy", "matplotlib"],
 }

@@ -26,6 +26,7 @@ ScaleFormat = Literal["pow2", "fp32"]
 MonitorAction = Literal["warn", "stop"]
 Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
 Platform = Literal["auto", "cpu", "cuda"]
+OptimizerStates = Literal["fp32", "8bit", "fp8"]
 
 _CHOICES: dict[str, tuple[str, ...]] = {
     "precision": ("bf16", "fp8-unified", "fp8-rollout", "int8-rollout", "fp16"),
@@ -38,6 +39,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "platform": ("auto", "cpu", "cuda"),
     "monitor_action": ("warn", "stop"),
     "correction": KINDS,
+    "optimizer_states": ("fp32", "8bit", "fp8"),
 }
 #: fields that mean something only beside another one, so that they are judged together with it
 JOINT = ("correction_bounds", "acr", "rollout_granularity", "smoothing", "invariant_scale", "kv_cache", "head_dtype")
@@ -84,6 +86,10 @@ class Config:
             ``align="exact"``: the trainer has no such cache.
         head_dtype: in which dtype both sides compute logits: ``"auto"`` is the model's, ``"float32"`` multiplies the same
             weights in FP32 and rounds nothing.
+        optimizer_states: how AdamW's two moments are kept: ``"fp32"`` as the framework does, ``"8bit"`` or ``"fp8"`` by
+            torchao, in blocks of 256, about a quarter of the memory.
+        resume_any: resume a checkpoint whatever settings it was saved with; else another precision, scale format or the
+            like in its ``jetrl.json`` is an error.
     """
 
     precision: Precision = "fp8-unified"
@@ -108,6 +114,8 @@ class Config:
     invariant_scale: float | None = None
     kv_cache: KvCache = "auto"
     head_dtype: HeadDtype = "auto"
+    optimizer_states: OptimizerStates = "fp32"
+    resume_any: bool = False
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -122,6 +130,7 @@ class Config:
         _check_acr(self.acr, self.correction)
         check_scaling(self)
         check_precision(self)
+        _check_checkpoints(self)
         if self.align is not None and self.precision != "fp8-unified":
             raise ConfigError(
                 f"align={self.align!r} contradicts precision={self.precision!r}: only 'fp8-unified' has the same "
@@ -249,6 +258,8 @@ class Config:
             "JETRL_INVARIANT_SCALE": "" if self.invariant_scale is None else repr(self.invariant_scale),
             "JETRL_KV_CACHE": self.kv_cache,
             "JETRL_HEAD_DTYPE": self.head_dtype,
+            "JETRL_OPTIMIZER_STATES": self.optimizer_states,
+            "JETRL_RESUME_ANY": str(int(self.resume_any)),
         }
 
     @classmethod
@@ -287,6 +298,8 @@ def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
         values["acr"] = env.read_switch("JETRL_ACR", values["acr"])
     if "fp8_all_gather" in values:
         values["fp8_all_gather"] = env.read_switch("JETRL_FP8_ALL_GATHER", values["fp8_all_gather"])
+    if "resume_any" in values:
+        values["resume_any"] = env.read_switch("JETRL_RESUME_ANY", values["resume_any"])
     if "monitor_layers" in values:
         values["monitor_layers"] = env.read_switch("JETRL_MONITOR_LAYERS", values["monitor_layers"])
     kinds = {"monitor_every": int, "monitor_sqnr": float, "monitor_underflow": float, "guard_sqnr": float}
@@ -350,6 +363,16 @@ def _check_gather(value: object, precision: str) -> None:
         raise ConfigError(
             f"fp8_all_gather=True contradicts precision={precision!r}: only 'fp8-unified' trains with FP8 weights; "
             f"leave it off or use 'fp8-unified'"
+        )
+
+
+def _check_checkpoints(config: Config) -> None:
+    if not isinstance(config.resume_any, bool):
+        raise ConfigError(f"resume_any={config.resume_any!r} must be True or False")
+    if config.optimizer_states != "fp32" and config.fp8_all_gather:
+        raise ConfigError(
+            f"optimizer_states={config.optimizer_states!r} contradicts fp8_all_gather=True: its weights are tensors of "
+            f"their own kind, which the 8-bit update was not tried on; leave one of them out"
         )
 
 

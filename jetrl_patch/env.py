@@ -46,6 +46,8 @@ FIELDS = {
     "JETRL_INVARIANT_SCALE": "invariant_scale",
     "JETRL_KV_CACHE": "kv_cache",
     "JETRL_HEAD_DTYPE": "head_dtype",
+    "JETRL_OPTIMIZER_STATES": "optimizer_states",
+    "JETRL_RESUME_ANY": "resume_any",
 }
 
 #: every variable there is, with its meaning; anything else that starts with ``JETRL_`` is a mistake in writing
@@ -73,6 +75,8 @@ VARIABLES = {
     "JETRL_INVARIANT_SCALE": "Config.invariant_scale",
     "JETRL_KV_CACHE": "Config.kv_cache",
     "JETRL_HEAD_DTYPE": "Config.head_dtype",
+    "JETRL_OPTIMIZER_STATES": "Config.optimizer_states",
+    "JETRL_RESUME_ANY": "Config.resume_any: 1 or 0",
     "JETRL_CACHE_DIR": "folder of the compiled CPU kernels (default: the user's cache folder)",
 }
 

@@ -40,6 +40,8 @@ def test_defaults_and_what_they_come_to() -> None:
         "invariant_scale": None,
         "kv_cache": "auto",
         "head_dtype": "auto",
+        "optimizer_states": "fp32",
+        "resume_any": False,
     }
     assert config.resolved_align == "exact"
     assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
@@ -98,6 +100,9 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": "300"}, "positive, finite"),
         ({"sync_timeout": True}, "positive, finite"),
         ({"fp8_all_gather": 1}, "must be True or False"),
+        ({"resume_any": 1}, "resume_any=1 must be True or False"),
+        ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'; it must be one of 'fp32', '8bit', 'fp8'"),
+        ({"optimizer_states": "fp8", "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
         ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps, 0 for never"),
         ({"monitor_every": 2.5}, "monitor_every=2.5 must be a whole number"),
@@ -172,11 +177,14 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
     correction=st.sampled_from(KINDS),
     cap=st.none() | st.floats(min_value=1e-6, max_value=1e9),
     acr=st.booleans(),
+    optimizer_states=st.sampled_from(["fp32", "8bit", "fp8"]),
+    resume_any=st.booleans(),
 )
 def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     if fields["precision"] != "fp8-unified":
         fields["align"] = fields["guard_sqnr"] = None
-    fields["fp8_all_gather"] &= fields["precision"] == "fp8-unified"
+    fields["fp8_all_gather"] &= fields["precision"] == "fp8-unified" and fields["optimizer_states"] == "fp32"
+    fields["fp8_all_gather"] &= fields["guard_sqnr"] is None
     cap = fields.pop("cap")
     if cap is not None and fields["correction"] != "none":
         fields["correction_bounds"] = (cap / 3, cap) if fields["correction"] in ("geo-mis", "icepop") else cap

@@ -1,0 +1,132 @@
+"""AdamW with torchao's compact states, for whatever a framework gives an optimizer.
+
+torchao's own class keeps a state in the parameter's shape, and in FP32 where the number of values is no multiple of a
+block. A framework's shards are seldom one: FSDP1 and ZeRO flatten parameters, FSDP2 cuts them unevenly. Blocks run over
+the flattened values anyway, so here a state is [blocks, block_size], and what is left over (less than a block) stays in
+FP32 beside it. States are plain tensors also where the parameter is a DTensor: the update works on each value alone.
+
+Shape legend: n values of this process's part of a parameter, B the block size (256), n = blocks * B + rest.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torchao.optim import AdamW8bit as _AdamW8bit
+from torchao.optim import AdamWFp8 as _AdamWFp8
+from torchao.optim.adam import single_param_adam
+
+__all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8", "state_bytes"]
+
+#: parts with fewer values stay in FP32, as in bitsandbytes and torchao
+SMALLEST = 4096
+
+_MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, signed
+
+
+class _OnShards(torch.optim.Optimizer):
+    """What both classes share; beside one of torchao's, which brings the quantization."""
+
+    block_size: int
+    bf16_stochastic_round: bool
+    _subclass_zeros: Callable[..., Tensor]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch does it: torchao makes the learning rate a tensor, which schedulers and logs do not expect."""
+        torch.optim.Optimizer.add_param_group(self, param_group)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            if group["amsgrad"]:
+                raise NotImplementedError("amsgrad has a third state, which is not kept here; leave it off")
+            for parameter in group["params"]:
+                if parameter.grad is not None and _local(parameter).numel():
+                    self._update(parameter, group)
+        return loss
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        p_n, grad_n = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        n, B = p_n.numel(), self.block_size
+        blocks = n // B if n >= SMALLEST else 0
+        cut = blocks * B
+        state = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            for name, signed in _MOMENTS:
+                if blocks:
+                    shape = p_n.new_empty(1).expand(blocks, B)  # tells shape, dtype and device; takes no memory
+                    state[name] = self._subclass_zeros(shape, signed, B)
+                if n > cut:
+                    state[name + "_rest"] = torch.zeros_like(p_n[cut:])
+        state["step"] += 1
+        parts = [("", p_n[:cut].view(-1, B), grad_n[:cut].view(-1, B)), ("_rest", p_n[cut:], grad_n[cut:])]
+        update = _update_on(p_n.device.type)
+        for suffix, p, grad in parts:
+            if not p.numel():
+                continue
+            update(
+                p,
+                grad,
+                state["step"],
+                *(state[name + suffix] for name, _ in _MOMENTS),
+                None,
+                torch.as_tensor(group["lr"], dtype=torch.float32),
+                *group["betas"],
+                group["weight_decay"],
+                group["eps"],
+                True,
+                self.bf16_stochastic_round and p.dtype is torch.bfloat16,
+            )
+
+
+class AdamW8bit(_OnShards, _AdamW8bit):  # type: ignore[misc]
+    """Moments as 8-bit codes of a dynamic map (arXiv 2110.02861), one FP32 scale for 256."""
+
+
+class AdamWFp8(_OnShards, _AdamWFp8):  # type: ignore[misc]
+    """Moments as e4m3, one FP32 scale for 256."""
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
+    """Bytes of the moments as they are kept, and what FP32 would take for the same values. Steps are not counted."""
+    kept = values = 0
+    for state in optimizer.state.values():
+        for name, tensor in state.items():
+            if isinstance(tensor, Tensor) and name != "step":
+                kept += sum(part.numel() * part.element_size() for part in _plain_parts(tensor))
+                values += tensor.numel()
+    return kept, 4 * values
+
+
+def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
+    tensor = _local(tensor)
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _plain_parts(getattr(tensor, name))
+    else:
+        yield tensor
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, detached; a view."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@functools.cache
+def _update_on(device_type: str) -> Any:
+    """torchao's update: one compiled kernel on a GPU; on a CPU operation by operation, which needs no compiler."""
+    if device_type == "cpu":
+        return single_param_adam
+    return torch.compile(single_param_adam, fullgraph=True, dynamic=False)

@@ -1,0 +1,49 @@
+"""Which class keeps the optimizer's states as asked, and whether it can be had. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.patching.guards import is_installed
+
+__all__ = ["CLASSES", "MODULE", "REQUIRED", "check_installed", "check_options"]
+
+MODULE = "jetrl_patch.optim.adamw"
+#: ``Config.optimizer_states`` -> the class in ``MODULE``
+CLASSES = {"8bit": "AdamW8bit", "fp8": "AdamWFp8"}
+#: what ``pip install`` needs for it
+REQUIRED = "torchao>=0.18,<0.19"
+#: what these classes take besides lr, betas and weight_decay
+OPTIONS = ("eps", "block_size", "bf16_stochastic_round")
+
+
+def check_installed(states: str) -> None:
+    """Raise ConfigError where torchao is missing."""
+    if not is_installed("torchao"):
+        raise ConfigError(
+            explain(
+                f"optimizer_states={states!r}",
+                asked=f"torchao, which has these states ({REQUIRED})",
+                found="it is not installed",
+                fix="install it with `pip install 'jetrl_patch[optim]'`, or leave optimizer_states at 'fp32'",
+            )
+        )
+
+
+def check_options(states: str, options: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError for options of another optimizer, which these classes would not know.
+
+    Args:
+        where: the framework's name of the setting.
+    """
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise ConfigError(
+            explain(
+                f"{where} with optimizer_states={states!r}",
+                asked=f"options of torchao's AdamW ({', '.join(OPTIONS)})",
+                found=", ".join(unknown),
+                fix="leave them out",
+            )
+        )
