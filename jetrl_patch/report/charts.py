@@ -13,7 +13,7 @@ __all__ = ["GROUPS", "SCALE_PREFIX", "Chart", "Drawn", "draw", "wanted"]
 #: per-layer statistics are ``jetrl/<anything>/<layer>/<what>``
 SCALE_PREFIX = "jetrl/"
 
-GROUPS = ("Learning", "Mismatch between rollout and trainer", "Time", "More of the run")
+GROUPS = ("Learning", "Mismatch between rollout and trainer", "Time", "FP8 statistics", "More of the run")
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _more(runs: Sequence[Run]) -> Iterable[Chart]:
     own = sorted(name for name in present if name.startswith("jetrl/") and name.count("/") == 1 and name not in _TOLD)
     titles |= {_title(name): [name] for name in own}
     for title, names in list(titles.items())[:_MOST]:
-        yield Chart("more-" + names[0].replace("/", "-"), title, GROUPS[3], _metric(*names), help=" or ".join(names))
+        yield Chart("more-" + names[0].replace("/", "-"), title, GROUPS[4], _metric(*names), help=" or ".join(names))
 
 
 def _title(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl_patch.report.charts import GROUPS, Chart, Drawn, draw
 from jetrl_patch.report.runs import Points, Run
-from jetrl_patch.report.scales import Scales, read_scales
+from jetrl_patch.report.scales import ALL_LAYERS, Scales, draw_scales, read_scales
 from jetrl_patch.report.series import LIMIT, short, thin
 from jetrl_patch.report.styles import DARK, DASHES, LIGHT, Style, choose
 from jetrl_patch.report.tables import shown_columns, versions_text
@@ -48,7 +48,8 @@ def make_page(
         notes: what the reader should know, such as lines that were left out.
         answers: what the model said before and after; without any, the page has no such section.
     """
-    styles, drawn, scales = choose(runs), draw(runs), read_scales(runs)
+    styles, scales = choose(runs), read_scales(runs)
+    drawn = [*draw(runs), *draw_scales(scales, len(runs))]
     swatches = [swatch(style) for style in styles]
     template = Template((_FOLDER / "page.html").read_text(encoding="utf-8"))
     return template.substitute(
@@ -87,13 +88,14 @@ def _toggle(position: int, run: Run, line: str) -> str:
 
 
 def _sections(drawn: Sequence[Drawn], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
-    """The charts by their groups; those of the last group are folded away, below the statistics per layer."""
+    """The charts by their groups; those of the last group are folded away."""
     parts = []
     for group in GROUPS:
         figures = "".join(_figure(i, d.chart) for i, d in enumerate(drawn) if d.chart.group == group)
         grid = f'<div class="grid">{figures}</div>' if figures else ""
+        if group == "FP8 statistics":
+            grid += _scales(scales, summaries, swatches)
         if group == GROUPS[-1]:
-            parts.append(_scales(scales, summaries, swatches, position=len(drawn)))
             grid = grid and f"<details><summary>Show {figures.count('<figure')} charts</summary>{grid}</details>"
         if group == "Time":
             grid += parts_table(summaries, swatches)
@@ -110,7 +112,7 @@ def _figure(position: int | str, chart: Chart) -> str:
     )
 
 
-def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str], position: int) -> str:
+def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
     if not scales.whats:
         return ""
     whats = "".join(f"<option>{escape(what)}</option>" for what in scales.whats)
@@ -120,10 +122,9 @@ def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[
         "scales", "", "", lambda run: [], help="the worst is the largest, of a signal-to-noise ratio the smallest"
     )
     return (
-        "<h2>FP8 statistics per layer</h2>"
         f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label>'
         f'<label>Layer <select id="layer" autocomplete="off">{layers}</select></label></div>'
-        f"{_figure('scales', chart)}<p></p>{layers_table(scales, summaries, swatches)}"
+        f"{_figure('scales', chart)}{layers_table(scales, summaries, swatches)}"
     )
 
 
@@ -171,5 +172,7 @@ def _scale_data(scales: Scales, runs: int) -> dict[str, dict[str, list[Any]]]:
     for what in scales.whats:
         found[what] = {"": [_points(scales.worst_layer(run, what)) for run in range(runs)]}
     for (run, what, layer), points in scales.series.items():
+        if layer == ALL_LAYERS:  # nothing but what "" says already
+            continue
         found[what].setdefault(layer, [None] * runs)[run] = _points(points, limit)
     return found

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.report.charts import Chart, Drawn, draw
+from jetrl_patch.report.charts import Drawn, draw
 from jetrl_patch.report.runs import PARTS, Points, ReportError, Run
-from jetrl_patch.report.scales import less_is_worse, read_scales
+from jetrl_patch.report.scales import draw_scales, read_scales
 from jetrl_patch.report.series import thin
 from jetrl_patch.report.styles import DASHES, LIGHT, Style, choose
 
@@ -26,7 +26,6 @@ _PICTURES = {
 }
 _PART_COLOURS = (("#33475f", ""), ("#ffffff", "////"), ("#8fa3bb", ""), ("#e5e9ef", ".."))
 _FEW = 12  # points of a line that are marked one by one
-_MOST_SCALES = 6
 
 
 def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
@@ -41,7 +40,7 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
     for name, keys in _PICTURES.items():
         made += _panels(runs, styles, [drawn[key] for key in keys if key in drawn], folder / name)
     made += _time(runs, styles, drawn.get("seconds"), folder / "time.png")
-    made += _panels(runs, styles, _scale_charts(runs), folder / "scales.png")
+    made += _panels(runs, styles, draw_scales(read_scales(runs), len(runs)), folder / "scales.png")
     return made
 
 
@@ -60,20 +59,6 @@ def _some(runs: Sequence[Run], keys: Sequence[str], path: Path) -> None:
     if not drawn:
         raise ReportError(f"{path.name}: none of the runs has {' or '.join(keys)}")
     _panels(runs, choose(runs), drawn, path)
-
-
-def _scale_charts(runs: Sequence[Run]) -> list[Drawn]:
-    """The worst layer of each step, for the first few statistics."""
-    scales = read_scales(runs)
-    return [
-        Drawn(
-            Chart(
-                what, f"{what}, {'smallest' if less_is_worse(what) else 'largest'} of all layers", "", lambda run: []
-            ),
-            [scales.worst_layer(run, what) for run in range(len(runs))],
-        )
-        for what in scales.whats[:_MOST_SCALES]
-    ]
 
 
 def _panels(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn], path: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """Statistics per layer, found by the shape of their names: ``jetrl/<group>/<layer>/<what>``, the layer with or without slashes.
 
 A layer is what has a number or a dot in its name; where the last part is the layer, the part before it says what.
-``jetrl/<group>/<what>`` is a statistic of all layers together.
+``jetrl/<group>/<what>`` is a statistic of all layers together, such as the monitor's ``jetrl/scale/weight_sqnr_min``.
 """
 
 from __future__ import annotations
@@ -12,14 +12,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jetrl_patch.report.charts import SCALE_PREFIX
+from jetrl_patch.report.charts import GROUPS, SCALE_PREFIX, Chart, Drawn
 from jetrl_patch.report.runs import Points, Run, number
 
-__all__ = ["ALL_LAYERS", "Scales", "read_scales", "split_name"]
+__all__ = ["ALL_LAYERS", "Scales", "draw_scales", "less_is_worse", "read_scales", "split_name"]
 
 ALL_LAYERS = "all layers together"
 
 _LAYER = re.compile(r".*(\.|\d).*")
+_TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # what tells most, first
+_HEADLINE = re.compile(r"(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
+_MOST = 8  # charts
 _LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
 
 
@@ -28,8 +31,8 @@ class Scales:
     """Per-layer statistics of all runs.
 
     Attributes:
-        whats: names of the statistics, such as ``scale saturation``.
-        layers: names of the layers, in the order of the model.
+        whats: names of the statistics, such as ``weight sqnr``; those that tell most come first.
+        layers: names of the layers, in the order of the model; ``ALL_LAYERS`` is not among them.
         series: ``(run, what, layer)`` to points; what a run lacks is not in it.
     """
 
@@ -48,11 +51,21 @@ class Scales:
         """The worst layer of each step."""
         steps: dict[int, float] = {}
         pick = min if less_is_worse(what) else max
-        for layer in self.layers:
+        for layer in (ALL_LAYERS, *self.layers):
             for step, value in self.series.get((run, what, layer), []):
                 before = steps.get(step)
                 steps[step] = value if before is None or math.isnan(value) else pick(before, value)
         return sorted(steps.items())
+
+    def per_layer(self, what: str) -> bool:
+        """Whether a statistic is known layer by layer."""
+        return any(w == what and layer != ALL_LAYERS for _, w, layer in self.series)
+
+    @property
+    def headline(self) -> list[str]:
+        """The statistics that are worth a chart without being asked for."""
+        found = [what for what in self.whats if not self.per_layer(what) and _HEADLINE.search(what)]
+        return (found or self.whats)[:_MOST]
 
 
 def less_is_worse(what: str) -> bool:
@@ -66,13 +79,14 @@ def split_name(name: str) -> tuple[str, str] | None:
     if not name.startswith(SCALE_PREFIX) or name.count("/") < 2:
         return None
     group, *middle, last = name.removeprefix(SCALE_PREFIX).split("/")
+    prefix = "" if group == "scale" else f"{group} "
     if not middle:
-        return f"{group} {last}".replace("_", " "), ALL_LAYERS
+        return f"{prefix}{last}".replace("_", " "), ALL_LAYERS
     if _LAYER.fullmatch(last) and not _LAYER.fullmatch(middle[0]):
         what, layer = "/".join(middle), last
     else:
         what, layer = last, "/".join(middle)
-    return f"{group} {what}".replace("_", " "), layer
+    return f"{prefix}{what}".replace("_", " "), layer
 
 
 def read_scales(runs: Sequence[Run]) -> Scales:
@@ -84,9 +98,25 @@ def read_scales(runs: Sequence[Run]) -> Scales:
                 split, value = split_name(name), number(raw)
                 if split and value is not None:
                     found.series.setdefault((i, *split), []).append((step, value))
-    found.whats = sorted({what for _, what, _ in found.series})
-    found.layers = sorted({layer for _, _, layer in found.series}, key=_natural)
+    found.whats = sorted({what for _, what, _ in found.series}, key=lambda what: (_importance(what), what))
+    found.layers = sorted({layer for _, _, layer in found.series} - {ALL_LAYERS}, key=_natural)
     return found
+
+
+def draw_scales(scales: Scales, runs: int) -> list[Drawn]:
+    """A chart for each headline: the figure of all layers, or the worst layer of each step."""
+    drawn = []
+    for what in scales.headline:
+        worst = "the smallest of all layers" if less_is_worse(what) else "the largest of all layers"
+        chart = Chart(
+            "scale-" + what.replace(" ", "-"), what, GROUPS[3], lambda run: [], worst * scales.per_layer(what)
+        )
+        drawn.append(Drawn(chart, [scales.worst_layer(run, what) for run in range(runs)]))
+    return drawn
+
+
+def _importance(what: str) -> int:
+    return next((i for i, word in enumerate(_TELLING) if word in what), len(_TELLING))
 
 
 def _natural(name: str) -> list[tuple[int, int, str]]:

@@ -76,15 +76,18 @@ def parts_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) ->
 
 
 def layers_table(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
-    """The worst value of every statistic of every layer of every run."""
+    """The worst value of every statistic of every layer of every run; "" where nothing is known layer by layer."""
+    whats = [what for what in scales.whats if scales.per_layer(what)]
     rows = []
     for i, summary in enumerate(summaries):
         for number, layer in enumerate(scales.layers):
-            values = [scales.worst(i, what, layer) for what in scales.whats]
+            values = [scales.worst(i, what, layer) for what in whats]
             if any(value is not None for value in values):
                 cells: list[Cell] = [("–" if v is None else f"{v:.4g}", v, "") for v in values]
                 rows.append((i, False, [_name(summary, swatches[i]), (escape(layer), f"{number:06d}", "left"), *cells]))
-    heads = [("run", True, ""), ("layer", True, ""), *((what, False, "worst over the steps") for what in scales.whats)]
+    if not rows:
+        return ""
+    heads = [("run", True, ""), ("layer", True, ""), *((what, False, "worst over the steps") for what in whats)]
     return f"<details><summary>Worst value of every layer</summary>{_table('Layers', heads, rows, tall=True)}</details>"
 
 

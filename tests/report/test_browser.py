@@ -41,6 +41,7 @@ def run_file(path: Path, seed: int, first: int, exact: bool) -> Path:
         }
         if step % 10 == 0:
             data["val-core/words/acc/mean@1"] = min(1.0, 0.25 + step / 50)
+            data["jetrl/scale/weight_sqnr_min"] = 10.0 - seed
             for layer in range(12):
                 where = f"jetrl/scale/model.layers.{layer}.mlp.down_proj"
                 data |= {f"{where}/saturation": 10.0**-layer, f"{where}/sqnr_db": 32.0 - 2 * layer - seed}
@@ -138,7 +139,7 @@ def test_zero_has_a_place_of_its_own_below_the_smallest_decade(page: Any) -> Non
 
 def test_tables_sort_numbers_as_numbers(page: Any) -> None:
     page.get_by_text("Worst value of every layer").click()
-    for title in ("scale sqnr db", "scale saturation"):  # 31 … 3 and 1 … 1e-11: other orders among words
+    for title in ("sqnr db", "saturation"):  # 31 … 3 and 1 … 1e-11: other orders among words
         shuffled = [float(value) for value in column(page, "Layers", title)]
         click_head(page, "Layers", title)
         falling = [float(value) for value in column(page, "Layers", title)]
@@ -171,13 +172,18 @@ def test_the_values_of_a_step_show_by_pointer_and_by_keyboard(page: Any) -> None
 
 
 def test_a_layer_and_a_statistic_can_be_chosen(page: Any) -> None:
-    path = "document.querySelector('#chart-scales path.line').getAttribute('d')"
-    worst = page.evaluate(path)
+    caption = page.locator("#chart-scales figcaption")
+    assert page.locator("#chart-scale-weight-sqnr-min path.line").count() == 2  # worth a chart without being asked for
+    page.locator("#what").select_option("sqnr db")
+    assert caption.inner_text().startswith("sqnr db, worst layer")
+    assert "6" in marks(page, "scales")  # the last layers are at 9 and 3
     page.locator("#layer").select_option("model.layers.5.mlp.down_proj")
-    assert page.locator("#chart-scales figcaption").inner_text().startswith("scale saturation, model.layers.5.mlp")
-    page.locator("#what").select_option("scale sqnr db")
-    assert page.evaluate(path) != worst
+    assert caption.inner_text().startswith("sqnr db, model.layers.5.mlp.down_proj")
     assert "20" in marks(page, "scales")  # the runs are at 21 and 15
+    page.locator("#what").select_option("weight sqnr min")
+    assert caption.inner_text() == "weight sqnr min"
+    assert page.locator("#layer").is_disabled()
+    assert "6" in marks(page, "scales")  # 9 and 3 again
 
 
 @pytest.mark.parametrize("width", [320, 380, 768, 1280])

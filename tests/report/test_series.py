@@ -90,10 +90,10 @@ def test_seeds_share_a_colour_and_arms_do_not() -> None:
 @pytest.mark.parametrize(
     ("name", "found"),
     [
-        ("jetrl/scale/model.layers.0.mlp.down_proj/saturation", ("scale saturation", "model.layers.0.mlp.down_proj")),
-        ("jetrl/scale/layers/0/mlp/amax_max", ("scale amax max", "layers/0/mlp")),
+        ("jetrl/scale/model.layers.0.mlp.down_proj/saturation", ("saturation", "model.layers.0.mlp.down_proj")),
+        ("jetrl/scale/layers/0/mlp/amax_max", ("amax max", "layers/0/mlp")),
         ("jetrl/monitor/sqnr_db/model.layers.3.q_proj", ("monitor sqnr db", "model.layers.3.q_proj")),
-        ("jetrl/scale/saturation_max", ("scale saturation max", ALL_LAYERS)),
+        ("jetrl/scale/saturation_max", ("saturation max", ALL_LAYERS)),
         ("jetrl/k3_kl", None),
         ("actor/grad/norm", None),
     ],
@@ -110,9 +110,30 @@ def test_the_worst_is_the_largest_or_of_a_ratio_the_smallest() -> None:
     runs = [Run("", "", 0, {1: {**data(10, 1.0), **data(2, 5.0)}, 2: {**data(10, 7.0), **data(2, 3.0)}})]
     scales = read_scales(runs)
     assert scales.layers == ["layers.2", "layers.10"]
-    assert scales.worst(0, "scale saturation", "layers.2") == 5.0
-    assert scales.worst(0, "scale sqnr db", "layers.2") == 3.0
-    assert scales.worst_layer(0, "scale saturation") == [(1, 5.0), (2, 7.0)]
-    assert scales.worst_layer(0, "scale sqnr db") == [(1, 1.0), (2, 3.0)]
+    assert scales.worst(0, "saturation", "layers.2") == 5.0
+    assert scales.worst(0, "sqnr db", "layers.2") == 3.0
+    assert scales.worst_layer(0, "saturation") == [(1, 5.0), (2, 7.0)]
+    assert scales.worst_layer(0, "sqnr db") == [(1, 1.0), (2, 3.0)]
     runs[0].steps[3] = data(2, math.nan)
-    assert math.isnan(read_scales(runs).worst(0, "scale saturation", "layers.2") or 0.0)
+    assert math.isnan(read_scales(runs).worst(0, "saturation", "layers.2") or 0.0)
+
+
+def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
+    names = (
+        "weight_sqnr_min",
+        "activation_underflow_max",
+        "gradient_saturated_max",
+        "weight_unchanged_mean",
+        "weight_amax_max",
+    )
+    data = dict.fromkeys((f"jetrl/scale/{name}" for name in names), 1.0)
+    data |= {"jetrl/scale/model.layers.0.q_proj/weight_sqnr": 30.0, "jetrl/guard_layers": 0.0}
+    scales = read_scales([Run("", "", 0, {1: data})])
+    assert scales.headline == [
+        "weight sqnr min",
+        "activation underflow max",
+        "gradient saturated max",
+        "weight unchanged mean",
+    ]
+    assert scales.layers == ["model.layers.0.q_proj"]
+    assert [what for what in scales.whats if scales.per_layer(what)] == ["weight sqnr"]
