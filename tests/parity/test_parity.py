@@ -55,7 +55,7 @@ def test_chosen_modes(precisions: list[str], aligns: list[str], expected: list[t
 
 @pytest.mark.parametrize(
     ("precisions", "aligns", "said"),
-    [(["bf16"], ["exact"], "add fp8-unified"), (["fp4"], [], "fp4"), (["int8-rollout"], [], "not in this version")],
+    [(["bf16"], ["exact"], "add fp8-unified"), (["fp4"], [], "fp4")],
 )
 def test_contradictions(precisions: list[str], aligns: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
@@ -158,3 +158,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert exact["logp_abs_diff_max"] == exact["k3_kl"] == 0.0
     assert rows["fp8-rollout", "none"]["logp_abs_diff_mean"] > 1e-3
     assert "100.00%" in capsys.readouterr().out
+
+
+def test_a_granularity_belongs_to_the_fp8_rollout() -> None:
+    chosen = choose(["bf16", "fp8-rollout", "int8-rollout"], [], "channel")
+    assert [config.granularity for config in chosen] == ["block", "channel", "channel"]
