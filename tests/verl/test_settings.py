@@ -60,7 +60,6 @@ def test_another_owner_of_the_same_thing_is_a_conflict(base, override, path, con
 
 REFUSED = [
     (f"{R}.name=sglang", "rollout.name", BF16),
-    ("algorithm.rollout_correction.bypass_mode=True", "bypass_mode", BF16),
     ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy", ROLLOUT),
     (f"{R}.checkpoint_engine.backend=nccl", "checkpoint_engine.backend", ROLLOUT),
     (f"{R}.disaggregation.enabled=True", "disaggregation", ROLLOUT),
