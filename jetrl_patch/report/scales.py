@@ -21,8 +21,8 @@ ALL_LAYERS = "all layers together"
 
 _LAYER = re.compile(r".*(\.|\d).*")
 _TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # what tells most, first
-_HEADLINE = re.compile(r"(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
-_MOST = 8  # charts
+_HEADLINE = re.compile(r"(?<!slice )(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
+_MOST = 12  # charts
 _LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
 
 

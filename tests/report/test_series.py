@@ -125,6 +125,7 @@ def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
         "gradient_saturated_max",
         "weight_unchanged_mean",
         "weight_amax_max",
+        "weight_slice_sqnr_min",
     )
     data = dict.fromkeys((f"jetrl/scale/{name}" for name in names), 1.0)
     data |= {"jetrl/scale/model.layers.0.q_proj/weight_sqnr": 30.0, "jetrl/guard_layers": 0.0}
