@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -35,6 +40,25 @@ def assert_guarded(run: Run, found: list[dict[str, float]]) -> None:
     assert [(int(new), int(total)) for new, total, _ in events] == [(2, 2), (1, 3)], events
     assert re.search(rf"{WEIGHT_ILL}: weight \d+\.\d dB", events[0][2]) and f"{MLP}.gate_proj: one layer" in events[0][2]
     assert re.match(rf"{ACTIVATION_ILL}: activation \d+\.\d dB", events[1][2])
+
+
+@pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
+    """Engines alone, under torchrun: no Ray, no vLLM."""
+    script = Path(__file__).with_name("guard_script.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    done = subprocess.run(
+        [*command, strategy, str(ill_task / "model")], env=environ, capture_output=True, text=True, timeout=400
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
+    one, other = json.loads(line.removeprefix("FACTS "))
+    assert one == other, "decisions, figures and lines are those of all ranks"
+    gate_up = [f"{MLP}.gate_proj", WEIGHT_ILL]
+    assert [sync["guarded"] for sync in one] == [gate_up, [ACTIVATION_ILL, *gate_up], [ACTIVATION_ILL, *gate_up]]
+    assert [sync["metrics"]["jetrl/guard_layers"] for sync in one] == [2, 3, 3]
+    assert one[1]["metrics"]["jetrl/scale/weight_unchanged_min"] == 1.0, "a learning rate of 0 moves no code"
 
 
 def test_ill_layers_leave_fp8_on_both_sides_v0_fsdp2(ill_task):

@@ -1,0 +1,82 @@
+"""Run under torchrun: verl's real FSDP engines, two ranks with different data, and a model with ill layers.
+
+    torchrun --nproc_per_node=N guard_script.py fsdp|fsdp2 MODEL_DIR
+
+Two steps with three syncs that go nowhere; every rank prints what it decided and announced, as one JSON line.
+"""
+
+import json
+import sys
+
+import jetrl_patch
+
+if __name__ == "__main__":
+    strategy, model_dir = sys.argv[1:3]
+    jetrl_patch.enable(precision="fp8-unified", monitor_every=1, guard_sqnr=26.0)
+
+    import torch
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from jetrl_patch.sync.manifest import MANIFEST, Manifest
+
+    torch.set_num_threads(1)
+    _, rank, world = initialize_global_process_group()
+
+    def engine(forward_only: bool):
+        built = EngineRegistry.new(
+            model_type="language_model",
+            backend=strategy,
+            model_config=HFModelConfig(
+                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, forward_only=forward_only),
+            optimizer_config=FSDPOptimizerConfig(lr=0.0, total_training_steps=10),
+            checkpoint_config=None,
+        )  # fmt: skip
+        built._build_model_optimizer()
+        return built
+
+    def batch(seed: int):
+        generator = torch.Generator().manual_seed(seed)
+        ids = [torch.randint(2, 384, (n,), generator=generator) for n in (31, 18)]
+        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
+        return tu.get_tensordict(
+            {
+                "input_ids": nested(ids),
+                "position_ids": nested([torch.arange(len(s)) for s in ids]),
+                "loss_mask": nested([torch.ones(len(s)) for s in ids]),
+            },
+            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True},
+        )
+
+    def log_probs(model):
+        with model.eval_mode(disable_auto_offload=True):
+            return model.infer_batch(batch(7))["model_output"]["log_probs"].values()
+
+    def loss(model_output, data, dp_group=None):
+        return -model_output["log_probs"].values().mean(), {}
+
+    def sync(model):
+        stream, _ = model.get_per_tensor_param()
+        manifest = next(Manifest.decode(tensor) for name, tensor in stream if name == MANIFEST)
+        return {"guarded": manifest.guarded, "metrics": model._jetrl.end_sync(), "lines": model._jetrl.take_lines()}
+
+    actor, reference = engine(False), engine(True)
+    fp8 = log_probs(actor)
+    found = [sync(actor)]
+    for _ in range(2):
+        with actor.train_mode(disable_auto_offload=True):
+            actor.train_batch(batch(rank), loss)
+        found.append(sync(actor))
+    ours, theirs = log_probs(actor), log_probs(reference)
+    assert torch.equal(ours, theirs), "the reference computes with the same weights, and left FP8 with the actor"
+    assert not torch.equal(ours, fp8), "three layers in BF16 change no bit"
+    everybody = [None] * world
+    torch.distributed.all_gather_object(everybody, found)
+    if rank == 0:
+        print("FACTS " + json.dumps(everybody))
+    destroy_global_process_group()
