@@ -14,10 +14,12 @@ from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
 from jetrl_patch.adapters.openrlhf import (
+    checkpoint,
     correction,
     logprob,
     metrics,
     model,
+    optimizer,
     remote,
     scaling,
     settings,
@@ -185,6 +187,25 @@ INVARIANT_SCALE: tuple[Patch, ...] = tuple(
     for name, make in (("save_ckpt", scaling.save_ckpt), ("load_ckpt", scaling.load_ckpt))
 )
 
+CHECKPOINT: tuple[Patch, ...] = tuple(
+    Patch(
+        module="openrlhf.utils.deepspeed.deepspeed",
+        attr=f"DeepspeedStrategy.{name}",
+        make=make,
+        reason="jetrl.json: a run that is resumed in another precision, or with other optimizer states, must say so",
+        remove_when=_NO_HOOK,
+    )
+    for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
+)
+
+OPTIMIZER = Patch(
+    module="deepspeed",
+    attr="initialize",
+    make=optimizer.initialize,
+    reason="OpenRLHF gives DeepSpeed the name of an optimizer, and DeepSpeed has none with states in 8 bits",
+    remove_when="OpenRLHF can pass an optimizer of its user's",
+)
+
 
 class OpenRLHFAdapter(Adapter):
     """OpenRLHF 0.11: ``train_ppo_ray``, ZeRO-0 to 3, synchronous, asynchronous and colocated."""
@@ -196,7 +217,8 @@ class OpenRLHFAdapter(Adapter):
         """All modes measure and check; exact mode also computes log-probs as the rollout does."""
         ours = (CORRECTION,) if correction.is_ours(config) else ()
         scaled = INVARIANT_SCALE if config.quantized_rollout else ()
-        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours + scaled
+        states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
+        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours + scaled + CHECKPOINT + states
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction
+from jetrl_patch.adapters.openrlhf import correction, optimizer
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.optim.settings import check_installed
 from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
 
 __all__ = ["MARK", "START", "check", "check_mark", "complete", "get_strategy", "require_same"]
@@ -64,7 +65,11 @@ def check(args: Any, config: Config) -> None:
                 "fp8_all_gather=True", asked="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
             )
         )
-    for problem in broken(RULES, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
+    rules = RULES
+    if config.optimizer_states != "fp32":
+        check_installed(config.optimizer_states)
+        rules += optimizer.RULES
+    for problem in broken(rules, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
         raise problem
     for problem in correction.problems(args, config):
         raise problem

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
 from jetrl_patch.adapters.verl import (
+    checkpoint,
     logprob,
     megatron,
     megatron_engine,
@@ -22,6 +23,7 @@ from jetrl_patch.adapters.verl.correction_patches import correction_hooks, corre
 from jetrl_patch.patching.guards import is_installed
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
+_CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
 _NO_HOOK = "verl has an extension point for this"
 
@@ -102,6 +104,20 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="FSDPEngine.load_checkpoint",
         make=scaling.load_checkpoint,
         reason="a checkpoint that is resumed must be scaled (invariant_scale) as the model was when it was built",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_CHECKPOINT,
+        attr="FSDPCheckpointManager.save_checkpoint",
+        make=checkpoint.save_checkpoint,
+        reason="jetrl.json: a checkpoint says what settings it was saved with. Megatron's are not covered",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_CHECKPOINT,
+        attr="FSDPCheckpointManager.load_checkpoint",
+        make=checkpoint.load_checkpoint,
+        reason="a run that is resumed in another precision, or with other optimizer states, must say so",
         remove_when=_NO_HOOK,
     ),
     Patch(

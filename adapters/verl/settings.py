@@ -10,6 +10,8 @@ from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import gather, megatron
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
+from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
+from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, JetrlError
@@ -95,6 +97,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     select = _selector(verl_config)
     yield from broken(RULES, select, config, lambda path: f"verl setting {path}")
     yield from gather.problems(select, config)
+    yield from optimizer_problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
@@ -147,6 +150,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
     wanted |= correction_settings(verl_config, config)
+    wanted |= optimizer_settings(select, config)
     changes = []
     for path, value in wanted.items():
         found = select(path)

@@ -1,0 +1,57 @@
+"""A DeepSpeed checkpoint of OpenRLHF carries the settings of its run, and is compared with them before it is loaded."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.checkpoint import record
+
+__all__ = ["load_ckpt", "save_ckpt"]
+
+
+def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``DeepspeedStrategy.save_ckpt``: the first rank writes ``jetrl.json`` into the tag's folder."""
+    signature = inspect.signature(original)
+
+    def save_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if runtime.is_active() and self.is_rank_0():
+            given = signature.bind(self, *args, **kwargs).arguments
+            tag = given.get("tag") or _latest(given["save_dir"])
+            if tag:
+                record.write(os.path.join(given["save_dir"], tag), runtime.active_config())
+        return result
+
+    return save_ckpt
+
+
+def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``DeepspeedStrategy.load_ckpt``."""
+    signature = inspect.signature(original)
+
+    def load_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_active():
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            given = bound.arguments
+            tag = given["tag"] or _latest(given["load_dir"])
+            folder = os.path.join(given["load_dir"], tag) if tag else ""
+            if os.path.isdir(folder):
+                with_states = given["load_optimizer_states"] and not given["load_module_only"]
+                record.check(folder, runtime.active_config(), optimizer=with_states)
+        return original(self, *args, **kwargs)
+
+    return load_ckpt
+
+
+def _latest(folder: str) -> str:
+    """The tag that DeepSpeed would take."""
+    file = os.path.join(folder, "latest")
+    if not os.path.isfile(file):
+        return ""
+    with open(file) as text:
+        return text.read().strip()

@@ -1,0 +1,36 @@
+"""A checkpoint of verl's FSDP engines carries the settings of its run, and is compared with them before it is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.checkpoint import record
+
+__all__ = ["load_checkpoint", "save_checkpoint"]
+
+
+def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``FSDPCheckpointManager.save_checkpoint``: the first rank writes ``jetrl.json`` beside its shards."""
+
+    def save_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_active() and local_path is not None and self.rank == 0:
+            record.write(local_path, runtime.active_config())
+        return original(self, local_path, *args, **kwargs)
+
+    return save_checkpoint
+
+
+def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so that none waits for another.
+
+    Not covered: a checkpoint that verl fetches from HDFS while it loads.
+    """
+
+    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if runtime.is_active() and local_path is not None:
+            record.check(local_path, runtime.active_config(), optimizer=bool(self.should_load_optimizer))
+        return original(self, local_path, *args, **kwargs)
+
+    return load_checkpoint

@@ -1,0 +1,98 @@
+"""``jetrl.json``: the settings a training checkpoint was saved with, compared before it is loaded.
+
+Masters are in FP32 in every precision, so that a checkpoint of one loads without a word into a run of another: the run
+goes on, and its curve has a kink that nothing explains. A checkpoint without the file was saved by an unpatched
+framework, which is BF16 with FP32 states. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch._versions import VERSION
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, explain
+
+__all__ = ["FILE", "check", "read", "write"]
+
+FILE = "jetrl.json"
+
+
+def write(folder: str | os.PathLike[str], config: Config) -> None:
+    """Leave the settings in a checkpoint's folder, whole or not at all; the folder is made if it is not there."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    record = {"jetrl_patch": VERSION, "settings": dataclasses.asdict(config.resolved())}
+    unfinished = place / f"{FILE}.{os.getpid()}"
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(place / FILE)
+
+
+def read(folder: str | os.PathLike[str]) -> Config | None:
+    """The settings of a checkpoint, or None if it has no record. Raises ConfigError if the record cannot be read."""
+    file = Path(folder) / FILE
+    if not file.is_file():
+        return None
+    known = {field.name for field in dataclasses.fields(Config)}
+    try:
+        settings = json.loads(file.read_text())["settings"]
+        return Config(**{name: value for name, value in settings.items() if name in known})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ConfigError is a ValueError
+        raise ConfigError(
+            explain(
+                f"{file}",
+                asked="the settings that the checkpoint was saved with",
+                found=f"{type(error).__name__}: {error}",
+                fix="take the file from a copy of the checkpoint, or remove it and set resume_any=True",
+            )
+        ) from error
+
+
+def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = True) -> None:
+    """Raise ConfigError if a checkpoint is not one of this run's kind.
+
+    Args:
+        optimizer: whether its optimizer states are loaded as well; those of another kind cannot be, whatever
+            ``resume_any`` says.
+    """
+    found = read(folder)
+    where = f"resuming {folder}"
+    before = Config(precision="bf16") if found is None else found
+    origin = " (it has no jetrl.json: saved without jetrl_patch)" if found is None else ""
+    if optimizer and before.optimizer_states != config.optimizer_states:
+        raise ConfigError(
+            explain(
+                where,
+                asked=f"optimizer_states={config.optimizer_states!r}",
+                found=f"{before.optimizer_states!r}{origin}",
+                fix=f"set optimizer_states={before.optimizer_states!r}, or load the checkpoint without its optimizer",
+            )
+        )
+    if config.resume_any:
+        return
+    theirs, ours = _numbers(before), _numbers(config)
+    other = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
+    if other:
+        raise ConfigError(
+            explain(
+                where,
+                asked=", ".join(f"{name}={ours[name]!r}" for name in other),
+                found=", ".join(f"{name}={theirs[name]!r}" for name in other) + origin,
+                fix="use the settings of the checkpoint, or set resume_any=True if the change is meant",
+            )
+        )
+
+
+def _numbers(config: Config) -> dict[str, Any]:
+    """The settings that a run's numbers depend on. ``invariant_scale`` is in the weights, and checked with them."""
+    names = ["precision", "kv_cache", "head_dtype"]
+    if config.quantized_rollout:
+        names += ["align", "exclude", "rollout_granularity"]
+    if config.fp8_rollout:
+        names.append("scale_format")
+    found = {name: getattr(config.resolved(), name) for name in names}
+    return found | {"smoothing": config.resolved_smoothing}
