@@ -58,7 +58,7 @@ def sent(model: Any, source: Source, stats: SyncStats | None = None) -> list[Any
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["int8", pytest.param("int8 plain", marks=pytest.mark.slow), "fp8"])
 def test_bytes_in_the_engine(checkpoint: Callable[..., str], engine: Callable[..., Any], mode: str) -> None:
     """Widths that are no multiples of 128, fused layers with a bias; a BF16 checkpoint first, then a push."""
     from jetrl_patch.adapters.vllm.sample import generate
@@ -101,6 +101,7 @@ def test_an_int8_layer_computes_the_reference(checkpoint: Callable[..., str], en
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_a_broken_push_stops_the_engine(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
     path = checkpoint("qwen3")
     jetrl_patch.enable(precision="int8-rollout")
@@ -154,6 +155,23 @@ def test_vllm_knows_it_by_its_own_name(checkpoint: Callable[..., str]) -> None:
     import vllm.model_executor.layers.quantization as quantization
 
     assert "jetrl_int8" not in quantization.QUANTIZATION_METHODS
+
+
+def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
+    """Two column-parallel ranks hold rows apart, two row-parallel ones hold all rows alike."""
+    from jetrl_patch.adapters.vllm.install import _row_scales
+    from jetrl_patch.adapters.vllm.shards import Shard
+    from jetrl_patch.sync.tiling import check_tiling
+
+    scale = torch.rand(10, 1)
+    apart = [Shard("m", "q", 10, a, b, 0, 6, 0) for a, b in ((0, 4), (4, 10))]
+    rects = [rect for s in apart for rect in _row_scales(s, scale[s.row0 : s.row1])]
+    check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
+    alike = [Shard("m", None, 10, 0, 10, a, b, 0) for a, b in ((0, 3), (3, 6))]
+    rects = [rect for s in alike for rect in _row_scales(s, scale)]
+    check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
+    with pytest.raises(SyncError, match="two ranks hold rows 0:10 with different bytes"):
+        check_tiling("m.weight_scale_inv", (10, 1), digest(scale), [*rects[:1], *_row_scales(alike[1], scale + 1)])
 
 
 def test_what_int8_cannot_take() -> None:
