@@ -108,7 +108,7 @@ def note_sync(results: Sequence[Any]) -> None:
     DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in names})
     DRIVER.metrics.update(first["monitor"])
     for line in first["lines"]:
-        logger.warning("jetrl_patch: %s", line)
+        print(f"jetrl_patch: WARNING: {line}", flush=True)  # as verl's console logger: its TaskRunner shows no warnings
     DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports if report)
 
 

@@ -14,13 +14,14 @@ All ranks call ``begin`` and ``end``, which are collective in sampled syncs and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from jetrl_patch.config import Config
+from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.quantize import expand_weight_scale
 from jetrl_patch.monitor import guard, ranks, summary
 from jetrl_patch.monitor.codes import Codes
@@ -38,6 +39,7 @@ class Monitor:
         config: ``monitor_*`` and ``guard_sqnr``.
         layers: names of the FP8 layers, in the model's order; figures name a layer by its place in it.
         modules: the layers themselves.
+        rollout: how the rollout quantizes, where the trainer's layers are BF16: what it will see is measured here.
         gather: hands over one object per rank and gives back everybody's, in rank order.
     """
 
@@ -46,12 +48,14 @@ class Monitor:
         config: Config,
         layers: Sequence[str],
         modules: Mapping[str, nn.Module],
+        rollout: Fp8State | None = None,
         gather: Callable[[Any], list[Any]] = ranks.everybody,
     ) -> None:
         self.config = config
         self.layers = tuple(layers)
         self._gather = gather
-        self._observer = Observer(modules)
+        self._rollout = rollout
+        self._observer = Observer(modules, rollout)
         self._codes = Codes()
         self._watch = Watch()
         self._weights: dict[tuple[str, str], Tensor] = {}
@@ -105,6 +109,16 @@ class Monitor:
                 self._shares[layer] = share
         elif self.sampled(self.syncs + 1) and not self.sampled(self.syncs):
             self._codes.keep(layer, q_NK)
+
+    def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """The stream of full weights as it is; where the rollout quantizes them by itself, they are measured on the way."""
+        names = {f"{layer}.weight": layer for layer in self.layers}
+        looks = self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1))
+        for name, weight in weights:
+            if looks and name in names and self._rollout is not None:
+                w_NK = weight.detach().to(torch.bfloat16).contiguous()
+                self.see_weight(names[name], w_NK, *self._rollout.backend.quantize_weight(w_NK, self._rollout.scale_format))
+            yield name, weight
 
     def end(self) -> dict[str, float]:
         """After a sync: the metrics of its step; the next one is made ready. Collective.

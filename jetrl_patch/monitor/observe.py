@@ -24,11 +24,13 @@ class Observer:
     """Figures of one rank, by (kind, layer), with kinds "activation" and "gradient".
 
     Args:
-        modules: layers by name; those that are no ``Fp8Linear`` (any more) are passed over.
+        modules: layers by name; those that are no ``Fp8Linear`` (any more) are passed over without ``rollout``.
+        rollout: how the rollout quantizes what the trainer does not; activations alone are measured then.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+    def __init__(self, modules: Mapping[str, nn.Module], rollout: Fp8State | None = None) -> None:
         self._modules = modules
+        self._rollout = rollout
         self._handles: dict[str, Any] = {}
         self.figures: dict[tuple[str, str], Tensor] = {}
 
@@ -38,8 +40,9 @@ class Observer:
         self.figures = {}
         for name in names:
             module = self._modules.get(name)
-            if isinstance(module, Fp8Linear):
-                self._handles[name] = module.register_forward_hook(self._hook(name, module.fp8))
+            state = module.fp8 if isinstance(module, Fp8Linear) else self._rollout
+            if module is not None and state is not None:
+                self._handles[name] = module.register_forward_hook(self._hook(name, state))
 
     def disarm(self) -> None:
         """Take the hooks away."""
@@ -53,7 +56,7 @@ class Observer:
                 return
             self._handles.pop(name).remove()
             self.figures["activation", name] = _figures(arguments[0], state, slices=True)
-            if output.requires_grad:
+            if output.requires_grad and isinstance(module, Fp8Linear):
                 output.register_hook(lambda grad: self._keep(name, grad, state))
 
         return see

@@ -11,6 +11,7 @@ import torch
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, SyncError, explain
+from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.transformer_engine import is_te_linear
 from jetrl_patch.fp8.transformer_engine import quantize_weight as te_weight
 from jetrl_patch.monitor.monitor import Monitor, show
@@ -32,7 +33,7 @@ class Source:
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
         smoother: what moves outliers into the weights on the way out, or None.
-        monitor: measures the FP8 layers of a trainer; None where it has none.
+        monitor: measures the layers that are FP8 in the trainer, or in the rollout alone; None where there are none.
         guarded: layers that were FP8 and are BF16 by the precision guard; no longer among ``layers`` and ``modules``.
     """
 
@@ -97,7 +98,7 @@ class Source:
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
         """The protocol of one sync over full weights; see ``quantized_stream``."""
         return quantized_stream(
-            weights,
+            weights if self.monitor is None else self.monitor.watching(weights),
             terms=self.terms,
             layers=self.layers,
             shapes=self.shapes,
@@ -152,7 +153,7 @@ def convert(
     return Source(
         layers=layers,
         modules=modules,
-        monitor=make_monitor(config, layers, modules) if modules else None,
+        monitor=make_monitor(config, layers, named, device_type),
         shapes=shapes,
         terms=Terms(
             precision=config.precision,
@@ -165,8 +166,11 @@ def convert(
     )
 
 
-def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any]) -> Monitor | None:
-    """The monitor of a trainer's layers; None where it is off, or where they are TransformerEngine's.
+def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
+    """The monitor of a model's layers.
+
+    None where it is off, where nothing is FP8 in blocks (BF16, INT8, scales per channel), and for TransformerEngine's
+    layers.
 
     Raises:
         ConfigError: a guard was asked for, and the layers are TransformerEngine's, which cannot leave FP8 one by one.
@@ -181,4 +185,11 @@ def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any]) 
                 fix="leave guard_sqnr unset, or name layers in exclude",
             )
         )
-    return None if theirs or not config.monitor_every else Monitor(config, layers, modules)
+    in_blocks = config.precision in ("fp8-unified", "fp8-rollout") and config.granularity == "block"
+    if theirs or not config.monitor_every or not in_blocks:
+        return None
+    if config.fp8_train:
+        return Monitor(config, layers, modules)
+    from jetrl_patch.fp8.backends import choose_backend
+
+    return Monitor(config, layers, modules, Fp8State(config.scale_format, choose_backend(config.backend, device_type)))

@@ -30,14 +30,14 @@ LAYER = "model.layers.1.mlp.down_proj"
 class Trainer:
     """A model, its source, and syncs that go nowhere."""
 
-    def __init__(self, ill: bool = False, **settings: Any) -> None:
+    def __init__(self, ill: bool = False, precision: Any = "fp8-unified", **settings: Any) -> None:
         self.model = build("qwen3").float()
         if ill:
             mlp = self.model.model.layers[1].mlp
             with torch.no_grad():
                 mlp.up_proj.weight[[3, 7]] *= 1e5
                 mlp.down_proj.weight[:, [3, 7]] = 0
-        jetrl_patch.enable(precision="fp8-unified", **settings)
+        jetrl_patch.enable(precision=precision, **settings)
         config = jetrl_patch.status().config
         assert config is not None
         shapes = {name: tuple(p.shape) for name, p in self.model.named_parameters()}
@@ -85,6 +85,32 @@ def test_sampled_are_the_first_sync_the_first_step_and_every_nth_from_there() ->
     everything = {"weight", "activation", "gradient"}
     assert seen == [{"weight"}, everything, set(), everything, set()]
     assert hooks == [21, 0, 21, 0, 21]
+
+
+def test_where_the_rollout_alone_is_fp8_its_view_is_measured() -> None:
+    found, codes = [], []
+    for precision in ("fp8-unified", "fp8-rollout"):
+        trainer = Trainer(ill=True, precision=precision, monitor_every=3, monitor_layers=True)
+        metrics = [trainer.sync()[0]]
+        for _ in range(2):
+            trainer.step()
+            metrics.append(trainer.sync()[0])
+        assert trainer.hooks() == 0 and not metrics[2]
+        found.append(metrics[0])
+        codes.append(metrics[1]["jetrl/scale/weight_unchanged_mean"])
+        if precision == "fp8-rollout":
+            assert kinds(metrics[1]) >= {"weight", "activation"} and "gradient" not in kinds(metrics[1])
+            assert metrics[1]["jetrl/scale/activation_worst_layer"] == 13
+            lines = trainer.source.take_lines()
+            assert any(line.startswith("model.layers.1.mlp.up_proj: weight sqnr") for line in lines)
+        jetrl_patch.disable()
+    assert found[0] == found[1], "the same weights, the same quantizer"
+    assert all(share > 0.9 for share in codes)
+
+
+def test_bf16_has_nothing_to_measure() -> None:
+    trainer = Trainer(precision="bf16", monitor_every=1)
+    assert trainer.source.monitor is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
