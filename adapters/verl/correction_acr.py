@@ -15,7 +15,7 @@ from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl.correction import ACR_LOSS
 from jetrl_patch.correction.kinds import interval
 
-__all__ = ["add_to_batch", "policy_loss", "register"]
+__all__ = ["policy_loss", "register", "weights_and_mask"]
 
 #: above e^20, the largest ratio that verl knows
 _NO_CAP = 1e9
@@ -32,20 +32,25 @@ def register(module: ModuleType, journal: Journal) -> None:
     )
 
 
-def add_to_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``compute_rollout_correction_and_add_to_batch``: the weights in the batch become the plain ratio ρ."""
+def weights_and_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps ``compute_rollout_correction_and_rejection_mask``, which both trainers go through.
 
-    def compute_rollout_correction_and_add_to_batch(batch: Any, rollout_corr_config: Any) -> Any:
-        mask = batch.batch["response_mask"]
-        batch, metrics = original(batch, rollout_corr_config)
-        if _on() and "rollout_is_weights" in batch.batch:
+    The weights that it gives become the plain ratio ρ; mask and figures stay verl's.
+    """
+
+    def compute_rollout_correction_and_rejection_mask(
+        old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        weights, mask, found = original(old_log_prob, rollout_log_prob, response_mask, *args, **kwargs)
+        if _on() and weights is not None:
             from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 
-            log_ratio = batch.batch["old_log_probs"] - batch.batch["rollout_log_probs"]
-            batch.batch["rollout_is_weights"], _ = compute_rollout_correction_weights(log_ratio, mask, "token", _NO_CAP)
-        return batch, metrics
+            log_ratio = old_log_prob - rollout_log_prob
+            ratio, _ = compute_rollout_correction_weights(log_ratio, response_mask, "token", _NO_CAP)
+            weights.batch["rollout_is_weights"] = ratio
+        return weights, mask, found
 
-    return compute_rollout_correction_and_add_to_batch
+    return compute_rollout_correction_and_rejection_mask
 
 
 def policy_loss(

@@ -15,7 +15,7 @@ def compute_is_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def compute_is_metrics(rollout_is_weights: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
         if bool(rollout_is_weights.any()):
-            return original(rollout_is_weights, *args, **kwargs)  # type: ignore[no-any-return]
+            return original(rollout_is_weights, *args, **kwargs)
         found: dict[str, float] = original(rollout_is_weights + 1.0, *args, **kwargs)  # what is not of the weights
         zero = [f"rollout_is_{name}" for name in _ZERO]
         if kwargs.get("rollout_is") == "token":  # else these are of the plain ratios

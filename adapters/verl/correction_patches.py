@@ -9,7 +9,6 @@ from jetrl_patch.adapters.verl.correction import ACR_LOSS
 __all__ = ["correction_hooks", "correction_patches"]
 
 _ALGORITHMS = "verl.trainer.ppo.core_algos"
-_ADD = "compute_rollout_correction_and_add_to_batch"
 
 _TRAIN_BATCH = Patch(
     module="verl.workers.engine_workers",
@@ -19,16 +18,12 @@ _TRAIN_BATCH = Patch(
     remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
 )
 
-#: by name where it is defined (V0 imports it when it is needed) and where V1 has imported it
-_WEIGHTS = tuple(
-    Patch(
-        module=module,
-        attr=_ADD,
-        make=correction_acr.add_to_batch,
-        reason="ACR needs the ratio before it is truncated, and verl's losses get one tensor",
-        remove_when="verl's policy losses get rollout_log_probs",
-    )
-    for module in ("verl.trainer.ppo.rollout_corr_helper", "verl.trainer.ppo.v1.trainer_base")
+_WEIGHTS = Patch(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    attr="compute_rollout_correction_and_rejection_mask",
+    make=correction_acr.weights_and_mask,
+    reason="ACR needs the ratio before it is truncated, and verl's losses get one tensor",
+    remove_when="verl's policy losses get rollout_log_probs",
 )
 
 _MEASURES = Patch(
@@ -43,7 +38,7 @@ _MEASURES = Patch(
 def correction_patches(config: Config) -> tuple[Patch, ...]:
     """In every mode what measures verl's bypass mode; with ACR what it needs; what dropping tokens needs."""
     masks = (_MEASURES,) if config.correction in ("mis", "seq-mis", "icepop") else ()
-    return (_TRAIN_BATCH, *masks, *(_WEIGHTS if config.acr else ()))
+    return (_TRAIN_BATCH, *masks, *((_WEIGHTS,) if config.acr else ()))
 
 
 def correction_hooks(config: Config) -> tuple[OnImport, ...]:

@@ -230,6 +230,39 @@ def test_verls_weights_are_exactly_one_where_both_sides_agree(kind) -> None:
     assert torch.equal(found, mask.float())
 
 
+@pytest.mark.parametrize("kind", KINDS_ON)
+def test_verl_logs_and_applies_what_we_log(kind) -> None:
+    """The step of verl's trainers that makes the weights, over a batch, against our figures of the same batch."""
+    from verl.protocol import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    torch.manual_seed(1)
+    old, mask = -torch.rand(16, 12) * 3, torch.rand(16, 12) < 0.7
+    mask[3] = False
+    rollout = old + torch.randn(16, 12) * (0.003 if kind == "geo-mis" else 0.6)
+    there = OmegaConf.create({**wanted(kind), "rollout_rs_threshold": wanted(kind).get("rollout_rs_threshold")})
+    batch = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.long()})
+    found, logged = compute_rollout_correction_and_add_to_batch(batch, there)
+    ours = correction.figures(there, old - rollout, mask).as_metrics()
+    expected = correct(kind, old - rollout, mask)
+    if kind == "geo-mis":
+        assert (
+            torch.equal(found.batch["response_mask"].bool(), expected.kept) and "rollout_is_weights" not in found.batch
+        )
+        assert 0 < ours["jetrl/masked_fraction"] < 1
+        assert logged["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(
+            ours["jetrl/masked_fraction"], rel=1e-5
+        )
+        return
+    torch.testing.assert_close(found.batch["rollout_is_weights"], expected.weights, rtol=1e-5, atol=3e-9)
+    assert torch.equal(found.batch["response_mask"].bool(), mask)
+    assert logged["rollout_corr/rollout_is_mean"] == pytest.approx(ours["jetrl/correction_weight_mean"], rel=1e-5)
+    assert 0 < ours["jetrl/clipped_fraction"] < 1
+    assert (ours["jetrl/masked_fraction"] > 0) == (kind not in ("tis", "seq-tis"))
+    if kind in ("tis", "mis", "icepop"):
+        assert logged["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(ours["jetrl/ess"], rel=1e-4)
+
+
 # ACR
 
 
@@ -276,21 +309,32 @@ def test_acr_without_a_mismatch_is_verls_own_loss_bit_for_bit() -> None:
     assert torch.equal(ours, theirs) and logged == pytest.approx(expected)
 
 
-def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one() -> None:
+@pytest.mark.parametrize("module", ["rollout_corr_helper", "v1.trainer_base"])
+def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one(module) -> None:
+    """By the function of each trainer: V0 looks it up where it is defined, V1 where it has imported it."""
+    import importlib
+
     from verl.protocol import DataProto
-    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.trainer.ppo import core_algos
 
     before = dict(core_algos.POLICY_LOSS_REGISTRY)
     runtime.enable(Config(precision="bf16", correction="tis", acr=True))
     assert core_algos.get_policy_loss_fn(correction.ACR_LOSS) is correction_acr.policy_loss
+    trainer = importlib.import_module(f"verl.trainer.ppo.{module}")
     old, _, rollout, _, mask = random_batch(2)
-    batch = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.long()})
     there = OmegaConf.create({"rollout_is": "token", "rollout_is_threshold": 2.0})
-    found, logged = rollout_corr_helper.compute_rollout_correction_and_add_to_batch(batch, there)
-    torch.testing.assert_close(found.batch["rollout_is_weights"], (old - rollout).exp() * mask)
-    expected = correct("tis", old - rollout, mask, (2.0,)).weights[mask].mean().item()
-    assert logged["rollout_corr/rollout_is_mean"] == pytest.approx(expected, rel=1e-5)
+
+    def weights_and_figures() -> Any:
+        batch = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.long()})
+        found, logged = trainer.compute_rollout_correction_and_add_to_batch(batch, there)
+        return found.batch["rollout_is_weights"], logged
+
+    found, logged = weights_and_figures()
+    torch.testing.assert_close(found, (old - rollout).exp() * mask)
     runtime.disable()
+    truncated, expected = weights_and_figures()
+    torch.testing.assert_close(truncated, correct("tis", old - rollout, mask, (2.0,)).weights)
+    assert not torch.equal(found, truncated) and logged == expected
     assert before == core_algos.POLICY_LOSS_REGISTRY and correction.ACR_LOSS not in before
 
 
