@@ -47,7 +47,7 @@ def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Grou
     if family not in FAMILIES:
         raise ModelError(
             f"{asked} is known to change nothing for the model families {', '.join(FAMILIES)}, found "
-            f"model_type={family!r}; switch it off"
+            f"model_type={family!r}; switch it off (smoothing=0, or no invariant_scale)"
         )
     known = dict.fromkeys(names)
     found = []
