@@ -51,6 +51,14 @@ class CpuDeviceModule(types.ModuleType):
 
     manual_seed_all = manual_seed
 
+    def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
+        """Restore torch's generator: verl saves no state for a device called "cpu", and asks for one on resuming."""
+        torch.set_rng_state(state)
+
+    def get_rng_state(self, *_: Any) -> torch.Tensor:
+        """The state of torch's generator."""
+        return torch.get_rng_state()
+
 
 DEVICE_MODULE = CpuDeviceModule("jetrl_cpu_device")
 
