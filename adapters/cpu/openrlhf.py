@@ -109,6 +109,13 @@ def _group(original: Callable[..., Any]) -> Callable[..., Any]:
     return stateless_init_process_group
 
 
+def _fp16(original: Callable[..., Any]) -> Callable[..., Any]:
+    def is_fp16_supported(self: Any) -> bool:
+        return True
+
+    return is_fp16_supported
+
+
 def _update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_weight(self: Any, *args: Any, **kwargs: Any) -> Any:
         import torch
@@ -235,6 +242,13 @@ FOR_OPENRLHF = (
         make=_update_weight,
         reason="the vLLM worker allocates on 'cuda'",
         remove_when="it allocates on the worker's device",
+    ),
+    Patch(
+        module="deepspeed.accelerator.cpu_accelerator",
+        attr="CPU_Accelerator.is_fp16_supported",
+        make=_fp16,
+        reason="DeepSpeed refuses FP16 on a CPU without AVX512-FP16 or AMX-FP16; torch computes it on any CPU, slowly",
+        remove_when="DeepSpeed asks for speed apart from ability",
     ),
     *(
         Patch(

@@ -16,6 +16,7 @@ from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
 from jetrl_patch.adapters.openrlhf import (
     checkpoint,
     correction,
+    fp16,
     logprob,
     metrics,
     model,
@@ -176,6 +177,14 @@ CORRECTION = Patch(
 )
 
 
+FP16 = Patch(
+    module="openrlhf.utils.deepspeed.deepspeed",
+    attr="DeepspeedStrategy.optimizer_step",
+    make=fp16.optimizer_step,
+    reason="count the steps that FP16's loss scale skips, and stop a run that skips all of them",
+    remove_when="OpenRLHF logs the scale and the skipped steps",
+)
+
 INVARIANT_SCALE: tuple[Patch, ...] = tuple(
     Patch(
         module="openrlhf.utils.deepspeed.deepspeed",
@@ -218,7 +227,8 @@ class OpenRLHFAdapter(Adapter):
         ours = (CORRECTION,) if correction.is_ours(config) else ()
         scaled = INVARIANT_SCALE if config.quantized_rollout else ()
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
-        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours + scaled + CHECKPOINT + states
+        half = (FP16,) if config.precision == "fp16" else ()
+        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours + scaled + half + CHECKPOINT + states
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""

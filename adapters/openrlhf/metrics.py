@@ -145,7 +145,8 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     """Keep what the policy actors report of a sync: rank 0 sends, all take part."""
     names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_calls", "quantized_layers")
-    DRIVER.metrics.update({f"jetrl/{name}": reports[0][name] for name in names})
+    scaling = [name for name in ("loss_scale", "skipped_steps") if name in reports[0]]  # the same on every rank
+    DRIVER.metrics.update({f"jetrl/{name}": reports[0][name] for name in (*names, *scaling)})
     DRIVER.metrics.update(reports[0]["monitor"])
     DRIVER.version = reports[0]["version"]
     for line in reports[0]["lines"]:

@@ -6,6 +6,8 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetrl_patch.precision.loss_scale import LossScale
+
 
 @dataclass
 class WorkerState:
@@ -17,10 +19,12 @@ class WorkerState:
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
         report: figures of the last weight sync.
         version: number of the last weight sync; 0 before the first.
+        loss_scale: of the optimizer in FP16.
         models: what was prepared in this process (policy and EMA, or the reference), for the precision guard.
         lines: of the monitor and the guard, for the log of the trainer loop, which has not asked for them yet.
     """
 
+    loss_scale: LossScale = field(default_factory=LossScale)
     version: int = 0
     args: Any = None
     models: list[weakref.ref[Any]] = field(default_factory=list)

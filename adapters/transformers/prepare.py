@@ -9,6 +9,7 @@ from torch import nn
 from jetrl_patch.adapters.transformers import modules
 from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.fused import fuse
+from jetrl_patch.adapters.transformers.head import check_head, widen_head
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact import dispatch
@@ -43,16 +44,20 @@ def prepare_model(
         ModelError: the model cannot be converted; ConfigError: no such backend here, or no exact ops; NotPatchedError: exact
         attention was not registered with transformers.
     """
-    if not config.quantized_rollout:
-        return []
-    names = select_layers(model, config.exclude)
+    if config.fp32_head:
+        check_head(model)
+    names = select_layers(model, config.exclude) if config.quantized_rollout else []
     if not config.fp8_train:
+        if config.fp32_head:
+            widen_head(model, config)
         return names
     if config.exact:
         _check_exact(model)
         dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp)
+    if config.fp32_head:
+        widen_head(model, config)  # before the swaps below, which leave it alone then
     if config.exact:
         _make_exact(model, rollout_tp)
     else:

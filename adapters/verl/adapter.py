@@ -8,6 +8,7 @@ from typing import ClassVar
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
 from jetrl_patch.adapters.verl import (
     checkpoint,
+    fp16,
     logprob,
     megatron,
     megatron_engine,
@@ -98,6 +99,20 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=model.build_module,
         reason="convert the model after it is loaded and before LoRA, QAT or FSDP wrap it; value models stay as they are",
         remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine._build_fsdp_module",
+        make=fp16.build_fsdp_module,
+        reason="in FP16 the scaler must scale: verl's does nothing without CUDA; in other precisions it is verl's own",
+        remove_when="verl hands its device to ShardedGradScaler",
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine.optimizer_step",
+        make=fp16.optimizer_step,
+        reason="count the steps that FP16's loss scale skips, and stop a run that skips all of them",
+        remove_when="verl logs the scale and the skipped steps",
     ),
     Patch(
         module=_ENGINE,

@@ -105,7 +105,8 @@ def note_sync(results: Sequence[Any]) -> None:
     if (measured := bypassed_figures([report for report in reports if report])) is not None:
         note(*measured)
     names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "quantized_layers")
-    DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in names})
+    scaling = [name for name in ("loss_scale", "skipped_steps") if name in first]  # the same on every rank
+    DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in (*names, *scaling)})
     DRIVER.metrics.update(first["monitor"])
     for line in first["lines"]:
         print(f"jetrl_patch: WARNING: {line}", flush=True)  # as verl's console logger: its TaskRunner shows no warnings

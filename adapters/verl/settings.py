@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import gather, megatron
+from jetrl_patch.adapters.verl import fp16, gather, megatron
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -98,6 +98,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(RULES, select, config, lambda path: f"verl setting {path}")
     yield from gather.problems(select, config)
     yield from optimizer_problems(select, config)
+    yield from fp16.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
@@ -146,6 +147,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.enforce_eager"] = True
     if config.exact:
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
+    wanted |= fp16.wanted(config)
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)

@@ -6,6 +6,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetrl_patch.precision.loss_scale import LossScale
 from jetrl_patch.sync.stream import SyncStats
 
 
@@ -16,6 +17,7 @@ class WorkerState:
     Attributes:
         rollout_tp: tensor parallel size of the rollout that this trainer feeds.
         stats: of the sync that is under way or was the last.
+        loss_scale: of the policy's optimizer in FP16.
         measuring: in verl's bypass mode, whether the weights are still those of the last sync.
         measured: what the loss saw meanwhile, micro-batch by micro-batch (``correction_bypass``).
         references: reference models of this process, which follow the actor's precision guard.
@@ -25,6 +27,7 @@ class WorkerState:
     measured: list[Any] = field(default_factory=list)
     rollout_tp: int = 1
     stats: SyncStats | None = None
+    loss_scale: LossScale = field(default_factory=LossScale)
     references: list[weakref.ref[Any]] = field(default_factory=list)
 
 

@@ -9,6 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
+from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import cut_error, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
@@ -29,6 +30,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     Raises:
         ConflictError: another quantization or attention, LoRA, speculative decoding and the like stand beside ours.
     """
+    set_arguments(args, config)
     if not config.quantized_rollout:
         return
     ours = quantization_name(config)
@@ -79,6 +81,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         ModelError: a family, an attention or a tensor-parallel split that cannot be kept.
         ConfigError: a dtype other than BF16, or a device without the ops of exact mode.
     """
+    check_resolved(vllm_config, config)
     if not config.quantized_rollout:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config

@@ -17,14 +17,23 @@ __all__ = ["ExactHeadMethod", "ExactLinearMethod"]
 
 
 class ExactHeadMethod(UnquantizedEmbeddingMethod):
-    """For ``lm_head``, and for the embedding where the two are tied."""
+    """For ``lm_head``, and for the embedding where the two are tied.
+
+    Args:
+        fp32: whether logits stay unrounded (``head_dtype="float32"``).
+    """
+
+    def __init__(self, fp32: bool = False) -> None:
+        super().__init__()
+        self.fp32 = fp32
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing: the weight is used as loaded."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [M, K]`` BF16 -> logits ``[M, V]`` BF16 of this rank's part of the vocabulary."""
-        logits = ops.head_linear(x, layer.weight.data)
+        """``x [M, K]`` BF16 -> logits ``[M, V]`` BF16 or FP32 of this rank's part of the vocabulary."""
+        product = ops.head_linear_fp32 if self.fp32 else ops.head_linear
+        logits = product(x, layer.weight.data)
         return logits if bias is None else logits + bias
 
 

@@ -108,7 +108,7 @@ class JetrlFp8Config(QuantizationConfig):
                 return self._linear_method(prefix)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
-            return ExactHeadMethod()
+            return ExactHeadMethod(self.config.fp32_head)
         return None
 
     def _linear_method(self, prefix: str) -> JetrlFp8LinearMethod:

@@ -71,6 +71,34 @@ def partial_sum(x_MK: Tensor, w_NK: Tensor) -> Tensor:
     return _product(x_MK, w_NK, torch.float32)
 
 
+class _Fp32Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        w_VK = weight.detach().to(torch.bfloat16)
+        ctx.save_for_backward(x_MK, w_VK)
+        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
+        return _product(x_MK, w_VK, torch.float32).view(*x.shape[:-1], w_VK.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_MK, w_VK = ctx.saved_tensors
+        grad = grad_outputs[0]
+        g_MV = grad.reshape(-1, grad.shape[-1]).float()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(g_MV, w_VK.float()).to(ctx.x_dtype).view(*grad.shape[:-1], w_VK.shape[1])
+        if ctx.needs_input_grad[1]:
+            dw = torch.mm(g_MV.t(), x_MK.float()).to(ctx.w_dtype)
+        return dx, dw
+
+
+def head_linear_fp32(x: Tensor, w_VK: Tensor) -> Tensor:
+    """Logits FP32 [..., V] of BF16 hidden states [..., K] and weight [V, K]: the unrounded sum. Gradients in FP32."""
+    result: Tensor = _Fp32Head.apply(x, w_VK)
+    return result
+
+
 def head_linear(x_MK: Tensor, w_VK: Tensor) -> Tensor:
     """Logits BF16 [..., V] of hidden states [..., K] and the live ``lm_head`` weight [V, K]."""
     return linear(x_MK, w_VK)

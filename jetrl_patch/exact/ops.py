@@ -2,7 +2,7 @@
 
 from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.exact.attention import attention_paged, attention_varlen
-from jetrl_patch.exact.head import head_linear, linear, partial_sum
+from jetrl_patch.exact.head import head_linear, head_linear_fp32, linear, partial_sum
 from jetrl_patch.exact.logprob import token_log_probs
 from jetrl_patch.exact.norm import rms_norm
 from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table
@@ -12,6 +12,7 @@ __all__ = [
     "attention_paged",
     "attention_varlen",
     "head_linear",
+    "head_linear_fp32",
     "linear",
     "partial_sum",
     "rms_norm",

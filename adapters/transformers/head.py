@@ -1,0 +1,65 @@
+"""``head_dtype="float32"``: the trainer's ``lm_head`` in FP32, put in place by swapping its class.
+
+The rollout holds the head in the run's 16-bit dtype, so its hidden states and weights are rounded to that first and
+then multiplied in FP32: the same operands on both sides, and logits that are never rounded to 16 bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from jetrl_patch.adapters.transformers.modules import swap
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError
+from jetrl_patch.exact import ops
+
+__all__ = ["ExactFp32Head", "Fp32Head", "check_head", "widen_head"]
+
+
+class Fp32Head:
+    """Logits FP32 ``[..., V]`` of hidden states ``[..., K]``, with autocast off."""
+
+    weight: Tensor
+    bias: Tensor | None
+    jetrl_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        rounded = self.jetrl_dtype
+        with torch.autocast(input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(rounded).float()
+            return F.linear(input.to(rounded).float(), self.weight.to(rounded).float(), bias)
+
+
+class ExactFp32Head:
+    """The same with a product that gives a row its bits whatever stands beside it."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = ops.head_linear_fp32(input, self.weight)
+        return logits if self.bias is None else logits + self.bias.to(torch.bfloat16).float()
+
+
+def check_head(model: Any) -> None:
+    """Raise ModelError if there is no plain ``lm_head`` to widen."""
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"head_dtype='float32': {type(model).__name__} has no lm_head that is an nn.Linear (found "
+            f"{type(head).__name__}); leave head_dtype at 'auto' for this model"
+        )
+
+
+def widen_head(model: Any, config: Config) -> None:
+    """Give ``model.lm_head`` an FP32 forward, in place. Raises ModelError if there is none."""
+    check_head(model)
+    if config.exact:
+        swap(model.lm_head, ExactFp32Head)
+        return
+    swap(model.lm_head, Fp32Head)
+    model.lm_head.jetrl_dtype = getattr(torch, config.compute_dtype)
