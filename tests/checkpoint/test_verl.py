@@ -1,0 +1,103 @@
+"""verl's FSDP checkpoints: states of every kind go on bit for bit, and another run's checkpoint is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import checkpoint
+from jetrl_patch.checkpoint import record
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError
+from tests.models import save
+
+SCRIPT = Path(__file__).with_name("verl_script.py")
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory):
+    return save(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", steps=1)
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("strategy", "ranks", "states"),
+    [
+        ("fsdp2", 1, "8bit"),
+        pytest.param("fsdp2", 2, "fp8", marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, "8bit", marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, "fp32", marks=pytest.mark.slow),
+    ],
+)
+def test_a_resumed_engine_does_the_next_steps_bit_for_bit(strategy, ranks, states, model_dir, tmp_path):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
+    done = subprocess.run(
+        [*command, strategy, model_dir, str(tmp_path), states], env=environ, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    facts = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("FACTS ")).removeprefix("FACTS "))
+    assert facts["class"] == {"fp32": "AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}[states]
+    share = facts["kept"] / facts["fp32"]
+    assert share == 1 if states == "fp32" else 0.25 < share < 0.30
+    settings = json.loads((tmp_path / record.FILE).read_text())["settings"]
+    assert (settings["precision"], settings["align"], settings["optimizer_states"]) == ("fp8-unified", "exact", states)
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    """The two wrapped methods over a manager that only notes its calls, in a process with given settings."""
+
+    def make(**settings):
+        monkeypatch.setattr(runtime, "is_active", lambda: True)
+        monkeypatch.setattr(runtime, "active_config", lambda: Config(**settings).resolved())
+        calls = []
+        own = SimpleNamespace(rank=0, should_load_optimizer=True, calls=calls)
+        note = lambda kind: lambda self, path, **kw: calls.append(kind)  # noqa: E731
+        own.save = lambda path: checkpoint.save_checkpoint(note("save"))(own, path, global_step=1)
+        own.load = lambda path: checkpoint.load_checkpoint(note("load"))(own, path, del_local_after_load=False)
+        return own
+
+    return make
+
+
+def test_the_wrapped_manager_writes_and_compares(manager, tmp_path):
+    folder = tmp_path / "global_step_2" / "actor"
+    first = manager(precision="fp8-unified")
+    first.save(folder)
+    assert record.read(folder) == Config(precision="fp8-unified").resolved()
+    first.load(folder)
+    assert first.calls == ["save", "load"]
+    other = manager(precision="bf16")
+    with pytest.raises(ConfigError, match="precision='bf16', but found precision='fp8-unified'"):
+        other.load(folder)
+    assert other.calls == []
+    meant = manager(precision="bf16", resume_any=True)
+    meant.load(folder)
+    assert meant.calls == ["load"]
+
+
+def test_other_ranks_write_nothing_and_states_that_are_not_loaded_do_not_matter(manager, tmp_path):
+    second = manager(precision="fp8-unified", optimizer_states="8bit")
+    second.rank = 1
+    second.save(tmp_path / "a")
+    assert not (tmp_path / "a" / record.FILE).exists()
+    record.write(tmp_path / "b", Config(precision="fp8-unified"))
+    with pytest.raises(ConfigError, match="optimizer_states='8bit', but found 'fp32'"):
+        second.load(tmp_path / "b")
+    second.should_load_optimizer = False
+    second.load(tmp_path / "b")
+
+
+def test_nothing_to_save_or_load_is_left_to_verl(manager):
+    own = manager(precision="bf16")
+    own.save(None)
+    own.load(None)
+    assert own.calls == ["save", "load"]

@@ -1,0 +1,108 @@
+"""Run under torchrun: verl's real FSDP engine saves and loads a checkpoint, on the CPU.
+
+    torchrun --nproc_per_node=N verl_script.py fsdp|fsdp2 MODEL_DIR FOLDER fp32|8bit|fp8
+
+Two updates, a checkpoint, two more; a second engine is built, loads the checkpoint and does the last two: its weights and
+states must be those of the first, bit for bit. Rank 0 prints one JSON line of facts.
+"""
+
+import json
+import sys
+
+import jetrl_patch
+
+if __name__ == "__main__":
+    strategy, model_dir, folder, states = sys.argv[1:]
+    jetrl_patch.enable(precision="fp8-unified", optimizer_states=states)
+
+    import torch
+    from omegaconf import OmegaConf
+    from torch.utils import _pytree as pytree
+    from verl.trainer.config import CheckpointConfig
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from jetrl_patch.adapters.verl.optimizer import wanted
+    from jetrl_patch.runtime import active_config
+
+    torch.set_num_threads(1)
+    _, rank, world = initialize_global_process_group()
+    verl_config = OmegaConf.create({"actor_rollout_ref": {"actor": {"strategy": strategy, "optim": {}}}})
+    chosen = wanted(lambda path: OmegaConf.select(verl_config, path), active_config())
+    chosen = {path.rpartition(".")[2]: value for path, value in chosen.items()}
+
+    def engine():
+        built = EngineRegistry.new(
+            model_type="language_model",
+            backend=strategy,
+            model_config=HFModelConfig(
+                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, forward_only=False),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=8, **chosen),
+            checkpoint_config=CheckpointConfig(),
+        )  # fmt: skip
+        built.initialize()
+        return built
+
+    def loss(model_output, data, dp_group=None):
+        return -model_output["log_probs"].values().mean(), {}
+
+    def train(model, seeds):
+        for seed in seeds:
+            generator = torch.Generator().manual_seed(10 * seed + rank)
+            rows = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 33)]
+            nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
+            batch = tu.get_tensordict(
+                {
+                    "input_ids": nested(rows),
+                    "position_ids": nested([torch.arange(len(s)) for s in rows]),
+                    "loss_mask": nested([torch.ones(len(s)) for s in rows]),
+                },
+                {
+                    "temperature": 1.0,
+                    "use_dynamic_bsz": False,
+                    "micro_batch_size_per_gpu": 1,
+                    "use_remove_padding": True,
+                },
+            )
+            with model.train_mode(disable_auto_offload=True):
+                model.train_batch(batch, loss)
+                model.lr_scheduler_step()
+
+    def plain(tensor):
+        tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+        return [plain(getattr(tensor, name)) for name in names] or tensor.detach().clone()
+
+    def content(model):
+        """Every tensor of weights and states."""
+        found = [plain(p) for p in model.module.parameters()]
+        found += [plain(t) for s in model.optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+        return pytree.tree_leaves(found)
+
+    def same(a, b):
+        return [torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True) if x.numel()]
+
+    first = engine()
+    train(first, (1, 2))
+    first.save_checkpoint(folder)
+    train(first, (3, 4))
+    second = engine()
+    begun = content(second)
+    second.load_checkpoint(folder, del_local_after_load=False)
+    at_checkpoint = content(second)
+    train(second, (3, 4))
+    resumed, expected = content(second), content(first)
+    assert all(same(resumed, expected)), "the resumed run is another"
+    assert not all(same(resumed, at_checkpoint)) and not all(same(at_checkpoint[: len(begun)], begun))
+    assert first.lr_scheduler.get_last_lr() == second.lr_scheduler.get_last_lr() == [1e-3 * 4 / 8]
+    if rank == 0:
+        from jetrl_patch.optim.adamw import state_bytes
+
+        kept, fp32 = state_bytes(first.optimizer)
+        print("FACTS " + json.dumps({"kept": kept, "fp32": fp32, "class": type(first.optimizer).__name__}))
+    destroy_global_process_group()
