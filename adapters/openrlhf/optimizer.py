@@ -1,7 +1,7 @@
 """The optimizer's states in OpenRLHF: DeepSpeed takes an optimizer of the client's, OpenRLHF hands it a name.
 
-ZeRO flattens parameters before the optimizer sees them and keeps no state itself, so every stage works: a state is made
-of the flat part that a rank owns.
+ZeRO flattens parameters before the optimizer sees them and keeps no state itself, so stages 1 to 3 work: a state is made
+of the flat part that a rank owns. Stage 0 trains, and then cannot load its own checkpoint.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ _STATES = "AdamW, whose states are kept as optimizer_states says"
 RULES: tuple[Rule, ...] = (
     Rule("actor.optim", other_than("adam"), _STATES, "use adam, or leave optimizer_states at 'fp32'", "all"),
     Rule("critic.optim", other_than("adam"), _STATES, "use adam, or leave optimizer_states at 'fp32'", "all"),
+    Rule("ds.zero_stage", other_than(1, 2, 3), "1, 2 or 3 (DeepSpeed cannot load such states at 0)", "use 2", "all"),
     Rule("ds.adam_offload", is_set, "states on the device (they are small)", "leave it out", "all"),
     Rule("ds.use_universal_ckpt", is_set, "DeepSpeed's own checkpoints", "leave it out", "all"),
 )

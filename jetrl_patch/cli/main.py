@@ -117,6 +117,25 @@ def report(
 
 
 @app.command()
+def export(
+    checkpoint: Annotated[Path, typer.Argument(help="a Hugging Face folder, or a checkpoint of verl's FSDP engine")],
+    out: Annotated[Path, typer.Argument(help="a new folder")],
+    format_: Annotated[str, typer.Option("--format", help="bf16 or fp8")] = "bf16",
+    scale_format: Annotated[str | None, typer.Option(help="pow2 or fp32; else that of the run, or pow2")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="a pattern of layers that stay in BF16")] = None,
+) -> None:
+    """Write a checkpoint as a plain BF16 one, or as block-FP8 with scales, which vLLM serves as it is.
+
+    Every tensor is read again from disk before the folder gets its name.
+    """
+    from rich.console import Console
+
+    from jetrl_patch.checkpoint.command import command
+
+    command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True))
+
+
+@app.command()
 def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
     """Print the supported versions beside the installed ones, and what the environment asks for.
 

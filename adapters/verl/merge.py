@@ -1,0 +1,36 @@
+"""Shards of verl's FSDP engine as one Hugging Face folder, by verl's own merger. It holds the whole model in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jetrl_patch.errors import ConfigError, explain
+
+__all__ = ["merge"]
+
+
+def merge(checkpoint: Path, target: Path) -> None:
+    """Write a BF16 Hugging Face folder. Raises ConfigError if verl is missing or its merger fails."""
+    try:
+        from verl.model_merger.base_model_merger import ModelMergerConfig
+        from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+    except ImportError as error:
+        raise ConfigError(
+            explain(f"checkpoint {checkpoint}", asked="verl, which merges its shards", found=error, fix="install verl")
+        ) from error
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(checkpoint),
+        hf_model_config_path=str(checkpoint / "huggingface"),
+        target_dir=str(target),
+    )
+    try:
+        FSDPModelMerger(config).merge_and_save()
+    except Exception as error:  # whatever a missing or broken shard makes verl raise
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            explain(
+                f"checkpoint {checkpoint}", asked="shards that verl can merge", found=found, fix="take a whole copy"
+            )
+        ) from error

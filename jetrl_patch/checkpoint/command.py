@@ -1,0 +1,67 @@
+"""``jetrl export``: find out what the given folder is, export it, say what was written."""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from pathlib import Path
+from typing import Any, cast
+
+from jetrl_patch import runtime
+from jetrl_patch.checkpoint import record
+from jetrl_patch.checkpoint.export import Exported, check_free, export
+from jetrl_patch.checkpoint.formats import Format
+from jetrl_patch.checkpoint.source import INDEX, SINGLE
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError
+
+__all__ = ["command"]
+
+
+def command(
+    checkpoint: Path, out: Path, format: str, scale_format: str | None, exclude: list[str] | None, console: Any
+) -> Exported:
+    """Export a Hugging Face folder, or a checkpoint of verl's FSDP engine (``global_step_N`` or its ``actor``).
+
+    Where options are not given, scale format and excluded layers are those of the run (``jetrl.json``).
+    Raises ConfigError and ModelError as ``export``.
+    """
+    if format not in ("bf16", "fp8"):
+        raise ConfigError(f"--format {format!r} must be 'bf16' or 'fp8'")
+    check_free(out)
+    folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
+    settings = _settings(folder, scale_format, exclude)
+    chosen: dict[str, Any] = {"scale_format": settings.scale_format, "exclude": settings.exclude}
+    if not (folder / "fsdp_config.json").is_file():
+        done = export(folder, out, cast("Format", format), **chosen)
+    elif any((folder / "huggingface" / name).is_file() for name in (SINGLE, INDEX)):
+        done = export(folder / "huggingface", out, cast("Format", format), **chosen)
+    else:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged.", dir=out.parent) as merged:
+            runtime.reach("verl", "merge:merge")(folder, Path(merged))
+            done = export(Path(merged), out, cast("Format", format), **chosen)
+    _say(done, settings, console)
+    return done
+
+
+def _settings(folder: Path, scale_format: str | None, exclude: list[str] | None) -> Config:
+    """Those of the run if the folder tells them; what is given on the command line stands above."""
+    recorded = record.read(folder)
+    run = Config(scale_format="pow2") if recorded is None else recorded
+    given: dict[str, Any] = {} if scale_format is None else {"scale_format": scale_format}
+    given |= {"exclude": tuple(exclude)} if exclude else {}
+    return dataclasses.replace(run, **given)
+
+
+def _say(done: Exported, settings: Config, console: Any) -> None:
+    console.print(
+        f"{done.folder}: {done.tensors} tensors, {done.size / 1e6:,.1f} MB, {len(done.shards)} shard(s), read again"
+    )
+    if done.layers:
+        worst = min(done.sqnr, key=lambda name: done.sqnr[name])
+        console.print(
+            f"{len(done.layers)} layers in FP8 (blocks of 128x128, {settings.scale_format} scales), "
+            f"worst SQNR {done.sqnr[worst]:.1f} dB in {worst}"
+        )
+        console.print(f"{len(done.left)} linear layers in BF16: {', '.join(done.left)}")

@@ -1,0 +1,189 @@
+"""Write a checkpoint as BF16 or block-FP8, shard by shard, read all of it again, and only then give it its name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.checkpoint.formats import (
+    SCALE_SUFFIX,
+    Format,
+    check_error,
+    choose_layers,
+    convert,
+    quantization_config,
+)
+from jetrl_patch.checkpoint.source import INDEX, SINGLE, Source, empty_model, open_source, read_tensors
+from jetrl_patch.errors import ConfigError, ModelError, explain
+from jetrl_patch.fp8.formats import ScaleFormat
+
+__all__ = ["SHARD_BYTES", "Exported", "check_free", "export"]
+
+#: the most that is in memory at once, besides the tensor at hand
+SHARD_BYTES = 4 << 30
+#: what goes along as it is: tokenizer, generation settings, chat template
+_COPIED = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
+_OURS = ("config.json", "jetrl.json", INDEX)
+
+
+@dataclass
+class Exported:
+    """What was written.
+
+    Attributes:
+        layers: in FP8.
+        left: linear layers in BF16.
+        sqnr: dB of each FP8 layer against its BF16 value.
+    """
+
+    folder: Path
+    shards: list[str] = field(default_factory=list)
+    tensors: int = 0
+    size: int = 0
+    layers: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    sqnr: dict[str, float] = field(default_factory=dict)
+
+
+def check_free(out: Path) -> None:
+    """Raise ConfigError if something stands where the export goes."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(explain(f"export to {out}", asked="a new folder", found="it is there", fix="choose another"))
+
+
+def export(
+    checkpoint: Path,
+    out: Path,
+    format: Format,
+    *,
+    scale_format: ScaleFormat = "pow2",
+    exclude: Sequence[str] = (),
+    shard_bytes: int = SHARD_BYTES,
+) -> Exported:
+    """Export a Hugging Face folder.
+
+    Args:
+        out: a folder that is not there, or empty; it appears once everything in it was read again and found right.
+        exclude: patterns of layers that stay in BF16, as in ``Config``.
+
+    Raises:
+        ConfigError: there is something in ``out``; what ``checkpoint`` holds cannot be exported. ModelError: a tensor is
+            missing, not finite, or not what was written.
+    """
+    check_free(out)
+    source = open_source(checkpoint)
+    model = empty_model(source)
+    chosen, left = choose_layers(model, exclude) if format == "fp8" else ([], [])
+    layers = frozenset(chosen)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
+    try:
+        done = Exported(out, layers=chosen, left=left)
+        _write(source, unfinished, layers, scale_format, shard_bytes, done)
+        _write_config(source, unfinished, left if format == "fp8" else None)
+        _read_again(source, unfinished, layers, scale_format, done)
+        unfinished.chmod(0o755)
+        if out.exists():
+            out.rmdir()
+        unfinished.rename(out)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return done
+
+
+def _write(
+    source: Source, folder: Path, layers: frozenset[str], scale_format: ScaleFormat, shard_bytes: int, done: Exported
+) -> None:
+    from safetensors.torch import save_file
+
+    held: dict[str, Tensor] = {}
+    parts: list[list[str]] = []
+
+    def flush() -> None:
+        if held:
+            save_file(held, folder / f"part-{len(parts)}", metadata={"format": "pt"})
+            parts.append(list(held))
+            held.clear()
+
+    size = 0
+    for name, tensor in source.tensors():
+        new = convert(name, tensor, layers, scale_format)
+        added = sum(t.numel() * t.element_size() for _, t in new)
+        if size + added > shard_bytes:
+            flush()
+            size = 0
+        held.update((n, t.contiguous()) for n, t in new)
+        size += added
+        done.size += added
+        done.tensors += len(new)
+    flush()
+    weight_map = {}
+    for at, names in enumerate(parts):
+        shard = SINGLE if len(parts) == 1 else f"model-{at + 1:05d}-of-{len(parts):05d}.safetensors"
+        (folder / f"part-{at}").rename(folder / shard)
+        done.shards.append(shard)
+        weight_map |= dict.fromkeys(names, shard)
+    if len(parts) > 1:
+        index = {"metadata": {"total_size": done.size}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _write_config(source: Source, folder: Path, left: Sequence[str] | None) -> None:
+    config = dict(source.config)
+    named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
+    config |= dict.fromkeys(named, "bfloat16")
+    if left is not None:
+        config["quantization_config"] = quantization_config(left)
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    for file in sorted(source.folder.iterdir()):
+        if file.is_file() and file.suffix in _COPIED and file.name not in _OURS and "index.json" not in file.name:
+            shutil.copyfile(file, folder / file.name)
+
+
+def _read_again(
+    source: Source, folder: Path, layers: frozenset[str], scale_format: ScaleFormat, done: Exported
+) -> None:
+    """Every tensor on disk against a new conversion of its source, bit for bit; FP8 within half a step of its value."""
+    places = {name: shard for shard in done.shards for name in _keys(folder / shard)}
+    seen = 0
+    for name, tensor in source.tensors():
+        for written, expected in convert(name, tensor, layers, scale_format):
+            found = _tensor(folder / places[written], written) if written in places else None
+            if found is None or found.dtype != expected.dtype or not _same(found, expected):
+                raise ModelError(
+                    explain(
+                        f"{written}, read again", asked="what was written", found="another value", fix="check the disk"
+                    )
+                )
+            seen += 1
+        if name.removesuffix(".weight") in layers:
+            q, s = (_tensor(folder / places[n], n) for n in (name, name + SCALE_SUFFIX))
+            done.sqnr[name.removesuffix(".weight")] = check_error(name, tensor, q, s)
+    if seen != len(places) or set(done.sqnr) != layers:
+        raise ModelError(
+            explain("the export, read again", asked=f"{seen} tensors", found=len(places), fix="check the disk")
+        )
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+
+
+def _keys(file: Path) -> list[str]:
+    return [name for name, _ in read_tensors(file)]
+
+
+def _tensor(file: Path, name: str) -> Tensor:
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        found: Tensor = opened.get_tensor(name)
+        return found

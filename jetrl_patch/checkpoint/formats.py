@@ -1,0 +1,109 @@
+"""What each tensor of a checkpoint becomes: BF16, or block-FP8 as in DeepSeek's checkpoints.
+
+``layer.weight`` e4m3 [N, K] and ``layer.weight_scale_inv`` FP32 [ceil(N/128), ceil(K/128)], by the trainer's own
+quantizer from the BF16 value, so that the bytes are those it computed with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.errors import ConfigError, ModelError, explain
+from jetrl_patch.fp8.convert import select_layers
+from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
+from jetrl_patch.fp8.quantize import dequantize_weight, expand_weight_scale, quantize_weight
+
+__all__ = ["SCALE_SUFFIX", "Format", "check_error", "choose_layers", "convert", "quantization_config"]
+
+Format = Literal["bf16", "fp8"]
+SCALE_SUFFIX = "_scale_inv"
+
+#: vLLM loads these layers as one, in this order, and all but the last must end at a block's edge
+_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def choose_layers(model: Any, exclude: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Layers that become FP8, and linear layers that stay in BF16, as stock vLLM can load them.
+
+    Raises:
+        ModelError: as ``select_layers``. ConfigError: vLLM merges layers of which only some would be FP8, or one of
+            which ends inside a block.
+    """
+    chosen = select_layers(model, exclude)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    for merged in _MERGED:
+        for name in [name for name in linears if name.rsplit(".", 1)[-1] == merged[0]]:
+            prefix = name.removesuffix(merged[0])
+            group = [prefix + part for part in merged if prefix + part in linears]
+            fp8 = [name for name in group if name in chosen]
+            if fp8 and fp8 != group:
+                _refuse(", ".join(group), "all of them in FP8 or none", f"{', '.join(fp8)} alone", merged)
+            for layer in fp8[:-1]:
+                rows = linears[layer].out_features
+                if rows % BLOCK:
+                    _refuse(layer, f"a multiple of {BLOCK} rows, since vLLM merges it", f"{rows} rows", merged)
+    return chosen, [name for name in linears if name not in chosen]
+
+
+def _refuse(what: str, asked: str, found: str, merged: Sequence[str]) -> None:
+    leave = " ".join(f"--exclude {part}" for part in merged)
+    raise ConfigError(explain(f"FP8 export of {what}", asked=asked, found=found, fix=f"leave them in BF16: {leave}"))
+
+
+def quantization_config(left: Sequence[str]) -> dict[str, Any]:
+    """Of config.json, as vLLM and transformers read it."""
+    return {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [BLOCK, BLOCK],
+        "modules_to_not_convert": list(left),
+    }
+
+
+def convert(name: str, tensor: Tensor, layers: frozenset[str], scale_format: ScaleFormat) -> list[tuple[str, Tensor]]:
+    """What is written for one tensor. Raises ModelError for a NaN or Inf, with the tensor's name."""
+    if not tensor.is_floating_point():
+        return [(name, tensor)]
+    value = tensor.to(torch.bfloat16)
+    if not bool(torch.isfinite(value).all()):
+        bad = int((~torch.isfinite(value)).sum())
+        raise ModelError(
+            explain(
+                f"tensor {name}",
+                asked="finite values",
+                found=f"{bad} NaN or Inf of {value.numel()} in BF16",
+                fix="export an earlier checkpoint of the run",
+            )
+        )
+    if name.removesuffix(".weight") not in layers:
+        return [(name, value)]
+    q, s_blocks = quantize_weight(value, scale_format)
+    return [(name, q), (name + SCALE_SUFFIX, s_blocks)]
+
+
+def check_error(name: str, tensor: Tensor, q: Tensor, s_blocks: Tensor) -> float:
+    """Is each value within half a step of e4m3 at its own size? Gives the SQNR in dB (infinite where nothing is lost).
+
+    A step is 2^-3 of the power of two below the value, and 2^-9 of the scale at least. Raises ModelError.
+    """
+    value = tensor.to(torch.bfloat16).double()
+    error = (dequantize_weight(q, s_blocks, torch.float32).double() - value).abs()
+    s_NK = expand_weight_scale(s_blocks, q.shape[0]).repeat_interleave(BLOCK, 1)[:, : q.shape[1]].double()
+    allowed = torch.maximum(value.abs() * 2.0**-4, s_NK * 2.0**-10) * (1 + 1e-6)
+    if not bool((error <= allowed).all()):
+        worst = float((error / allowed).max())
+        raise ModelError(
+            explain(
+                f"{name}, read again",
+                asked="values within half a step of e4m3",
+                found=f"{worst:.3g} of it",
+                fix="report this",
+            )
+        )
+    noise, signal = float(error.pow(2).sum()), float(value.pow(2).sum())
+    return float("inf") if noise == 0 else 10 * float(torch.log10(torch.tensor(signal / noise)))

@@ -1,0 +1,166 @@
+"""A Hugging Face checkpoint on disk, read one tensor at a time, and what its own config.json says it must hold."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.errors import ConfigError, ModelError, explain
+
+__all__ = ["INDEX", "SINGLE", "Source", "empty_model", "open_source", "read_tensors"]
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_ASKED = "a Hugging Face checkpoint: config.json with model.safetensors, or with its shards and their index"
+#: computed by the model, saved by old versions of transformers
+_NOT_LOADED = "rotary_emb.inv_freq"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where each tensor of a checkpoint lies.
+
+    Attributes:
+        config: what config.json says.
+        files: tensor -> file, shard by shard.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    files: dict[str, Path]
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All of them, file by file; one at a time is in memory."""
+        for file in dict.fromkeys(self.files.values()):
+            for name, tensor in read_tensors(file):
+                if not name.endswith(_NOT_LOADED):
+                    yield name, tensor
+
+
+def open_source(folder: Path) -> Source:
+    """Look at a checkpoint's folder. Raises ConfigError for what is no checkpoint, not whole, or quantized already."""
+    what = f"checkpoint {folder}"
+    if not (folder / "config.json").is_file():
+        found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
+        raise ConfigError(explain(what, asked=_ASKED, found=found, fix="give the folder with config.json"))
+    config = _json(folder / "config.json")
+    if "quantization_config" in config:
+        method = config["quantization_config"].get("quant_method")
+        raise ConfigError(
+            explain(
+                what,
+                asked="weights in BF16 or FP32",
+                found=f"quantization_config with quant_method={method!r}",
+                fix="export from the checkpoint before it was quantized",
+            )
+        )
+    if (folder / INDEX).is_file():
+        weight_map = _json(folder / INDEX).get("weight_map", {})
+        files = {name: folder / file for name, file in weight_map.items()}
+    elif (folder / SINGLE).is_file():
+        files = dict.fromkeys(_names(folder / SINGLE), folder / SINGLE)
+    else:
+        found = (
+            ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))[:4])
+            or "no weights"
+        )
+        raise ConfigError(explain(what, asked=_ASKED, found=found, fix="save it with save_pretrained (safetensors)"))
+    for file in sorted(set(files.values())):
+        listed = {name for name, place in files.items() if place == file}
+        lost = sorted(listed - _names(file))
+        if lost:
+            raise ConfigError(
+                explain(what, asked=f"{lost[0]} in {file.name}", found="it is not there", fix="take a whole copy of it")
+            )
+    if not files:
+        raise ConfigError(explain(what, asked="weights", found="none", fix="take a whole copy of it"))
+    return Source(folder, config, files)
+
+
+def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one safetensors file, one at a time."""
+    from safetensors import safe_open
+
+    with safe_open(file, framework="pt") as opened:
+        for name in opened.keys():  # noqa: SIM118
+            yield name, opened.get_tensor(name)
+
+
+def empty_model(source: Source) -> Any:
+    """The model of config.json without weights, once the checkpoint was found to hold exactly its tensors.
+
+    Raises:
+        ModelError: transformers does not know the model, or a tensor is missing, unknown or of another shape.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    what = f"checkpoint {source.folder}"
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.folder))
+    except Exception as error:  # whatever config.json makes transformers raise
+        found = f"{type(error).__name__}: {error}"
+        raise ModelError(explain(what, asked="a causal language model", found=found, fix="see config.json")) from error
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    found_names = {name for name in source.files if not name.endswith(_NOT_LOADED)}
+    for problem, names in (
+        ("missing", set(expected) - found_names - tied),
+        ("unknown", found_names - set(expected)),
+    ):
+        if names:
+            raise ModelError(
+                explain(
+                    what,
+                    asked=f"the {len(expected)} tensors of {type(model).__name__}",
+                    found=f"{len(names)} {problem}, such as {min(names)}",
+                    fix="take a whole copy of it, and the config.json that belongs to it",
+                )
+            )
+    for name, shape in _shapes(source):
+        if shape != expected[name]:
+            raise ModelError(
+                explain(
+                    f"{name} of {what}", asked=expected[name], found=shape, fix="take the config.json of this model"
+                )
+            )
+    return model
+
+
+def _shapes(source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:
+    from safetensors import safe_open
+
+    for file in dict.fromkeys(source.files.values()):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118
+                if not name.endswith(_NOT_LOADED):
+                    yield name, tuple(opened.get_slice(name).get_shape())
+
+
+def _names(file: Path) -> set[str]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="pt") as opened:
+            return set(opened.keys())
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(
+            explain(f"{file}", asked="a whole safetensors file", found=error, fix="take a whole copy of it")
+        ) from error
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+        if isinstance(found, dict):
+            return found
+        raise ValueError("not a JSON object")
+    except ValueError as error:
+        raise ConfigError(
+            explain(f"{file}", asked="a JSON object", found=error, fix="take a whole copy of it")
+        ) from error
