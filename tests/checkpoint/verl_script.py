@@ -85,7 +85,11 @@ if __name__ == "__main__":
         return pytree.tree_leaves(found)
 
     def same(a, b):
-        return [torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True) if x.numel()]
+        return [
+            torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
+            for x, y in zip(a, b, strict=True)
+            if x.numel()
+        ]
 
     first = engine()
     train(first, (1, 2))

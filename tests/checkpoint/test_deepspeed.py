@@ -1,0 +1,109 @@
+"""DeepSpeed checkpoints as OpenRLHF makes them: 8-bit states go on bit for bit, and another run's are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf import checkpoint, optimizer
+from jetrl_patch.checkpoint import record
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError
+
+SCRIPT = Path(__file__).with_name("deepspeed_script.py")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("stage", "ranks", "states"), [(1, 1, "fp8"), (2, 1, "8bit"), (2, 2, "fp8"), (3, 1, "8bit"), (3, 2, "8bit")]
+)
+def test_a_resumed_engine_does_the_next_steps_bit_for_bit(stage, ranks, states, tmp_path):
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
+    done = subprocess.run(
+        [*command, str(stage), str(tmp_path), states], env=environ, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    facts = json.loads(next(x for x in done.stdout.splitlines() if x.startswith("FACTS ")).removeprefix("FACTS "))
+    assert facts["class"] == {"8bit": "AdamW8bit", "fp8": "AdamWFp8"}[states]
+    assert 0.25 < facts["kept"] / facts["fp32"] < 0.28
+    settings = json.loads((tmp_path / "global_step2" / record.FILE).read_text())["settings"]
+    assert (settings["precision"], settings["optimizer_states"]) == ("bf16", states)
+
+
+@pytest.fixture
+def active(monkeypatch):
+    def settings(**fields):
+        monkeypatch.setattr(runtime, "is_active", lambda: True)
+        monkeypatch.setattr(runtime, "active_config", lambda: Config(**fields).resolved())
+
+    return settings
+
+
+def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None):
+    (save_dir / tag).mkdir(parents=True)
+    (save_dir / "latest").write_text(tag)
+
+
+def load_ckpt(self, model, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
+              load_lr_scheduler_states=True, load_module_only=False):  # fmt: skip
+    return load_dir, {}
+
+
+SAVE, LOAD = checkpoint.save_ckpt(save_ckpt), checkpoint.load_ckpt(load_ckpt)
+
+
+def test_the_tags_folder_carries_the_settings_and_they_are_compared(active, tmp_path):
+    first = SimpleNamespace(is_rank_0=lambda: True)
+    active(precision="fp8-unified")
+    SAVE(first, None, tmp_path, "global_step2", client_state={})
+    assert record.read(tmp_path / "global_step2") == Config(precision="fp8-unified").resolved()
+    assert LOAD(first, None, tmp_path) == (tmp_path, {})
+    active(precision="bf16", optimizer_states="8bit", resume_any=True)
+    with pytest.raises(ConfigError, match="optimizer_states='8bit', but found 'fp32'"):
+        LOAD(first, None, tmp_path)
+    LOAD(first, None, tmp_path, load_optimizer_states=False)
+    active(precision="bf16")
+    for options in ({}, {"tag": "global_step2"}, {"load_module_only": True}):
+        with pytest.raises(ConfigError, match="precision='bf16', but found precision='fp8-unified'"):
+            LOAD(first, None, tmp_path, **options)
+    assert LOAD(first, None, tmp_path / "nothing") == (tmp_path / "nothing", {})
+
+
+def test_only_the_first_rank_writes(active, tmp_path):
+    active(precision="fp8-unified")
+    SAVE(SimpleNamespace(is_rank_0=lambda: False), None, tmp_path, "global_step1")
+    assert not (tmp_path / "global_step1" / record.FILE).exists()
+
+
+def initialize(args=None, model=None, optimizer=None, model_parameters=None, config=None):
+    return optimizer, config
+
+
+def test_deepspeed_gets_our_optimizer_where_openrlhf_names_adamw(active):
+    torch = pytest.importorskip("torch")
+    wrapped = optimizer.initialize(initialize)
+    named = {
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}}
+    }
+    active(optimizer_states="fp32")
+    assert wrapped(config=named) == (None, named)
+    active(optimizer_states="8bit")
+    make, config = wrapped(None, None, None, config=named)
+    assert config == {"zero_allow_untested_optimizer": True} and "optimizer" in named
+    built = make([{"params": [torch.nn.Parameter(torch.ones(4))], "weight_decay": 0.0}])
+    group = built.param_groups[0]
+    assert type(built).__name__ == "AdamW8bit" and group["weight_decay"] == 0.0
+    assert (group["lr"], list(group["betas"]), group["eps"]) == (0.5, [0.8, 0.9], 1e-6)
+    for untouched in ({}, {"optimizer": {"type": "Muon", "params": {}}}, None):
+        assert wrapped(config=untouched) == (None, untouched)
+    mine = object()
+    assert wrapped(optimizer=mine, config=named) == (mine, named)
