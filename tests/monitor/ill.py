@@ -9,8 +9,8 @@ MLP = "model.layers.1.mlp"
 WEIGHT_ILL = f"{MLP}.up_proj"
 #: reads two channels that are 1e5 times the others, with weights of zero: only its activations are ill
 ACTIVATION_ILL = f"{MLP}.down_proj"
-#: between the ill (10 and 20 dB) and the well (31 dB) in ``slice_sqnr``
-FLOOR = 26.0
+#: between the ill (10 to 20 dB) and the well (24 dB for a weight with columns of nearly zero, else 31 dB) in ``slice_sqnr``
+FLOOR = 22.0
 
 
 def make_ill(model: Path) -> None:

@@ -30,7 +30,7 @@ def assert_guarded(run: Run) -> None:
     for step in found:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0, found
         assert step["jetrl/tokens"] >= 16 and step["jetrl/guard_layers"] == 3 and step["jetrl/quantized_layers"] == 18
-    events = re.findall(r"precision guard: (\d+) layers run in BF16 .*?, (\d+) in all; floor 26 dB: (.*)", run.text)
+    events = re.findall(r"precision guard: (\d+) layers run in BF16 .*?, (\d+) in all; floor 22 dB: (.*)", run.text)
     assert [(int(new), int(total)) for new, total, _ in events] == [(2, 2), (1, 3)], events
     assert f"{WEIGHT_ILL}: weight" in events[0][2] and f"{ACTIVATION_ILL}: activation" in events[1][2]
     assert found[0]["jetrl/scale/activation_slice_sqnr_min"] < FLOOR

@@ -12,7 +12,7 @@ import jetrl_patch
 
 if __name__ == "__main__":
     strategy, model_dir = sys.argv[1:3]
-    jetrl_patch.enable(precision="fp8-unified", monitor_every=1, guard_sqnr=26.0)
+    jetrl_patch.enable(precision="fp8-unified", monitor_every=1, guard_sqnr=22.0)
 
     import torch
     from verl.utils import tensordict_utils as tu
