@@ -39,13 +39,10 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*args, **kwargs)
         config = bound.arguments.get("config")
         named = config.get("optimizer") if isinstance(config, dict) else None
+        given = bound.arguments.get("optimizer")
         states = runtime.active_config().optimizer_states if runtime.is_active() else "fp32"
-        if (
-            states == "fp32"
-            or not named
-            or named.get("type") != "AdamW"
-            or bound.arguments.get("optimizer") is not None
-        ):
+        wanted = states != "fp32" and named and named.get("type") == "AdamW" and given is None
+        if not wanted or named is None or config is None:
             return original(*args, **kwargs)
         bound.arguments["optimizer"] = _maker(states, dict(named["params"]))
         rest = {name: value for name, value in config.items() if name != "optimizer"}

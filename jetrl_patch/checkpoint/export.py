@@ -125,7 +125,7 @@ def _write(
         done.size += added
         done.tensors += len(new)
     flush()
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for at, names in enumerate(parts):
         shard = SINGLE if len(parts) == 1 else f"model-{at + 1:05d}-of-{len(parts):05d}.safetensors"
         (folder / f"part-{at}").rename(folder / shard)

@@ -42,7 +42,7 @@ class _OnShards(torch.optim.Optimizer):
         torch.optim.Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """One update of every parameter that has a gradient."""
         loss = None
         if closure is not None:
@@ -57,7 +57,7 @@ class _OnShards(torch.optim.Optimizer):
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
-        p_n, grad_n = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)  # type: ignore[arg-type]
+        p_n, grad_n = _local(parameter).view(-1), _local(parameter.grad).reshape(-1)
         n, B = p_n.numel(), self.block_size
         blocks = n // B if n >= SMALLEST else 0
         cut = blocks * B
@@ -91,11 +91,11 @@ class _OnShards(torch.optim.Optimizer):
             )
 
 
-class AdamW8bit(_OnShards, _AdamW8bit):  # type: ignore[misc]
+class AdamW8bit(_OnShards, _AdamW8bit):
     """Moments as 8-bit codes of a dynamic map (arXiv 2110.02861), one FP32 scale for 256."""
 
 
-class AdamWFp8(_OnShards, _AdamWFp8):  # type: ignore[misc]
+class AdamWFp8(_OnShards, _AdamWFp8):
     """Moments as e4m3, one FP32 scale for 256."""
 
 

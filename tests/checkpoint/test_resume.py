@@ -1,0 +1,125 @@
+"""Real runs of verl and OpenRLHF that are stopped and resumed: the same next steps, bit for bit.
+
+What a framework does not restore is the rollout engine's generator: verl and OpenRLHF start vLLM with the same seed again,
+so that a resumed run samples other responses than the one that went on. Here each sample is drawn with a seed of its own
+(step, prompt, number), by a hook of the test; then everything that follows from the samples has to be equal.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from jetrl_patch.checkpoint import record
+from jetrl_patch.checkpoint.command import command
+from jetrl_patch.fp8.quantize import quantize_weight
+from tests.checkpoint.test_export import Lines, tensors
+from tests.verl.run_verl import Run, make_task
+
+TIMEOUT = 500
+#: figures of a step that are no function of samples and weights
+CLOCKS = ("perf/", "timing", "seconds", "jetrl/sync_seconds", "memory", "training/epoch")
+
+SEEDS = """
+import wrapt
+
+@wrapt.when_imported("verl.experimental.agent_loop.agent_loop")
+def _(module):
+    original = module.AgentLoopWorker._run_agent_loop
+    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        seed = 100_000 * int(trajectory["step"]) + 100 * int(trajectory["sample_index"]) + int(trajectory["rollout_n"])
+        return await original(self, {**sampling_params, "seed": seed}, trajectory, **kwargs)
+    module.AgentLoopWorker._run_agent_loop = _run_agent_loop
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    (folder / "seeds").mkdir()
+    (folder / "seeds" / "sitecustomize.py").write_text(SEEDS)
+    return folder
+
+
+def verl(task: Path, *extra: str, steps: int = 4, **environ: str) -> Run:
+    environ = {"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": str(task / "seeds"), **environ}
+    return Run(task, "trainer.use_v1=False", "trainer.save_freq=2", *extra, steps=steps, environ=environ)
+
+
+def figures(text: str) -> dict[int, dict[str, str]]:
+    """Step -> every figure of its line, as it was printed."""
+    found = {}
+    for line in text.splitlines():
+        if "training/global_step:" in line:
+            pairs = dict(re.findall(r"([\w/@-]+):(\S+)", line[line.index("step:") :]))
+            found[int(pairs["training/global_step"])] = {
+                name: value for name, value in pairs.items() if not any(clock in name for clock in CLOCKS)
+            }
+    return found
+
+
+def shards(folder: Path) -> list[torch.Tensor]:
+    """Weights and optimizer states of a checkpoint of one rank."""
+    found = []
+    for kind in ("model", "optim"):
+        content = torch.load(folder / f"{kind}_world_size_1_rank_0.pt", weights_only=False)
+        found += [t for t in pytree.tree_leaves(content) if isinstance(t, torch.Tensor)]
+    return [t.to_local() if hasattr(t, "to_local") else t for t in found]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT)
+def test_verl_goes_on_with_the_same_next_steps(task, tmp_path):
+    environ = {"JETRL_OPTIMIZER_STATES": "8bit"}
+    whole = verl(task, f"trainer.default_local_dir={tmp_path}/whole", **environ)
+    assert whole.wait(TIMEOUT) == 0, whole.text[-6000:]
+    saved = tmp_path / "whole" / "global_step_2"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    again = verl(task, f"trainer.default_local_dir={tmp_path}/again", *resume, **environ)
+    assert again.wait(TIMEOUT) == 0, again.text[-6000:]
+
+    expected, found = figures(whole.text), figures(again.text)
+    assert sorted(expected) == [1, 2, 3, 4] and sorted(found) == [3, 4]
+    for step in (3, 4):
+        assert {"actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "jetrl/logp_abs_diff_max"} <= set(
+            found[step]
+        )
+        differ = {n for n in expected[step] if found[step].get(n) != expected[step][n]}
+        assert not differ, {n: (expected[step][n], found[step].get(n)) for n in differ}
+        assert float(found[step]["jetrl/bit_equal_fraction"]) == 1.0
+    ends = [shards(tmp_path / run / "global_step_4" / "actor") for run in ("whole", "again")]
+    assert len(ends[0]) > 100 and all(torch.equal(a, b) for a, b in zip(*map(plain, ends), strict=True))
+    begun = plain(shards(saved / "actor"))
+    assert not all(torch.equal(a, b) for a, b in zip(begun, plain(ends[0]), strict=True))
+
+    # the bytes that the run would send next, from its checkpoint
+    done = command(tmp_path / "again" / "global_step_4", tmp_path / "out", "fp8", None, None, Lines())
+    content = torch.load(
+        tmp_path / "again" / "global_step_4" / "actor" / "model_world_size_1_rank_0.pt", weights_only=False
+    )
+    after = tensors(tmp_path / "out")
+    assert len(done.layers) == 21
+    for layer in done.layers:
+        q, s = quantize_weight(content[layer + ".weight"].to_local(), "pow2")
+        assert torch.equal(after[layer + ".weight"].view(torch.uint8), q.view(torch.uint8))
+        assert torch.equal(after[layer + ".weight_scale_inv"], s)
+
+    # another precision on the same checkpoint
+    other = verl(task, *resume, JETRL_PRECISION="bf16", **environ)
+    assert other.wait(TIMEOUT) != 0
+    assert re.search(r"ConfigError: resuming .*precision='bf16', but found precision='fp8-unified'", other.text)
+    assert record.read(saved / "actor").optimizer_states == "8bit"
+
+
+def plain(found: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensors that a state is made of."""
+    parts: list[torch.Tensor] = []
+    for tensor in found:
+        names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []
+        parts += plain([getattr(tensor, name) for name in names]) if names else [tensor.reshape(-1).view(torch.uint8)]
+    return parts
