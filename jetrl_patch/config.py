@@ -199,6 +199,14 @@ class Config:
         return self.head_dtype == "float32"
 
     @property
+    def same_log_probs(self) -> bool:
+        """Whether the trainer takes a token's log-prob from its logits by the rollout's formula, in FP32.
+
+        In FP16 too: frameworks round log-probs to the logits' dtype, which is coarser than all the rest of FP16 noise.
+        """
+        return self.exact or self.precision == "fp16"
+
+    @property
     def compute_dtype(self) -> str:
         """The 16-bit dtype of both sides, as torch calls it."""
         return "float16" if self.precision == "fp16" else "bfloat16"

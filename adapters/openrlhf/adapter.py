@@ -151,7 +151,7 @@ EVERY_MODE: tuple[Patch, ...] = (
     ),
 )
 
-EXACT_MODE: tuple[Patch, ...] = (
+SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module="openrlhf.models.actor",
         attr="Actor.forward",
@@ -223,12 +223,12 @@ class OpenRLHFAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "openrlhf", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """All modes measure and check; exact mode also computes log-probs as the rollout does."""
+        """All modes measure and check; exact mode and FP16 also compute log-probs as the rollout does."""
         ours = (CORRECTION,) if correction.is_ours(config) else ()
         scaled = INVARIANT_SCALE if config.quantized_rollout else ()
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
         half = (FP16,) if config.precision == "fp16" else ()
-        return EVERY_MODE + (EXACT_MODE if config.exact else ()) + ours + scaled + half + CHECKPOINT + states
+        return EVERY_MODE + (SAME_LOG_PROBS if config.same_log_probs else ()) + ours + scaled + half + CHECKPOINT + states
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""

@@ -1,4 +1,4 @@
-"""Exact mode: the trainer's log-prob of a token is computed as the rollout computes it.
+"""Exact mode and FP16: the trainer's log-prob of a token is computed as the rollout computes it.
 
 vLLM's sampler: logits to FP32, divided by the temperature, tokens that may not be sampled at −inf, log-softmax. OpenRLHF
 samples with ``min_tokens=1``, so the end of the response is banned at its first token, and the log-prob of that token
@@ -39,7 +39,7 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(
         self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if action_mask is None or not _exact() or getattr(self, "_jetrl", None) is None:
+        if action_mask is None or not _is_on() or getattr(self, "_jetrl", None) is None:
             return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
         first = first_tokens(action_mask, sequences.shape[1])
         if getattr(self, "packing_samples", False):
@@ -72,7 +72,7 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
 
     def log_probs_from_logits(logits: Any, labels: Any, temperature: float = 1.0) -> Any:
-        if not _exact() or _current.first is None:
+        if not _is_on() or _current.first is None:
             return original(logits, labels, temperature)
         from jetrl_patch.exact.ops import token_log_probs
 
@@ -104,6 +104,10 @@ def _stop_tokens(logits: Any) -> Any:
 
     inside = [token for token in WORKER.stop_tokens if token < logits.shape[-1]]
     return torch.tensor(inside, dtype=torch.long, device=logits.device)
+
+
+def _is_on() -> bool:
+    return runtime.is_active() and runtime.active_config().same_log_probs
 
 
 def _exact() -> bool:

@@ -42,6 +42,7 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
         config = runtime.active_config()
         if config.exact:
             attn_implementation = "sdpa"  # it is replaced below; flash attention may not even be here
+        if config.same_log_probs:
             WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
         if fp16.is_on():

@@ -176,7 +176,7 @@ MEGATRON: tuple[Patch, ...] = (
     ),
 )
 
-EXACT_MODE: tuple[Patch, ...] = (
+SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module=_ENGINE,
         attr="_scale_logits_by_temperature",
@@ -209,9 +209,9 @@ class VerlAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """All modes measure and check; exact mode also computes log-probs as the rollout does."""
+        """All modes measure and check; exact mode and FP16 also compute log-probs as the rollout does."""
         megatron_patches = MEGATRON if is_installed("megatron.core") else ()
-        return EVERY_MODE + megatron_patches + (EXACT_MODE if config.exact else ()) + correction_patches(config)
+        return EVERY_MODE + megatron_patches + (SAME_LOG_PROBS if config.same_log_probs else ()) + correction_patches(config)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Entries of verl's registry of policy losses."""

@@ -2,8 +2,8 @@
 
 verl 0.9.1 trains in FP16 by itself where FSDP's ``mixed_precision.param_dtype`` is fp16: autocast, FP32 parameters, reduction and
 buffers, and a ``ShardedGradScaler(growth_interval=400)`` with unscale before the clip, as Precision-RL has it. Added here: that
-actor, reference and rollout agree, that the scaler really scales, that its skipped steps are counted, that what does not
-fit FP16 is an error, and that the sync sends FP16.
+actor, reference and rollout agree, that log-probs are FP32 (``logprob``; verl rounds them to FP16), that the scaler really
+scales, that its skipped steps are counted, that what does not fit FP16 is an error, and that the sync sends FP16.
 """
 
 from __future__ import annotations

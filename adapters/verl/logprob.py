@@ -1,4 +1,4 @@
-"""Exact mode: the trainer's log-prob of a token is computed as the rollout computes it.
+"""Exact mode and FP16: the trainer's log-prob of a token is computed as the rollout computes it.
 
 vLLM's sampler: logits to FP32, divided by the temperature in FP32, log-softmax in FP32, tokens that verl bans at −inf.
 verl's trainer divides BF16 logits in BF16 and then takes another formula per dtype (BF16-rounded log-probs for BF16
@@ -20,7 +20,7 @@ def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``transformer_impl._scale_logits_by_temperature``: logits [..., V] divided in FP32."""
 
     def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
-        if not _exact():
+        if not _is_on():
             return original(logits, temperature, is_unit_temperature=is_unit_temperature)
         if is_unit_temperature or bool((temperature == 1.0).all()):
             return logits
@@ -33,7 +33,7 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
 
     def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
-        if not _exact():
+        if not _is_on():
             return original(logits, labels, inplace_backward=inplace_backward)
         from jetrl_patch.exact.ops import token_log_probs
 
@@ -47,7 +47,7 @@ def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def prepare_model_outputs(self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = getattr(self, "_jetrl", None)
-        if prepared is not None and _exact() and getattr(output, "logits", None) is not None:
+        if prepared is not None and _is_on() and getattr(output, "logits", None) is not None:
             output.logits = ban(output.logits, prepared.vocabulary, prepared.banned)
         return original(self, output, *args, **kwargs)
 
@@ -69,8 +69,10 @@ def ban(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:
     out[tail:] = True
     if banned:
         out[torch.tensor(banned, device=logits.device)] = True
+    if logits.dtype == torch.float16:  # which cannot hold the number
+        logits = logits.float()
     return logits.masked_fill(out, BANNED)
 
 
-def _exact() -> bool:
-    return runtime.is_active() and runtime.active_config().exact
+def _is_on() -> bool:
+    return runtime.is_active() and runtime.active_config().same_log_probs

@@ -26,12 +26,11 @@ def weights_in_16_bits(task) -> int:
 
 
 def assert_fp16(task, found: list[dict[str, float]]) -> None:
-    """The first scale may be too great, and is halved then."""
+    """The first scale, 2^16, may be too great for a model of random weights, and is halved then."""
     for step in found:
         assert 0 < step["jetrl/logp_abs_diff_mean"] < 3e-3 and step["jetrl/tokens"] >= 16, found
         assert step["jetrl/sync_bytes_total"] == weights_in_16_bits(task)
         assert step["jetrl/skipped_steps"] <= 2 and step["jetrl/loss_scale"] == 2.0 ** (16 - step["jetrl/skipped_steps"]), found
-    assert found[-1]["jetrl/skipped_steps"] == found[-2]["jetrl/skipped_steps"]
 
 
 def test_fp16_on_both_sides_v0_fsdp2(task):

@@ -1,0 +1,110 @@
+"""Run under torchrun: verl's real FSDP engine in FP16, patched, on the CPU.
+
+    torchrun --nproc_per_node=N fp16_engine_script.py fsdp|fsdp2 MODEL_DIR
+
+Trains a step, overflows on one rank alone, streams the weights, breaks one, and ends with a loss that is NaN for good.
+"""
+
+import math
+import sys
+
+import jetrl_patch
+
+if __name__ == "__main__":
+    strategy, model_dir = sys.argv[1:]
+    jetrl_patch.enable(precision="fp16")
+
+    import pytest
+    import torch
+    from verl.utils import tensordict_utils as tu
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    from jetrl_patch.adapters.verl.fp16 import figures, wanted
+    from jetrl_patch.config import Config
+    from jetrl_patch.errors import ConflictError, PrecisionError, SyncError
+
+    torch.set_num_threads(1)
+    _, rank, world = initialize_global_process_group()
+    mixed = wanted(Config(precision="fp16"))["actor_rollout_ref.actor.fsdp_config.mixed_precision"]
+
+    def engine(mixed_precision):
+        built = EngineRegistry.new(
+            model_type="language_model",
+            backend=strategy,
+            model_config=HFModelConfig(
+                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
+                override_config={"attn_implementation": "sdpa"},
+            ),
+            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, mixed_precision=mixed_precision),
+            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
+            checkpoint_config=None,
+        )  # fmt: skip
+        built._build_model_optimizer()
+        return built
+
+    with pytest.raises(ConflictError, match=r"asked for torch\.float16, but found torch\.bfloat16"):
+        engine(None)
+    actor = engine(mixed)
+
+    def weights():
+        return {n: t.detach().clone() for n, t in type(actor).get_per_tensor_param.__wrapped__(actor)[0]}
+
+    def step(factor=1.0):
+        """One step on both ranks; the factor is this rank's own."""
+        generator = torch.Generator().manual_seed(rank)
+        rows = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 17)]
+        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
+        batch = tu.get_tensordict(
+            {
+                "input_ids": nested(rows),
+                "position_ids": nested([torch.arange(len(s)) for s in rows]),
+                "loss_mask": nested([torch.ones(len(s)) for s in rows]),
+            },
+            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True},
+        )
+        with actor.train_mode(disable_auto_offload=True):
+            actor.train_batch(batch, lambda model_output, data, dp_group=None: (
+                -1e-3 * factor * model_output["log_probs"].values().mean(), {}
+            ))  # fmt: skip
+
+    def same(a, b):
+        return all(torch.equal(a[name], b[name]) for name in a)
+
+    def on_all_ranks(value):
+        everybody = [None] * world
+        torch.distributed.all_gather_object(everybody, value)
+        return all(each == everybody[0] for each in everybody)
+
+    start = weights()
+    assert all(weight.dtype == torch.float32 for weight in start.values())
+    assert str(type(actor.scaler).__name__) == "ShardedGradScaler" and actor.scaler.is_enabled()
+    step()
+    trained = weights()
+    assert not same(start, trained) and figures() == {"loss_scale": 2.0**16, "skipped_steps": 0.0}, figures()
+
+    step(1e30 if rank == world - 1 else 1.0)  # the last rank overflows: all of them skip
+    assert same(trained, weights()) and figures() == {"loss_scale": 2.0**15, "skipped_steps": 1.0}, figures()
+    assert on_all_ranks(figures())
+    step()
+    after = weights()
+    assert not same(trained, after) and figures() == {"loss_scale": 2.0**15, "skipped_steps": 1.0}, figures()
+
+    sent = dict(actor.get_per_tensor_param()[0])
+    assert sent.keys() == after.keys()
+    assert all(torch.equal(sent[name], after[name].half()) for name in sent)
+
+    with torch.no_grad():
+        for parameter in actor.module.parameters():
+            getattr(parameter, "_local_tensor", parameter).view(-1)[:1] = 1e5
+    with pytest.raises(SyncError, match=r"\|w\| = 100000, which FP16 cannot hold"):
+        list(actor.get_per_tensor_param()[0])
+    for _ in range(15):
+        step(math.nan)
+    assert figures() == {"loss_scale": 1.0, "skipped_steps": 16.0}, figures()
+    with pytest.raises(PrecisionError, match="at the smallest loss scale"):
+        step(math.nan)
+    if rank == 0:
+        print("FACTS fine")
+    destroy_global_process_group()

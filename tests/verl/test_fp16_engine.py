@@ -1,0 +1,28 @@
+"""verl's FSDP engines under torchrun in FP16: the loss scale over ranks, the FP16 stream, and what ends a run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.models import save
+
+SCRIPT = Path(__file__).with_name("fp16_engine_script.py")
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [("fsdp2", 1), *(pytest.param(*rest, marks=pytest.mark.slow) for rest in (("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)))],
+)
+def test_the_loss_scale_and_the_stream(strategy, ranks, tmp_path):
+    model = save(tmp_path / "qwen3", "qwen3", steps=0)
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    done = subprocess.run([*command, str(SCRIPT), strategy, str(model)], env=environ, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert "FACTS fine" in done.stdout
