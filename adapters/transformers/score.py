@@ -31,7 +31,8 @@ def score(job: Job, samples: Sequence[Sample]) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.bfloat16).to(device).eval()
+    dtype = getattr(torch, job.config.compute_dtype)
+    model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(device).eval()
     prepare_model(model, job.config, job.tp, device)
     parts = [
         score_batch(model, samples[start : start + _MICRO_BATCH], job.temperature)

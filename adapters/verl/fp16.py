@@ -15,7 +15,7 @@ from jetrl_patch import runtime
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
-from jetrl_patch.rules import Rule, broken, is_set, other_than
+from jetrl_patch.rules import Rule, broken, is_set, other_than, positive
 
 __all__ = ["build_fsdp_module", "check_model", "figures", "is_on", "optimizer_step", "problems", "wanted"]
 
@@ -33,6 +33,10 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "use one of them", "all"),
     Rule(f"{REF}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "use one of them", "all"),
     Rule(f"{ACTOR}.fsdp_config.model_dtype", other_than("fp32", "float32"), _MASTERS, "set it so", "all"),
+    *(
+        Rule(f"{MODEL}.{name}", bad, "full weights: verl merges adapters in BF16", f"set it to {off}", "all")
+        for name, bad, off in (("lora_rank", positive, 0), ("lora.rank", positive, 0), ("lora_adapter_path", is_set, "null"))
+    ),
     Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive: the others send BF16", "use it", "all"),
 )
 
@@ -47,7 +51,7 @@ HEAD_RULES: tuple[Rule, ...] = (
 #: where a 16-bit dtype is said
 DTYPES = (
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{REF}.fsdp_config.mixed_precision.param_dtype", f"{ROLLOUT}.dtype",
-    f"{ENGINE}.dtype",
+    f"{ENGINE}.dtype", f"{ACTOR}.megatron.dtype",
 )  # fmt: skip
 
 Select = Callable[[str], Any]

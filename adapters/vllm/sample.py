@@ -58,7 +58,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
     settings: dict[str, Any] = {
         "model": job.model,
         "skip_tokenizer_init": True,
-        "dtype": "bfloat16",
+        "dtype": job.config.compute_dtype,
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch, 2),
         "tensor_parallel_size": job.tp,

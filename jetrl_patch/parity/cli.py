@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
     parser.add_argument(
-        "--precision", **names, help="bf16, fp8-rollout, fp8-unified; all three by default; int8-rollout"
+        "--precision", **names, help="bf16, fp8-rollout, fp8-unified; all three by default; int8-rollout, fp16"
     )
     parser.add_argument("--align", **names, help="linear, exact (of fp8-unified); both by default")
     parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
