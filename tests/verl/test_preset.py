@@ -52,6 +52,7 @@ def composed(*extra: str) -> Any:
         ("linear", Config(align="linear")),
         ("fp8_rollout", Config(precision="fp8-rollout")),
         ("int8_rollout", Config(precision="int8-rollout")),
+        ("fp16", Config(precision="fp16")),
         ("bf16", Config(precision="bf16")),
     ],
 )
@@ -60,7 +61,7 @@ def test_each_preset_is_one_mode(name: str, config: Config) -> None:
 
 
 def test_every_preset_is_tested_and_offers_every_field() -> None:
-    assert set(preset.PRESETS) == {"unified", "exact", "linear", "fp8_rollout", "int8_rollout", "bf16"}
+    assert set(preset.PRESETS) == {"unified", "exact", "linear", "fp8_rollout", "int8_rollout", "fp16", "bf16"}
     for name in preset.PRESETS:
         assert set(composed(f"+jetrl={name}").jetrl) == {field.name for field in dataclasses.fields(Config)}
 
