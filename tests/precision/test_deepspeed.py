@@ -1,0 +1,84 @@
+"""OpenRLHF's optimizer steps under DeepSpeed's own loss scaler: what is counted, and what its last word becomes."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+import jetrl_patch
+from jetrl_patch.adapters.openrlhf import fp16
+from jetrl_patch.adapters.openrlhf.state import WORKER, reset
+from jetrl_patch.errors import PrecisionError
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """As in a run with precision='fp16', without patching this process."""
+    monkeypatch.setattr(fp16, "is_on", lambda: True)
+    reset()
+    yield
+    reset()
+
+
+class Engine:
+    """The part of a DeepSpeed engine that steps: its own scaler, two micro-batches a step."""
+
+    def __init__(self, scale: float = 2.0**16) -> None:
+        from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
+
+        self.optimizer = DynamicLossScaler(
+            init_scale=scale, scale_window=1000, min_scale=1.0, delayed_shift=1, consecutive_hysteresis=False
+        )
+        self.global_steps = self.skipped_steps = self.micro_steps = 0
+
+    def step(self, overflow: bool) -> None:
+        self.micro_steps += 1
+        if self.micro_steps % 2:
+            return
+        self.optimizer.update_scale(overflow)
+        self.skipped_steps += overflow
+        self.global_steps += 1
+
+
+def step(engine: Engine, overflow: bool, actor: bool = True) -> None:
+    """One call of the patched method, through an Actor or not."""
+    model = SimpleNamespace(model=engine) if actor else engine
+    original = lambda self, optimizer, model, scheduler, name="model": engine.step(overflow)  # noqa: E731
+    fp16.optimizer_step(original)(None, None, model, None, name="actor")
+
+
+@pytest.mark.parametrize("actor", [True, False])
+def test_steps_are_counted_and_micro_batches_are_not(on, monkeypatch, actor):
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 1)
+    engine = Engine()
+    for overflow in (False, True, True, False):
+        for _ in range(2):
+            step(engine, overflow, actor)
+    assert fp16.figures() == {"loss_scale": 2.0**14, "skipped_steps": 2.0}
+    assert WORKER.loss_scale.in_a_row == 0
+
+
+def test_deepspeeds_last_word_becomes_ours(on, monkeypatch):
+    monkeypatch.setattr("deepspeed.comm.get_rank", lambda *_: 1)
+    engine = Engine(scale=2.0)
+    for _ in range(3):
+        step(engine, True)
+    with pytest.raises(PrecisionError, match=r"smallest loss scale \(1\), after 2 skipped steps in a row") as caught:
+        step(engine, True)
+    assert "already at minimum" in str(caught.value.__cause__)
+
+
+def test_any_other_error_stays_what_it_is(on):
+    def original(*_: object, **__: object) -> None:
+        raise ValueError("something else")
+
+    with pytest.raises(ValueError, match="something else"):
+        fp16.optimizer_step(original)(None, None, Engine(), None)
+
+
+def test_an_unpatched_process_is_left_alone():
+    assert not jetrl_patch.status().enabled
+    engine = Engine()
+    step(engine, False)
+    assert (engine.micro_steps, fp16.figures()) == (1, {})
