@@ -158,6 +158,11 @@ class Config:
                 f"guard_sqnr={guard!r} contradicts precision={self.precision!r}: the guard takes layers out of FP8 on "
                 f"both sides, and only 'fp8-unified' has FP8 on both; drop guard_sqnr"
             )
+        if self.backend == "te":
+            raise ConfigError(
+                f"guard_sqnr={guard!r} contradicts backend='te': TransformerEngine's layers cannot leave FP8 one by one; "
+                f"drop one of the two"
+            )
         if self.fp8_all_gather:
             raise ConfigError(
                 f"guard_sqnr={guard!r} contradicts fp8_all_gather=True: a layer that leaves FP8 needs its weight in BF16, "

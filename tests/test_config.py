@@ -114,6 +114,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"guard_sqnr": float("nan")}, "guard_sqnr=nan must be a finite number"),
         ({"guard_sqnr": 20, "monitor_every": 0}, "set monitor_every to 1 or more"),
         ({"guard_sqnr": 20, "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
+        ({"guard_sqnr": 20, "backend": "te"}, "contradicts backend='te'"),
         ({"guard_sqnr": 20, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
         ({"correction": "TIS"}, "unknown correction 'TIS'; it must be one of 'none', 'tis', 'seq-tis'"),
         ({"correction_bounds": 2.0}, "belongs to no correction"),

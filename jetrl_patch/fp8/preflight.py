@@ -9,6 +9,7 @@ import torch
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.layers import check_splits
+from jetrl_patch.monitor.guard import check_guard
 from jetrl_patch.scaling.groups import groups_of
 from jetrl_patch.scaling.invariant import check_record
 
@@ -23,10 +24,12 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
 
     Raises:
         ModelError: a family that exact mode, smoothing or ``invariant_scale`` does not cover, nothing to quantize, or a
-            split that cuts a block. ConfigError: the checkpoint was scaled by another ``invariant_scale``.
+            split that cuts a block. ConfigError: the checkpoint was scaled by another ``invariant_scale``;
+            a guard beside tensor parallelism.
     """
     from transformers import AutoModelForCausalLM
 
+    check_guard(config, rollout_tp)
     if config.exact:
         from jetrl_patch.exact.families import check_family
 

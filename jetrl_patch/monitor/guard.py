@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.monitor.figures import Figures
 
-__all__ = ["FUSED", "below", "with_partners"]
+__all__ = ["FUSED", "below", "check_guard", "with_partners"]
 
 #: layers of one parent that vLLM holds as one, so that they change together
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+def check_guard(config: Config, rollout_tp: int) -> None:
+    """Raise ConfigError where the guard was asked for and the rollout is tensor-parallel: no such run was seen yet."""
+    if config.guard_sqnr is not None and rollout_tp > 1:
+        raise ConfigError(
+            explain(
+                f"guard_sqnr={config.guard_sqnr:g}",
+                asked="a rollout whose engines hold whole layers",
+                found=f"tensor parallel size {rollout_tp}",
+                fix="set it to 1, name the layers in exclude, or leave guard_sqnr unset",
+            )
+        )
 
 
 def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, str]:

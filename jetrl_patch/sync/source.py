@@ -14,6 +14,7 @@ from jetrl_patch.errors import ConfigError, SyncError, explain
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.transformer_engine import is_te_linear
 from jetrl_patch.fp8.transformer_engine import quantize_weight as te_weight
+from jetrl_patch.monitor.guard import check_guard
 from jetrl_patch.monitor.monitor import Monitor, show
 from jetrl_patch.scaling.invariant import scale_once
 from jetrl_patch.scaling.smoothing import Smoother
@@ -139,6 +140,7 @@ def convert(
     """
     from jetrl_patch.fp8.backends import choose_backend
 
+    check_guard(config, rollout_tp)
     prepare = runtime.reach("transformers", "prepare:prepare_model")
     layers: list[str] = prepare(model, config, rollout_tp=rollout_tp, device_type=device_type)
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None

@@ -11,8 +11,9 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.config import Config
-from jetrl_patch.errors import PrecisionError, SyncError
+from jetrl_patch.errors import ConfigError, PrecisionError, SyncError
 from jetrl_patch.fp8.linear import Fp8Linear
+from jetrl_patch.fp8.preflight import check_model
 from jetrl_patch.fp8.quantize import dequantize_activation, quantize_activation
 from jetrl_patch.monitor.codes import MOST, Codes, sample
 from jetrl_patch.monitor.figures import Figures
@@ -106,6 +107,18 @@ def test_where_the_rollout_alone_is_fp8_its_view_is_measured() -> None:
         jetrl_patch.disable()
     assert found[0] == found[1], "the same weights, the same quantizer"
     assert all(share > 0.9 for share in codes)
+
+
+def test_a_guard_beside_a_tensor_parallel_rollout_is_refused() -> None:
+    trainer = Trainer(monitor_every=1, guard_sqnr=20.0)
+    config = jetrl_patch.status().config
+    assert config is not None
+    says = "asked for a rollout whose engines hold whole layers, but found tensor parallel size 2"
+    with pytest.raises(ConfigError, match=says):
+        convert(build("qwen3"), config, trainer.source.shapes, rollout_tp=2, device_type="cpu")
+    with pytest.raises(ConfigError, match=says):
+        check_model(trainer.model.config, config, 2)
+    check_model(trainer.model.config, config.replace(guard_sqnr=None), 2)
 
 
 def test_bf16_has_nothing_to_measure() -> None:

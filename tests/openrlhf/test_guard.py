@@ -51,12 +51,6 @@ def test_zero3_on_two_ranks(ill_task):
 
 
 @pytest.mark.slow
-def test_tensor_parallel_rollout(ill_task):
-    environ = {**UNIFIED, "JETRL_GUARD_SQNR": str(FLOOR)}
-    assert_guarded(Run(ill_task, *GENTLY, "--vllm.tensor_parallel_size", "2", environ=environ, actors=2, steps=3))
-
-
-@pytest.mark.slow
 def test_a_threshold_stops_the_run(ill_task):
     run = Run(ill_task, *GENTLY, environ={**UNIFIED, "JETRL_MONITOR_ACTION": "stop"}, steps=3)
     assert run.wait(TIMEOUT) != 0
