@@ -8,6 +8,7 @@ so that a resumed run samples other responses than the one that went on. Here ea
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +17,12 @@ from torch.utils import _pytree as pytree
 
 from jetrl_patch.checkpoint import record
 from jetrl_patch.checkpoint.command import command
+from jetrl_patch.config import Config
 from jetrl_patch.fp8.quantize import quantize_weight
 from tests.checkpoint.test_export import Lines, tensors
+from tests.openrlhf.run_openrlhf import arguments
+from tests.openrlhf.run_openrlhf import make_task as make_openrlhf_task
+from tests.process_run import ProcessRun
 from tests.verl.run_verl import Run, make_task
 
 TIMEOUT = 500
@@ -45,8 +50,23 @@ def task(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def whole(task, tmp_path_factory):
+    """The checkpoints and the log of a run of four steps that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("whole")
+    run = verl(task, f"trainer.default_local_dir={folder}")
+    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
+    (folder / "log.txt").write_text(run.text)
+    return folder
+
+
 def verl(task: Path, *extra: str, steps: int = 4, **environ: str) -> Run:
-    environ = {"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": str(task / "seeds"), **environ}
+    environ = {
+        "JETRL_PRECISION": "fp8-unified",
+        "JETRL_OPTIMIZER_STATES": "8bit",
+        "PYTHONPATH": str(task / "seeds"),
+        **environ,
+    }
     return Run(task, "trainer.use_v1=False", "trainer.save_freq=2", *extra, steps=steps, environ=environ)
 
 
@@ -74,16 +94,13 @@ def shards(folder: Path) -> list[torch.Tensor]:
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TIMEOUT)
-def test_verl_goes_on_with_the_same_next_steps(task, tmp_path):
-    environ = {"JETRL_OPTIMIZER_STATES": "8bit"}
-    whole = verl(task, f"trainer.default_local_dir={tmp_path}/whole", **environ)
-    assert whole.wait(TIMEOUT) == 0, whole.text[-6000:]
-    saved = tmp_path / "whole" / "global_step_2"
+def test_verl_goes_on_with_the_same_next_steps(task, whole, tmp_path):
+    saved = whole / "global_step_2"
     resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
-    again = verl(task, f"trainer.default_local_dir={tmp_path}/again", *resume, **environ)
+    again = verl(task, f"trainer.default_local_dir={tmp_path}/again", *resume)
     assert again.wait(TIMEOUT) == 0, again.text[-6000:]
 
-    expected, found = figures(whole.text), figures(again.text)
+    expected, found = figures((whole / "log.txt").read_text()), figures(again.text)
     assert sorted(expected) == [1, 2, 3, 4] and sorted(found) == [3, 4]
     for step in (3, 4):
         assert {"actor/pg_loss", "actor/grad_norm", "critic/rewards/mean", "jetrl/logp_abs_diff_max"} <= set(
@@ -92,7 +109,7 @@ def test_verl_goes_on_with_the_same_next_steps(task, tmp_path):
         differ = {n for n in expected[step] if found[step].get(n) != expected[step][n]}
         assert not differ, {n: (expected[step][n], found[step].get(n)) for n in differ}
         assert float(found[step]["jetrl/bit_equal_fraction"]) == 1.0
-    ends = [shards(tmp_path / run / "global_step_4" / "actor") for run in ("whole", "again")]
+    ends = [shards(run / "global_step_4" / "actor") for run in (whole, tmp_path / "again")]
     assert len(ends[0]) > 100 and all(torch.equal(a, b) for a, b in zip(*map(plain, ends), strict=True))
     begun = plain(shards(saved / "actor"))
     assert not all(torch.equal(a, b) for a, b in zip(begun, plain(ends[0]), strict=True))
@@ -109,11 +126,67 @@ def test_verl_goes_on_with_the_same_next_steps(task, tmp_path):
         assert torch.equal(after[layer + ".weight"].view(torch.uint8), q.view(torch.uint8))
         assert torch.equal(after[layer + ".weight_scale_inv"], s)
 
-    # another precision on the same checkpoint
-    other = verl(task, *resume, JETRL_PRECISION="bf16", **environ)
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_verl_refuses_the_checkpoint_of_another_precision(task, whole):
+    saved = whole / "global_step_2"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    other = verl(task, *resume, JETRL_PRECISION="bf16")
     assert other.wait(TIMEOUT) != 0
     assert re.search(r"ConfigError: resuming .*precision='bf16', but found precision='fp8-unified'", other.text)
-    assert record.read(saved / "actor").optimizer_states == "8bit"
+    found = record.read(saved / "actor")
+    assert found is not None and found.optimizer_states == "8bit"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT)
+def test_openrlhf_goes_on_from_its_checkpoint(tmp_path):
+    """Resumed where nothing is left to do, a run ends with the weights of the one before, bit for bit."""
+    folder = make_openrlhf_task(tmp_path)
+    first = openrlhf(folder, "first", JETRL_PRECISION="fp8-unified")
+    assert first.wait(TIMEOUT) == 0, first.text[-6000:]
+    saved = record.read(folder / "checkpoints" / "_actor" / "global_step2")
+    assert saved is not None and (saved.precision, saved.optimizer_states) == ("fp8-unified", "8bit")
+    again = openrlhf(folder, "again", "--ckpt.load_enable", JETRL_PRECISION="fp8-unified")
+    assert again.wait(TIMEOUT) == 0, again.text[-6000:]
+    assert "Global step 2:" in first.text and "Global step" not in again.text
+    ends = [tensors(folder / name) for name in ("first", "again")]
+    begun = tensors(folder / "model")
+    assert set(ends[0]) == set(ends[1]) and all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+    assert not all(torch.equal(ends[0][n], begun[n].to(ends[0][n].dtype)) for n in begun)
+    done = command(folder / "again", tmp_path / "fp8", "fp8", None, None, Lines())
+    assert len(done.layers) == 21
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT)
+def test_openrlhf_refuses_the_checkpoint_of_another_precision(tmp_path):
+    folder = make_openrlhf_task(tmp_path)
+    record.write(folder / "checkpoints" / "_actor" / "global_step2", Config(optimizer_states="8bit"))
+    (folder / "checkpoints" / "_actor" / "latest").write_text("global_step2")
+    other = openrlhf(folder, "other", "--ckpt.load_enable", JETRL_PRECISION="bf16")
+    assert other.wait(TIMEOUT) != 0
+    assert re.search(r"ConfigError: resuming .*precision='bf16', but found precision='fp8-unified'", other.text)
+
+
+def openrlhf(folder: Path, out: str, *extra: str, **environ: str) -> ProcessRun:
+    """Two steps and a checkpoint after them; the model goes to ``out``."""
+    paths = [
+        "--ckpt.output_dir",
+        str(folder / out),
+        "--ckpt.path",
+        str(folder / "checkpoints"),
+        "--ckpt.save_steps",
+        "2",
+    ]
+    words = [word for word in arguments(folder, *paths, *extra, steps=2) if word != "--ckpt.disable_ds"]
+    program = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *words]
+    environ = {"JETRL_OPTIMIZER_STATES": "8bit", **environ}
+    return ProcessRun(folder, lambda ray: (program, {"RAY_TMPDIR": ray, "VLLM_CPU_KVCACHE_SPACE": "1"}), environ)
 
 
 def plain(found: list[torch.Tensor]) -> list[torch.Tensor]:
