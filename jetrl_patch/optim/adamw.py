@@ -100,13 +100,13 @@ class AdamWFp8(_OnShards, _AdamWFp8):
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of the moments as they are kept, and what FP32 would take for the same values. Steps are not counted."""
+    """Bytes of this process's moments as they are kept, and what FP32 would take for them. Steps are not counted."""
     kept = values = 0
     for state in optimizer.state.values():
         for name, tensor in state.items():
             if isinstance(tensor, Tensor) and name != "step":
                 kept += sum(part.numel() * part.element_size() for part in _plain_parts(tensor))
-                values += tensor.numel()
+                values += _local(tensor).numel()
     return kept, 4 * values
 
 

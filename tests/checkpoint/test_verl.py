@@ -10,12 +10,16 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import checkpoint
 from jetrl_patch.checkpoint import record
+from jetrl_patch.checkpoint.command import command
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.fp8.quantize import quantize_weight
+from tests.checkpoint.test_export import Lines, tensors
 from tests.models import save
 
 SCRIPT = Path(__file__).with_name("verl_script.py")
@@ -49,6 +53,28 @@ def test_a_resumed_engine_does_the_next_steps_bit_for_bit(strategy, ranks, state
     assert share == 1 if states == "fp32" else 0.25 < share < 0.30
     settings = json.loads((tmp_path / record.FILE).read_text())["settings"]
     assert (settings["precision"], settings["align"], settings["optimizer_states"]) == ("fp8-unified", "exact", states)
+    check_export(tmp_path)
+
+
+def check_export(folder):
+    """Its shards joined and exported: the bytes of the whole weights. Without one of them: an error."""
+    done = command(folder, folder / "out", "fp8", None, None, Lines())
+    after, shards = tensors(folder / "out"), sorted(folder.glob("model_world_size_*.pt"))
+    parts = [torch.load(shard, weights_only=False) for shard in shards]
+    assert len(done.layers) == 21
+    for layer in done.layers:
+        local = [part[layer + ".weight"] for part in parts]
+        if hasattr(local[0], "to_local"):
+            whole = torch.cat([tensor.to_local() for tensor in local])
+        else:
+            whole = torch.cat([shard.tensor for tensor in local for shard in tensor.local_shards()])
+        q, s = quantize_weight(whole, "pow2")
+        assert torch.equal(after[layer + ".weight"].view(torch.uint8), q.view(torch.uint8)), layer
+        assert torch.equal(after[layer + ".weight_scale_inv"], s)
+    shards[-1].unlink()
+    with pytest.raises(ConfigError, match="asked for shards that verl can merge"):
+        command(folder, folder / "other", "fp8", None, None, Lines())
+    assert not [path for path in folder.iterdir() if path.name.startswith((".", "other"))]
 
 
 @pytest.fixture
