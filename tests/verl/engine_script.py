@@ -16,10 +16,9 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=bool(gather))
 
     import torch
+    from fsdp_engine import build  # beside this script
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     from jetrl_patch.fp8.gather import Fp8Shard
     from jetrl_patch.fp8.linear import Fp8Linear
@@ -30,17 +29,7 @@ if __name__ == "__main__":
     _, rank, world = initialize_global_process_group()
 
     def engine(forward_only: bool):
-        built = EngineRegistry.new(
-            model_type="language_model",
-            backend=strategy,
-            model_config=HFModelConfig(
-                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
-                override_config={"attn_implementation": "sdpa"},
-            ),
-            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, forward_only=forward_only),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-            checkpoint_config=None,
-        )  # fmt: skip
+        built = build(strategy, model_dir, forward_only=forward_only)
         built._build_model_optimizer()
         return built
 

@@ -17,11 +17,10 @@ if __name__ == "__main__":
 
     import numpy
     import torch
+    from fsdp_engine import build  # beside this script
     from transformers import AutoModelForCausalLM
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     from jetrl_patch.int8.quantize import quantize_rows
     from jetrl_patch.sync.manifest import COMMIT, SCALE_SUFFIX, decode_json
@@ -30,17 +29,7 @@ if __name__ == "__main__":
     _, rank, world = initialize_global_process_group()
 
     def engine(forward_only: bool):
-        built = EngineRegistry.new(
-            model_type="language_model",
-            backend=strategy,
-            model_config=HFModelConfig(
-                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
-                override_config={"attn_implementation": "sdpa"},
-            ),
-            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, forward_only=forward_only),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-            checkpoint_config=None,
-        )  # fmt: skip
+        built = build(strategy, model_dir, forward_only=forward_only)
         built._build_model_optimizer()
         return built
 

@@ -1,0 +1,31 @@
+"""verl's own FSDP engine around a tiny model, for scripts that run it without Ray and vLLM."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def build(
+    strategy: str, model_dir: str, *, optimizer: dict[str, Any] | None = None, checkpoint: Any = None, **engine: Any
+):
+    """An engine whose model and optimizer do not stand yet.
+
+    Args:
+        strategy: ``fsdp`` or ``fsdp2``.
+        optimizer: settings of ``FSDPOptimizerConfig`` besides a constant learning rate of 1e-3.
+        engine: settings of ``FSDPEngineConfig``.
+    """
+    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+    from verl.workers.engine import EngineRegistry
+
+    return EngineRegistry.new(
+        model_type="language_model",
+        backend=strategy,
+        model_config=HFModelConfig(
+            path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
+            override_config={"attn_implementation": "sdpa"},
+        ),
+        engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **engine),
+        optimizer_config=FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": 10, **(optimizer or {})}),
+        checkpoint_config=checkpoint,
+    )  # fmt: skip
