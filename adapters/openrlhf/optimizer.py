@@ -18,6 +18,9 @@ __all__ = ["RULES", "initialize"]
 
 _STATES = "AdamW, whose states are kept as optimizer_states says"
 
+#: what OpenRLHF says of AdamW; all else ("torch_adam") is about which of DeepSpeed's classes to take
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
 #: what cannot stand beside ``optimizer_states`` of 8 bits
 RULES: tuple[Rule, ...] = (
     Rule("actor.optim", other_than("adam"), _STATES, "use adam, or leave optimizer_states at 'fp32'", "all"),
@@ -44,7 +47,8 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         wanted = states != "fp32" and named and named.get("type") == "AdamW" and given is None
         if not wanted or named is None or config is None:
             return original(*args, **kwargs)
-        bound.arguments["optimizer"] = _maker(states, dict(named["params"]))
+        options = {name: value for name, value in named["params"].items() if name in _OPTIONS}
+        bound.arguments["optimizer"] = _maker(states, options)
         rest = {name: value for name, value in config.items() if name != "optimizer"}
         bound.arguments["config"] = rest | {"zero_allow_untested_optimizer": True}
         return original(*bound.args, **bound.kwargs)

@@ -92,7 +92,10 @@ def test_deepspeed_gets_our_optimizer_where_openrlhf_names_adamw(active):
     torch = pytest.importorskip("torch")
     wrapped = optimizer.initialize(initialize)
     named = {
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.5, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2}}
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 0.5, "betas": [0.8, 0.9], "eps": 1e-6, "weight_decay": 0.2, "torch_adam": True},
+        }
     }
     active(optimizer_states="fp32")
     assert wrapped(config=named) == (None, named)
