@@ -65,8 +65,9 @@ def _(module):
 """
     )
     found = finish(Run(task, environ=FP16 | {"PYTHONPATH": str(place)}, steps=3), 3)
-    assert [step["jetrl/skipped_steps"] for step in found] == [1, 1, 1], found
-    assert all(step["jetrl/loss_scale"] == 2.0**16 for step in found), found
+    skipped = [step["jetrl/skipped_steps"] for step in found]
+    assert skipped[0] == 1 and skipped[1] == skipped[2] <= 2, found  # 2^16 may be too great of itself
+    assert [step["jetrl/loss_scale"] for step in found] == [2.0 ** (17 - count) for count in skipped], found
 
 
 def test_fp8_kv_cache_in_bf16(task):
