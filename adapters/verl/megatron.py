@@ -122,7 +122,7 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
     if config.backend != "te":
         asked = "'te', which both sides record: TransformerEngine in the trainer, the same GEMM in the rollout"
         yield f"backend={config.backend!r}", asked, repr(config.backend), "set backend='te' (JETRL_BACKEND=te)"
-    for name in ("exclude", "guard_sqnr", "invariant_scale", "fp8_all_gather"):
+    for name in ("exclude", "invariant_scale", "fp8_all_gather"):
         value = getattr(config, name)
         if value not in ((), None, False):
             asked = "what TransformerEngine's layers do: one recipe for all of them, left as they are"

@@ -190,8 +190,11 @@ def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[s
     Returns:
         The names of the layers that are gathered in FP8.
     """
+    from jetrl_patch.fp8.linear import keep_gathered_out_of_graphs  # which needs the classes of this module
+
     if shards == 1:
         return []
+    keep_gathered_out_of_graphs()
     modules = dict(model.named_modules())
     done, left = [], []
     for name in names:

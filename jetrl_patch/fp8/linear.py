@@ -150,10 +150,22 @@ class _Fp8Matmul(torch.autograd.Function):
         return dx, dw, db, None
 
 
-@torch.compiler.disable
-def _outside_of_graphs(x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
+def _apply(x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
     result: Tensor = _Fp8Matmul.apply(x, weight, bias, state)
     return result
+
+
+_outside_of_graphs = _apply
+
+
+def keep_gathered_out_of_graphs() -> None:
+    """Let layers whose weight is gathered in FP8 break a compiled graph; called where such weights are made.
+
+    Not at import: ``torch.compiler.disable`` loads the whole compiler, and with it a variable into the environment.
+    """
+    global _outside_of_graphs
+    if _outside_of_graphs is _apply:
+        _outside_of_graphs = torch.compiler.disable(_apply)
 
 
 def has_main_grad(weight: Any) -> bool:
@@ -195,8 +207,7 @@ class Fp8Linear(nn.Linear):
                 return _outside_of_graphs(input, self.weight, self.bias, self.fp8)
             state = self.fp8
             return traced.linear(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
-        result: Tensor = _Fp8Matmul.apply(input, self.weight, self.bias, self.fp8)
-        return result
+        return _apply(input, self.weight, self.bias, self.fp8)
 
     def extra_repr(self) -> str:
         splits = f", splits={self.fp8.splits}" if self.fp8.splits > 1 else ""

@@ -15,7 +15,7 @@ from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.formats import BLOCK
 from jetrl_patch.fp8.gather import Fp8Gathered
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
 from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight
 from jetrl_patch.fp8.reference import fprop
 from tests.models import build
@@ -201,6 +201,7 @@ def test_a_weight_gathered_in_fp8_breaks_the_graph_and_nothing_else():
     for layer in (model.gate, model.up, model.down):
         w = layer.fp8.quantized(layer.weight)
         layer.weight = nn.Parameter(Fp8Gathered(w.q, w.s_blocks, torch.bfloat16))
+    keep_gathered_out_of_graphs()
     torch._dynamo.reset()
     same(results(model, torch.compile(model, backend="aot_eager")), results(other, other))
 

@@ -114,7 +114,6 @@ def test_nothing_of_it_is_written_where_megatron_does_not_train_in_fp8(composed,
         (Config(align="linear"), "backend='auto' .*asked for 'te'.*JETRL_BACKEND=te"),
         (Config(precision="int8-rollout"), "precision='int8-rollout' .*asked for 'fp8-unified' or 'bf16'"),
         (LINEAR.replace(exclude=("o_proj",)), "exclude=.*asked for what TransformerEngine's layers do"),
-        (LINEAR.replace(guard_sqnr=10.0), "guard_sqnr=10.0 .*asked for what TransformerEngine's layers do"),
     ],
 )
 def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
