@@ -37,6 +37,7 @@ def assert_guarded(run: Run) -> None:
     assert found[2]["jetrl/scale/activation_slice_sqnr_min"] > FLOOR
 
 
+@pytest.mark.slow
 def test_ill_layers_leave_fp8_on_both_sides_zero2_with_a_reference_model(ill_task):
     """KL to the reference is 0 before the policy has moved: two layers of the reference left FP8 with it."""
     run = Run(ill_task, *GENTLY, environ={**UNIFIED, "JETRL_GUARD_SQNR": str(FLOOR)}, steps=3)

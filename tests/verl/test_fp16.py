@@ -33,6 +33,7 @@ def assert_fp16(task, found: list[dict[str, float]]) -> None:
         assert step["jetrl/skipped_steps"] <= 2 and step["jetrl/loss_scale"] == 2.0 ** (16 - step["jetrl/skipped_steps"]), found
 
 
+@pytest.mark.slow
 def test_fp16_on_both_sides_v0_fsdp2(task):
     run = Run(task, V0, steps=3, environ=FP16)
     assert_fp16(task, finish(run, 3))
@@ -79,14 +80,15 @@ import wrapt
 
 @wrapt.when_imported("verl.workers.engine.fsdp.transformer_impl")
 def _(module):
-    step, zero, updates = module.FSDPEngineWithLMHead.forward_step, module.FSDPEngine.optimizer_zero_grad, []
-    def optimizer_zero_grad(self):
-        updates.append(1)
-        zero(self)
+    forward, step, done = module.FSDPEngineWithLMHead.forward_step, module.FSDPEngine.optimizer_step, []
+    def optimizer_step(self):
+        norm = step(self)
+        done.append(norm)
+        return norm
     def forward_step(self, micro_batch, loss_function, forward_only):
-        loss, output = step(self, micro_batch, loss_function, forward_only)
-        return loss if forward_only or len(updates) not in (2, 3) else loss * 1e30, output
-    module.FSDPEngine.optimizer_zero_grad = optimizer_zero_grad
+        loss, output = forward(self, micro_batch, loss_function, forward_only)
+        return loss if forward_only or len(done) not in (1, 2) else loss * 1e30, output
+    module.FSDPEngine.optimizer_step = optimizer_step
     module.FSDPEngineWithLMHead.forward_step = forward_step
 """
     )

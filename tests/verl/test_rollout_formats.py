@@ -25,6 +25,7 @@ def assert_measured(found: list[dict[str, float]]) -> None:
         assert 0.5 < step["jetrl/sync_bytes"] / step["jetrl/sync_bytes_bf16"] < 0.52
 
 
+@pytest.mark.slow
 def test_int8_with_invariant_scale_v0(task):
     """Two steps: the second sync is smoothed by what the trainer's forward showed."""
     environ = INT8 | {"JETRL_INVARIANT_SCALE": "1.5"}
