@@ -43,13 +43,16 @@ stability: $(SELF)
 sanity: $(SELF)
 	$(QUIET) $(VENV)/bin/python -m examples.stability.sanity $(ARGS)
 
-# lint, types, and the tests of all parts, a real verl run among them
+# lint, types, and the tests of all parts, a real verl run among them; those that hold a vLLM engine in their own
+# process come first, in a process of their own
 test: lint
-	$(QUIET) $(VENV)/bin/python -m pytest -m "not slow" --cov --cov-report=term $(ARGS)
+	$(QUIET) $(VENV)/bin/python -m pytest -m "not slow" --cov --cov-report= tests/vllm $(ARGS)
+	$(QUIET) $(VENV)/bin/python -m pytest -m "not slow" --cov --cov-append --cov-report=term --ignore=tests/vllm $(ARGS)
 
 # also the long ones: every model family, more ranks, both trainers, killed workers
 test-all: lint
-	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-report=term $(ARGS)
+	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-report= tests/vllm $(ARGS)
+	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-append --cov-report=term --ignore=tests/vllm $(ARGS)
 
 lint: $(SELF)
 	$(VENV)/bin/ruff check .
