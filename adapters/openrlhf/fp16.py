@@ -46,9 +46,9 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, name)
     if config.kv_cache == "fp8":
-        problem = runtime.reach("vllm", "precision:kv_cache_problem")()
-        if problem:
-            yield runtime.reach("vllm", "precision:kv_cache_error")(problem)
+        error = runtime.reach("vllm", "precision:kv_cache_error")()
+        if error is not None:
+            yield error
 
 
 def complete(args: Any, config: Config) -> list[str]:

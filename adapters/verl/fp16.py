@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
@@ -19,11 +20,6 @@ from jetrl_patch.rules import Rule, broken, is_set, other_than, positive
 
 __all__ = ["build_fsdp_module", "check_model", "figures", "is_on", "optimizer_step", "problems", "wanted"]
 
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
-ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 FP16 = ("float16", "fp16", "half")
 
 _FSDP = "fsdp or fsdp2: with other engines it was not tried"
@@ -63,15 +59,11 @@ def _is_half(value: Any) -> bool:
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """What cannot be kept with these three settings, as the errors to raise."""
-
-    def name(path: str) -> str:
-        return f"verl setting {path}"
-
     if config.precision == "fp16":
-        yield from broken(RULES, select, config, name)
+        yield from broken(RULES, select, config, named)
         asked = select(f"{ENGINE}.dtype")
         if asked is not None and not _is_half(asked):
-            yield ConflictError(explain(name(f"{ENGINE}.dtype"), asked="float16", found=repr(asked), fix="leave it out"))
+            yield ConflictError(explain(named(f"{ENGINE}.dtype"), asked="float16", found=repr(asked), fix="leave it out"))
     elif config.precision == "bf16":
         found = [f"{path}={select(path)}" for path in DTYPES if _is_half(select(path))]
         if found:
@@ -84,15 +76,15 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
                 )
             )
     if config.fp32_head:
-        yield from broken(HEAD_RULES, select, config, name)
+        yield from broken(HEAD_RULES, select, config, named)
     if config.kv_cache == "fp8":
         other = select(f"{ENGINE}.kv_cache_dtype")
         if other not in (None, "auto", "fp8", "fp8_e4m3"):
             fix = "leave it out"
-            yield ConflictError(explain(name(f"{ENGINE}.kv_cache_dtype"), asked="kv_cache='fp8'", found=repr(other), fix=fix))
-        problem = runtime.reach("vllm", "precision:kv_cache_problem")()
-        if problem:
-            yield runtime.reach("vllm", "precision:kv_cache_error")(problem)
+            yield ConflictError(explain(named(f"{ENGINE}.kv_cache_dtype"), asked="kv_cache='fp8'", found=repr(other), fix=fix))
+        error = runtime.reach("vllm", "precision:kv_cache_error")()
+        if error is not None:
+            yield error
 
 
 def wanted(config: Config) -> dict[str, Any]:

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jetrl_patch.adapters.verl.paths import ACTOR, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.rules import Rule, broken, other_than
 
 #: both engines are built in one process from these
-_STRATEGIES = ("actor_rollout_ref.actor.strategy", "actor_rollout_ref.ref.strategy")
+_STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")
 _RULES = tuple(Rule(path, other_than("fsdp2"), "fsdp2 for fp8_all_gather", "use it", "all") for path in _STRATEGIES)
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
     """Strategies that gather weights in a way of their own."""
     if config.fp8_all_gather:
-        yield from broken(_RULES, select, config, lambda path: f"verl setting {path}")
+        yield from broken(_RULES, select, config, named)
 
 
 def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> None:

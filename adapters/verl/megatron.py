@@ -18,6 +18,7 @@ from typing import Any
 from packaging.version import Version
 
 from jetrl_patch.adapters.base import Journal
+from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.patching.guards import installed_version, is_installed
@@ -26,9 +27,6 @@ from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than
 __all__ = ["STRATEGY", "check_model", "check_scales", "export_scales", "is_chosen", "problems", "wanted"]
 
 STRATEGY = "megatron"
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
-MODEL = "actor_rollout_ref.model"
 MEGATRON = f"{ACTOR}.megatron"
 LAYERS = f"{MEGATRON}.override_transformer_config"
 #: what TransformerEngine reads when it is imported: "1" keeps FP32 scales, else they are powers of two
@@ -96,8 +94,8 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(explain(f"verl settings {ACTOR}.strategy and ref", asked=asked, found=str(found), fix=fix))
         return
     for what, asked, value, fix in _modes(config):
-        yield ConfigError(explain(f"{what} with verl setting {ACTOR}.strategy=megatron", asked=asked, found=value, fix=fix))
-    yield from broken(RULES, select, config, lambda path: f"verl setting {path}")
+        yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", asked=asked, found=value, fix=fix))
+    yield from broken(RULES, select, config, named)
     error = _missing()
     if error is not None:
         yield error

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+from jetrl_patch.adapters.verl.paths import ACTOR, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.optim.settings import CLASSES, MODULE, check_installed, check_options
 
 __all__ = ["problems", "wanted"]
 
-#: section -> where its strategy stands
-_TRAINED = {"actor_rollout_ref.actor": "strategy", "critic": "strategy"}
+_CRITIC = "critic"
 _STRATEGIES = ("fsdp", "fsdp2")
 
 
@@ -26,30 +26,30 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     except JetrlError as error:
         yield error
     for section in _sections(select):
-        strategy = select(f"{section}.{_TRAINED[section]}")
+        strategy = select(f"{section}.strategy")
         if strategy not in _STRATEGIES:
             yield ConfigError(
                 explain(
-                    f"verl setting {section}.strategy with optimizer_states={states!r}",
+                    f"{named(section)}.strategy with optimizer_states={states!r}",
                     asked=" or ".join(_STRATEGIES),
                     found=repr(strategy),
                     fix="use one of them, or leave optimizer_states at 'fp32' (Megatron has exp_avg_dtype of its own)",
                 )
             )
             continue
-        named = (select(f"{section}.optim.optimizer_impl"), select(f"{section}.optim.optimizer"))
-        if named not in ((None, None), ("torch.optim", "AdamW"), (MODULE, CLASSES[states])):
+        chosen = (select(f"{section}.optim.optimizer_impl"), select(f"{section}.optim.optimizer"))
+        if chosen not in ((None, None), ("torch.optim", "AdamW"), (MODULE, CLASSES[states])):
             yield ConflictError(
                 explain(
-                    f"verl setting {section}.optim with optimizer_states={states!r}",
+                    f"{named(section)}.optim with optimizer_states={states!r}",
                     asked="verl's default, torch.optim.AdamW",
-                    found=".".join(map(str, named)),
+                    found=".".join(map(str, chosen)),
                     fix="leave optimizer and optimizer_impl out, or optimizer_states at 'fp32'",
                 )
             )
         options = select(f"{section}.optim.override_optimizer_config")
         try:
-            check_options(states, options or {}, f"verl setting {section}.optim.override_optimizer_config")
+            check_options(states, options or {}, named(f"{section}.optim.override_optimizer_config"))
         except JetrlError as error:
             yield error
 
@@ -67,5 +67,5 @@ def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
 
 def _sections(select: Callable[[str], Any]) -> list[str]:
     """The actor, and the critic unless it is switched off."""
-    critic = select("critic.optim") is not None and select("critic.enable") is not False
-    return [name for name in _TRAINED if name != "critic" or critic]
+    critic = select(f"{_CRITIC}.optim") is not None and select(f"{_CRITIC}.enable") is not False
+    return [ACTOR, _CRITIC] if critic else [ACTOR]

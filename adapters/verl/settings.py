@@ -12,6 +12,7 @@ from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
 from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
+from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, JetrlError
@@ -21,12 +22,6 @@ logger = logging.getLogger(__name__)
 
 #: key under ``actor_rollout_ref.rollout.custom`` and in reports that says: this side is patched
 MARK = "jetrl"
-
-ACTOR = "actor_rollout_ref.actor"
-REF = "actor_rollout_ref.ref"
-MODEL = "actor_rollout_ref.model"
-ROLLOUT = "actor_rollout_ref.rollout"
-ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 
 
 def _dtype_other_than_bf16(value: Any) -> bool:
@@ -95,7 +90,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if contradiction is not None:
         yield contradiction
     select = _selector(verl_config)
-    yield from broken(RULES, select, config, lambda path: f"verl setting {path}")
+    yield from broken(RULES, select, config, named)
     yield from gather.problems(select, config)
     yield from optimizer_problems(select, config)
     yield from fp16.problems(select, config)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["check_resolved", "kv_cache_problem", "set_arguments"]
+__all__ = ["check_resolved", "kv_cache_error", "set_arguments"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +37,9 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
     if config.kv_cache == "fp8":
         if args.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
             raise _conflict("KV cache", args.kv_cache_dtype, "kv_cache='fp8'", "kv_cache_dtype")
-        problem = kv_cache_problem()
-        if problem:
-            raise kv_cache_error(problem)
+        error = kv_cache_error()
+        if error is not None:
+            raise error
         args.kv_cache_dtype = "fp8"
     if config.fp32_head and not config.exact:
         _set_head(args)
@@ -61,8 +61,11 @@ def _conflict(what: str, asked: object, ours: str, name: str) -> ConflictError:
     return ConflictError(explain(f"vLLM {what}", asked=repr(asked), found=ours, fix=f"leave {name} unset"))
 
 
-def kv_cache_error(problem: str) -> ConfigError:
-    """The error for a device without an FP8 KV cache."""
+def kv_cache_error() -> ConfigError | None:
+    """The error for a machine without an FP8 KV cache; None where vLLM has one."""
+    problem = kv_cache_problem()
+    if not problem:
+        return None
     return ConfigError(explain("kv_cache='fp8'", asked="a device with an FP8 KV cache", found=problem, fix="drop kv_cache"))
 
 
