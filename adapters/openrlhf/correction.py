@@ -13,7 +13,7 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
-from jetrl_patch.correction.kinds import TRUNCATED, interval
+from jetrl_patch.correction.kinds import interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 __all__ = ["bounds_in_use", "figures", "in_use", "is_ours", "policy_loss", "problems", "wanted"]
@@ -66,12 +66,10 @@ def bounds_in_use(advantage: Any) -> tuple[float, float]:
 
 def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:
     """What the correction in use does to log-ratios [B, T]; empty for none, or one without a name."""
-    from jetrl_patch.correction.figures import applied
+    from jetrl_patch.correction.figures import of_run
 
-    kind, (low, high) = in_use(advantage, config) or ("none", (0.0, math.inf))
-    if kind == "none":
-        return {}
-    return applied(kind, log_ratio, mask, (high,) if kind in TRUNCATED else (low, high)).as_metrics()
+    found = of_run(in_use(advantage, config), log_ratio, mask)
+    return found.as_metrics() if found is not None else {}
 
 
 def problems(args: Any, config: Config) -> Iterator[JetrlError]:

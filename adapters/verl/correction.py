@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.verl.paths import ACTOR, named
 from jetrl_patch.config import Config
 from jetrl_patch.correction.kinds import TRUNCATED, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 __all__ = ["ACR_LOSS", "CORRECTION", "figures", "in_use", "is_bypassed", "problems", "wanted"]
 
 CORRECTION = "algorithm.rollout_correction"
-POLICY_LOSS = "actor_rollout_ref.actor.policy_loss"
+POLICY_LOSS = f"{ACTOR}.policy_loss"
 
 #: name of our loss in verl's registry
 ACR_LOSS = "jetrl_acr"
@@ -104,12 +105,9 @@ def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]]
 
 def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> Applied | None:
     """What the correction of a ``rollout_correction`` does to log-ratios [B, T]; None for none, or one without a name."""
-    from jetrl_patch.correction.figures import applied
+    from jetrl_patch.correction.figures import of_run
 
-    kind, (low, high) = in_use(section) or ("none", (0.0, math.inf))
-    if kind == "none":
-        return None
-    return applied(kind, log_ratio, mask, (high,) if kind in TRUNCATED else (low, high))
+    return of_run(in_use(section), log_ratio, mask)
 
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
@@ -129,7 +127,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         )
         yield ConfigError(
             explain(
-                f"verl setting {CORRECTION} beside jetrl_patch's correction",
+                f"{named(CORRECTION)} beside jetrl_patch's correction",
                 asked=_ours(config),
                 found=", ".join(f"{name}={section[name]!r}" for name in names if section.get(name)),
                 fix="drop one of the two",
@@ -156,7 +154,7 @@ def _bypass_problems(section: Mapping[str, Any], loss: str, config: Config) -> I
 
 
 def _wrong(path: str, config: Config, asked: str, found: str) -> ConfigError:
-    what = f"verl setting {path} with {_ours(config)}"
+    what = f"{named(path)} with {_ours(config)}"
     return ConfigError(explain(what, asked=asked, found=found, fix="change it, or the correction"))
 
 

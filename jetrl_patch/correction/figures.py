@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl_patch.correction.kinds import SEQUENCE_KINDS
+from jetrl_patch.correction.kinds import SEQUENCE_KINDS, TRUNCATED
 from jetrl_patch.correction.weights import correct
 
-__all__ = ["Applied", "applied"]
+__all__ = ["Applied", "applied", "of_run"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,3 +81,18 @@ def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
         max_weight=weights.max().item(),
         min_weight=weights.min().item(),
     )
+
+
+def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.Tensor, mask: torch.Tensor) -> Applied | None:
+    """What a run's correction does to log-ratios [B, T].
+
+    Args:
+        correction: kind and interval as an adapter reads them off its framework's settings; None for one without a name.
+
+    Returns:
+        None where there is no correction, or one without a name.
+    """
+    kind, (low, high) = correction or ("none", (0.0, 0.0))
+    if kind == "none":
+        return None
+    return applied(kind, log_ratio, mask, (high,) if kind in TRUNCATED else (low, high))
