@@ -17,8 +17,8 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
+from jetrl_patch.adapters.vllm.paged import attend
 from jetrl_patch.adapters.vllm.refuse import refuse_attention
-from jetrl_patch.exact import ops
 
 __all__ = ["ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAttentionImpl"]
 
@@ -130,18 +130,8 @@ class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
         """``query [T, H, D]`` BF16 -> ``output [T, H, D]``, filled in place."""
         if attn_metadata is None:
             return output
-        tokens = attn_metadata.num_actual_tokens
         keys, values = self.pages(kv_cache)
-        output[:tokens] = ops.attention_paged(
-            query[:tokens],
-            keys,
-            values,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            attn_metadata.query_start_loc,
-            self.scale,
-        ).view(tokens, *output.shape[1:])
-        return output
+        return attend(query, keys, values, attn_metadata, self.scale, output)
 
 
 class ExactCPUAttentionBackend(CPUAttentionBackend):

@@ -13,9 +13,9 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
+from jetrl_patch.adapters.vllm.paged import attend
 from jetrl_patch.adapters.vllm.refuse import refuse_attention
 from jetrl_patch.errors import ModelError
-from jetrl_patch.exact import ops
 
 __all__ = ["ExactCudaAttentionBackend", "ExactCudaAttentionBuilder", "ExactCudaAttentionImpl", "ExactCudaMetadata"]
 
@@ -112,18 +112,8 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ModelError("align='exact' rounds attention to BF16 once, but vLLM asked for a quantized output")
-        tokens = attn_metadata.num_actual_tokens
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
-        output[:tokens] = ops.attention_paged(
-            query[:tokens],
-            keys,
-            values,
-            attn_metadata.block_table,
-            attn_metadata.seq_lens,
-            attn_metadata.query_start_loc,
-            self.scale,
-        ).view(tokens, *output.shape[1:])
-        return output
+        return attend(query, keys, values, attn_metadata, self.scale, output)
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):

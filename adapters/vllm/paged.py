@@ -1,0 +1,29 @@
+"""One step of the exact attention over vLLM's paged cache; the backends of all devices read it with this."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from jetrl_patch.exact import ops
+
+__all__ = ["attend"]
+
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
+) -> torch.Tensor:
+    """Fills ``output [T, H, D]`` in place and gives it back.
+
+    Args:
+        query: ``[T, H, D]``; rows behind ``step.num_actual_tokens`` are padding, here and in ``output``.
+        keys, values: the cache, each ``[blocks, block size, KH, D]`` with any strides.
+        step: the backend's metadata of a step, under vLLM's names.
+    """
+    tokens = step.num_actual_tokens
+    found = ops.attention_paged(
+        query[:tokens], keys, values, step.block_table, step.seq_lens, step.query_start_loc, scale
+    )
+    output[:tokens] = found.view(tokens, *output.shape[1:])
+    return output
