@@ -131,9 +131,7 @@ def main() -> None:
     if args.pool is not None:
         train, _ = task.split()
         pool = [train[i] for i in json.loads(args.pool.read_text())]
-    identity = {"precision": args.precision, "align": "none", "correction": args.correction, "seed": args.seed}
-    if arm.config.exact:
-        identity["align"] = "exact"
+    identity = {"precision": args.precision, "align": arm.config.resolved_align, "correction": args.correction, "seed": args.seed}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as file:
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Sequence
@@ -13,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from examples.common.processes import Group, temporary_folder
+from examples.common.recipe import Recipe, environment
 from examples.common.runner import RunFailedError, ending
 from examples.stability.arms import Arm
 from jetrl_patch.report import Run, read_runs
@@ -83,10 +83,5 @@ def _result(job: Job, folder: Path, status: int) -> Run:
 
 
 def _environment(temporary: Path) -> dict[str, str]:
-    env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
-    return {
-        **env, "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
-    }  # fmt: skip
+    # the engine lives in the loop's own process, and every run of the sweep draws on one terminal
+    return {**environment(Recipe(), temporary), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}

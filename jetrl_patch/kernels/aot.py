@@ -82,11 +82,6 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
     return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"])
 
 
-def compile_all(target: GPUTarget = HOPPER) -> dict[str, Compiled]:
-    """Every registered kernel, compiled for ``target``, by name."""
-    return {name: compile_one(spec, target) for name, spec in specs().items()}
-
-
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers a thread and bytes of local memory (where spills go) of the one kernel of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

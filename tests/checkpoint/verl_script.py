@@ -8,6 +8,7 @@ states must be those of the first, bit for bit. Rank 0 prints one JSON line of f
 
 import json
 import sys
+from pathlib import Path
 
 import jetrl_patch
 
@@ -15,14 +16,14 @@ if __name__ == "__main__":
     strategy, model_dir, folder, states = sys.argv[1:]
     jetrl_patch.enable(precision="fp8-unified", optimizer_states=states)
 
+    sys.path.append(str(Path(__file__).parents[1] / "verl"))
     import torch
+    from fsdp_engine import build
     from omegaconf import OmegaConf
     from torch.utils import _pytree as pytree
     from verl.trainer.config import CheckpointConfig
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     from jetrl_patch.adapters.verl.optimizer import wanted
     from jetrl_patch.runtime import active_config
@@ -34,17 +35,8 @@ if __name__ == "__main__":
     chosen = {path.rpartition(".")[2]: value for path, value in chosen.items()}
 
     def engine():
-        built = EngineRegistry.new(
-            model_type="language_model",
-            backend=strategy,
-            model_config=HFModelConfig(
-                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
-                override_config={"attn_implementation": "sdpa"},
-            ),
-            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, forward_only=False),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10, lr_warmup_steps=8, **chosen),
-            checkpoint_config=CheckpointConfig(),
-        )  # fmt: skip
+        optimizer = {"lr_warmup_steps": 8, **chosen}
+        built = build(strategy, model_dir, optimizer=optimizer, checkpoint=CheckpointConfig(), forward_only=False)
         built.initialize()
         return built
 

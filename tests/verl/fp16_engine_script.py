@@ -16,10 +16,9 @@ if __name__ == "__main__":
 
     import pytest
     import torch
+    from fsdp_engine import build  # beside this script
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
-    from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
-    from verl.workers.engine import EngineRegistry
 
     from jetrl_patch.adapters.verl.fp16 import figures, wanted
     from jetrl_patch.config import Config
@@ -30,17 +29,7 @@ if __name__ == "__main__":
     mixed = wanted(Config(precision="fp16"))["actor_rollout_ref.actor.fsdp_config.mixed_precision"]
 
     def engine(mixed_precision):
-        built = EngineRegistry.new(
-            model_type="language_model",
-            backend=strategy,
-            model_config=HFModelConfig(
-                path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
-                override_config={"attn_implementation": "sdpa"},
-            ),
-            engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, mixed_precision=mixed_precision),
-            optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=10),
-            checkpoint_config=None,
-        )  # fmt: skip
+        built = build(strategy, model_dir, mixed_precision=mixed_precision)
         built._build_model_optimizer()
         return built
 
