@@ -219,7 +219,7 @@ def test_empty_variables_count_as_not_set() -> None:
         ({"JETRL_ALIGN": "exact", "JETRL_PRECISION": "bf16"}, "contradicts"),
         ({"JETRL_SYNC_TIMEOUT": "five"}, "JETRL_SYNC_TIMEOUT='five' is not a number of seconds"),
         ({"JETRL_SYNC_TIMEOUT": "-5"}, "positive, finite"),
-        ({"JETRL_MONITOR_EVERY": "often"}, "JETRL_MONITOR_EVERY='often' is not a number"),
+        ({"JETRL_MONITOR_EVERY": "often"}, "JETRL_MONITOR_EVERY='often' is not a whole number"),
         ({"JETRL_MONITOR_LAYERS": "all"}, "JETRL_MONITOR_LAYERS='all' is neither on nor off"),
         ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
         ({"JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "two"}, "'two' is neither a cap nor low,high"),

@@ -9,10 +9,7 @@ from jetrl_patch.errors import ConfigError, explain
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["HEAD_DTYPES", "KV_CACHES", "check_precision"]
-
-KV_CACHES = ("auto", "fp8")
-HEAD_DTYPES = ("auto", "bfloat16", "float32")
+__all__ = ["check_precision"]
 
 
 def check_precision(config: Config) -> None:

@@ -10,9 +10,8 @@ from jetrl_patch.errors import ConfigError
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["DEFAULT_SMOOTHING", "GRANULARITIES", "check_scaling"]
+__all__ = ["DEFAULT_SMOOTHING", "check_scaling"]
 
-GRANULARITIES = ("block", "channel")
 #: of ``int8-rollout``; measured in docs/precisions.md
 DEFAULT_SMOOTHING = 0.5
 
