@@ -1,10 +1,8 @@
-"""Corrections in verl: what is set, what is refused, that verl's own weights are those of the formulas, and real runs."""
+"""Corrections in verl: what is set, what is refused, and that verl's own weights are those of the formulas."""
 
 from __future__ import annotations
 
 import math
-import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +12,13 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import correction, correction_acr, correction_bypass, metrics, settings, state
+from jetrl_patch.adapters.verl import correction, settings
 from jetrl_patch.config import Config
 from jetrl_patch.correction.kinds import KINDS, interval
 from jetrl_patch.correction.weights import correct
 from jetrl_patch.errors import ConfigError
 from tests.correction.batches import batches
-from tests.verl.run_verl import A, Run, make_task
+from tests.verl.run_verl import A
 
 KINDS_ON = [kind for kind in KINDS if kind != "none"]
 C = "algorithm.rollout_correction"
@@ -261,239 +259,3 @@ def test_verl_logs_and_applies_what_we_log(kind) -> None:
     assert (ours["jetrl/masked_fraction"] > 0) == (kind not in ("tis", "seq-tis"))
     if kind in ("tis", "mis", "icepop"):
         assert logged["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(ours["jetrl/ess"], rel=1e-4)
-
-
-# ACR
-
-
-def actor(**changes: Any) -> Any:
-    values = {"clip_ratio": 0.2, "clip_ratio_low": None, "clip_ratio_high": 0.28, "clip_ratio_c": 3.0, **changes}
-    found = SimpleNamespace(**values, global_batch_info={"dp_size": 1}, get=lambda name, default: values[name])
-    return found
-
-
-def random_batch(seed: int = 0) -> tuple[torch.Tensor, ...]:
-    torch.manual_seed(seed)
-    old = -torch.rand(6, 9) * 3
-    mask = torch.rand(6, 9) < 0.7
-    mask[2] = False
-    return old, old + torch.randn(6, 9) * 0.4, old - torch.randn(6, 9), torch.randn(6, 9), mask
-
-
-def test_acrs_loss_in_verl_is_the_formula_and_its_gradient() -> None:
-    from verl.trainer.ppo.core_algos import agg_loss
-
-    from jetrl_patch.correction.objectives import acr_loss
-
-    old, log_prob, rollout, advantages, mask = random_batch()
-    rho = (old - rollout).exp() * mask
-    runtime.enable(Config(precision="bf16", correction="tis", correction_bounds=1.5, acr=True))
-    ours, theirs = log_prob.clone().requires_grad_(), log_prob.clone().requires_grad_()
-    found, logged = correction_acr.policy_loss(old, ours, advantages, mask, config=actor(), rollout_is_weights=rho)
-    per_token, _ = acr_loss(theirs, old, advantages, rho, 1.5, 0.2, 0.28, 3.0)
-    expected = agg_loss(per_token, mask, "token-mean")
-    found.backward()
-    expected.backward()
-    assert torch.equal(found, expected) and torch.equal(ours.grad, theirs.grad)
-    assert set(logged) == {"actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower"}
-
-
-def test_acr_without_a_mismatch_is_verls_own_loss_bit_for_bit() -> None:
-    from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
-
-    old, log_prob, _, advantages, mask = random_batch(1)
-    runtime.enable(Config(precision="bf16", correction="tis", acr=True))
-    arguments = (old, log_prob, advantages, mask, "token-mean", actor())
-    ours, logged = correction_acr.policy_loss(*arguments, mask.float())
-    theirs, expected = compute_policy_loss_vanilla(*arguments, mask.float())
-    assert torch.equal(ours, theirs) and logged == pytest.approx(expected)
-
-
-@pytest.mark.parametrize("module", ["rollout_corr_helper", "v1.trainer_base"])
-def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one(module) -> None:
-    """By the function of each trainer: V0 looks it up where it is defined, V1 where it has imported it."""
-    import importlib
-
-    from verl.protocol import DataProto
-    from verl.trainer.ppo import core_algos
-
-    before = dict(core_algos.POLICY_LOSS_REGISTRY)
-    runtime.enable(Config(precision="bf16", correction="tis", acr=True))
-    assert core_algos.get_policy_loss_fn(correction.ACR_LOSS) is correction_acr.policy_loss
-    trainer = importlib.import_module(f"verl.trainer.ppo.{module}")
-    old, _, rollout, _, mask = random_batch(2)
-    there = OmegaConf.create({"rollout_is": "token", "rollout_is_threshold": 2.0})
-
-    def weights_and_figures() -> Any:
-        batch = DataProto.from_dict({"old_log_probs": old, "rollout_log_probs": rollout, "response_mask": mask.long()})
-        found, logged = trainer.compute_rollout_correction_and_add_to_batch(batch, there)
-        return found.batch["rollout_is_weights"], logged
-
-    found, logged = weights_and_figures()
-    torch.testing.assert_close(found, (old - rollout).exp() * mask)
-    runtime.disable()
-    truncated, expected = weights_and_figures()
-    torch.testing.assert_close(truncated, correct("tis", old - rollout, mask, (2.0,)).weights)
-    assert not torch.equal(found, truncated) and logged == expected
-    assert before == core_algos.POLICY_LOSS_REGISTRY and correction.ACR_LOSS not in before
-
-
-# bypass mode
-
-
-def test_in_bypass_mode_the_first_mini_batch_after_a_sync_is_measured() -> None:
-    from verl.trainer.ppo import core_algos
-
-    from jetrl_patch.correction.figures import applied
-    from jetrl_patch.correction.mismatch import mismatch
-
-    runtime.enable(Config(precision="bf16"))
-    there = OmegaConf.create({"rollout_is": "sequence", "rollout_is_threshold": 3.0, "loss_type": "reinforce"})
-    config = actor(policy_loss={"rollout_correction": there})
-    loss = core_algos.get_policy_loss_fn("bypass_mode")
-    _, log_prob, rollout, advantages, mask = random_batch(3)
-
-    def mini_batch(parts: list[slice]) -> None:
-        for part in parts:
-            loss(
-                old_log_prob=rollout[part], log_prob=log_prob[part], advantages=advantages[part],
-                response_mask=mask[part], loss_agg_mode="token-mean", config=config, rollout_is_weights=None,
-            )  # fmt: skip
-
-    train_batch = correction_bypass.train_batch(lambda self, parts: mini_batch(parts))
-    assert correction_bypass.hand_over() == []
-    train_batch(None, [])  # a critic's
-    train_batch(None, [slice(0, 2), slice(3, 6)])
-    train_batch(None, [slice(0, 6)])  # other weights by now
-    rank = {correction_bypass.LOSS: correction_bypass.hand_over()}
-    assert correction_bypass.hand_over() == []
-    found, logged = correction_bypass.figures([rank, {correction_bypass.LOSS: []}])
-    seen = torch.tensor([0, 1, 3, 4, 5])
-    expected = mismatch(log_prob[seen], rollout[seen], mask[seen])
-    assert found.as_metrics() == pytest.approx(expected.as_metrics(), rel=1e-9)
-    weights = applied("seq-tis", (log_prob - rollout)[seen], mask[seen], (3.0,))
-    assert logged == pytest.approx(weights.as_metrics(), rel=1e-9)
-    assert correction_bypass.figures([{correction_bypass.LOSS: []}]) is None
-
-
-def test_in_bypass_mode_v1_compares_no_tensor_with_itself() -> None:
-    runtime.enable(Config(precision="bf16"))
-    wrapped = metrics.v1_old_log_prob(lambda self, batch, found: "done")
-    trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": True}}}))
-    assert wrapped(trainer, None, {}) == "done" and state.DRIVER.metrics == {}
-
-
-# real runs
-
-TIMEOUT = 900
-#: what a run's line says: ours, verl's own of its correction, and whether the step was sound
-_FIGURES = re.compile(r"((?:jetrl|rollout_corr|actor)/\w+):([^ ]+)")
-
-
-@pytest.fixture(scope="module")
-def task(tmp_path_factory):
-    """Without tokens beyond the tokenizer, so that outside of exact mode the mismatch is the model's."""
-    return make_task(tmp_path_factory.mktemp("correction"), fill=True)
-
-
-def steps_of(task, *extra: str, v1: bool = False, **environ: str) -> list[dict[str, float]]:
-    run = Run(task, f"trainer.use_v1={v1}", *extra, environ={"CUDA_VISIBLE_DEVICES": "", **environ})
-    assert run.wait(TIMEOUT) == 0, run.text[-6000:]
-    lines = [line for line in run.text.splitlines() if "step:" in line and "training/global_step" in line]
-    steps = [{k: float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", v)) for k, v in _FIGURES.findall(line)} for line in lines]
-    assert len(steps) == 2, run.text[-3000:]
-    for step in steps:
-        assert step["jetrl/tokens"] >= 16 and math.isfinite(step["actor/grad_norm"]), step
-    return steps
-
-
-def assert_identity(step: dict[str, float]) -> None:
-    assert step["jetrl/bit_equal_fraction"] == 1.0
-    for name in ("min", "mean", "max"):
-        assert step[f"jetrl/correction_weight_{name}"] == 1.0
-    assert step["jetrl/masked_fraction"] == step["jetrl/clipped_fraction"] == 0.0 and step["jetrl/ess"] == 1.0
-
-
-def assert_mean_is_verls(step: dict[str, float]) -> None:
-    assert step["rollout_corr/rollout_is_mean"] == pytest.approx(step["jetrl/correction_weight_mean"], rel=1e-5)
-
-
-e2e = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT + 100)]
-pytestmark: list[Any] = []
-
-
-def run_test(*marks: Any):
-    def mark(function):
-        for one in (*e2e, *marks):
-            function = one(function)
-        return function
-
-    return mark
-
-
-@run_test(pytest.mark.slow)
-@pytest.mark.parametrize("kind", KINDS_ON)
-def test_where_both_sides_agree_every_correction_is_the_identity(task, kind) -> None:
-    for step in steps_of(task, JETRL_PRECISION="fp8-unified", JETRL_CORRECTION=kind):
-        assert_identity(step)
-        assert step["actor/grad_norm"] > 0
-        if kind == "geo-mis":
-            assert step["rollout_corr/rollout_rs_masked_fraction"] == 0.0
-        else:
-            assert step["rollout_corr/rollout_is_min"] == step["rollout_corr/rollout_is_max"] == 1.0
-
-
-@run_test()
-def test_acr_where_both_sides_agree(task) -> None:
-    for step in steps_of(task, JETRL_PRECISION="fp8-unified", JETRL_CORRECTION="tis", JETRL_ACR="1"):
-        assert_identity(step)
-        assert step["rollout_corr/rollout_is_min"] == step["rollout_corr/rollout_is_max"] == 1.0
-
-
-@run_test(pytest.mark.slow)
-@pytest.mark.parametrize(
-    ("kind", "bounds"),
-    [
-        ("tis", "1.001"), ("seq-tis", "1.001"), ("mis", "1.001"), ("seq-mis", "1.001"), ("icepop", "0.98,1.01"),
-        ("geo-mis", "0.9995,1.0005"),
-    ],
-)  # fmt: skip
-def test_where_they_do_not_agree_verl_applies_what_we_log(task, kind, bounds) -> None:
-    for step in steps_of(task, JETRL_PRECISION="fp8-rollout", JETRL_CORRECTION=kind, JETRL_CORRECTION_BOUNDS=bounds):
-        high = float(bounds.rpartition(",")[2])
-        assert 0.0 < step["jetrl/clipped_fraction"] < 1.0 or kind == "geo-mis"
-        if kind == "geo-mis":
-            assert step["rollout_corr/rollout_rs_masked_fraction"] == pytest.approx(step["jetrl/masked_fraction"])
-            continue
-        assert step["jetrl/correction_weight_max"] <= high * (1 + 1e-6)
-        assert_mean_is_verls(step)
-        dropped = step["jetrl/clipped_fraction"] if kind in ("mis", "seq-mis", "icepop") else 0.0
-        assert step["jetrl/masked_fraction"] == dropped
-        assert (step["jetrl/correction_weight_min"] == 0.0) == (dropped > 0)
-
-
-@run_test(pytest.mark.slow)
-@pytest.mark.parametrize("v1", [False, True])
-def test_acr_with_a_mismatch(task, v1) -> None:
-    environ = {"JETRL_PRECISION": "fp8-rollout", "JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "1.001"}
-    for step in steps_of(task, v1=v1, JETRL_ACR="1", **environ):
-        assert 0.0 < step["jetrl/clipped_fraction"] < 1.0 and step["actor/grad_norm"] > 0
-        assert_mean_is_verls(step)
-
-
-@run_test(pytest.mark.slow)
-@pytest.mark.parametrize("v1", [False, True])
-def test_policy_gradients_in_bypass_mode(task, v1) -> None:
-    """PG-Seq-TIS, two mini-batches a step: equality is measured over the first, whose weights are those that sampled."""
-    extra = [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{A}.ppo_mini_batch_size=2"]
-    for step in steps_of(task, *extra, v1=v1, JETRL_PRECISION="fp8-unified", JETRL_CORRECTION="seq-tis"):
-        assert_identity(step)
-        assert "rollout_corr/rollout_is_mean" in step  # else another loss than the bypass mode's has run
-
-
-@run_test(pytest.mark.slow)
-@pytest.mark.parametrize("kind", ["none", "seq-mis"])
-def test_gspo_and_ppo_clip_in_bypass_mode(task, kind) -> None:
-    extra = [f"{LOSS}=gspo", f"{A}.loss_agg_mode=seq-mean-token-mean"] if kind != "none" else [f"{C}.bypass_mode=true"]
-    for step in steps_of(task, *extra, JETRL_PRECISION="fp8-unified", JETRL_CORRECTION=kind):
-        assert step["jetrl/bit_equal_fraction"] == 1.0 and step["actor/grad_norm"] > 0
