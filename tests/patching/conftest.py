@@ -1,0 +1,58 @@
+"""A framework that nobody has imported yet, and adapters for it in the place of the real ones."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.base import Adapter
+
+
+@pytest.fixture
+def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A package ``fakefw`` with modules ``a`` and ``b`` that nobody has imported yet."""
+    root = tmp_path / "fakefw"
+    root.mkdir()
+    (root / "__init__.py").write_text("")
+    for name in "ab":
+        (root / f"{name}.py").write_text(
+            textwrap.dedent(f"""
+            def function(): return "{name}"
+            class Class:
+                @staticmethod
+                def static(): return "static {name}"
+            class Heir(Class): pass
+            """)
+        )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    importlib.invalidate_caches()
+    yield root
+    for name in [name for name in sys.modules if name.split(".")[0] == "fakefw"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch, framework: Path) -> Callable[..., None]:
+    """Put these adapters in the place of the real ones."""
+
+    def put(*adapters: Adapter) -> None:
+        monkeypatch.setattr(runtime, "ADAPTERS", {str(i): ("fakefw",) for i in range(len(adapters))})
+        monkeypatch.setattr(runtime, "_resolve", lambda name: adapters[int(name)])
+
+    return put
+
+
+@pytest.fixture
+def environment() -> Iterator[dict[str, str]]:
+    """The environment before; it must be the same afterwards."""
+    before = dict(os.environ)
+    yield before
+    runtime.disable()
+    assert dict(os.environ) == {**before, "PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}

@@ -1,0 +1,148 @@
+"""What enable starts from, and what stops it: the environment, settings, versions, threads, missing adapters."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from jetrl_patch import env, runtime
+from jetrl_patch.adapters.base import Config, Journal
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, PatchError, VersionError
+from jetrl_patch.patching import guards
+from tests.patching.fakes import ALL, Fake
+
+
+def test_opting_in_by_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(Fake(ALL))
+    assert runtime.activate_from_env() is False
+    assert not runtime.is_active()
+    monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
+    assert runtime.activate_from_env() is True
+    assert runtime.active_config() == Config(precision="fp8-rollout")
+    monkeypatch.setenv("JETRL_PRECISION", "bf16")
+    assert runtime.activate_from_env() is True  # the session that stands has the last word
+    assert runtime.active_config() == Config(precision="fp8-rollout")
+    monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
+    runtime.disable()
+    monkeypatch.setenv(env.SWITCH, "0")
+    assert runtime.activate_from_env() is False
+
+
+def test_enable_starts_from_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(Fake(ALL))
+    monkeypatch.setenv("JETRL_SCALE_FORMAT", "fp32")
+    runtime.enable(precision="fp8-rollout")
+    assert runtime.active_config() == Config(precision="fp8-rollout", scale_format="fp32")
+
+
+def test_settings_that_are_wrong_change_nothing(use: Any, environment: dict[str, str]) -> None:
+    adapter = Fake(ALL)
+    use(adapter)
+    for overrides in ({"precision": "fp9"}, {"precison": "bf16"}, {"precision": "bf16", "align": "exact"}):
+        with pytest.raises(ConfigError):
+            runtime.enable(**overrides)
+    assert adapter.calls == []
+
+
+def test_enable_from_inside_an_enable_that_is_under_way(use: Any) -> None:
+    class Nested(Fake):
+        def on_apply(self, config: Config, journal: Journal) -> None:
+            assert runtime.activate_from_env() is True  # what a plugin does that is loaded right now
+            runtime.enable(config)
+            with pytest.raises(ConflictError):
+                runtime.enable(config, sync_timeout=1.0)
+
+    use(Nested(ALL))
+    runtime.enable()
+    assert runtime.is_active()
+
+
+def test_two_threads_enable_once(use: Any) -> None:
+    adapter = Fake(ALL)
+    use(adapter)
+    threads = [threading.Thread(target=runtime.enable) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert adapter.calls.count("on_apply") == 1
+
+
+def test_layers_and_backend_are_reported(use: Any) -> None:
+    use(Fake(ALL))
+    runtime.enable()
+    assert runtime.status().backend == "auto"
+    runtime.register_layers(["layers.0.q_proj", "layers.0.k_proj"])
+    runtime.register_layers(["layers.0.k_proj", "layers.1.q_proj"])
+    runtime.register_backend("native")
+    status = runtime.status()
+    assert status.layers == ("layers.0.q_proj", "layers.0.k_proj", "layers.1.q_proj")
+    assert status.backend == "native"
+    assert status.pid == os.getpid()
+    assert status.as_dict()["config"]["precision"] == "fp8-unified"
+    runtime.disable()
+    runtime.enable()
+    assert runtime.status().layers == ()
+
+
+def test_require_active(use: Any) -> None:
+    use(Fake(ALL))
+    with pytest.raises(NotPatchedError, match=rf"the worker \(pid {os.getpid()}\) should be patched and is not"):
+        runtime.require_active("the worker")
+    with pytest.raises(NotPatchedError):
+        runtime.active_config()
+    runtime.enable()
+    assert runtime.require_active("the worker", Config()) == Config().resolved()
+    with pytest.raises(ConflictError, match="settings of the worker"):
+        runtime.require_active("the worker", Config(precision="bf16"))
+
+
+def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "ADAPTERS", {"x": ("no_such_framework",)})
+    with pytest.raises(VersionError, match=r"none of them installed.*pip install 'jetrl_patch\[verl\]'"):
+        runtime.enable()
+
+
+@pytest.mark.parametrize(
+    ("dist", "found"),
+    [("torch", "2.10.1"), ("torch", "2.14.0"), ("vllm", "0.29.0"), ("verl", "0.8.0"), ("verl", "main")],
+)
+def test_unsupported_versions_stop_before_anything_changes(
+    use: Any, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, dist: str, found: str
+) -> None:
+    class Needs(Fake):
+        requires = ("torch", "vllm", "verl")
+
+    real = guards.installed_version
+    monkeypatch.setattr(guards, "installed_version", lambda name: found if name == dist else real(name))
+    adapter = Needs(ALL)
+    use(adapter)
+    required = guards.SUPPORTED[dist][0]
+    with pytest.raises(VersionError, match=rf"{dist}{required} is required, but .*{found}.*install {dist}"):
+        runtime.enable()
+    assert adapter.calls == []
+
+
+def test_an_adapter_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, framework: Path) -> None:
+    monkeypatch.setattr(runtime, "ADAPTERS", {"fakefw": ("fakefw",)})
+    with pytest.raises(PatchError, match=r"jetrl_patch\.adapters\.fakefw\.adapter:ADAPTER is missing"):
+        runtime.enable()
+
+
+def test_without_the_adapters_package_the_error_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.import_module
+
+    def import_module(name: str, package: str | None = None) -> ModuleType:
+        if name == "jetrl_patch.adapters":
+            raise ModuleNotFoundError("No module named 'jetrl_patch.adapters'", name="jetrl_patch.adapters")
+        return real(name, package)
+
+    monkeypatch.setattr(runtime.importlib, "import_module", import_module)
+    with pytest.raises(PatchError, match=r"pip install -e \."):
+        runtime._resolve("transformers")
