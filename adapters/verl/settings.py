@@ -30,16 +30,16 @@ def _dtype_other_than_bf16(value: Any) -> bool:
 
 _ENGINES = ("fsdp", "fsdp2", megatron.STRATEGY)
 _OFF = "switch it off"
-_QUANTIZED = "no other quantization beside jetrl_patch"
+_QUANTIZED = "no other quantization beside jetrl_patch (precision='bf16' measures it)"
 _PARALLEL = "a trainer that holds whole sequences and a rollout of plain tensor parallelism"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set rollout.name=vllm", "all"),
-    Rule(f"{ROLLOUT}.quantization", is_set, _QUANTIZED, "set it to null", "all", ConflictError),
-    Rule(f"{ROLLOUT}.quantization_config_file", is_set, _QUANTIZED, "set it to null", "all", ConflictError),
-    Rule(f"{ROLLOUT}.qat.enable", is_set, _QUANTIZED, _OFF, "all", ConflictError),
-    Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _QUANTIZED, _OFF, "all", ConflictError),
-    Rule(f"{ENGINE}.quantization", other_than("jetrl_fp8", "jetrl_int8"), _QUANTIZED, "leave it out", "all", ConflictError),
+    Rule(f"{ROLLOUT}.quantization", is_set, _QUANTIZED, "set it to null", "changed", ConflictError),
+    Rule(f"{ROLLOUT}.quantization_config_file", is_set, _QUANTIZED, "set it to null", "changed", ConflictError),
+    Rule(f"{ROLLOUT}.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
+    Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
+    Rule(f"{ENGINE}.quantization", other_than("jetrl_fp8", "jetrl_int8"), _QUANTIZED, "leave it out", "changed", ConflictError),
     Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
     Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
     Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "fp8", ConflictError),

@@ -17,6 +17,7 @@ EXACT = Config(precision="fp8-unified")
 LINEAR = Config(precision="fp8-unified", align="linear")
 ROLLOUT = Config(precision="fp8-rollout")
 BF16 = Config(precision="bf16")
+FP16 = Config(precision="fp16")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +41,10 @@ def test_verls_own_defaults_are_accepted(base, config):
 
 
 CONFLICTS = [
-    (f"{R}.quantization=fp8", "rollout.quantization", BF16),
-    ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "qat.enable", BF16),
-    (f"+{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", BF16),
+    (f"{R}.quantization=fp8", "rollout.quantization", ROLLOUT),
+    (f"{R}.quantization=fp8", "rollout.quantization", FP16),
+    ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "qat.enable", LINEAR),
+    (f"+{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", ROLLOUT),
     ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank", ROLLOUT),
     ("actor_rollout_ref.model.lora.rank=8", "model.lora.rank", ROLLOUT),
     ("actor_rollout_ref.model.use_liger=True", "model.use_liger", EXACT),
@@ -56,6 +58,15 @@ def test_another_owner_of_the_same_thing_is_a_conflict(base, override, path, con
     with pytest.raises(ConflictError, match=rf"{path}.* asked for .*, but found .*; "):
         settings.check(verl_config, config)
     assert OmegaConf.to_container(verl_config) == before
+
+
+def test_measuring_leaves_verls_own_quantization_alone(base):
+    """The stock FP8 rollout is a baseline: precision="bf16" measures it."""
+    for path in (f"{R}.quantization", f"{R}.engine_kwargs.vllm.quantization"):
+        verl_config = base(f"++{path}=fp8")
+        settings.check(verl_config, BF16)
+        assert not any("quantization" in change for change in settings.complete(verl_config, BF16))
+        assert OmegaConf.select(verl_config, path) == "fp8"
 
 
 REFUSED = [
