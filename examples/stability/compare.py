@@ -7,6 +7,7 @@ weights on the loss differ. ``intN-rollout`` turns a rollout quantizer up until 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from rich.table import Table
 
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm
+from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.picture import draw
 from examples.stability.sweep import Job, sweep
 from jetrl_patch.report import Run
@@ -34,15 +36,20 @@ LAST = 60
 
 
 def judged(run: Run) -> dict[str, float]:
-    """Best held-out accuracy, its mean over the last steps and its worst there, mean reward there, mean mismatch."""
+    """Best held-out accuracy, its mean over the last steps and its worst there, mean reward there, mean mismatch.
+
+    ``trainer`` is the held-out accuracy of the trainer's own weights over the last steps: NaN where it was not measured.
+    """
     first = run.training_steps[-1] - LAST
     accuracy = [value for step, value in run.accuracy if step > first]
     reward = [value for step, value in run.reward if step > first]
+    trainer = [value for step, value in run.series(TRAINERS_ACCURACY) if step > first]
     mismatch = [value for _, value in run.series("jetrl/logp_abs_diff_mean")]
     return {
         "best": max(value for _, value in run.accuracy),
         "last": fmean(accuracy),
         "worst": min(accuracy),
+        "trainer": fmean(trainer) if trainer else math.nan,
         "reward": fmean(reward),
         "mismatch": fmean(mismatch),
     }
@@ -58,6 +65,7 @@ def table(runs: dict[Job, Run], title: str) -> Table:
         "best held-out",
         f"held-out, last {LAST} steps",
         "worst there",
+        "trainer's weights there",
         "reward there",
     ):
         found.add_column(name, justify="left" if name == "arm" else "right")
@@ -67,25 +75,33 @@ def table(runs: dict[Job, Run], title: str) -> Table:
         mismatch = fmean(v["mismatch"] for v in values)
         found.add_row(
             arm.name, str(len(values)), f"{mismatch:.1e}" if mismatch else "0", f"{fmean(v['best'] for v in values):.1%}",
-            f"{fmean(last):.1%} ({min(last):.1%} to {max(last):.1%})", f"{min(v['worst'] for v in values):.1%}",
+            _over_seeds(last), f"{min(v['worst'] for v in values):.1%}", _over_seeds([v["trainer"] for v in values]),
             f"{fmean(v['reward'] for v in values):.3f}",
         )  # fmt: skip
     return found
 
 
+def _over_seeds(values: list[float]) -> str:
+    """Mean, lowest and highest; a dash where nothing was measured."""
+    if not all(map(math.isfinite, values)):
+        return "–"
+    return f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")
     parser.add_argument("--out", type=Path, default=Path("outputs/stability"))
     args = parser.parse_args()
     console = Console(highlight=False)
     started = time.monotonic()
     jobs = [Job(arm=arm, seed=seed, steps=args.steps, learning_rate=args.lr) for seed in args.seeds for arm in ARMS]
     try:
-        runs = sweep(jobs, args.out.resolve(), console, args.at_once)
+        runs = sweep(jobs, args.out.resolve(), console, args.at_once, args.resume)
     except RunFailedError as error:
         console.print(str(error), style="red", markup=False)
         return 1

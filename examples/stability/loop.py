@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 CHECKPOINT = str(Path(__file__).resolve().parents[1] / "words" / "checkpoint")
 RESPONSE_TOKENS = 40
+#: held-out accuracy of the trainer's own weights, logged where the rollout's were rounded here
+TRAINERS_ACCURACY = "val-aux/words/acc/trainer"
 
 Emit = Callable[[int, dict[str, Any]], None]
 
@@ -78,18 +80,26 @@ def run(
     torch.set_num_threads(1)
     jetrl_patch.enable(arm.config)
     questions = Questions()
-    rollout = Rollout(CHECKPOINT, seed, arm.bits)
+    rollout = Rollout(CHECKPOINT, seed)
     policy = Policy(CHECKPOINT, arm.config, learning_rate)
     pool = questions.train if pool is None else pool
     rng = random.Random(seed)
+
+    def accuracy() -> float:
+        _, right = questions.sample(rollout, questions.held_out[:held_out], 1, 0.0, 0)
+        return sum(right) / len(right)
+
     for step in range(steps + 1):
         times = [time.perf_counter()]
-        rollout.sync(policy.source, policy.weights())
+        rollout.sync(policy.source, policy.weights(), arm.bits)
         times.append(time.perf_counter())
         metrics: dict[str, Any] = {}
         if step % validate_every == 0 or step == steps:
-            _, right = questions.sample(rollout, questions.held_out[:held_out], 1, 0.0, 0)
-            metrics["val-core/words/acc/mean@1"] = sum(right) / len(right)
+            metrics["val-core/words/acc/mean@1"] = accuracy()
+            if arm.bits is not None:
+                rollout.sync(policy.source, policy.weights())
+                metrics[TRAINERS_ACCURACY] = accuracy()
+                rollout.sync(policy.source, policy.weights(), arm.bits)
         if step == steps:
             emit(step, metrics)
             return
@@ -120,7 +130,7 @@ def main() -> None:
     parser.add_argument("--correction", default="none")
     parser.add_argument("--objective", default="ppo", choices=OBJECTIVES)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=160)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--pool", type=Path, help="JSON list of positions in the training split to train on")
     parser.add_argument("--out", type=Path, required=True)
@@ -131,7 +141,10 @@ def main() -> None:
     if args.pool is not None:
         train, _ = task.split()
         pool = [train[i] for i in json.loads(args.pool.read_text())]
-    identity = {"precision": args.precision, "align": arm.config.resolved_align, "correction": args.correction, "seed": args.seed}
+    identity = {
+        "precision": args.precision, "align": arm.config.resolved_align, "correction": args.correction, "seed": args.seed,
+        "objective": args.objective, "learning_rate": args.lr,
+    }  # fmt: skip
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("w", encoding="utf-8") as file:
 

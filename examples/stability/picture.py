@@ -1,4 +1,4 @@
-"""Held-out accuracy and mismatch of all arms, a line an arm, the range over seeds shaded."""
+"""Held-out accuracy of rollout and trainer, and mismatch, of all arms: a line an arm, the range over seeds shaded."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+
+from examples.stability.loop import TRAINERS_ACCURACY
 
 if TYPE_CHECKING:
     from examples.stability.sweep import Job
@@ -23,17 +25,21 @@ def draw(runs: Mapping[Job, Run], path: Path) -> Path:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(15, 4.2), layout="constrained")
     for i, arm in enumerate(dict.fromkeys(job.arm for job in runs)):
         mine = [run for job, run in runs.items() if job.arm == arm]
         look: dict[str, Any] = {"color": _COLOURS[i % 8], "linestyle": _STYLES[i % 8], "label": arm.name}
         _band(left, [dict(run.accuracy) for run in mine], look)
+        trainers = [dict(run.series(TRAINERS_ACCURACY)) for run in mine]
+        if all(trainers):
+            _band(middle, trainers, look)
         _band(right, [smoothed(dict(run.series("jetrl/logp_abs_diff_mean"))) for run in mine], look)
-    left.set(title="held-out accuracy (greedy, by the rollout engine)", xlabel="step", ylim=(0, 1))
+    left.set(title="held-out accuracy of what samples", xlabel="step", ylim=(0, 1))
+    middle.set(title="held-out accuracy of the trainer's weights, where they differ", xlabel="step", ylim=(0, 1))
     right.set(title="mean |Δlogp|, ten steps together", xlabel="step")
     right.set_yscale("symlog", linthresh=1e-4)
     right.set_ylim(bottom=-2e-5)
-    for axis in (left, right):
+    for axis in (left, middle, right):
         axis.grid(alpha=0.25)
     left.legend(fontsize=8, loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,23 +29,21 @@ class Rollout:
 
     Args:
         model: path of the checkpoint. seed: of the engine.
-        bits: round the weights that are sent to so many bits, or None to send them as they are.
     """
 
-    def __init__(self, model: str, seed: int, bits: int | None = None) -> None:
+    def __init__(self, model: str, seed: int) -> None:
         from vllm import LLM
 
-        self.bits = bits
         self.engine = LLM(
             model=model, seed=seed, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=128, max_num_seqs=256,
             enforce_eager=True, enable_prefix_caching=False, kv_cache_memory_bytes=1 << 28,
             logprobs_mode="processed_logprobs",
         )  # fmt: skip
 
-    def sync(self, source: Source, weights: dict[str, Tensor]) -> SyncStats:
-        """Send the trainer's weights; raises SyncError when they did not arrive whole."""
+    def sync(self, source: Source, weights: dict[str, Tensor], bits: int | None = None) -> SyncStats:
+        """Send the trainer's weights, rounded to ``bits`` bits if given; raises SyncError when they did not arrive whole."""
         stats = SyncStats()
-        named = ((name, self._rounded(name, weight)) for name, weight in weights.items())
+        named = ((name, _rounded(name, weight, bits)) for name, weight in weights.items())
 
         def install(worker: Any) -> None:
             for pair in source.stream(named, stats):
@@ -77,10 +75,11 @@ class Rollout:
             for o in answer.outputs
         ]
 
-    def _rounded(self, name: str, weight: Tensor) -> Tensor:
-        """Linears of the blocks to ``bits`` bits with one scale a row, back in BF16."""
-        if self.bits is None or ".layers." not in name or not name.endswith("_proj.weight"):
-            return weight
-        top = 2 ** (self.bits - 1) - 1
-        scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / top
-        return ((weight.float() / scale).round().clamp(-top, top) * scale).to(torch.bfloat16)
+
+def _rounded(name: str, weight: Tensor, bits: int | None) -> Tensor:
+    """Linears of the blocks to ``bits`` bits with one scale a row, back in BF16."""
+    if bits is None or ".layers." not in name or not name.endswith("_proj.weight"):
+        return weight
+    top = 2 ** (bits - 1) - 1
+    scale = weight.float().abs().amax(1, keepdim=True).clamp(min=1e-10) / top
+    return ((weight.float() / scale).round().clamp(-top, top) * scale).to(torch.bfloat16)

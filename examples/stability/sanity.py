@@ -91,6 +91,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--at-once", type=int, default=2)
+    parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")
     parser.add_argument("--out", type=Path, default=Path("outputs/sanity"))
     args = parser.parse_args()
     console, started, folder = Console(highlight=False), time.monotonic(), args.out.resolve()
@@ -101,7 +102,7 @@ def main() -> int:
     )
     console.print(f"{len(json.loads(pool.read_text()))} questions that the initial model solves 20 to 80% of the time")
     try:
-        runs = sweep(jobs(args.seeds, args.steps, args.lr, pool), folder, console, args.at_once)
+        runs = sweep(jobs(args.seeds, args.steps, args.lr, pool), folder, console, args.at_once, args.resume)
     except RunFailedError as error:
         console.print(str(error), style="red", markup=False)
         return 1

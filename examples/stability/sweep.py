@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from collections.abc import Sequence
@@ -41,18 +42,23 @@ class Job:
         ]  # fmt: skip
 
 
-def sweep(jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2) -> dict[Job, Run]:
+def sweep(
+    jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2, resume: bool = False
+) -> dict[Job, Run]:
     """Run all jobs; ``folder/<job>.jsonl`` has a run's metrics, ``folder/logs`` what it printed.
+
+    Args:
+        resume: keep the runs that are there already, to their last step and at the same learning rate.
 
     Raises:
         RunFailedError: the first run that failed; the others that were under way are ended.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
-    waiting, running = list(jobs), dict[Job, Group]()
-    found: dict[Job, Run] = {}
+    found = {job: _result(job, folder, 0) for job in jobs if resume and is_whole(job, folder)}
+    waiting, running = [job for job in jobs if job not in found], dict[Job, Group]()
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
     with temporary_folder() as temporary, Progress(*columns, console=console) as progress:
-        bar = progress.add_task("runs", total=len(jobs))
+        bar = progress.add_task("runs", total=len(jobs), completed=len(found))
         try:
             while waiting or running:
                 while waiting and len(running) < at_once:
@@ -71,7 +77,17 @@ def sweep(jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2)
         finally:
             for group in running.values():
                 group.end()
-    return found
+    return {job: found[job] for job in jobs}
+
+
+def is_whole(job: Job, folder: Path) -> bool:
+    """Whether ``folder`` has the job's run, to its last step."""
+    path = folder / f"{job.slug}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    if len(lines) != job.steps + 1:
+        return False
+    last = json.loads(lines[-1])
+    return bool((last["step"], last.get("learning_rate")) == (job.steps, job.learning_rate))
 
 
 def _result(job: Job, folder: Path, status: int) -> Run:

@@ -6,16 +6,19 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from examples.stability import compare, sanity
 from examples.stability.arms import Arm
+from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.objective import CLIP, Batch, loss, prepare
 from examples.stability.picture import draw, smoothed
-from examples.stability.sweep import ROOT, Job
+from examples.stability.sweep import ROOT, Job, is_whole, sweep
 from jetrl_patch.report import Run
 
 
@@ -98,6 +101,18 @@ def test_the_picture_and_both_tables_are_drawn(tmp_path: Path) -> None:
     assert sanity.peak(next(iter(runs.values()))) == pytest.approx(0.96)
 
 
+def test_a_run_that_came_to_its_end_is_kept_and_no_other(tmp_path: Path) -> None:
+    job = Job(arm=Arm(precision="bf16"), seed=0, steps=2, learning_rate=1e-3)
+    path = tmp_path / f"{job.slug}.jsonl"
+    lines = [json.dumps({"step": step, "learning_rate": 1e-3, "data": {"critic/score/mean": 0.5}}) for step in range(3)]
+    console = Console(quiet=True)
+    path.write_text("\n".join(lines))
+    assert list(sweep([job], tmp_path, console, resume=True)) == [job]
+    for other, text in ((job, lines[:2]), (replace(job, learning_rate=1e-4), lines)):
+        path.write_text("\n".join(text))
+        assert not is_whole(other, tmp_path)
+
+
 def test_smoothing_takes_means_of_ten() -> None:
     assert smoothed({step: float(step) for step in range(20)}) == {9: 4.5, 19: 14.5}
 
@@ -120,3 +135,5 @@ def test_a_real_run(precision: str, tmp_path: Path) -> None:
         assert equal == [1.0, 1.0] and mean == [0.0, 0.0]
     else:
         assert all(value < 1.0 for value in equal) and all(value > 0.01 for value in mean)
+        # what was rounded knows less than the weights it was rounded from, here before the first step
+        assert lines[0]["data"][TRAINERS_ACCURACY] != lines[0]["data"]["val-core/words/acc/mean@1"]
