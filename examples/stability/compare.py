@@ -13,14 +13,13 @@ import time
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
 from rich.table import Table
 
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm
 from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.picture import draw
-from examples.stability.sweep import Job, sweep
+from examples.stability.sweep import Job, sweep, wide_console
 from jetrl_patch.report import Run
 
 ARMS = (
@@ -97,7 +96,7 @@ def main() -> int:
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")
     parser.add_argument("--out", type=Path, default=Path("outputs/stability"))
     args = parser.parse_args()
-    console = Console(highlight=False)
+    console = wide_console()
     started = time.monotonic()
     jobs = [Job(arm=arm, seed=seed, steps=args.steps, learning_rate=args.lr) for seed in args.seeds for arm in ARMS]
     try:

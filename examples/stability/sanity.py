@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 
-from rich.console import Console
 from rich.table import Table
 
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm
-from examples.stability.sweep import Job, sweep
+from examples.stability.sweep import Job, sweep, wide_console
 from jetrl_patch.report import Run
 
 PASS = 0.95
@@ -88,13 +87,13 @@ def jobs(seeds: Sequence[int], steps: int, learning_rate: float, pool: Path) -> 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--steps", type=int, default=80)
+    parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")
     parser.add_argument("--out", type=Path, default=Path("outputs/sanity"))
     args = parser.parse_args()
-    console, started, folder = Console(highlight=False), time.monotonic(), args.out.resolve()
+    console, started, folder = wide_console(), time.monotonic(), args.out.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     pool = folder / "pool.json"
     subprocess.run(

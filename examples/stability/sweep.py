@@ -80,6 +80,11 @@ def sweep(
     return {job: found[job] for job in jobs}
 
 
+def wide_console() -> Console:
+    """Where the output is no terminal, as wide as the tables."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+
+
 def is_whole(job: Job, folder: Path) -> bool:
     """Whether ``folder`` has the job's run, to its last step."""
     path = folder / f"{job.slug}.jsonl"
