@@ -55,7 +55,7 @@ def judged(run: Run) -> dict[str, float]:
 
 
 def table(runs: dict[Job, Run], title: str) -> Table:
-    """One row an arm: means over seeds, with the lowest and highest seed of what is judged."""
+    """One row an arm: means over seeds, with the lowest and highest seed of what is judged, and seed by seed beside bf16."""
     found = Table(title=title)
     for name in (
         "arm",
@@ -63,20 +63,30 @@ def table(runs: dict[Job, Run], title: str) -> Table:
         "mean |Δlogp|",
         "best held-out",
         f"held-out, last {LAST} steps",
+        "below bf16 in",
         "worst there",
         "trainer's weights there",
         "reward there",
     ):
         found.add_column(name, justify="left" if name == "arm" else "right")
+    plain = {job.seed: judged(run)["last"] for job, run in runs.items() if job.arm == ARMS[0]}
     for arm in dict.fromkeys(job.arm for job in runs):
-        values = [judged(run) for job, run in runs.items() if job.arm == arm]
+        by_seed = {job.seed: judged(run) for job, run in runs.items() if job.arm == arm}
+        values = list(by_seed.values())
+        below = [value["last"] < plain[seed] for seed, value in by_seed.items() if seed in plain]
         last = [v["last"] for v in values]
         mismatch = fmean(v["mismatch"] for v in values)
         found.add_row(
-            arm.name, str(len(values)), f"{mismatch:.1e}" if mismatch else "0", f"{fmean(v['best'] for v in values):.1%}",
-            _over_seeds(last), f"{min(v['worst'] for v in values):.1%}", _over_seeds([v["trainer"] for v in values]),
+            arm.name,
+            str(len(values)),
+            f"{mismatch:.1e}" if mismatch else "0",
+            f"{fmean(v['best'] for v in values):.1%}",
+            _over_seeds(last),
+            "–" if arm == ARMS[0] else f"{sum(below)} of {len(below)} seeds",
+            f"{min(v['worst'] for v in values):.1%}",
+            _over_seeds([v["trainer"] for v in values]),
             f"{fmean(v['reward'] for v in values):.3f}",
-        )  # fmt: skip
+        )
     return found
 
 

@@ -35,7 +35,7 @@ def draw(runs: Mapping[Job, Run], path: Path) -> Path:
             _band(middle, trainers, look)
         _band(right, [smoothed(dict(run.series("jetrl/logp_abs_diff_mean"))) for run in mine], look)
     left.set(title="held-out accuracy of what samples", xlabel="step", ylim=(0, 1))
-    middle.set(title="held-out accuracy of the trainer's weights, where they differ", xlabel="step", ylim=(0, 1))
+    middle.set(title="held-out accuracy of the trainer's weights", xlabel="step", ylim=(0, 1))
     right.set(title="mean |Δlogp|, ten steps together", xlabel="step")
     right.set_yscale("symlog", linthresh=1e-4)
     right.set_ylim(bottom=-2e-5)

@@ -82,7 +82,7 @@ def sweep(
 
 def wide_console() -> Console:
     """Where the output is no terminal, as wide as the tables."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 170)
 
 
 def is_whole(job: Job, folder: Path) -> bool:
