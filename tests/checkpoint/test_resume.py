@@ -1,6 +1,6 @@
-"""A real run of verl that is stopped and resumed: the same next steps, bit for bit.
+"""Real runs of verl and OpenRLHF that are stopped and resumed: the same next steps, bit for bit.
 
-What verl does not restore is the rollout engine's generator: it starts vLLM with the same seed again,
+What a framework does not restore is the rollout engine's generator: verl and OpenRLHF start vLLM with the same seed again,
 so that a resumed run samples other responses than the one that went on. Here each sample is drawn with a seed of its own
 (step, prompt, number), by a hook of the test; then everything that follows from the samples has to be equal.
 """
@@ -8,15 +8,21 @@ so that a resumed run samples other responses than the one that went on. Here ea
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from jetrl_patch.checkpoint import record
 from jetrl_patch.checkpoint.command import command
+from jetrl_patch.config import Config
 from jetrl_patch.fp8.quantize import quantize_weight
 from tests.checkpoint.test_export import Lines, tensors
+from tests.openrlhf.run_openrlhf import arguments
+from tests.openrlhf.run_openrlhf import make_task as make_openrlhf_task
+from tests.process_run import ProcessRun
 from tests.verl.run_verl import Run, make_task
 
 TIMEOUT = 500
@@ -119,6 +125,68 @@ def test_verl_goes_on_with_the_same_next_steps(task, whole, tmp_path):
         q, s = quantize_weight(content[layer + ".weight"].to_local(), "pow2")
         assert torch.equal(after[layer + ".weight"].view(torch.uint8), q.view(torch.uint8))
         assert torch.equal(after[layer + ".weight_scale_inv"], s)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT)
+def test_verl_refuses_the_checkpoint_of_another_precision(task, whole):
+    saved = whole / "global_step_2"
+    resume = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={saved}"]
+    other = verl(task, *resume, JETRL_PRECISION="bf16")
+    assert other.wait(TIMEOUT) != 0
+    assert re.search(r"ConfigError: resuming .*precision='bf16', but found precision='fp8-unified'", other.text)
+    found = record.read(saved / "actor")
+    assert found is not None and found.optimizer_states == "8bit"
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT)
+def test_openrlhf_goes_on_from_its_checkpoint(tmp_path):
+    """Resumed where nothing is left to do, a run ends with the weights of the one before, bit for bit."""
+    folder = make_openrlhf_task(tmp_path)
+    first = openrlhf(folder, "first", JETRL_PRECISION="fp8-unified")
+    assert first.wait(TIMEOUT) == 0, first.text[-6000:]
+    saved = record.read(folder / "checkpoints" / "_actor" / "global_step2")
+    assert saved is not None and (saved.precision, saved.optimizer_states) == ("fp8-unified", "8bit")
+    again = openrlhf(folder, "again", "--ckpt.load_enable", JETRL_PRECISION="fp8-unified")
+    assert again.wait(TIMEOUT) == 0, again.text[-6000:]
+    assert "Global step 2:" in first.text and "Global step" not in again.text
+    ends = [tensors(folder / name) for name in ("first", "again")]
+    begun = tensors(folder / "model")
+    assert set(ends[0]) == set(ends[1]) and all(torch.equal(ends[0][n], ends[1][n]) for n in ends[0])
+    assert not all(torch.equal(ends[0][n], begun[n].to(ends[0][n].dtype)) for n in begun)
+    done = command(folder / "again", tmp_path / "fp8", "fp8", None, None, Lines())
+    assert len(done.layers) == 21
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT)
+def test_openrlhf_refuses_the_checkpoint_of_another_precision(tmp_path):
+    folder = make_openrlhf_task(tmp_path)
+    record.write(folder / "checkpoints" / "_actor" / "global_step2", Config(optimizer_states="8bit"))
+    (folder / "checkpoints" / "_actor" / "latest").write_text("global_step2")
+    other = openrlhf(folder, "other", "--ckpt.load_enable", JETRL_PRECISION="bf16")
+    assert other.wait(TIMEOUT) != 0
+    assert re.search(r"ConfigError: resuming .*precision='bf16', but found precision='fp8-unified'", other.text)
+
+
+def openrlhf(folder: Path, out: str, *extra: str, **environ: str) -> ProcessRun:
+    """Two steps and a checkpoint after them; the model goes to ``out``."""
+    paths = [
+        "--ckpt.output_dir",
+        str(folder / out),
+        "--ckpt.path",
+        str(folder / "checkpoints"),
+        "--ckpt.save_steps",
+        "2",
+    ]
+    words = [word for word in arguments(folder, *paths, *extra, steps=2) if word != "--ckpt.disable_ds"]
+    program = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *words]
+    environ = {"JETRL_OPTIMIZER_STATES": "8bit", **environ}
+    return ProcessRun(folder, lambda ray: (program, {"RAY_TMPDIR": ray, "VLLM_CPU_KVCACHE_SPACE": "1"}), environ)
 
 
 def plain(found: list[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,0 +1,59 @@
+"""Stock vLLM, with no plugin of ours, loads and serves an exported checkpoint."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetrl_patch.checkpoint.export import export
+from tests.models import save
+from tests.vllm.plain_fp8 import product
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_vllms_loader_takes_the_checkpoint_as_it_is(tmp_path, monkeypatch):
+    vllm = pytest.importorskip("vllm")
+    if torch.cuda.is_available():
+        pytest.skip("this test stands in for vLLM's kernel on a CPU")
+    import vllm.model_executor.kernels.linear as kernels
+    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    from vllm.platforms import PlatformEnum
+
+    monkeypatch.setenv("VLLM_PLUGINS", "")
+    model = Path(save(tmp_path / "model", "qwen3", steps=2))
+    done = export(model, tmp_path / "out", "fp8", exclude=("layers.1",), shard_bytes=600_000)
+    assert len(done.shards) > 1 and len(done.layers) == 14
+    shutil.rmtree(model)  # nothing else than the export is read
+    plain = product(kernels)
+    monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [plain])
+    llm = vllm.LLM(
+        model=str(tmp_path / "out"), skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_seqs=4,
+        enforce_eager=True, kv_cache_memory_bytes=1 << 28,
+    )  # fmt: skip
+    try:
+        ids = torch.randint(2, 384, (4, 24), generator=torch.Generator().manual_seed(0))
+        params = vllm.SamplingParams(temperature=1.0, max_tokens=1, prompt_logprobs=0, detokenize=False)
+        outputs = llm.generate([{"prompt_token_ids": row.tolist()} for row in ids], params, use_tqdm=False)
+        found = [[e[int(t)].logprob for e, t in zip(o.prompt_logprobs[1:], row[1:])] for o, row in zip(outputs, ids)]
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+    assert plain.calls >= 2 * 4  # qkv, o, gate_up and down of the two layers in FP8
+
+    reference = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
+    ).float()
+    with torch.no_grad():
+        logits = reference(ids).logits.log_softmax(-1)
+    expected = logits[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1)
+    difference = (torch.tensor(found) - expected).abs()
+    assert difference.mean() < 0.02 and expected.std() > 0.3, (difference.mean(), expected.std())
