@@ -101,6 +101,23 @@ def test_the_picture_and_both_tables_are_drawn(tmp_path: Path) -> None:
     assert sanity.peak(next(iter(runs.values()))) == pytest.approx(0.96)
 
 
+def test_algorithms_are_one_run_when_all_but_the_clock_is_equal() -> None:
+    def runs(**changed: float) -> dict[Job, Run]:
+        found = {}
+        for number, name in enumerate(sanity.ONE_POLICY):
+            correction, objective = sanity.ALGORITHMS[name]
+            arm = Arm(precision="fp8-unified", correction=correction, objective=objective)
+            run = made_up({}, reward=0.5, steps=2)
+            run.steps[1]["timing_s/step"] = float(number)
+            run.steps[1].update(changed if name == "PPO-Seq-MIS" else {})
+            found[Job(arm=arm, seed=0, steps=2, learning_rate=1e-4)] = run
+        return found
+
+    assert sanity.one_run(runs(), "fp8-unified") == [True]
+    assert sanity.one_run(runs(**{"actor/grad_norm": 1.0}), "fp8-unified") == [False]
+    assert sanity.one_run(runs(), "bf16") == []
+
+
 def test_a_run_that_came_to_its_end_is_kept_and_no_other(tmp_path: Path) -> None:
     job = Job(arm=Arm(precision="bf16"), seed=0, steps=2, learning_rate=1e-3)
     path = tmp_path / f"{job.slug}.jsonl"
