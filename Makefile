@@ -21,6 +21,7 @@ endif
 
 # so that no user setting leaks into a run, and nothing is asked of the network
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
+TEST  := $(QUIET) $(VENV)/bin/python -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
 .PHONY: demo demo-openrlhf compare stability sanity test test-all lint bench bench-gpu venv clean
@@ -43,16 +44,19 @@ stability: $(SELF)
 sanity: $(SELF)
 	$(QUIET) $(VENV)/bin/python -m examples.stability.sanity $(ARGS)
 
-# lint, types, and the tests of all parts, a real verl run among them; those that hold a vLLM engine in their own
-# process come first, in a process of their own
-test: lint
-	$(QUIET) $(VENV)/bin/python -m pytest -m "not slow" --cov --cov-report= tests/vllm $(ARGS)
-	$(QUIET) $(VENV)/bin/python -m pytest -m "not slow" --cov --cov-append --cov-report=term --ignore=tests/vllm $(ARGS)
-
-# also the long ones: every model family, more ranks, both trainers, killed workers
-test-all: lint
-	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-report= tests/vllm $(ARGS)
-	$(QUIET) $(VENV)/bin/python -m pytest --cov --cov-append --cov-report=term --ignore=tests/vllm $(ARGS)
+# lint, types, and the tests of all parts, real runs of verl and OpenRLHF among them; those that hold a vLLM engine in their
+# own process come first, in a process of their own, then the others, two files at once
+test: MARKS := -m "not slow"
+test: AT_ONCE := 2
+# also the long ones: every model family, more ranks, both trainers, killed workers; one at a time, since they want the memory
+test-all: AT_ONCE := 0
+test test-all: lint
+ifeq ($(ARGS),)
+	$(TEST) $(MARKS) --cov --cov-report= tests/vllm
+	$(TEST) $(MARKS) --cov --cov-append --cov-report=term --ignore=tests/vllm --numprocesses $(AT_ONCE) --dist loadfile
+else
+	$(TEST) $(MARKS) $(ARGS)
+endif
 
 lint: $(SELF)
 	$(VENV)/bin/ruff check .

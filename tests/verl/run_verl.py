@@ -93,5 +93,13 @@ class Run(ProcessRun):
         return steps
 
 
+def assert_identity(step: dict[str, float]) -> None:
+    """A correction that found nothing to correct."""
+    assert step["jetrl/bit_equal_fraction"] == 1.0
+    for name in ("min", "mean", "max"):
+        assert step[f"jetrl/correction_weight_{name}"] == 1.0
+    assert step["jetrl/masked_fraction"] == step["jetrl/clipped_fraction"] == 0.0 and step["jetrl/ess"] == 1.0
+
+
 def _number(value: str) -> float:
     return float(re.sub(r"^np\.\w+\((.*)\)$", r"\1", value))

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from jetrl_patch.correction.kinds import KINDS
-from tests.verl.run_verl import A, Run, make_task
+from tests.verl.run_verl import A, Run, assert_identity, make_task
 
 KINDS_ON = [kind for kind in KINDS if kind != "none"]
 C = "algorithm.rollout_correction"
@@ -36,13 +36,6 @@ def steps_of(task, *extra: str, v1: bool = False, **environ: str) -> list[dict[s
     return steps
 
 
-def assert_identity(step: dict[str, float]) -> None:
-    assert step["jetrl/bit_equal_fraction"] == 1.0
-    for name in ("min", "mean", "max"):
-        assert step[f"jetrl/correction_weight_{name}"] == 1.0
-    assert step["jetrl/masked_fraction"] == step["jetrl/clipped_fraction"] == 0.0 and step["jetrl/ess"] == 1.0
-
-
 def assert_mean_is_verls(step: dict[str, float]) -> None:
     assert step["rollout_corr/rollout_is_mean"] == pytest.approx(step["jetrl/correction_weight_mean"], rel=1e-5)
 
@@ -59,6 +52,7 @@ def test_where_both_sides_agree_every_correction_is_the_identity(task, kind) -> 
             assert step["rollout_corr/rollout_is_min"] == step["rollout_corr/rollout_is_max"] == 1.0
 
 
+@pytest.mark.slow
 def test_acr_where_both_sides_agree(task) -> None:
     for step in steps_of(task, JETRL_PRECISION="fp8-unified", JETRL_CORRECTION="tis", JETRL_ACR="1"):
         assert_identity(step)

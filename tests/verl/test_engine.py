@@ -37,7 +37,15 @@ def facts(strategy: str, ranks: int, model_dir: str, *more: str) -> dict:
 
 
 @pytest.mark.e2e
-@pytest.mark.parametrize(("strategy", "ranks"), [("fsdp2", 1), ("fsdp2", 2), ("fsdp", 1), ("fsdp", 2)])
+@pytest.mark.parametrize(
+    ("strategy", "ranks"),
+    [
+        ("fsdp2", 2),
+        ("fsdp", 1),
+        pytest.param("fsdp2", 1, marks=pytest.mark.slow),
+        pytest.param("fsdp", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_streams_the_bytes_of_a_direct_quantization(strategy, ranks, model_dir):
     found = facts(strategy, ranks, model_dir)
     assert found["layers"] == 21

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.monitor.ill import ACTIVATION_ILL, FLOOR, MLP, WEIGHT_ILL, make_ill
-from tests.verl.run_verl import A, Run, make_task
+from tests.verl.run_verl import A, Run, assert_identity, make_task
 
-TIMEOUT = 500
+TIMEOUT = 900
 UNIFIED = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": "", "JETRL_MONITOR_EVERY": "1"}
 #: small steps: a gradient of what 1e5 flows through is large
 GENTLY = ("trainer.use_v1=False", f"{A}.optim.lr=1e-6")
@@ -62,11 +62,15 @@ def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
 
 
 def test_ill_layers_leave_fp8_on_both_sides_v0_fsdp2(ill_task):
-    run = Run(ill_task, *GENTLY, environ={**UNIFIED, "JETRL_GUARD_SQNR": str(FLOOR)}, steps=3)
+    """With a correction, which stays the identity: both sides change in the same step."""
+    corrected = {"JETRL_CORRECTION": "tis", "JETRL_ACR": "1"}
+    run = Run(ill_task, *GENTLY, environ={**UNIFIED, **corrected, "JETRL_GUARD_SQNR": str(FLOOR)}, steps=3)
     assert run.wait(TIMEOUT) == 0, run.text[-6000:]
     found = run.metrics()
     assert len(found) == 3
     assert_guarded(run, found)
+    for step in found:
+        assert_identity(step)
     # step 1 sampled with two layers in BF16; its sync took the third out
     first, last = found[0], found[-1]
     assert first["jetrl/scale/activation_worst_layer"] == 13 and first["jetrl/scale/activation_slice_sqnr_min"] < FLOOR
