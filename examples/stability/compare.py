@@ -100,7 +100,7 @@ def _over_seeds(values: list[float]) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--at-once", type=int, default=2)
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")

@@ -130,7 +130,7 @@ def main() -> None:
     parser.add_argument("--correction", default="none")
     parser.add_argument("--objective", default="ppo", choices=OBJECTIVES)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=140)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--pool", type=Path, help="JSON list of positions in the training split to train on")
     parser.add_argument("--out", type=Path, required=True)
