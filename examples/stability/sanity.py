@@ -131,10 +131,10 @@ def main() -> int:
     console.print(
         table(runs, f"{args.steps} steps, {len(args.seeds)} seeds, passes above {PASS:.0%}; {minutes:.0f} minutes")
     )
-    for precision in PRECISIONS:
-        found = one_run(runs, precision)
-        console.print(f"{precision}: {', '.join(ONE_POLICY)} are one run, bit for bit, in {sum(found)} of {len(found)} seeds")
-    return 0 if all(one_run(runs, "fp8-unified")) else 1
+    same = {precision: one_run(runs, precision) for precision in PRECISIONS}
+    for precision, seeds in same.items():
+        console.print(f"{precision}: {', '.join(ONE_POLICY)} are one run, bit for bit, in {sum(seeds)} of {len(seeds)} seeds")
+    return 0 if all(same["fp8-unified"]) else 1
 
 
 if __name__ == "__main__":
