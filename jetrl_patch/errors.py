@@ -1,6 +1,6 @@
 """Everything that can go wrong, by name.
 
-Every message says three things: what was asked for, what was found, and what to do about it.
+Every message says three things: what is required, what was found, and what to do about it.
 ``JetrlError`` is the common root, so ``except jetrl_patch.JetrlError`` catches all of them and nothing else.
 """
 
@@ -18,6 +18,7 @@ __all__ = [
     "SyncError",
     "VersionError",
     "explain",
+    "split_fix",
 ]
 
 
@@ -61,6 +62,22 @@ class NotPatchedError(JetrlError):
     """A process that should be patched is not."""
 
 
-def explain(what: str, *, asked: object, found: object, fix: str) -> str:
-    """One wording for all messages: ``what: asked for ..., but found ...; fix``."""
-    return f"{what}: asked for {asked}, but found {found}; {fix}"
+def explain(what: str, *, required: object, found: object, fix: str) -> str:
+    """The one wording of a message: ``what: required ..., found .... Fix.``
+
+    Args:
+        what: the setting, layer, process or file that the message is about; it starts the sentence.
+        required: what the project needs there, as a noun phrase or a value.
+        found: what is there instead, in the same form.
+        fix: what to do, as a sentence that starts with a verb; its capital letter and full stop are added.
+    """
+    return f"{what}: required {required}, found {found}. {fix[0].upper()}{fix[1:]}{'' if fix.endswith('.') else '.'}"
+
+
+def split_fix(message: str) -> tuple[str, str]:
+    """Back from a message to ``(finding, fix)``; the fix is empty where the message names none.
+
+    A message of ``explain`` ends in a sentence; others put the fix behind their last semicolon.
+    """
+    finding, mark, fix = message.rpartition(". " if message.endswith(".") else "; ")
+    return (finding, fix.removesuffix(".")) if mark else (message, "")

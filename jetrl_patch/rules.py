@@ -57,7 +57,7 @@ def broken(
         value = select(rule.path)
         if (value is not None or rule.absent) and rule.bad(value):
             what = f"{name(rule.path)} with {mode}"
-            yield rule.error(explain(what, asked=rule.asked, found=repr(value), fix=rule.fix))
+            yield rule.error(explain(what, required=rule.asked, found=repr(value), fix=rule.fix))
 
 
 def is_set(value: Any) -> bool:

@@ -78,7 +78,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
             raise ConflictError(
                 explain(
                     "enable() in a process that is already enabled",
-                    asked=wanted,
+                    required=wanted,
                     found=standing,
                     fix="call disable() first, or give the same settings",
                 )
@@ -150,7 +150,7 @@ def require_active(where: str = "this process", expected: Config | None = None) 
         raise ConflictError(
             explain(
                 f"settings of {where}",
-                asked=expected.resolved(),
+                required=expected.resolved(),
                 found=session.config,
                 fix="give every process of the run the same settings",
             )
@@ -238,7 +238,7 @@ def _adapters() -> list[Adapter]:
         raise VersionError(
             explain(
                 "enable()",
-                asked=f"one of {', '.join(frameworks)}",
+                required=f"one of {', '.join(frameworks)}",
                 found="none of them installed",
                 fix="install one, for instance: pip install 'jetrl_patch[verl]'",
             )

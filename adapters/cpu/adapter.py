@@ -68,7 +68,7 @@ class CpuAdapter(Adapter):
         chosen = os.environ.get("VERL_PLATFORM", "cpu")
         if chosen.strip().lower() != "cpu":
             raise ConflictError(
-                explain("VERL_PLATFORM", asked="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two")
+                explain("VERL_PLATFORM", required="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two")
             )
         environment = dict(ENVIRONMENT)
         if is_installed("openrlhf"):
@@ -96,7 +96,7 @@ def _register(manager: ModuleType, journal: Journal) -> None:
         raise ConflictError(
             explain(
                 "verl's platform",
-                asked="cpu",
+                required="cpu",
                 found=f"{current.device_name!r}, which verl has chosen already",
                 fix="call jetrl_patch.enable() before verl is used, or set VERL_PLATFORM=cpu",
             )

@@ -85,7 +85,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(
             explain(
                 f"OpenRLHF's --actor.policy_loss_type with {ours}",
-                asked="ppo: OpenRLHF's other losses apply no weights",
+                required="ppo: OpenRLHF's other losses apply no weights",
                 found=repr(args.actor.policy_loss_type),
                 fix="use ppo, or correction='none'",
             )
@@ -96,7 +96,7 @@ def _clash(ours: str, config: Config, theirs: dict[str, Any]) -> ConfigError:
     return ConfigError(
         explain(
             f"OpenRLHF's {_FLAG}level beside jetrl_patch's correction",
-            asked=f"{ours}, bounds {interval(config.correction, config.correction_bounds)}",
+            required=f"{ours}, bounds {interval(config.correction, config.correction_bounds)}",
             found=", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items()),
             fix="leave OpenRLHF's level off, or drop ours",
         )

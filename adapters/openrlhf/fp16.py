@@ -42,7 +42,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     elif config.precision == "bf16" and select("ds.param_dtype") == "fp16":
         fix = "use precision='fp16', which sets both sides: OpenRLHF leaves its vLLM engines in BF16"
         what = "OpenRLHF's --ds.param_dtype with precision='bf16'"
-        yield ConfigError(explain(what, asked="BF16 on both sides", found="'fp16'", fix=fix))
+        yield ConfigError(explain(what, required="BF16 on both sides", found="'fp16'", fix=fix))
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, name)
     if config.kv_cache == "fp8":

@@ -92,7 +92,7 @@ def check_sampling(min_tokens: int) -> None:
         raise ConfigError(
             explain(
                 "min_tokens in exact mode",
-                asked=f"at most {MIN_TOKENS}, which the trainer can reproduce",
+                required=f"at most {MIN_TOKENS}, which the trainer can reproduce",
                 found=str(min_tokens),
                 fix="lower it, or use align='linear'",
             )

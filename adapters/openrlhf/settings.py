@@ -54,7 +54,7 @@ def check(args: Any, config: Config) -> None:
         raise ConfigError(
             explain(
                 "jetrl_patch in OpenRLHF",
-                asked="openrlhf.cli.train_ppo_ray, which has a rollout",
+                required="openrlhf.cli.train_ppo_ray, which has a rollout",
                 found="a training without one (SFT, reward model, DPO)",
                 fix="run it without jetrl_patch",
             )
@@ -62,7 +62,7 @@ def check(args: Any, config: Config) -> None:
     if config.fp8_all_gather:
         raise ConfigError(
             explain(
-                "fp8_all_gather=True", asked="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
+                "fp8_all_gather=True", required="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
             )
         )
     rules = RULES
@@ -125,7 +125,7 @@ def require_same(where: str, *, asked: dict[str, str], found: dict[str, str]) ->
     """Raise ConflictError if the settings of a process are not those of the run."""
     if found != asked:
         raise ConflictError(
-            explain(f"settings of {where}", asked=asked, found=found, fix="give every process the same ones")
+            explain(f"settings of {where}", required=asked, found=found, fix="give every process the same ones")
         )
 
 

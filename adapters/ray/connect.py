@@ -61,7 +61,7 @@ def _one_of(own: Hook, submitted: Hook) -> Hook:
         raise ConflictError(
             explain(
                 "worker_process_setup_hook",
-                asked=f"{own!r} in ray.init",
+                required=f"{own!r} in ray.init",
                 found=f"{submitted!r} in the job's runtime_env",
                 fix="give one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to take the first",
             )
@@ -95,7 +95,7 @@ def _refuse_client(address: Any) -> None:
         raise ConfigError(
             explain(
                 "ray.init",
-                asked="a driver inside the cluster, whose setup hook patches every worker",
+                required="a driver inside the cluster, whose setup hook patches every worker",
                 found=f"Ray Client ({found}), which carries no setup hook",
                 fix="start the driver on a node of the cluster, for instance with `ray job submit`",
             )

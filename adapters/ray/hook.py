@@ -31,8 +31,8 @@ def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any]
         except ImportError as error:
             found = getattr(sys.modules.get("jetrl_patch"), "__version__", "none")
             raise RuntimeError(
-                f"jetrl_patch on node {socket.gethostname()} ({sys.executable}): asked for version {version}, as in "
-                f"the driver, but found {found} ({type(error).__name__}: {error}); install it there"
+                f"jetrl_patch on node {socket.gethostname()} ({sys.executable}): required version {version}, as in "
+                f"the driver, found {found} ({type(error).__name__}: {error}); install it there"
             ) from error
         worker.start(version, expected)
         worker.run_hook(then)

@@ -44,7 +44,7 @@ def merge_runtime_env(
             raise ConfigError(
                 explain(
                     "runtime_env of ray.init",
-                    asked="a setup hook, which patches the workers",
+                    required="a setup hook, which patches the workers",
                     found=f"{name!r}, beside which Ray allows none",
                     fix="start the nodes themselves in that image",
                 )
@@ -88,7 +88,7 @@ def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
             raise ConflictError(
                 explain(
                     "runtime_env of ray.init",
-                    asked="a setup hook that can be run beside ours",
+                    required="a setup hook that can be run beside ours",
                     found=f"{HOOK_VARIABLE}, which refers to another job's function",
                     fix="give the hook by its dotted path",
                 )
@@ -113,7 +113,7 @@ def check_variables(variables: Mapping[str, Any], config: Config) -> None:
         raise ConflictError(
             explain(
                 "runtime_env of the Ray job",
-                asked=", ".join(f"{name}={ours.get(name, '')!r}" for name in wrong) + " (the driver's settings)",
+                required=", ".join(f"{name}={ours.get(name, '')!r}" for name in wrong) + " (the driver's settings)",
                 found=", ".join(f"{name}={given[name]!r}" for name in wrong),
                 fix="leave them out, they are set for every worker anyway",
             )

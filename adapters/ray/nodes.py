@@ -106,19 +106,19 @@ def judge(node: NodeStatus, config: Config) -> JetrlError | None:
     settings = node.report.get("settings")
     if node.report and version is not None and version != VERSION:
         asked, fix = f"jetrl_patch {VERSION}, as in the driver", "install the same version on every node"
-        return ConflictError(explain(node.where, asked=asked, found=version, fix=fix))
+        return ConflictError(explain(node.where, required=asked, found=version, fix=fix))
     if node.report and version is None:
         asked, python = f"jetrl_patch {VERSION}", node.report["python"]
         found, fix = f"{node.error} in {python}", "install it there, as in the driver's environment"
-        return NotPatchedError(explain(node.where, asked=asked, found=found, fix=fix))
+        return NotPatchedError(explain(node.where, required=asked, found=found, fix=fix))
     if node.error:
         asked, fix = "a patched worker", "see the worker's log on that node"
-        return NotPatchedError(explain(node.where, asked=asked, found=node.error, fix=fix))
+        return NotPatchedError(explain(node.where, required=asked, found=node.error, fix=fix))
     if settings != config.to_env():
         different = {name: value for name, value in config.to_env().items() if (settings or {}).get(name) != value}
         there = {name: (settings or {}).get(name) for name in different}
         fix = "remove JETRL_* settings of that node"
-        return ConflictError(explain(node.where, asked=different, found=there, fix=fix))
+        return ConflictError(explain(node.where, required=different, found=there, fix=fix))
     return None
 
 

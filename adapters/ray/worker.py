@@ -26,7 +26,7 @@ def start(version: str, settings: Mapping[str, str]) -> None:
         raise ConflictError(
             explain(
                 f"jetrl_patch of a {where}",
-                asked=f"{version}, as in the driver",
+                required=f"{version}, as in the driver",
                 found=VERSION,
                 fix="install the same version on every node",
             )
@@ -36,7 +36,7 @@ def start(version: str, settings: Mapping[str, str]) -> None:
         raise NotPatchedError(
             explain(
                 where,
-                asked="JETRL_ENABLED=1, as in the driver",
+                required="JETRL_ENABLED=1, as in the driver",
                 found="an environment that switches it off",
                 fix="remove JETRL_* from the runtime_env of tasks and actors",
             )

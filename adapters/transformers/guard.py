@@ -44,7 +44,7 @@ def _check(name: str, layer: Any) -> None:
         raise ModelError(
             explain(
                 f"taking {name} out of FP8",
-                asked="a weight that FSDP2 gathers in BF16",
+                required="a weight that FSDP2 gathers in BF16",
                 found="one that it gathers as FP8 bytes",
                 fix="gather in BF16 where guard_sqnr is set",
             )

@@ -128,7 +128,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(
             explain(
                 f"{named(CORRECTION)} beside jetrl_patch's correction",
-                asked=_ours(config),
+                required=_ours(config),
                 found=", ".join(f"{name}={section[name]!r}" for name in names if section.get(name)),
                 fix="drop one of the two",
             )
@@ -155,7 +155,7 @@ def _bypass_problems(section: Mapping[str, Any], loss: str, config: Config) -> I
 
 def _wrong(path: str, config: Config, asked: str, found: str) -> ConfigError:
     what = f"{named(path)} with {_ours(config)}"
-    return ConfigError(explain(what, asked=asked, found=found, fix="change it, or the correction"))
+    return ConfigError(explain(what, required=asked, found=found, fix="change it, or the correction"))
 
 
 def _ours(config: Config) -> str:

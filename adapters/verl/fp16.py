@@ -63,14 +63,14 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         yield from broken(RULES, select, config, named)
         asked = select(f"{ENGINE}.dtype")
         if asked is not None and not _is_half(asked):
-            yield ConflictError(explain(named(f"{ENGINE}.dtype"), asked="float16", found=repr(asked), fix="leave it out"))
+            yield ConflictError(explain(named(f"{ENGINE}.dtype"), required="float16", found=repr(asked), fix="leave it out"))
     elif config.precision == "bf16":
         found = [f"{path}={select(path)}" for path in DTYPES if _is_half(select(path))]
         if found:
             yield ConfigError(
                 explain(
                     "verl settings with precision='bf16'",
-                    asked="BF16 on both sides",
+                    required="BF16 on both sides",
                     found=", ".join(found),
                     fix="FP16 on one side alone is worse than none: use precision='fp16', which sets both sides",
                 )
@@ -81,7 +81,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         other = select(f"{ENGINE}.kv_cache_dtype")
         if other not in (None, "auto", "fp8", "fp8_e4m3"):
             fix = "leave it out"
-            yield ConflictError(explain(named(f"{ENGINE}.kv_cache_dtype"), asked="kv_cache='fp8'", found=repr(other), fix=fix))
+            yield ConflictError(explain(named(f"{ENGINE}.kv_cache_dtype"), required="kv_cache='fp8'", found=repr(other), fix=fix))
         error = runtime.reach("vllm", "precision:kv_cache_error")()
         if error is not None:
             yield error
@@ -125,7 +125,7 @@ def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
                 raise ConflictError(
                     explain(
                         "verl's FSDP engine with precision='fp16'",
-                        asked="torch.float16",
+                        required="torch.float16",
                         found=str(self._autocast_dtype),
                         fix="leave fsdp_config.mixed_precision unset",
                     )
@@ -146,7 +146,7 @@ def scaling(scaler: Any) -> Any:
     ours = ShardedGradScaler(get_device_name(), growth_interval=GROWTH_INTERVAL)
     if not ours.is_enabled():
         raise ConfigError(
-            explain("precision='fp16'", asked="a loss scale", found=f"none on {get_device_name()!r}", fix="use 'bf16'")
+            explain("precision='fp16'", required="a loss scale", found=f"none on {get_device_name()!r}", fix="use 'bf16'")
         )
     return ours
 

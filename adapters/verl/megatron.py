@@ -91,10 +91,10 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     found = {path: select(f"{path}.strategy") for path in (ACTOR, REF)}
     if any(value is not None and value != STRATEGY for value in found.values()):
         asked, fix = "one engine for actor and reference", "use model_engine=megatron"
-        yield ConfigError(explain(f"verl settings {ACTOR}.strategy and ref", asked=asked, found=str(found), fix=fix))
+        yield ConfigError(explain(f"verl settings {ACTOR}.strategy and ref", required=asked, found=str(found), fix=fix))
         return
     for what, asked, value, fix in _modes(config):
-        yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", asked=asked, found=value, fix=fix))
+        yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", required=asked, found=value, fix=fix))
     yield from broken(RULES, select, config, named)
     error = _missing()
     if error is not None:
@@ -137,7 +137,7 @@ def _missing() -> VersionError | None:
         return None
     asked = f"megatron-core, megatron-bridge and transformer_engine>={TE_LEAST}"
     fix = "install them where verl runs, or use strategy=fsdp2"
-    return VersionError(explain("verl's Megatron engine in FP8", asked=asked, found=", ".join(wrong), fix=fix))
+    return VersionError(explain("verl's Megatron engine in FP8", required=asked, found=", ".join(wrong), fix=fix))
 
 
 def wanted(select: Select) -> dict[str, Any]:
@@ -161,7 +161,7 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
     family = getattr(hf_config, "model_type", None)
     if family not in FAMILIES:
         asked = f"one of {', '.join(FAMILIES)}, whose layers in Megatron are known"
-        raise ModelError(explain("model with Megatron", asked=asked, found=f"model_type={family!r}", fix="use strategy=fsdp2"))
+        raise ModelError(explain("model with Megatron", required=asked, found=f"model_type={family!r}", fix="use strategy=fsdp2"))
     heads = int(hf_config.num_attention_heads)
     width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
     inner = int(hf_config.intermediate_size)
@@ -171,7 +171,7 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
         raise ModelError(
             explain(
                 "model with Megatron",
-                asked="heads and a rank's part of the MLP in multiples of 128, so that no block of 128 holds two layers",
+                required="heads and a rank's part of the MLP in multiples of 128, so that no block of 128 holds two layers",
                 found=", ".join(wrong),
                 fix="use another tensor_model_parallel_size, or strategy=fsdp2",
             )
@@ -189,7 +189,7 @@ def check_scales(config: Config, environ: Mapping[str, str] | None = None) -> No
         raise ConflictError(
             explain(
                 f"scale_format={config.scale_format!r} with TransformerEngine",
-                asked=f"{SCALES}={_scales(config)}",
+                required=f"{SCALES}={_scales(config)}",
                 found=f"{given!r} in the environment",
                 fix="unset the variable, or set scale_format accordingly",
             )

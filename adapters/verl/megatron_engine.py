@@ -77,7 +77,7 @@ def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
     recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
     check_recipe(recipe, config.scale_format, "Megatron's layers")
     if len(chunks) != 1:
-        raise ModelError(explain("Megatron's model", asked="one chunk", found=f"{len(chunks)}", fix="use no virtual pipeline"))
+        raise ModelError(explain("Megatron's model", required="one chunk", found=f"{len(chunks)}", fix="use no virtual pipeline"))
     require_te_linears(chunks[0], PER_BLOCK * int(hf_config.num_hidden_layers))
     source = announce(hf_config, config)
     runtime.register_layers(source.layers)
@@ -113,7 +113,7 @@ def _check_built(tf_config: Any, config: Config) -> None:
         raise ModelError(
             explain(
                 "verl's Megatron engine",
-                asked="precision='fp8-unified', align='linear', backend='te' and nothing excluded",
+                required="precision='fp8-unified', align='linear', backend='te' and nothing excluded",
                 found=f"precision={config.precision!r}, align={config.resolved_align!r}, backend={config.backend!r}, "
                 f"exclude={list(config.exclude)}",
                 fix="set them so, or use strategy=fsdp2",
@@ -125,7 +125,7 @@ def _check_built(tf_config: Any, config: Config) -> None:
         raise ModelError(
             explain(
                 "the configuration that Megatron's model was built with",
-                asked=str(BUILT),
+                required=str(BUILT),
                 found=str(have),
                 fix="let the plugin complete verl's configuration in the driver (it patches verl.utils.config)",
             )

@@ -16,7 +16,7 @@ def merge(checkpoint: Path, target: Path) -> None:
         from verl.model_merger.fsdp_model_merger import FSDPModelMerger
     except ImportError as error:
         raise ConfigError(
-            explain(f"checkpoint {checkpoint}", asked="verl, which merges its shards", found=error, fix="install verl")
+            explain(f"checkpoint {checkpoint}", required="verl, which merges its shards", found=error, fix="install verl")
         ) from error
     config = ModelMergerConfig(
         operation="merge",
@@ -31,6 +31,6 @@ def merge(checkpoint: Path, target: Path) -> None:
         found = f"{type(error).__name__}: {error}"
         raise ConfigError(
             explain(
-                f"checkpoint {checkpoint}", asked="shards that verl can merge", found=found, fix="take a whole copy"
+                f"checkpoint {checkpoint}", required="shards that verl can merge", found=found, fix="take a whole copy"
             )
         ) from error

@@ -31,7 +31,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
             yield ConfigError(
                 explain(
                     f"{named(section)}.strategy with optimizer_states={states!r}",
-                    asked=" or ".join(_STRATEGIES),
+                    required=" or ".join(_STRATEGIES),
                     found=repr(strategy),
                     fix="use one of them, or leave optimizer_states at 'fp32' (Megatron has exp_avg_dtype of its own)",
                 )
@@ -42,7 +42,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
             yield ConflictError(
                 explain(
                     f"{named(section)}.optim with optimizer_states={states!r}",
-                    asked="verl's default, torch.optim.AdamW",
+                    required="verl's default, torch.optim.AdamW",
                     found=".".join(map(str, chosen)),
                     fix="leave optimizer and optimizer_impl out, or optimizer_states at 'fp32'",
                 )

@@ -55,7 +55,7 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
         return None
     if env.switched_off(environ):
         raise ConflictError(
-            explain(f"{env.SWITCH}=0", asked="no patching", found=f"{SECTION}: {asked}", fix="unset one of the two")
+            explain(f"{env.SWITCH}=0", required="no patching", found=f"{SECTION}: {asked}", fix="unset one of the two")
         )
     fields = {field: variable for variable, field in env.FIELDS.items()}
     for name, theirs in from_text(env.read_fields(environ)).items():
@@ -63,7 +63,7 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
             raise ConflictError(
                 explain(
                     f"{SECTION}.{name} in verl's configuration",
-                    asked=repr(asked[name]),
+                    required=repr(asked[name]),
                     found=f"{fields[name]}={theirs!r} in the environment",
                     fix="say it in one place",
                 )

@@ -26,7 +26,7 @@ def given(verl_config: Any) -> dict[str, Any] | None:
         raise ConfigError(
             explain(
                 f"{SECTION} in verl's configuration",
-                asked="a mapping of settings",
+                required="a mapping of settings",
                 found=repr(section),
                 fix=f"write +{SECTION}=unified, or {SECTION}.precision=...",
             )
@@ -53,7 +53,7 @@ def disagreement(verl_config: Any, config: Config) -> JetrlError | None:
     return ConflictError(
         explain(
             f"{SECTION} in verl's configuration",
-            asked=", ".join(f"{name}={asked[name]!r}" for name in differs),
+            required=", ".join(f"{name}={asked[name]!r}" for name in differs),
             found=", ".join(f"{name}={runs[name]!r}" for name in differs) + " from the environment or enable()",
             fix="say it in one place",
         )

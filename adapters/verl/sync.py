@@ -50,7 +50,7 @@ def check_mark(mark: dict[str, str]) -> None:
         )
     if mark != mine:
         raise ConflictError(
-            explain("settings of a training worker", asked=mark, found=mine, fix="give every process the same ones")
+            explain("settings of a training worker", required=mark, found=mine, fix="give every process the same ones")
         )
 
 

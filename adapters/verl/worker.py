@@ -42,7 +42,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if jetrl != config.to_env():
             raise ConflictError(
-                explain("settings of a vLLM worker", asked=jetrl, found=config.to_env(), fix="make them the same")
+                explain("settings of a vLLM worker", required=jetrl, found=config.to_env(), fix="make them the same")
             )
         if not config.quantized_rollout:
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)

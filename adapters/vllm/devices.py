@@ -22,7 +22,7 @@ def refuse_exact_on(device_type: str) -> None:
         raise ConfigError(
             explain(
                 f"align='exact' on {device_type.upper()}",
-                asked="a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton",
+                required="a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton",
                 found=reason,
                 fix=f"use align='linear' on {device_type.upper()}",
             )

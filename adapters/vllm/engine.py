@@ -38,7 +38,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         raise ConflictError(
             explain(
                 "vLLM quantization",
-                asked=repr(args.quantization or args.quantization_config),
+                required=repr(args.quantization or args.quantization_config),
                 found=f"JETRL_PRECISION={config.precision}, which brings {ours!r}",
                 fix="leave quantization unset, or use precision='bf16'",
             )
@@ -89,7 +89,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise ConfigError(
             explain(
                 "vLLM dtype",
-                asked=str(model.dtype),
+                required=str(model.dtype),
                 found="quantized linears, which need bfloat16",
                 fix="set dtype='bfloat16'",
             )

@@ -34,7 +34,7 @@ def choose_attention(args: EngineArgs) -> None:
         raise ConflictError(
             explain(
                 "vLLM attention backend",
-                asked=getattr(other[0], "name", other[0]),
+                required=getattr(other[0], "name", other[0]),
                 found="align='exact', which brings its own",
                 fix="leave the attention backend unset, or use align='linear'",
             )
@@ -92,7 +92,7 @@ def try_ops(worker: Any) -> None:
         raise ModelError(
             explain(
                 "align='exact' in a vLLM worker",
-                asked="the attention that the trainer computes",
+                required="the attention that the trainer computes",
                 found=", ".join(sorted(others)),
                 fix="leave the attention backend unset, or use align='linear'",
             )

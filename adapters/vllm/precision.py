@@ -49,7 +49,7 @@ def _set_head(args: EngineArgs) -> None:
     overrides = args.hf_overrides
     if not isinstance(overrides, Mapping):
         raise ConflictError(
-            explain("vLLM hf_overrides", asked="a mapping, for head_dtype", found=repr(overrides), fix="give a mapping")
+            explain("vLLM hf_overrides", required="a mapping, for head_dtype", found=repr(overrides), fix="give a mapping")
         )
     asked = overrides.get("head_dtype", "float32")
     if str(asked).removeprefix("torch.") != "float32":
@@ -58,7 +58,7 @@ def _set_head(args: EngineArgs) -> None:
 
 
 def _conflict(what: str, asked: object, ours: str, name: str) -> ConflictError:
-    return ConflictError(explain(f"vLLM {what}", asked=repr(asked), found=ours, fix=f"leave {name} unset"))
+    return ConflictError(explain(f"vLLM {what}", required=repr(asked), found=ours, fix=f"leave {name} unset"))
 
 
 def kv_cache_error() -> ConfigError | None:
@@ -66,7 +66,7 @@ def kv_cache_error() -> ConfigError | None:
     problem = kv_cache_problem()
     if not problem:
         return None
-    return ConfigError(explain("kv_cache='fp8'", asked="a device with an FP8 KV cache", found=problem, fix="drop kv_cache"))
+    return ConfigError(explain("kv_cache='fp8'", required="a device with an FP8 KV cache", found=problem, fix="drop kv_cache"))
 
 
 def kv_cache_problem() -> str:
@@ -100,7 +100,7 @@ def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
         raise ConfigError(
             explain(
                 f"vLLM dtype with precision={config.precision!r}",
-                asked=config.compute_dtype,
+                required=config.compute_dtype,
                 found=str(model.dtype),
                 fix="FP16 on one side alone is worse than none: use precision='fp16', which sets both sides"
                 if half
@@ -109,10 +109,10 @@ def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
         )
     if config.fp32_head and not config.exact and str(model.head_dtype) != "torch.float32":
         found, fix = str(model.head_dtype), "leave head_dtype at 'auto'"
-        raise ModelError(explain("head_dtype='float32' in vLLM", asked="float32", found=found, fix=fix))
+        raise ModelError(explain("head_dtype='float32' in vLLM", required="float32", found=found, fix=fix))
     if config.kv_cache == "fp8" and _on_cpu() and model.get_head_size() % 32:
-        found = str(model.get_head_size())
-        raise ModelError(explain("kv_cache='fp8' on a CPU", asked="heads of a multiple of 32", found=found, fix="drop kv_cache"))
+        heads, found = "heads of a multiple of 32", str(model.get_head_size())
+        raise ModelError(explain("kv_cache='fp8' on a CPU", required=heads, found=found, fix="drop kv_cache"))
 
 
 def _on_cpu() -> Any:

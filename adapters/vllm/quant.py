@@ -96,7 +96,7 @@ class JetrlFp8Config(QuantizationConfig):
         """Called when the checkpoint names a quantization of its own. Raises ConflictError if ours was asked for."""
         if user_quant == cls.quantization:
             raise ConflictError(
-                f"quantization: asked for {user_quant!r}, but the checkpoint's config.json says "
+                f"quantization: required {user_quant!r}, but the checkpoint's config.json says "
                 f"quant_method={hf_quant_cfg.get('quant_method')!r}; use the BF16 checkpoint"
             )
 

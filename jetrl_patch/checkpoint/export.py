@@ -55,7 +55,7 @@ class Exported:
 def check_free(out: Path) -> None:
     """Raise ConfigError if something stands where the export goes."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(explain(f"export to {out}", asked="a new folder", found="it is there", fix="choose another"))
+        raise ConfigError(explain(f"export to {out}", required="a new folder", found="it is there", fix="choose another"))
 
 
 def export(
@@ -160,7 +160,7 @@ def _read_again(
             if found is None or found.dtype != expected.dtype or not _same(found, expected):
                 raise ModelError(
                     explain(
-                        f"{written}, read again", asked="what was written", found="another value", fix="check the disk"
+                        f"{written}, read again", required="what was written", found="another value", fix="check the disk"
                     )
                 )
             seen += 1
@@ -169,7 +169,7 @@ def _read_again(
             done.sqnr[name.removesuffix(".weight")] = check_error(name, tensor, q, s)
     if seen != len(places) or set(done.sqnr) != layers:
         raise ModelError(
-            explain("the export, read again", asked=f"{seen} tensors", found=len(places), fix="check the disk")
+            explain("the export, read again", required=f"{seen} tensors", found=len(places), fix="check the disk")
         )
 
 

@@ -51,7 +51,7 @@ def choose_layers(model: Any, exclude: Sequence[str]) -> tuple[list[str], list[s
 
 def _refuse(what: str, asked: str, found: str, merged: Sequence[str]) -> None:
     leave = " ".join(f"--exclude {part}" for part in merged)
-    raise ConfigError(explain(f"FP8 export of {what}", asked=asked, found=found, fix=f"leave them in BF16: {leave}"))
+    raise ConfigError(explain(f"FP8 export of {what}", required=asked, found=found, fix=f"leave them in BF16: {leave}"))
 
 
 def quantization_config(left: Sequence[str]) -> dict[str, Any]:
@@ -75,7 +75,7 @@ def convert(name: str, tensor: Tensor, layers: frozenset[str], scale_format: Sca
         raise ModelError(
             explain(
                 f"tensor {name}",
-                asked="finite values",
+                required="finite values",
                 found=f"{bad} NaN or Inf of {value.numel()} in BF16",
                 fix="export an earlier checkpoint of the run",
             )
@@ -100,7 +100,7 @@ def check_error(name: str, tensor: Tensor, q: Tensor, s_blocks: Tensor) -> float
         raise ModelError(
             explain(
                 f"{name}, read again",
-                asked="values within half a step of e4m3",
+                required="values within half a step of e4m3",
                 found=f"{worst:.3g} of it",
                 fix="report this",
             )

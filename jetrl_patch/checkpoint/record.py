@@ -45,7 +45,7 @@ def read(folder: str | os.PathLike[str]) -> Config | None:
         raise ConfigError(
             explain(
                 f"{file}",
-                asked="the settings that the checkpoint was saved with",
+                required="the settings that the checkpoint was saved with",
                 found=f"{type(error).__name__}: {error}",
                 fix="take the file from a copy of the checkpoint, or remove it and set resume_any=True",
             )
@@ -67,7 +67,7 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
         raise ConfigError(
             explain(
                 where,
-                asked=f"optimizer_states={config.optimizer_states!r}",
+                required=f"optimizer_states={config.optimizer_states!r}",
                 found=f"{before.optimizer_states!r}{origin}",
                 fix=f"set optimizer_states={before.optimizer_states!r}, or load the checkpoint without its optimizer",
             )
@@ -80,7 +80,7 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
         raise ConfigError(
             explain(
                 where,
-                asked=", ".join(f"{name}={ours[name]!r}" for name in other),
+                required=", ".join(f"{name}={ours[name]!r}" for name in other),
                 found=", ".join(f"{name}={theirs[name]!r}" for name in other) + origin,
                 fix="use the settings of the checkpoint, or set resume_any=True if the change is meant",
             )

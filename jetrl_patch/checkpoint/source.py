@@ -47,14 +47,14 @@ def open_source(folder: Path) -> Source:
     what = f"checkpoint {folder}"
     if not (folder / "config.json").is_file():
         found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
-        raise ConfigError(explain(what, asked=_ASKED, found=found, fix="give the folder with config.json"))
+        raise ConfigError(explain(what, required=_ASKED, found=found, fix="give the folder with config.json"))
     config = _json(folder / "config.json")
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")
         raise ConfigError(
             explain(
                 what,
-                asked="weights in BF16 or FP32",
+                required="weights in BF16 or FP32",
                 found=f"quantization_config with quant_method={method!r}",
                 fix="export from the checkpoint before it was quantized",
             )
@@ -69,16 +69,16 @@ def open_source(folder: Path) -> Source:
             ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))[:4])
             or "no weights"
         )
-        raise ConfigError(explain(what, asked=_ASKED, found=found, fix="save it with save_pretrained (safetensors)"))
+        raise ConfigError(explain(what, required=_ASKED, found=found, fix="save it with save_pretrained (safetensors)"))
     for file in sorted(set(files.values())):
         listed = {name for name, place in files.items() if place == file}
         lost = sorted(listed - _names(file))
         if lost:
             raise ConfigError(
-                explain(what, asked=f"{lost[0]} in {file.name}", found="it is not there", fix="take a whole copy of it")
+                explain(what, required=f"{lost[0]} in {file.name}", found="it is not there", fix="take a whole copy of it")
             )
     if not files:
-        raise ConfigError(explain(what, asked="weights", found="none", fix="take a whole copy of it"))
+        raise ConfigError(explain(what, required="weights", found="none", fix="take a whole copy of it"))
     return Source(folder, config, files)
 
 
@@ -105,7 +105,7 @@ def empty_model(source: Source) -> Any:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.folder))
     except Exception as error:  # whatever config.json makes transformers raise
         found = f"{type(error).__name__}: {error}"
-        raise ModelError(explain(what, asked="a causal language model", found=found, fix="see config.json")) from error
+        raise ModelError(explain(what, required="a causal language model", found=found, fix="see config.json")) from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     found_names = {name for name in source.files if not name.endswith(_NOT_LOADED)}
@@ -117,7 +117,7 @@ def empty_model(source: Source) -> Any:
             raise ModelError(
                 explain(
                     what,
-                    asked=f"the {len(expected)} tensors of {type(model).__name__}",
+                    required=f"the {len(expected)} tensors of {type(model).__name__}",
                     found=f"{len(names)} {problem}, such as {min(names)}",
                     fix="take a whole copy of it, and the config.json that belongs to it",
                 )
@@ -126,7 +126,7 @@ def empty_model(source: Source) -> Any:
         if shape != expected[name]:
             raise ModelError(
                 explain(
-                    f"{name} of {what}", asked=expected[name], found=shape, fix="take the config.json of this model"
+                    f"{name} of {what}", required=expected[name], found=shape, fix="take the config.json of this model"
                 )
             )
     return model
@@ -150,7 +150,7 @@ def _names(file: Path) -> set[str]:
             return set(opened.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            explain(f"{file}", asked="a whole safetensors file", found=error, fix="take a whole copy of it")
+            explain(f"{file}", required="a whole safetensors file", found=error, fix="take a whole copy of it")
         ) from error
 
 
@@ -162,5 +162,5 @@ def _json(file: Path) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     except ValueError as error:
         raise ConfigError(
-            explain(f"{file}", asked="a JSON object", found=error, fix="take a whole copy of it")
+            explain(f"{file}", required="a JSON object", found=error, fix="take a whole copy of it")
         ) from error

@@ -59,8 +59,8 @@ def check_bounds(kind: str, bounds: object) -> tuple[float, ...] | None:
     if len(found) not in (1, 2) or (kind in _TWO_SIDED and len(found) == 1) or (kind in TRUNCATED and len(found) == 2):
         asked = {**dict.fromkeys(_TWO_SIDED, "low and high"), **dict.fromkeys(TRUNCATED, "one number, the cap")}
         raise ConfigError(
-            f"correction_bounds={bounds!r} with correction={kind!r}: asked for "
-            f"{asked.get(kind, 'one number, the cap, or two, low and high')}, but found {len(found)} numbers"
+            f"correction_bounds={bounds!r} with correction={kind!r}: required "
+            f"{asked.get(kind, 'one number, the cap, or two, low and high')}, found {len(found)} numbers"
         )
     if not math.isfinite(found[-1]) or found[-1] <= 0:
         raise ConfigError(f"correction_bounds={bounds!r}: the cap must be a positive, finite number")

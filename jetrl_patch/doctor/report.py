@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jetrl_patch.config import Config
+from jetrl_patch.errors import split_fix
 from jetrl_patch.snapshot import PatchStatus
 
 __all__ = ["Check", "Report", "from_error"]
@@ -65,5 +66,4 @@ class Report:
 
 def from_error(name: str, error: BaseException) -> Check:
     """A problem from one of our errors, whose last part says what to do (see ``errors.explain``)."""
-    finding, mark, to_do = str(error).rpartition("; ")
-    return Check(name, "problem", finding if mark else to_do, to_do if mark else "")
+    return Check(name, "problem", *split_fix(str(error)))

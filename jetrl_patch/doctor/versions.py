@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.doctor.report import Check
+from jetrl_patch.errors import split_fix
 from jetrl_patch.patching import guards
 from jetrl_patch.support import check_framework, check_python
 
@@ -34,9 +35,8 @@ def check_versions(framework: str | None) -> Iterator[Check]:
         if ok:
             yield Check(name, "ok", f"{found}, supported {SUPPORTED[name][0]}")
             continue
-        finding, _, to_do = found.rpartition("; ")
         stops = name in needed or guards.is_installed(name)
-        yield Check(name, "problem" if stops else "warning", finding, to_do)
+        yield Check(name, "problem" if stops else "warning", *split_fix(found))
     yield _deepspeed("deepspeed" in needed)
 
 

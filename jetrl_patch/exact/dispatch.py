@@ -29,7 +29,7 @@ def configure(backend: str, device_type: str = "cpu") -> str:
         ok, reason = check_exact_cuda() if chosen == "triton" else (True, "")
         if not ok:
             asked, fix = "an NVIDIA GPU of compute capability 8.0 or newer with triton", "use align='linear' on CUDA"
-            raise ConfigError(explain("align='exact' on CUDA", asked=asked, found=reason, fix=fix))
+            raise ConfigError(explain("align='exact' on CUDA", required=asked, found=reason, fix=fix))
     _chosen[device_type] = chosen
     return chosen
 

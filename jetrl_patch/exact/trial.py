@@ -188,7 +188,7 @@ def require_exact_ops(sizes: Sizes, device: torch.device) -> None:
             raise ModelError(
                 explain(
                     f"align='exact' on {device}, {name}",
-                    asked="rows that do not depend on the batch",
+                    required="rows that do not depend on the batch",
                     found=verdict.found,
                     fix="use align='linear' (shared FP8 linears, a small mismatch)",
                 )

@@ -159,7 +159,7 @@ class Fp8Gathered(torch.Tensor):
         raise ModelError(
             explain(
                 f"{func} on a weight that was gathered in FP8",
-                asked="Fp8Linear as the only reader",
+                required="Fp8Linear as the only reader",
                 found=str(func),
                 fix="leave the layer out with exclude=, or set fp8_all_gather=False",
             )

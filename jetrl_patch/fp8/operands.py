@@ -25,7 +25,7 @@ def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtyp
         raise ValueError(
             explain(
                 "an FP8 linear layer",
-                asked=f"inputs of width {w_NK.shape[1]}, which is its weight's",
+                required=f"inputs of width {w_NK.shape[1]}, which is its weight's",
                 found=f"width {q_MK.shape[1]}",
                 fix="look at what calls it; where weights are sharded, at whether this one is whole",
             )
@@ -34,7 +34,7 @@ def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtyp
     if len(devices) > 1:
         raise ValueError(
             explain(
-                "an FP8 linear layer", asked="its input, its weight and their scales on one device",
+                "an FP8 linear layer", required="its input, its weight and their scales on one device",
                 found=", ".join(sorted(devices)), fix="move the model and its inputs to one device",
             )
         )  # fmt: skip

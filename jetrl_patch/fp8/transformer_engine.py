@@ -91,7 +91,7 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
         raise ModelError(
             explain(
                 f"TransformerEngine in {where}",
-                asked=f"recipe {_RECIPE}, e4m3, 128x128 weights, scale_format={scale_format!r}",
+                required=f"recipe {_RECIPE}, e4m3, 128x128 weights, scale_format={scale_format!r}",
                 found=found,
                 fix=f"use that recipe, with NVTE_FP8_BLOCK_SCALING_FP32_SCALES={scales} set before TransformerEngine is imported",
             )
@@ -110,7 +110,7 @@ def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backe
         raise ModelError(
             explain(
                 "FP8 layers",
-                asked="all of TransformerEngine or all nn.Linear, so that one backend computes them",
+                required="all of TransformerEngine or all nn.Linear, so that one backend computes them",
                 found=f"{len(te)} of TransformerEngine (first: {te[0]}), {len(plain)} others (first: {plain[0]})",
                 fix="convert all of them, or leave the others in BF16 on both sides with exclude=",
             )
@@ -118,7 +118,7 @@ def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backe
     if bool(te) != (backend == "te"):
         found = f"TransformerEngine's layers (first: {te[0]})" if te else f"nn.Linear (first: {plain[0]})"
         fix = 'use backend="te"' if te else 'use another backend; "cublaslt" is the same GEMM'
-        raise ModelError(explain(f"backend={backend!r}", asked="the layers that it computes", found=found, fix=fix))
+        raise ModelError(explain(f"backend={backend!r}", required="the layers that it computes", found=found, fix=fix))
     for name in te:
         check_recipe(getattr(layers[name], "fp8_meta", {}).get("recipe"), scale_format, f"layer {name}")
     return bool(te)
@@ -140,7 +140,7 @@ def require_te_linears(model: nn.Module, expected: int) -> list[str]:
         raise ModelError(
             explain(
                 f"layers of {type(model).__name__}",
-                asked=f"{expected} layers of TransformerEngine in its transformer blocks and no other matrix",
+                required=f"{expected} layers of TransformerEngine in its transformer blocks and no other matrix",
                 found=f"{len(te)}{shown}",
                 fix="use Megatron's transformer_engine implementation for a dense model",
             )
@@ -209,7 +209,7 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tens
         raise ModelError(
             explain(
                 f"TransformerEngine's 1x128 quantizer of [{M}, {K}]",
-                asked=f"[{M}, {K}] and [{groups(K)}, {M} or more]",
+                required=f"[{M}, {K}] and [{groups(K)}, {M} or more]",
                 found=found,
                 fix='use scale_format="pow2"',
             )
@@ -231,4 +231,4 @@ def _quantizer(scale_format: ScaleFormat, dims: int) -> Any:
 
 def _cannot_take(layer: str, asked: str, found: str) -> SyncError:
     fix = "use fp8_recipe=blockwise, or BF16 parameters, which the sync quantizes"
-    return SyncError(explain(f"TransformerEngine's weight of {layer}", asked=asked, found=found, fix=fix))
+    return SyncError(explain(f"TransformerEngine's weight of {layer}", required=asked, found=found, fix=fix))

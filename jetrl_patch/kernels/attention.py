@@ -185,7 +185,7 @@ def check_head_dim(width: int) -> None:
         raise ModelError(
             explain(
                 "align='exact' on CUDA",
-                asked=f"heads of width {' or '.join(map(str, HEAD_DIMS))}",
+                required=f"heads of width {' or '.join(map(str, HEAD_DIMS))}",
                 found=width,
                 fix="use align='linear'",
             )

@@ -82,7 +82,7 @@ def fprop(
     check_output(out_dtype)
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if M > ROWS:
-        raise ValueError(explain("FProp in one launch", asked=f"at most {ROWS} rows", found=M, fix="quantize first"))
+        raise ValueError(explain("FProp in one launch", required=f"at most {ROWS} rows", found=M, fix="quantize first"))
     if w_NK.shape[1] != K:
         raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
     check_operand("W", w_NK, s_NG, (N, groups(K)))

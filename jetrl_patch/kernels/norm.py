@@ -44,7 +44,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
     M, K = x_MK.shape
     if K > WIDEST:
         raise ModelError(
-            explain("align='exact' on CUDA", asked=f"RMSNorm up to width {WIDEST}", found=K, fix="use align='linear'")
+            explain("align='exact' on CUDA", required=f"RMSNorm up to width {WIDEST}", found=K, fix="use align='linear'")
         )
     x_MK = x_MK if x_MK.stride(1) == 1 else x_MK.contiguous()
     check_device(x_MK, weight_K)

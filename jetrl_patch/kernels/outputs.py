@@ -29,18 +29,18 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
     dtypes = dtypes or (torch.bfloat16,)
     if x.dtype not in dtypes:
         wanted = " or ".join(map(str, dtypes))
-        raise TypeError(explain(f"the quantizer's {name}", asked=wanted, found=x.dtype, fix="convert it first"))
+        raise TypeError(explain(f"the quantizer's {name}", required=wanted, found=x.dtype, fix="convert it first"))
     if x.dim() != 2:
         raise ValueError(
             explain(
-                f"the quantizer's {name}", asked="two dimensions", found=list(x.shape), fix="flatten the batch first"
+                f"the quantizer's {name}", required="two dimensions", found=list(x.shape), fix="flatten the batch first"
             )
         )
     if x.shape[1] > 1 and x.stride(1) != 1:
         raise ValueError(
             explain(
                 f"the quantizer's {name}",
-                asked="rows of adjacent elements",
+                required="rows of adjacent elements",
                 found=f"strides {list(x.stride())}",
                 fix="call .contiguous() first",
             )
@@ -50,7 +50,7 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
         raise ValueError(
             explain(
                 f"the quantizer's {name}",
-                asked=f"the current device, cuda:{torch.cuda.current_device()}",
+                required=f"the current device, cuda:{torch.cuda.current_device()}",
                 found=x.device,
                 fix="select the device with torch.cuda.device(...)",
             )
@@ -61,7 +61,7 @@ def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
     """The constants that all kernels take, and pinned compiler options; raises ValueError for an unknown format."""
     if scale_format not in get_args(ScaleFormat):
         known = " or ".join(get_args(ScaleFormat))
-        raise ValueError(explain("the scale format", asked=known, found=repr(scale_format), fix="use one of these"))
+        raise ValueError(explain("the scale format", required=known, found=repr(scale_format), fix="use one of these"))
     return {"POW2": scale_format == "pow2", "HARDWARE": not triton.knobs.runtime.interpret, **COMPILER}
 
 

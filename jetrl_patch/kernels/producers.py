@@ -79,7 +79,7 @@ def rmsnorm_quantize_rows(
     M, K = x_MK.shape
     if K > WIDEST:
         raise ValueError(
-            explain("RMSNorm in one program", asked=f"K up to {WIDEST}", found=K, fix="norm and quantize apart")
+            explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix="norm and quantize apart")
         )
     if (
         weight_K.shape != (K,)
@@ -89,7 +89,7 @@ def rmsnorm_quantize_rows(
     ):
         raise ValueError(
             explain(
-                "RMSNorm's weight", asked=f"contiguous torch.bfloat16 [{K}] on {x_MK.device}",
+                "RMSNorm's weight", required=f"contiguous torch.bfloat16 [{K}] on {x_MK.device}",
                 found=f"{weight_K.dtype} {list(weight_K.shape)} on {weight_K.device}", fix="convert it first",
             )
         )  # fmt: skip

@@ -55,7 +55,7 @@ def requantize_tokens(
         raise ValueError(
             explain(
                 "the activation's scales",
-                asked=f"torch.float32 [{M}, {groups(K)}] on {q_MK.device}",
+                required=f"torch.float32 [{M}, {groups(K)}] on {q_MK.device}",
                 found=f"{s_MG.dtype} {list(s_MG.shape)} on {s_MG.device}",
                 fix="pass the pair that the quantizer returned",
             )

@@ -90,7 +90,7 @@ def _gate_and_up(gate_MK: Tensor, up_MK: Tensor) -> None:
         raise ValueError(
             explain(
                 "SiLU * up",
-                asked="gate and up of one shape on one device",
+                required="gate and up of one shape on one device",
                 found=f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}",
                 fix="pass the two halves of one projection",
             )

@@ -75,7 +75,7 @@ class _Settings:
         if name in self.values and self.values[name] != value:
             raise ConfigError(
                 explain(
-                    "jetrl", asked=f"one {name}", found=f"{self._sources[name]} and {source}", fix="drop one of the two"
+                    "jetrl", required=f"one {name}", found=f"{self._sources[name]} and {source}", fix="drop one of the two"
                 )
             )
         self.values[name] = value
@@ -86,7 +86,7 @@ class _Settings:
         if option == "--set":
             name, equals, text = value.partition("=")
             if not equals:
-                raise ConfigError(f"--set {value}: asked for key=value, but found no '='; write --set key=value")
+                raise ConfigError(f"--set {value}: required key=value, found no '='; write --set key=value")
             self.add(name, _parse(name, text, f"--set {value}"), f"--set {value}")
         else:
             name = option.removeprefix("--").replace("-", "_")
@@ -105,7 +105,7 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
         elif option in _VALUED:
             if not equals:
                 if at + 1 == len(words):
-                    raise ConfigError(f"{option}: asked for a value, but found the end of the line")
+                    raise ConfigError(f"{option}: required a value, found the end of the line")
                 at, value = at + 1, words[at + 1]
             settings.take(option, value)
             at += 1
@@ -119,7 +119,7 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
             raise ConfigError(
                 explain(
                     "jetrl run",
-                    asked=f"one of {', '.join((*_SWITCHES, *_VALUED))} before the program",
+                    required=f"one of {', '.join((*_SWITCHES, *_VALUED))} before the program",
                     found=word,
                     fix="put the program's own arguments behind it",
                 )
@@ -135,7 +135,7 @@ def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
         raise ConfigError(
             explain(
                 "jetrl run",
-                asked="-m MODULE or a script",
+                required="-m MODULE or a script",
                 found="neither",
                 fix="write for instance: jetrl run --fp8-unified -m verl.trainer.main_ppo ...",
             )
@@ -149,7 +149,7 @@ def _parse(name: str, text: str, source: str) -> Any:
     if name not in variables:
         raise ConfigError(f"{source}: unknown setting {name!r}; the known ones are {', '.join(variables)}")
     if not text.strip() and name != "exclude":
-        raise ConfigError(f"{source}: asked for a value of {name}, but found none; write one or leave the option out")
+        raise ConfigError(f"{source}: required a value of {name}, found none; write one or leave the option out")
     try:
         if name in JOINT:
             return from_text({name: text})[name]

@@ -62,7 +62,7 @@ def _wanted(launch: Launch) -> bool:
             raise ConfigError(
                 explain(
                     "jetrl",
-                    asked=f"precision {launch.overrides['precision']}",
+                    required=f"precision {launch.overrides['precision']}",
                     found=f"{env.SWITCH}=0 in the environment, which switches the plugin off",
                     fix="drop one of the two",
                 )
@@ -74,7 +74,7 @@ def _wanted(launch: Launch) -> bool:
         raise ConfigError(
             explain(
                 "jetrl",
-                asked=", ".join(f"{name}={value!r}" for name, value in launch.overrides.items()),
+                required=", ".join(f"{name}={value!r}" for name, value in launch.overrides.items()),
                 found="no precision, so that nothing would be patched",
                 fix="add --fp8-unified or --precision NAME",
             )

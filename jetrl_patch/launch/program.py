@@ -29,10 +29,10 @@ def prepare(target: str, is_module: bool) -> None:
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
         sys.path[0] = folder  # until now the folder of the `jetrl` command
     if not is_module and not os.path.exists(target):
-        raise ConfigError(explain("jetrl run", asked=target, found="no such file", fix="give a script, or -m MODULE"))
+        raise ConfigError(explain("jetrl run", required=target, found="no such file", fix="give a script, or -m MODULE"))
     if is_module and not _module_exists(target):
         fix = "install it, or start from the folder that holds it"
-        raise ConfigError(explain("jetrl run", asked=f"-m {target}", found="no such module", fix=fix))
+        raise ConfigError(explain("jetrl run", required=f"-m {target}", found="no such module", fix=fix))
 
 
 def run(target: str, is_module: bool, arguments: Sequence[str]) -> None:

@@ -20,7 +20,7 @@ def check_guard(config: Config, rollout_tp: int) -> None:
         raise ConfigError(
             explain(
                 f"guard_sqnr={config.guard_sqnr:g}",
-                asked="a rollout whose engines hold whole layers",
+                required="a rollout whose engines hold whole layers",
                 found=f"tensor parallel size {rollout_tp}",
                 fix="set it to 1, name the layers in exclude, or leave guard_sqnr unset",
             )

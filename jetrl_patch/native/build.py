@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL:
     cc = compiler()
     if cc is None:
         raise JetrlError(
-            "the native CPU kernels need a C compiler: asked for gcc, clang or cc on PATH (or CC), found none. "
+            "the native CPU kernels need a C compiler: required gcc, clang or cc on PATH (or CC), found none. "
             'Install one, or choose backend="torch" (slower, the same contract).'
         )
     target = _cache_dir() / f"kernels-{_fingerprint(cc)}.so"

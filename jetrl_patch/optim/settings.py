@@ -24,7 +24,7 @@ def check_installed(states: str) -> None:
         raise ConfigError(
             explain(
                 f"optimizer_states={states!r}",
-                asked=f"torchao, which has these states ({REQUIRED})",
+                required=f"torchao, which has these states ({REQUIRED})",
                 found="it is not installed",
                 fix="install it with `pip install 'jetrl_patch[optim]'`, or leave optimizer_states at 'fp32'",
             )
@@ -42,7 +42,7 @@ def check_options(states: str, options: Mapping[str, object], where: str) -> Non
         raise ConfigError(
             explain(
                 f"{where} with optimizer_states={states!r}",
-                asked=f"options of torchao's AdamW ({', '.join(OPTIONS)})",
+                required=f"options of torchao's AdamW ({', '.join(OPTIONS)})",
                 found=", ".join(unknown),
                 fix="leave them out",
             )

@@ -18,7 +18,7 @@ def check_precision(config: Config) -> None:
         raise ConfigError(
             explain(
                 "kv_cache='fp8' with align='exact'",
-                asked="a trainer whose attention equals the rollout's",
+                required="a trainer whose attention equals the rollout's",
                 found="keys and values that the rollout alone rounds to FP8",
                 fix="drop kv_cache, or use align='linear'",
             )
@@ -27,7 +27,7 @@ def check_precision(config: Config) -> None:
         raise ConfigError(
             explain(
                 "head_dtype='bfloat16' with precision='fp16'",
-                asked="one 16-bit format",
+                required="one 16-bit format",
                 found="two",
                 fix="leave head_dtype at 'auto', which is float16 here, or use 'float32'",
             )

@@ -53,7 +53,7 @@ def _look(runs: Sequence[Run], seen: Sequence[str], notes: list[str]) -> None:
     if not drawn:
         found = ", ".join(seen[:8]) or "none at all"
         fix = "rewards, timings or jetrl/… metrics must be among what the framework logs"
-        raise ReportError(explain("report", asked="metrics of a training run", found=found, fix=fix))
+        raise ReportError(explain("report", required="metrics of a training run", found=found, fix=fix))
     having = [{d.chart.key for d in drawn if d.series[i]} for i in range(len(runs))]
     for run, keys in zip(runs, having, strict=True):
         if not keys:

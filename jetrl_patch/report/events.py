@@ -23,7 +23,7 @@ def read_events(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
         tensors = importlib.import_module("tensorboard.util.tensor_util")
     except ImportError as error:
         raise ReportError(
-            explain(str(path), asked="TensorBoard's reader", found=error, fix="pip install tensorboard")
+            explain(str(path), required="TensorBoard's reader", found=error, fix="pip install tensorboard")
         ) from error
     run = Run("", "", 0)
     for event in loader.EventFileLoader(str(path)).Load():

@@ -50,14 +50,14 @@ def read_jsonl(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
         where = f"{path}, line {number}"
         if not isinstance(record, dict):
             raise ReportError(
-                explain(where, asked="an object", found=type(record).__name__, fix="is this a metrics file?")
+                explain(where, required="an object", found=type(record).__name__, fix="is this a metrics file?")
             )
         if add is None:
             add = _kind(record)
         if add is None:
             wanted = 'an object with "step" and "data", or with one of ' + ", ".join(STEP_NAMES)
             found = "the names " + (", ".join(list(record)[:8]) or "of an empty object")
-            raise ReportError(explain(where, asked=wanted, found=found, fix="give the file of a logger of metrics"))
+            raise ReportError(explain(where, required=wanted, found=found, fix="give the file of a logger of metrics"))
         add(runs, record, where, keep)
     return list(runs.values())
 
@@ -81,7 +81,7 @@ def _records(path: Path, notes: list[str]) -> Iterator[tuple[int, Any]]:
                 why = getattr(error, "msg", "not UTF-8")
                 raise ReportError(
                     explain(
-                        f"{path}, line {number}: not JSON", asked="one object a line", found=why, fix="remove the line"
+                        f"{path}, line {number}: not JSON", required="one object a line", found=why, fix="remove the line"
                     )
                 ) from None
 
@@ -127,7 +127,7 @@ def _only(runs: dict[object, Run]) -> Run:
 
 def _step(value: object, where: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int | float) or value != value or int(value) != value:
-        raise ReportError(explain(where, asked="the step as an integer", found=repr(value), fix="is the line damaged?"))
+        raise ReportError(explain(where, required="the step as an integer", found=repr(value), fix="is the line damaged?"))
     return int(value)
 
 

@@ -38,7 +38,7 @@ def parse(text: str) -> Source:
     if not equals or Path(text).exists():
         name, path = "", text
     if not path.strip() or (equals and not Path(text).exists() and not name.strip()):
-        raise ReportError(explain("RUN", asked="a path, or name=path", found=repr(text), fix="give both sides"))
+        raise ReportError(explain("RUN", required="a path, or name=path", found=repr(text), fix="give both sides"))
     return Source(Path(path), name.strip())
 
 
@@ -47,18 +47,18 @@ def find_file(path: Path) -> Path:
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ReportError(explain(str(path), asked="a run's file or folder", found="neither", fix="check the path"))
+        raise ReportError(explain(str(path), required="a run's file or folder", found="neither", fix="check the path"))
     if (path / "metrics.jsonl").is_file():
         return path / "metrics.jsonl"
     for pattern in ("*.jsonl", "events.out.tfevents.*", "*.log"):
         found = sorted(file for file in path.glob(pattern) if file.is_file())
         if len(found) > 1:
             names = ", ".join(file.name for file in found[:5])
-            raise ReportError(explain(str(path), asked="one file of metrics", found=names, fix="name the file itself"))
+            raise ReportError(explain(str(path), required="one file of metrics", found=names, fix="name the file itself"))
         if found:
             return found[0]
     here = ", ".join(sorted(file.name for file in path.iterdir())[:6]) or "nothing"
-    raise ReportError(explain(str(path), asked="a file of metrics", found=here, fix=_WAYS))
+    raise ReportError(explain(str(path), required="a file of metrics", found=here, fix=_WAYS))
 
 
 def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = None) -> list[Run]:
@@ -74,13 +74,13 @@ def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = No
     keep, notes = keep or (lambda name: True), [] if notes is None else notes
     before = len(notes)
     if not path.is_file():
-        raise ReportError(explain(str(path), asked="a file of metrics", found="no such file", fix=_WAYS))
+        raise ReportError(explain(str(path), required="a file of metrics", found="no such file", fix=_WAYS))
     runs = _reader(path)(path, keep, notes)
     if not any(run.steps for run in runs):
         cut = "; ".join(notes[before:])
         raise ReportError(
             explain(
-                str(path), asked="at least one step", found=cut or "none", fix=f"the run ended before it, or {_WAYS}"
+                str(path), required="at least one step", found=cut or "none", fix=f"the run ended before it, or {_WAYS}"
             )
         )
     return runs
@@ -89,7 +89,7 @@ def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = No
 def _reader(path: Path) -> Callable[[Path, Keep, list[str]], list[Run]]:
     if path.suffix == ".wandb":
         raise ReportError(
-            explain(str(path), asked="a text format", found="wandb's own", fix="export its history as JSON lines")
+            explain(str(path), required="a text format", found="wandb's own", fix="export its history as JSON lines")
         )
     if "tfevents" in path.name:
         from jetrl_patch.report.events import read_events
@@ -112,7 +112,7 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
         file = find_file(source.path)
         if file.resolve() in seen:
             found = f"{seen[file.resolve()]} and {text}, which are the same file"
-            raise ReportError(explain("RUN", asked="every run once", found=found, fix="leave one out"))
+            raise ReportError(explain("RUN", required="every run once", found=found, fix="leave one out"))
         seen[file.resolve()] = text
         source.runs = [run for run in read_runs(file, keep, notes) if run.steps]
     name_runs(sources)
@@ -125,7 +125,7 @@ def name_runs(sources: Sequence[Source]) -> None:
     for name in given:
         if given.count(name) > 1:
             raise ReportError(
-                explain("RUN", asked="a name of its own for each", found=f"{name} twice", fix="rename one")
+                explain("RUN", required="a name of its own for each", found=f"{name} twice", fix="rename one")
             )
     for source, name in zip(sources, _short_names(sources), strict=True):
         arms = [run.arm for run in source.runs]

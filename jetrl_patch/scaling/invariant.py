@@ -50,7 +50,7 @@ def check_record(hf_config: Any, scale: float) -> bool:
         raise ConfigError(
             explain(
                 f"invariant_scale={scale:g}",
-                asked="a checkpoint that is not scaled, or by the same factor",
+                required="a checkpoint that is not scaled, or by the same factor",
                 found=f"{RECORD}={recorded} in its config.json",
                 fix=f"use invariant_scale={recorded}, or the checkpoint from before",
             )
@@ -84,7 +84,7 @@ def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
         raise ConfigError(
             explain(
                 f"resuming from {where}",
-                asked=f"weights with invariant_scale={built}",
+                required=f"weights with invariant_scale={built}",
                 found=f"a checkpoint with {recorded}",
                 fix=f"resume with invariant_scale={recorded}: the factor is chosen once, before training"
                 if recorded is not None

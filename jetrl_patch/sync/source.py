@@ -182,7 +182,7 @@ def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], 
         raise ConfigError(
             explain(
                 "guard_sqnr",
-                asked="layers that can leave FP8 one by one",
+                required="layers that can leave FP8 one by one",
                 found=f"TransformerEngine's {theirs[0]} and {len(theirs) - 1} more",
                 fix="leave guard_sqnr unset, or name layers in exclude",
             )

@@ -68,12 +68,12 @@ def test_the_tags_folder_carries_the_settings_and_they_are_compared(active, tmp_
     assert record.read(tmp_path / "global_step2") == Config(precision="fp8-unified").resolved()
     assert LOAD(first, None, tmp_path) == (tmp_path, {})
     active(precision="bf16", optimizer_states="8bit", resume_any=True)
-    with pytest.raises(ConfigError, match="optimizer_states='8bit', but found 'fp32'"):
+    with pytest.raises(ConfigError, match="optimizer_states='8bit', found 'fp32'"):
         LOAD(first, None, tmp_path)
     LOAD(first, None, tmp_path, load_optimizer_states=False)
     active(precision="bf16")
     for options in ({}, {"tag": "global_step2"}, {"load_module_only": True}):
-        with pytest.raises(ConfigError, match="precision='bf16', but found precision='fp8-unified'"):
+        with pytest.raises(ConfigError, match="precision='bf16', found precision='fp8-unified'"):
             LOAD(first, None, tmp_path, **options)
     assert LOAD(first, None, tmp_path / "nothing") == (tmp_path / "nothing", {})
 

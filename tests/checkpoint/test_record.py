@@ -35,7 +35,7 @@ OTHERS = [
 @pytest.mark.parametrize(("saved", "resumed", "says"), OTHERS)
 def test_another_run_is_one_clear_error_unless_it_is_meant(saved, resumed, says, tmp_path):
     record.write(tmp_path, Config(**saved))
-    with pytest.raises(ConfigError, match=rf"resuming .*asked for .*{says}.*, but found .*resume_any=True"):
+    with pytest.raises(ConfigError, match=rf"resuming .*required .*{says}.*found .*resume_any=True"):
         record.check(tmp_path, Config(**resumed))
     record.check(tmp_path, Config(**resumed, resume_any=True))
     record.check(tmp_path, Config(**saved))
@@ -59,7 +59,7 @@ def test_a_checkpoint_without_a_record_was_saved_in_bf16(tmp_path):
     with pytest.raises(ConfigError, match=r"precision='bf16' \(it has no jetrl.json: saved without jetrl_patch\)"):
         record.check(tmp_path, Config())
     record.check(tmp_path, Config(resume_any=True))
-    with pytest.raises(ConfigError, match="optimizer_states='8bit', but found 'fp32'"):
+    with pytest.raises(ConfigError, match="optimizer_states='8bit', found 'fp32'"):
         record.check(tmp_path, Config(precision="bf16", optimizer_states="8bit", resume_any=True))
 
 
@@ -82,7 +82,7 @@ def test_a_record_that_is_cut_short_is_an_error_that_names_it(cut, tmp_path_fact
     record.write(folder, Config())
     text = (folder / record.FILE).read_text()
     (folder / record.FILE).write_text(text[: min(cut, len(text) - 3)])
-    with pytest.raises(ConfigError, match=r"jetrl\.json: asked for the settings .*, but found"):
+    with pytest.raises(ConfigError, match=r"jetrl\.json: required the settings .*found"):
         record.read(folder)
 
 

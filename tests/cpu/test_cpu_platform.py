@@ -76,7 +76,7 @@ def test_chosen_gpus_stay_chosen(monkeypatch):
 
 def test_another_platform_of_verl_is_a_conflict(monkeypatch):
     monkeypatch.setenv("VERL_PLATFORM", "npu")
-    with pytest.raises(ConflictError, match="VERL_PLATFORM: asked for cpu"):
+    with pytest.raises(ConflictError, match="VERL_PLATFORM: required cpu"):
         ADAPTER.on_apply(Config(platform="cpu"), Journal())
 
 
@@ -226,7 +226,7 @@ def test_verls_fallback_makes_room_and_a_real_accelerator_does_not(available):
     manager = SimpleNamespace(_current_platform=chosen, PlatformRegistry=registry, PlatformBase=object)
     journal = Journal()
     if available:
-        with pytest.raises(ConflictError, match="verl's platform: asked for cpu, but found 'cuda'"):
+        with pytest.raises(ConflictError, match="verl's platform: required cpu, found 'cuda'"):
             _register(manager, journal)
     else:
         _register(manager, journal)

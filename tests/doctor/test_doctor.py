@@ -162,7 +162,7 @@ def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("gpu")
 def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check = named(doctor(status=1), "exact alignment")  # this machine has none
-    assert check["state"] == "problem" and check["to_do"] == "use align='linear' on CUDA"
+    assert check["state"] == "problem" and check["to_do"] == "Use align='linear' on CUDA"
     monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "Some GPU"))
     assert named(doctor(status=0), "exact alignment")["state"] == "ok"
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
@@ -221,7 +221,7 @@ def test_a_preset_of_verl_is_read(model: Path) -> None:
     assert found["config"]["align"] == "linear" and found["config"]["exclude"] == ["o_proj"]
     assert named(found, "switched on")["state"] == "ok"
     found = doctor("--", "jetrl", "verl", "--fp8-unified", *verl(model, "+jetrl=linear")[3:], status=1)
-    assert "asked for align='linear', but found align='exact'" in named(found, "verl setting")["finding"]
+    assert "required align='linear', found align='exact'" in named(found, "verl setting")["finding"]
     found = doctor("--", *verl(model, "+jetrl.precision=fp9"), status=1)
     assert "unknown precision 'fp9'" in named(found, "settings")["finding"]
 

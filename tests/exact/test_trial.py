@@ -50,7 +50,7 @@ def test_an_op_that_depends_on_its_batch_is_named(name, monkeypatch):
     norms = {"RMSNorm of width 256", "RMSNorm of width 64"}
     assert failed == (norms if name in norms else {name}), found
     monkeypatch.setattr(trial, "compare_ops", lambda *_: iter(found.items()))
-    with pytest.raises(ModelError, match=rf"on cuda:0, {name}: asked for rows .* use align='linear'"):
+    with pytest.raises(ModelError, match=rf"on cuda:0, {name}: required rows .* use align='linear'"):
         trial.require_exact_ops(SIZES, torch.device("cuda:0"))
 
 
@@ -83,7 +83,7 @@ def test_which_ops_serve_on_cuda(backend, monkeypatch):
     if backend == "torch":
         assert dispatch.configure(backend, "cuda") == "torch"
     else:
-        with pytest.raises(ConfigError, match=r"but found none; use align='linear' on CUDA"):
+        with pytest.raises(ConfigError, match=r", found none. Use align='linear' on CUDA"):
             dispatch.configure(backend, "cuda")
 
 
@@ -117,6 +117,6 @@ def test_a_trainer_without_the_ops_is_refused_before_its_model_changes(monkeypat
     jetrl_patch.enable(precision="fp8-unified")
     model = build("qwen3", num_hidden_layers=1)
     before = [type(module) for module in model.modules()]
-    with pytest.raises(ConfigError, match="sees no CUDA device; use align='linear' on CUDA"):
+    with pytest.raises(ConfigError, match=r"sees no CUDA device\. Use align='linear' on CUDA"):
         prepare_model(model, jetrl_patch.Config(precision="fp8-unified").resolved(), device_type="cuda")
     assert [type(module) for module in model.modules()] == before

@@ -123,7 +123,7 @@ def test_names_that_serve(machine):
 @pytest.mark.parametrize("name", ["triton", "deep_gemm", "cublaslt", "te"])
 def test_gpu_backends_are_refused_on_a_cpu(machine, name):
     machine(deep_gemm=working)
-    with pytest.raises(ConfigError, match="asked for a CUDA device, but found device type 'cpu'"):
+    with pytest.raises(ConfigError, match="required a CUDA device, found device type 'cpu'"):
         choose_backend(name, "cpu")
 
 
@@ -244,13 +244,13 @@ def test_block_scales_of_rows():
 def test_widths_that_the_libraries_cannot_read(library):
     x = torch.ones(8, 264).bfloat16()
     q, s = quantize.quantize_weight(torch.ones(64, 264), "pow2")
-    with pytest.raises(ModelError, match=f"'{library.name}': asked for widths .* of 16, but found 264"):
+    with pytest.raises(ModelError, match=f"'{library.name}': required widths .* of 16, found 264"):
         library.fprop(x, q, quantize.expand_weight_scale(s, 64), "pow2")
     q, s = quantize.quantize_weight(torch.ones(72, 256), "pow2")
     g = torch.ones(8, 72).bfloat16()
-    with pytest.raises(ModelError, match="of 16, but found 72"):
+    with pytest.raises(ModelError, match="of 16, found 72"):
         library.dgrad(g, q, s, "pow2", torch.bfloat16)
-    with pytest.raises(ModelError, match="of 16, but found 264"):
+    with pytest.raises(ModelError, match="of 16, found 264"):
         library.wgrad(g[:, :64], *quantize.quantize_activation(x, "pow2"), "pow2", torch.bfloat16)
 
 

@@ -97,7 +97,7 @@ def test_blockwise_linears_are_left_alone(scale_format):
 )
 def test_another_recipe_is_one_error(recipe, found):
     model = te_model(recipe)
-    with pytest.raises(ModelError, match=rf"layer layers.0.o_proj: asked for .*Float8BlockScaling.*{found}.*; use"):
+    with pytest.raises(ModelError, match=rf"layer layers.0.o_proj: required .*Float8BlockScaling.*{found}.*. Use"):
         swap_linears(model, backend="te")
     assert all(type(m) is te.Linear for n, m in model.named_modules() if n.endswith("proj"))
 
@@ -121,17 +121,17 @@ def test_a_plain_layer_may_be_left_out_beside_them():
 
 def test_the_backend_must_be_the_one_that_computes_the_layers():
     with pytest.raises(
-        ModelError, match=r"backend='triton': asked for .*TransformerEngine's layers.*use backend=\"te\""
+        ModelError, match=r"backend='triton': required .*TransformerEngine's layers.*Use backend=\"te\""
     ):
         swap_linears(te_model(te.Float8BlockScaling()), backend="triton")
-    with pytest.raises(ModelError, match=r"backend='te': asked for .*nn.Linear .first: layers.0.o_proj.*cublaslt"):
+    with pytest.raises(ModelError, match=r"backend='te': required .*nn.Linear .first: layers.0.o_proj.*cublaslt"):
         swap_linears(Model(nn.Linear), backend="te")
 
 
 def test_a_block_must_hold_nothing_else():
     model = te_model()
     assert len(transformer_engine.require_te_linears(model, 4)) == 4  # the router's gate is none of them
-    with pytest.raises(ModelError, match=r"asked for 8 layers .* found 4;"):
+    with pytest.raises(ModelError, match=r"required 8 layers .* found 4."):
         transformer_engine.require_te_linears(model, 8)
     model.layers[0].local = nn.Linear(4, 4)
     with pytest.raises(ModelError, match=r"found 4, and 1 other layers with matrices .first: layers.0.local"):
@@ -172,16 +172,16 @@ GOOD = te.quantized(weight())
 @pytest.mark.parametrize(
     ("wrong", "match"),
     [
-        (te.MXFP8Tensor((256, 384)), "asked for a Float8BlockwiseQTensor, but found MXFP8Tensor"),
+        (te.MXFP8Tensor((256, 384)), "required a Float8BlockwiseQTensor, found MXFP8Tensor"),
         (GOOD.but(rowwise_data=None), "column-wise data alone"),
         (GOOD.but(is_2D_scaled=False), "found kFloat8E4M3 in 1x128 groups"),
         (GOOD.but(fp8_dtype=te.DType.kFloat8E5M2), "found kFloat8E5M2 in 128x128 blocks"),
         (GOOD.but(quantizer=type("Q", (), {"block_len": 64})()), "in 64x64 blocks"),
         (
             GOOD.but(rowwise_data=GOOD.parts["rowwise_data"].t()),
-            r"asked for uint8 \[256, 384\], but found .*\[384, 256\]",
+            r"required uint8 \[256, 384\], found .*\[384, 256\]",
         ),
-        (GOOD.but(rowwise_scale_inv=GOOD.parts["rowwise_scale_inv"].t()), r"asked for FP32 scales \[2, 3\].*\[4, 2\]"),
+        (GOOD.but(rowwise_scale_inv=GOOD.parts["rowwise_scale_inv"].t()), r"required FP32 scales \[2, 3\].*\[4, 2\]"),
         (GOOD.but(rowwise_scale_inv=GOOD.parts["rowwise_scale_inv"].bfloat16()), "torch.bfloat16"),
         (GOOD.but(rowwise_scale_inv=GOOD.parts["rowwise_scale_inv"] * 1.5), "power-of-two scales"),
         (GOOD.but(rowwise_scale_inv=GOOD.parts["rowwise_scale_inv"] * float("inf")), "NaN or Inf"),

@@ -130,10 +130,10 @@ def test_empty_batches():
     ("call", "error", "match"),
     [
         (lambda x: producers.silu_mul_quantize_rows(x, x[:2], "pow2"), ValueError, r"\[4, 256\] on cpu and \[2, 256\] on cpu"),
-        (lambda x: producers.silu_mul_quantize_both(x, x.float(), "pow2"), TypeError, "up: asked for torch.bfloat16"),
-        (lambda x: producers.rmsnorm_quantize_rows(x, x[0, :9], 1e-6, "pow2"), ValueError, r"\[256\] on cpu, but found .*\[9\]"),
-        (lambda x: producers.rmsnorm_quantize_rows(x, x[0].float(), 1e-6, "pow2"), ValueError, "but found torch.float32"),
-        (lambda x: producers.rmsnorm_quantize_rows(x.repeat(1, 65), x[0], 1e-6, "pow2"), ValueError, "but found 16640"),
+        (lambda x: producers.silu_mul_quantize_both(x, x.float(), "pow2"), TypeError, "up: required torch.bfloat16"),
+        (lambda x: producers.rmsnorm_quantize_rows(x, x[0, :9], 1e-6, "pow2"), ValueError, r"\[256\] on cpu, found .*\[9\]"),
+        (lambda x: producers.rmsnorm_quantize_rows(x, x[0].float(), 1e-6, "pow2"), ValueError, ", found torch.float32"),
+        (lambda x: producers.rmsnorm_quantize_rows(x.repeat(1, 65), x[0], 1e-6, "pow2"), ValueError, ", found 16640"),
     ],
 )
 def test_wrong_inputs(call, error, match):

@@ -96,14 +96,14 @@ def test_set_gives_each_field_its_type(item, name, value):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ([], "asked for -m MODULE or a script, but found neither"),
+        ([], "required -m MODULE or a script, found neither"),
         (["-m"], "found neither"),
         ([FLAG, ""], "found neither"),
         (["--precison", "bf16", "x.py"], "found --precison"),
         (["-x", "x.py"], "found -x"),
         (["--align"], "end of the line"),
         (["--precision", "fp9", "x.py"], "--precision fp9: unknown precision 'fp9'"),
-        (["--precision", "", "x.py"], "asked for a value of precision"),
+        (["--precision", "", "x.py"], "required a value of precision"),
         (["--precision=fp32", "x.py"], "unknown precision 'fp32'"),
         (["--align", "none", "x.py"], "unknown align 'none'"),
         (
@@ -116,7 +116,7 @@ def test_set_gives_each_field_its_type(item, name, value):
         (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'; the known ones are precision, align, scale_format"),
         (["--set", "sync_timeout=soon", "x.py"], "--set sync_timeout=soon: "),
         (["--set", "sync_timeout=-1", "x.py"], "must be a positive"),
-        (["--set", "align=", "x.py"], "asked for a value of align"),
+        (["--set", "align=", "x.py"], "required a value of align"),
         (["--precision", "bf16", "x.py", FLAG], "found --precision bf16 and --fp8-unified"),
         (["--set", "align=exact", "--align", "linear", "x.py"], "found --set align=exact and --align linear"),
     ],

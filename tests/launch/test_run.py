@@ -151,8 +151,8 @@ def test_signals_reach_the_program(folder, number, handled):
 @pytest.mark.parametrize(
     ("words", "environ", "says"),
     [
-        (["nowhere.py"], {}, "asked for nowhere.py, but found no such file"),
-        (["-m", "pack.nowhere"], {}, "asked for -m pack.nowhere, but found no such module"),
+        (["nowhere.py"], {}, "required nowhere.py, found no such file"),
+        (["-m", "pack.nowhere"], {}, "required -m pack.nowhere, found no such module"),
         (["-m", ".pack"], {}, "no such module"),
         (["--align", "exact", "dump.py"], {}, "no precision"),
         (["--fp8-unified", "dump.py"], {"JETRL_ENABLED": "0"}, "JETRL_ENABLED=0"),

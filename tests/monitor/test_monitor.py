@@ -113,7 +113,7 @@ def test_a_guard_beside_a_tensor_parallel_rollout_is_refused() -> None:
     trainer = Trainer(monitor_every=1, guard_sqnr=20.0)
     config = jetrl_patch.status().config
     assert config is not None
-    says = "asked for a rollout whose engines hold whole layers, but found tensor parallel size 2"
+    says = "required a rollout whose engines hold whole layers, found tensor parallel size 2"
     with pytest.raises(ConfigError, match=says):
         convert(build("qwen3"), config, trainer.source.shapes, rollout_tp=2, device_type="cpu")
     with pytest.raises(ConfigError, match=says):

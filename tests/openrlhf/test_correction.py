@@ -72,12 +72,12 @@ def test_acr_leaves_openrlhfs_flags_off() -> None:
     [
         (
             Config(correction="tis"), arguments(level="token"),
-            "asked for correction='tis', bounds (0.0, 2.0), but found --algo.advantage.is_correction_level='token', "
+            "required correction='tis', bounds (0.0, 2.0), found --algo.advantage.is_correction_level='token', "
             "--algo.advantage.is_correction_mode='mask'",
         ),
         (Config(correction="seq-tis"), arguments(level="token"), "correction='seq-tis'"),
         (Config(correction="tis", acr=True), arguments(level="token", mode="clip", threshold=[0.0, 2.0]), "acr=True"),
-        (Config(correction="tis"), arguments(loss="gspo"), "other losses apply no weights, but found 'gspo'"),
+        (Config(correction="tis"), arguments(loss="gspo"), "other losses apply no weights, found 'gspo'"),
     ],
 )  # fmt: skip
 def test_what_contradicts_is_one_error_that_names_both(config, args, says) -> None:

@@ -110,5 +110,5 @@ def test_outside_of_exact_mode_the_original_computes(monkeypatch):
 
 def test_a_min_tokens_that_cannot_be_reproduced_is_refused():
     logprob.check_sampling(1)
-    with pytest.raises(ConfigError, match="min_tokens in exact mode: asked for at most 1"):
+    with pytest.raises(ConfigError, match="min_tokens in exact mode: required at most 1"):
         logprob.check_sampling(2)

@@ -82,7 +82,7 @@ def test_exact_refusals_are_not_those_of_linear():
 
 
 def test_deepspeed_has_no_fp8_all_gather():
-    with pytest.raises(ConfigError, match=r"asked for FSDP2, but found OpenRLHF, which trains with DeepSpeed; leave it off"):
+    with pytest.raises(ConfigError, match=r"required FSDP2, found OpenRLHF, which trains with DeepSpeed. Leave it off"):
         settings.check(arguments(), Config(fp8_all_gather=True))
 
 

@@ -61,7 +61,7 @@ def test_what_verl_cannot_do_is_refused(base, override, error, says):  # noqa: F
         ({"actor__optim": "muon"}, "--actor.optim"),
         ({"ds__adam_offload": True}, "--ds.adam_offload"),
         ({"ds__use_universal_ckpt": True}, "--ds.use_universal_ckpt"),
-        ({"ds__zero_stage": 0}, "--ds.zero_stage .*asked for 1, 2 or 3"),
+        ({"ds__zero_stage": 0}, "--ds.zero_stage .*required 1, 2 or 3"),
     ],
 )
 def test_what_deepspeed_cannot_do_is_refused(changes, says):
@@ -73,7 +73,7 @@ def test_what_deepspeed_cannot_do_is_refused(changes, says):
 
 def test_without_torchao_there_is_one_clear_error(base, monkeypatch):  # noqa: F811
     monkeypatch.setattr(module, "is_installed", lambda name: False)
-    says = r"optimizer_states='8bit': asked for torchao.* found it is not installed; .*jetrl_patch\[optim\]"
+    says = r"optimizer_states='8bit': required torchao.* found it is not installed. .*jetrl_patch\[optim\]"
     with pytest.raises(ConfigError, match=says):
         verl.check(base(), STATES)
     with pytest.raises(ConfigError, match=says):

@@ -75,7 +75,7 @@ def test_same_call_twice_does_nothing_another_config_raises(use: Any) -> None:
     runtime.enable(Config(precision="fp8-unified", align="exact"))  # what None comes to
     assert adapter.calls.count("on_apply") == 1
     assert load("a").function() == "loud a"
-    with pytest.raises(ConflictError, match=r"asked for .*'linear'.*but found .*'exact'.*disable"):
+    with pytest.raises(ConflictError, match=r"required .*'linear'.*found .*'exact'.*disable"):
         runtime.enable(align="linear")
     assert runtime.active_config().exact
 

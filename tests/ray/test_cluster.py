@@ -81,6 +81,6 @@ sys.meta_path.insert(0, Blocked())
     assert last.startswith("jetrl_patch.errors.NotPatchedError: node ")
     assert re.search(r"node [\d.]+ \([^,]+, named bare\): .*No module named 'jetrl_patch'", last)
     assert re.search(
-        r"node [\d.]+ \([^,]+, named old\): asked for jetrl_patch [\d.]+, as in the driver, but found 0\.0\.9", last
+        r"node [\d.]+ \([^,]+, named old\): required jetrl_patch [\d.]+, as in the driver, found 0\.0\.9", last
     )
     assert "named head" not in last and "named clean" not in last

@@ -94,7 +94,7 @@ def test_settings_of_the_users_that_agree_are_no_contradiction():
     ],
 )
 def test_a_setting_of_the_users_that_contradicts_is_named(name, value):
-    with pytest.raises(ConflictError, match=f"asked for {name}=.*found {name}='{value}'"):
+    with pytest.raises(ConflictError, match=f"required {name}=.*found {name}='{value}'"):
         merged({"env_vars": {name: value}})
     with pytest.raises(ConflictError, match=name):
         merge.take_ours({"env_vars": {name: value}}, CONFIG)

@@ -32,8 +32,8 @@ def test_the_hook_travels_by_value_and_says_what_is_missing():
     done = elsewhere(hook.make_hook(VERSION, CONFIG.to_env(), None), blocked=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("RuntimeError: jetrl_patch on node ") and f"asked for version {VERSION}" in last
-    assert "but found none (" in last and "install it there" in last
+    assert last.startswith("RuntimeError: jetrl_patch on node ") and f"required version {VERSION}" in last
+    assert ", found none (" in last and "install it there" in last
 
 
 def test_the_probe_travels_by_value_and_reports_what_is_missing():
@@ -63,7 +63,7 @@ def test_a_hook_given_by_its_path_is_run(monkeypatch):
 
 
 def test_another_version_or_other_settings_stop_the_worker(monkeypatch):
-    with pytest.raises(ConflictError, match=f"asked for 9.9.*found {VERSION}"):
+    with pytest.raises(ConflictError, match=f"required 9.9.*found {VERSION}"):
         worker.start("9.9", CONFIG.to_env())
     with pytest.raises(NotPatchedError, match="switches it off"):
         worker.start(VERSION, CONFIG.to_env())
@@ -107,4 +107,4 @@ def test_the_verdict_on_a_node_names_it(answer, reason, kind, says):
         assert problem is None
     else:
         assert type(problem) is kind
-        assert str(problem).startswith("node 10.0.0.2 (gpu-7): asked for ") and says in str(problem)
+        assert str(problem).startswith("node 10.0.0.2 (gpu-7): required ") and says in str(problem)

@@ -85,7 +85,7 @@ def test_runs_without_a_common_metric_and_without_any(tmp_path: Path) -> None:
     assert "no metric is common to all runs" in done.stderr
     alone = report(empty, "--out", tmp_path / "none")
     assert isinstance(alone.exception, ReportError)
-    assert "asked for metrics of a training run, but found something/else;" in str(alone.exception)
+    assert "required metrics of a training run, found something/else." in str(alone.exception)
     assert not (tmp_path / "none").exists()
 
 

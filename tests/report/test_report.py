@@ -163,7 +163,7 @@ def test_a_last_line_that_was_cut_off_is_left_out(folder: Path) -> None:
     ("line", "says"),
     [
         ("{broken", "line 2: not JSON"),
-        ("[1, 2]", "line 2: asked for an object, but found list"),
+        ("[1, 2]", "line 2: required an object, found list"),
         ('{"step": 1, "data": {}}', "line 2: precision, align"),
         ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: neither"),
     ],

@@ -126,12 +126,12 @@ def test_a_step_written_twice_has_the_later_figures(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("", "asked for at least one step"),
+        ("", "required at least one step"),
         ('{"step": 1, "da', "line 1: cut off"),
-        ('{"hello": 1}\n', 'line 1: asked for an object with "step" and "data".*found the names hello'),
-        ('{"step": 1.5, "data": {}}\n', "line 1: asked for the step as an integer"),
-        ('{"_step": "one", "a": 1}\n', "line 1: asked for the step as an integer"),
-        ("\xff\xfe\x00 no text at all\n", "asked for at least one step"),
+        ('{"hello": 1}\n', 'line 1: required an object with "step" and "data".*found the names hello'),
+        ('{"step": 1.5, "data": {}}\n', "line 1: required the step as an integer"),
+        ('{"_step": "one", "a": 1}\n', "line 1: required the step as an integer"),
+        ("\xff\xfe\x00 no text at all\n", "required at least one step"),
         ("[1, 2]\n", "found list"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
     verl_file(tmp_path / "one.jsonl")
     assert find_file(tmp_path).name == "one.jsonl"
     verl_file(tmp_path / "two.jsonl")
-    with pytest.raises(ReportError, match=r"found one\.jsonl, two\.jsonl; name the file itself"):
+    with pytest.raises(ReportError, match=r"found one\.jsonl, two\.jsonl. Name the file itself"):
         find_file(tmp_path)
     verl_file(tmp_path / "metrics.jsonl")
     assert find_file(tmp_path).name == "metrics.jsonl"

@@ -33,7 +33,7 @@ if __name__ == "__main__":
         built._build_model_optimizer()
         return built
 
-    with pytest.raises(ConflictError, match=r"asked for torch\.float16, but found torch\.bfloat16"):
+    with pytest.raises(ConflictError, match=r"required torch\.float16, found torch\.bfloat16"):
         engine(None)
     actor = engine(mixed)
 

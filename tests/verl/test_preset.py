@@ -88,7 +88,7 @@ def test_fields_stand_on_top_of_a_preset_and_without_one() -> None:
 def test_nonsense_in_the_section_is_refused(override: str, message: str) -> None:
     if override == "+jetrl=[unified]":
         verl_config = OmegaConf.create({"jetrl": ["unified"]})
-        message = "asked for a mapping of settings"
+        message = "required a mapping of settings"
     else:
         verl_config = composed(*override.split(","))
     with pytest.raises(ConfigError, match=message):
@@ -100,11 +100,11 @@ def test_the_environment_fills_in_and_may_not_contradict(monkeypatch: pytest.Mon
     monkeypatch.setenv("JETRL_PLATFORM", "cpu")
     assert preset.config_of(verl_config) == Config(align="linear", platform="cpu")
     monkeypatch.setenv("JETRL_ALIGN", "exact")
-    with pytest.raises(ConflictError, match=r"jetrl\.align .*asked for 'linear', but found JETRL_ALIGN='exact'"):
+    with pytest.raises(ConflictError, match=r"jetrl\.align .*required 'linear', found JETRL_ALIGN='exact'"):
         preset.config_of(verl_config)
     monkeypatch.delenv("JETRL_ALIGN")
     monkeypatch.setenv("JETRL_ENABLED", "0")
-    with pytest.raises(ConflictError, match="JETRL_ENABLED=0: asked for no patching"):
+    with pytest.raises(ConflictError, match="JETRL_ENABLED=0: required no patching"):
         preset.config_of(verl_config)
 
 
@@ -112,7 +112,7 @@ def test_a_section_that_contradicts_the_running_process() -> None:
     verl_config = composed("+jetrl=linear")
     found = section.disagreement(verl_config, UNIFIED)
     assert isinstance(found, ConflictError)
-    assert "asked for align='linear', but found align='exact'" in str(found)
+    assert "required align='linear', found align='exact'" in str(found)
     assert section.disagreement(verl_config, Config(align="linear", backend="torch")) is None
     assert section.disagreement(composed("+jetrl=unified"), UNIFIED) is None
     assert section.disagreement(composed(), UNIFIED) is None
@@ -167,7 +167,7 @@ def test_the_file_of_the_documentation_works(main, tmp_path: Path) -> None:
 def test_verls_main_refuses_what_contradicts(main) -> None:
     with pytest.raises(ConflictError, match=r"rollout\.quantization"):
         main("+jetrl=unified", f"{R}.quantization=fp8")
-    with pytest.raises(ConflictError, match="asked for align='linear', but found align='exact'"):
+    with pytest.raises(ConflictError, match="required align='linear', found align='exact'"):
         main("+jetrl=linear")  # the session of the first call stands
 
 

@@ -55,7 +55,7 @@ CONFLICTS = [
 def test_another_owner_of_the_same_thing_is_a_conflict(base, override, path, config):
     verl_config = base(override)
     before = OmegaConf.to_container(verl_config)
-    with pytest.raises(ConflictError, match=rf"{path}.* asked for .*, but found .*; "):
+    with pytest.raises(ConflictError, match=rf"{path}.* required .*found .*\. [A-Z]"):
         settings.check(verl_config, config)
     assert OmegaConf.to_container(verl_config) == before
 
@@ -94,7 +94,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("override", "path", "config"), REFUSED)
 def test_what_cannot_be_kept_is_refused_by_name(base, override, path, config):
-    with pytest.raises(ConfigError, match=rf"{path}.* asked for .*, but found .*; "):
+    with pytest.raises(ConfigError, match=rf"{path}.* required .*found .*\. [A-Z]"):
         settings.check(base(override), config)
 
 

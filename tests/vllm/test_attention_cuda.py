@@ -146,7 +146,7 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
     assert kept.attention_backend is None  # vLLM takes one of the two only
     flash = AttentionBackendEnum.FLASH_ATTN
     for args in (arguments("FLASH_ATTN"), arguments(backend=flash), arguments(kinds={"full_attention": flash})):
-        with pytest.raises(ConflictError, match="asked for FLASH_ATTN, but found align='exact', which brings its own"):
+        with pytest.raises(ConflictError, match="required FLASH_ATTN, found align='exact', which brings its own"):
             exact.choose_attention(args)
 
 
@@ -154,7 +154,7 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
 def test_a_worker_with_another_attention_does_not_serve() -> None:
     layers = {"a": SimpleNamespace(impl=object()), "b": SimpleNamespace()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
-    with pytest.raises(ModelError, match="found object; leave the attention backend unset"):
+    with pytest.raises(ModelError, match=r"found object\. Leave the attention backend unset"):
         exact.try_ops(SimpleNamespace(vllm_config=config))
 
 
@@ -200,5 +200,5 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
 def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "refuse_exact_on", lambda kind: None)
     config = SimpleNamespace(model_config=SimpleNamespace(get_head_size=lambda: 96))
-    with pytest.raises(ModelError, match="heads of width 64 or 128, but found 96"):
+    with pytest.raises(ModelError, match="heads of width 64 or 128, found 96"):
         exact.device_problems(config)

@@ -51,7 +51,7 @@ def choose_backend(name: str, device_type: str) -> str:
         return _on_gpu(name)
     if name in CHECKS:
         found = f"device type {device_type!r}"
-        raise ConfigError(explain(f"backend={name!r}", asked="a CUDA device", found=found, fix='use "native" or "torch"'))
+        raise ConfigError(explain(f"backend={name!r}", required="a CUDA device", found=found, fix='use "native" or "torch"'))
     ok, reason = build.available()
     if not ok and name == "native":
         raise ConfigError(f'backend="native" was asked for, but {reason}')
@@ -70,7 +70,7 @@ def _on_gpu(name: str) -> str:
     ok, reason = CHECKS[name]()
     if not ok:
         fix = 'use backend="auto" or "torch"'
-        raise ConfigError(explain(f"backend={name!r}", asked="one that serves on this device", found=reason, fix=fix))
+        raise ConfigError(explain(f"backend={name!r}", required="one that serves on this device", found=reason, fix=fix))
     return name
 
 

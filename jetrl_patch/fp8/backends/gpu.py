@@ -158,7 +158,7 @@ def check_widths(backend: str, *widths: int) -> None:
         raise ModelError(
             explain(
                 f"backend={backend!r}",
-                asked="widths that are multiples of 16",
+                required="widths that are multiples of 16",
                 found=", ".join(map(str, wrong)),
                 fix='use backend="triton", or leave the layer in BF16 with exclude=',
             )

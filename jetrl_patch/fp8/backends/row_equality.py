@@ -107,7 +107,7 @@ def require_row_equality(
         raise ModelError(
             explain(
                 f"backend={backend.name!r} in a rollout",
-                asked=f"rows that do not depend on the batch, for weights {list(shape)}",
+                required=f"rows that do not depend on the batch, for weights {list(shape)}",
                 found=verdict.found,
                 fix='use backend="triton" on both sides',
             )
