@@ -247,7 +247,7 @@ def test_verl_quantizes_twice(model: Path) -> None:
     found = doctor("--", *verl(model, f"{R}.quantization=fp8", "+jetrl=unified"), status=1)
     check = named(found, "verl setting")
     assert f"{R}.quantization" in check["finding"] and "found 'fp8'" in check["finding"]
-    assert check["to_do"] == "set it to null"
+    assert check["to_do"] == "Set it to null"
 
 
 def test_verl_with_a_split_that_cuts_a_block_and_another_problem(model: Path) -> None:
@@ -327,5 +327,5 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch, model: Path)
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(app, ["doctor", *verl(model, f"{R}.quantization=fp8")])  # without --
     assert result.exit_code == 1
-    assert "→ set it to null" in result.output
+    assert "→ Set it to null" in result.output
     assert result.output.strip().splitlines()[-1] == "a run would NOT start: 1 problem"

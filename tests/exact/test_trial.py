@@ -50,7 +50,7 @@ def test_an_op_that_depends_on_its_batch_is_named(name, monkeypatch):
     norms = {"RMSNorm of width 256", "RMSNorm of width 64"}
     assert failed == (norms if name in norms else {name}), found
     monkeypatch.setattr(trial, "compare_ops", lambda *_: iter(found.items()))
-    with pytest.raises(ModelError, match=rf"on cuda:0, {name}: required rows .* use align='linear'"):
+    with pytest.raises(ModelError, match=rf"on cuda:0, {name}: required rows .* Use align='linear'"):
         trial.require_exact_ops(SIZES, torch.device("cuda:0"))
 
 
