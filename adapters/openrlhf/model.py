@@ -47,14 +47,14 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
         if fp16.is_on():
             fp16.check_model(self.model, str(pretrain_or_model))
-        self._jetrl = prepare(self.model, config)
+        self._jetrl = prepare(self.model, config, self)
         WORKER.models.append(weakref.ref(self._jetrl))
 
     return __init__
 
 
-def prepare(model: Any, config: Config) -> Source:
-    """Convert a loaded model, whole or already partitioned by ZeRO-3, and note what the weight sync sends."""
+def prepare(model: Any, config: Config, actor: Any) -> Source:
+    """Convert the loaded model of an ``Actor``, whole or already partitioned by ZeRO-3, and note what the weight sync sends."""
     import torch
 
     return convert(

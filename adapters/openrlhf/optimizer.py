@@ -12,7 +12,7 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.optim.settings import CLASSES, MODULE
-from jetrl_patch.rules import Rule, is_set, other_than
+from jetrl_patch.trainer.rules import Rule, is_set, other_than
 
 __all__ = ["RULES", "initialize"]
 

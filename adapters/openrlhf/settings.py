@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import correction, fp16, optimizer
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.optim.settings import check_installed
-from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
+from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["MARK", "START", "check", "check_mark", "complete", "get_strategy", "require_same"]
+__all__ = ["MARK", "START", "check", "check_mark", "complete", "get_strategy", "problems", "require_same"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +45,19 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(args: Any, config: Config) -> None:
-    """Raise ConfigError, ConflictError or ModelError for the first argument that cannot be kept; change nothing.
+    """Raise ConfigError, ConflictError or ModelError for the first argument that cannot be kept; change nothing."""
+    for problem in problems(args, config):
+        raise problem
+
+
+def problems(args: Any, config: Config) -> Iterator[JetrlError]:
+    """Every argument that cannot be kept, as the errors to raise.
 
     Args:
         args: OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
     """
     if _get(args, "vllm") is None or _get(args, "rollout") is None:
-        raise ConfigError(
+        yield ConfigError(
             explain(
                 "jetrl_patch in OpenRLHF",
                 required="openrlhf.cli.train_ppo_ray, which has a rollout",
@@ -59,35 +65,26 @@ def check(args: Any, config: Config) -> None:
                 fix="run it without jetrl_patch",
             )
         )
+        return
     if config.fp8_all_gather:
-        raise ConfigError(
+        yield ConfigError(
             explain(
                 "fp8_all_gather=True", required="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
             )
         )
     rules = RULES
     if config.optimizer_states != "fp32":
-        check_installed(config.optimizer_states)
+        yield from raised(lambda: check_installed(config.optimizer_states))
         rules += optimizer.RULES
-    for problem in broken(rules, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
-        raise problem
-    for problem in fp16.problems(lambda path: _get(args, path), config):
-        raise problem
-    for problem in correction.problems(args, config):
-        raise problem
-    _check_model(args, config)
 
+    def select(path: str) -> Any:
+        return _get(args, path)
 
-def _check_model(args: Any, config: Config) -> None:
-    """The model's family and the rollout's tensor parallelism, from the model's config.json and without weights."""
-    path = str(_get(args, "actor.model_name_or_path") or "")
-    if not config.quantized_rollout or not os.path.isdir(path):
-        return  # a remote path: the actors check when they have it
-    from transformers import AutoConfig
-
-    from jetrl_patch.fp8.preflight import check_model
-
-    check_model(AutoConfig.from_pretrained(path), config, int(_get(args, "vllm.tensor_parallel_size") or 1))
+    yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
+    yield from fp16.problems(select, config)
+    yield from correction.problems(args, config)
+    tp = int(select("vllm.tensor_parallel_size") or 1)
+    yield from raised(lambda: check_checkpoint(select("actor.model_name_or_path"), config, tp))
 
 
 def complete(args: Any, config: Config) -> list[str]:

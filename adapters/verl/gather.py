@@ -8,7 +8,7 @@ from typing import Any
 from jetrl_patch.adapters.verl.paths import ACTOR, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError
-from jetrl_patch.rules import Rule, broken, other_than
+from jetrl_patch.trainer.rules import Rule, broken, other_than
 
 #: both engines are built in one process from these
 _STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")

@@ -36,26 +36,25 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if runtime.is_active() and self.model_config.model_type == "language_model":
             if fp16.is_on():
                 fp16.check_model(module)
-            reference = bool(self.engine_config.forward_only)
-            self._jetrl = prepare(module, runtime.active_config(), self.model_config, reference)
+            self._jetrl = prepare(module, runtime.active_config(), self)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
-            if reference:
+            if self.engine_config.forward_only:
                 WORKER.references.append(weakref.ref(self._jetrl))
         return module
 
     return _build_module
 
 
-def prepare(module: Any, config: Config, model_config: Any, reference: bool = False) -> Prepared:
-    """Convert a loaded model in place and note what the weight sync needs to know about it."""
+def prepare(module: Any, config: Config, engine: Any) -> Prepared:
+    """Convert the loaded model of verl's ``engine`` in place and note what the weight sync needs to know about it."""
     from verl.utils.device import get_device_name
     from verl.utils.model import convert_weight_keys
 
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "device_type": get_device_name()}
-    source = convert(module, config, shapes, reference=reference, **sizes)
-    return Prepared(**vars(source), vocabulary=_vocabulary(model_config), banned=_banned(model_config))
+    source = convert(module, config, shapes, reference=bool(engine.engine_config.forward_only), **sizes)
+    return Prepared(**vars(source), vocabulary=_vocabulary(engine.model_config), banned=_banned(engine.model_config))
 
 
 def _vocabulary(model_config: Any) -> int | None:
