@@ -77,8 +77,12 @@ def explain(what: str, *, required: object, found: object, fix: str) -> str:
     return f"{what}: required {required}, found {found}. {fix[0].upper()}{fix[1:]}{'' if fix.endswith('.') else '.'}"
 
 
-def differences(what: str, *, required: Mapping[str, object], found: Mapping[str, object], fix: str) -> str:
+def differences(
+    what: str, *, required: Mapping[str, object], found: Mapping[str, object], fix: str, origin: str = ""
+) -> str:
     """``explain`` for two sets of settings: it names those that differ, and no others.
+
+    ``origin`` says where those that were found come from.
 
     >>> differences("settings of a worker", required={"a": 1, "b": 2}, found={"a": 1, "b": 3}, fix="use b=2")
     'settings of a worker: required b=2, found b=3. Use b=2.'
@@ -88,7 +92,7 @@ def differences(what: str, *, required: Mapping[str, object], found: Mapping[str
     def words(settings: Mapping[str, object]) -> str:
         return ", ".join(f"{name}={settings[name]!r}" if name in settings else f"no {name}" for name in names)
 
-    return explain(what, required=words(required), found=words(found), fix=fix)
+    return explain(what, required=words(required), found=words(found) + origin, fix=fix)
 
 
 def _same(name: str, required: Mapping[str, object], found: Mapping[str, object]) -> bool:

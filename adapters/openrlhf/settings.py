@@ -9,21 +9,20 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import correction, fp16, optimizer
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.gate import while_active
 from jetrl_patch.optim.settings import check_installed
+from jetrl_patch.trainer import marks
+from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import check_checkpoint
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["MARK", "START", "check", "check_mark", "complete", "get_strategy", "problems", "require_same"]
+__all__ = ["START", "check", "check_mark", "complete", "get_strategy", "problems"]
 
 logger = logging.getLogger(__name__)
 
 #: what to do where a process of a run is not patched
 START = "start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
-
-#: attribute of OpenRLHF's arguments that carries our settings to every actor, and key of reports
-MARK = "jetrl"
-
 
 _WHOLE = "a trainer that holds whole layers and whole sequences"
 
@@ -107,35 +106,21 @@ def complete(args: Any, config: Config) -> list[str]:
 
 
 def check_mark(args: Any, where: str) -> None:
-    """Compare the settings that the driver left in the arguments with those of this process.
-
-    Raises NotPatchedError when there are none, ConflictError when they differ.
-    """
-    mark = getattr(args, MARK, None)
-    mine = runtime.active_config().to_env()
-    if not mark:
-        raise NotPatchedError(f"OpenRLHF's driver is not patched, while {where} is; {START}")
-    require_same(where, asked=mark, found=mine)
+    """Compare the settings that the driver left in the arguments with those of this process."""
+    unpatched = f"OpenRLHF's driver is not patched, while {where} is; {START}"
+    marks.check(getattr(args, MARK, None), runtime.active_config(), where, unpatched)
 
 
-def require_same(where: str, *, asked: dict[str, str], found: dict[str, str]) -> None:
-    """Raise ConflictError if the settings of a process are not those of the run."""
-    if found != asked:
-        raise ConflictError(
-            explain(f"settings of {where}", required=asked, found=found, fix="give every process the same ones")
-        )
-
-
+@while_active
 def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``openrlhf.utils.get_strategy``, the first thing that the driver does with its arguments."""
 
     def get_strategy(args: Any) -> Any:
-        if runtime.is_active():
-            config = runtime.active_config()
-            check(args, config)
-            for change in complete(args, config):
-                logger.warning("jetrl_patch: %s", change)
-            setattr(args, MARK, config.to_env())
+        config = runtime.active_config()
+        check(args, config)
+        for change in complete(args, config):
+            logger.warning("jetrl_patch: %s", change)
+        setattr(args, MARK, config.to_env())
         return original(args)
 
     return get_strategy

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from jetrl_patch.adapters.verl import fp16
 from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
+from jetrl_patch.gate import while_active
 from jetrl_patch.sync.source import Source, convert
 
 
@@ -28,18 +28,19 @@ class Prepared(Source):
     banned: list[int] = field(default_factory=list)
 
 
+@while_active
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``FSDPEngine._build_module``. Critics (value models) stay what they are."""
 
     def _build_module(self: Any) -> Any:
         module = original(self)
-        if runtime.is_active() and self.model_config.model_type == "language_model":
+        if self.model_config.model_type == "language_model":
             if fp16.is_on():
                 fp16.check_model(module)
             self._jetrl = prepare(module, runtime.active_config(), self)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
             if self.engine_config.forward_only:
-                WORKER.references.append(weakref.ref(self._jetrl))
+                WORKER.followers.add(self._jetrl)
         return module
 
     return _build_module

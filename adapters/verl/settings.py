@@ -16,13 +16,12 @@ from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, 
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, JetrlError
+from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import check_checkpoint
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 logger = logging.getLogger(__name__)
-
-#: key under ``actor_rollout_ref.rollout.custom`` and in reports that says: this side is patched
-MARK = "jetrl"
 
 
 def _dtype_other_than_bf16(value: Any) -> bool:
@@ -141,7 +140,7 @@ def prepare(verl_config: Any, config: Config) -> None:
 
 
 def mark(verl_config: Any, config: Config) -> None:
-    """Leave our settings in verl's configuration, for the workers to compare with theirs."""
+    """Leave our settings in verl's configuration (``rollout.custom``), for the workers to compare with theirs."""
     _update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
 
 
@@ -158,24 +157,24 @@ def _update(verl_config: Any, path: str, value: Any) -> None:
     OmegaConf.update(verl_config, path, value, force_add=True)
 
 
+@while_active
 def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``verl.utils.config.validate_config``: the driver checks before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active():
-            prepare(config, runtime.active_config())
+        prepare(config, runtime.active_config())
         return original(config, *args, **kwargs)
 
     return validate_config
 
 
+@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the trainers' ``__init__``: the same again where the trainer loop runs, and the mark for its workers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if runtime.is_active():
-            prepare(config, runtime.active_config())
-            mark(config, runtime.active_config())
+        prepare(config, runtime.active_config())
+        mark(config, runtime.active_config())
         original(self, config, *args, **kwargs)
 
     return __init__

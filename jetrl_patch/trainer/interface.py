@@ -4,10 +4,10 @@ A module with these functions is a ``Trainer``; the adapter offers it in ``Servi
 What is the same in every framework stands in this package, and the adapter calls it:
 
 1. settings: ``problems`` and ``complete`` judge and complete the framework's own by a table of ``rules.Rule``;
-2. in the driver ``marks.write`` what the run's settings are, in every other process ``marks.check`` them;
+2. the driver leaves ``Config.to_env()`` in the framework's settings, every other process calls ``marks.check``;
 3. model: ``prepare`` converts it before it is wrapped, through ``sync.source.convert``;
-4. sync: ``source.begin``, then ``Source.stream`` over full weights, then ``report.sync_report``;
-5. log: ``report.note_sync`` and ``mismatch.note`` into the figures that go with a step's line.
+4. sync: ``guard.begin_sync``, then ``Source.stream`` over full weights, then ``report.sync_report``;
+5. log: ``report.sync_metrics`` and ``mismatch.step_metrics`` into ``state.Driver``, which goes with a step's line.
 """
 
 from __future__ import annotations

@@ -327,5 +327,5 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch, model: Path)
     monkeypatch.setenv("COLUMNS", "200")
     result = CliRunner().invoke(app, ["doctor", *verl(model, f"{R}.quantization=fp8")])  # without --
     assert result.exit_code == 1
-    assert "→ set it to null" in result.output
+    assert "→ Set it to null" in result.output
     assert result.output.strip().splitlines()[-1] == "a run would NOT start: 1 problem"
