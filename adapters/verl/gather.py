@@ -28,7 +28,7 @@ def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> 
     """
     if not config.fp8_all_gather:
         return
-    from jetrl_patch.fp8.gather import gather_in_fp8
+    from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 
     strategy = engine.engine_config.strategy
     if strategy != "fsdp2":
