@@ -55,7 +55,7 @@ def test_enable_from_inside_an_enable_that_is_under_way(use: Any) -> None:
         def on_apply(self, config: Config, journal: Journal) -> None:
             assert runtime.activate_from_env() is True  # what a plugin does that is loaded right now
             runtime.enable(config)
-            with pytest.raises(ConflictError):
+            with pytest.raises(ConflictError, match=r"required sync_timeout=1\.0, found sync_timeout=300\.0\. Call"):
                 runtime.enable(config, sync_timeout=1.0)
 
     use(Nested(ALL))
