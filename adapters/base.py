@@ -13,14 +13,15 @@ from typing import ClassVar
 from jetrl_patch.config import Config
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import OnImport, Patch
+from jetrl_patch.services import Services
 
-__all__ = ["Adapter", "Config", "Journal", "OnImport", "Patch"]
+__all__ = ["Adapter", "Config", "Journal", "OnImport", "Patch", "Services"]
 
 
 class Adapter:
     """One framework. ``jetrl_patch.adapters.<name>.adapter:ADAPTER`` is an instance of a subclass."""
 
-    #: the name of the folder; `runtime.ADAPTERS` says which frameworks the adapter is used for
+    #: the name of the folder; `registry.ADAPTERS` says which frameworks the adapter is used for
     name: ClassVar[str] = ""
     #: distributions that must be in their supported range (keys of ``_versions.SUPPORTED``)
     requires: ClassVar[tuple[str, ...]] = ()
@@ -35,6 +36,10 @@ class Adapter:
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """What is to be done with a module beyond replaced attributes, such as an entry in a registry."""
         return ()
+
+    def services(self) -> Services:
+        """What it offers other adapters and the core; its modules are imported here, its framework is not."""
+        return Services()
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Changes at extension points that do not wait for an import, through the journal."""

@@ -12,6 +12,7 @@ __all__ = [
     "PREFIX",
     "SWITCH",
     "VARIABLES",
+    "by_field",
     "opted_in",
     "read_fields",
     "read_switch",
@@ -79,6 +80,12 @@ VARIABLES = {
     "JETRL_RESUME_ANY": "Config.resume_any: 1 or 0",
     "JETRL_CACHE_DIR": "folder of the compiled CPU kernels (default: the user's cache folder)",
 }
+
+
+def by_field(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables under the names of the fields they set, for messages; one that sets no field keeps its own name."""
+    return {FIELDS.get(name, name): value for name, value in variables.items()}
+
 
 _TRUE = {"1", "true", "yes", "on"}
 _FALSE = {"0", "false", "no", "off"}

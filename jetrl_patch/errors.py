@@ -6,6 +6,8 @@ Every message says three things: what is required, what was found, and what to d
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 __all__ = [
     "AuditError",
     "ConfigError",
@@ -17,6 +19,7 @@ __all__ = [
     "PrecisionError",
     "SyncError",
     "VersionError",
+    "differences",
     "explain",
     "split_fix",
 ]
@@ -72,6 +75,28 @@ def explain(what: str, *, required: object, found: object, fix: str) -> str:
         fix: what to do, as a sentence that starts with a verb; its capital letter and full stop are added.
     """
     return f"{what}: required {required}, found {found}. {fix[0].upper()}{fix[1:]}{'' if fix.endswith('.') else '.'}"
+
+
+def differences(
+    what: str, *, required: Mapping[str, object], found: Mapping[str, object], fix: str, origin: str = ""
+) -> str:
+    """``explain`` for two sets of settings: it names those that differ, and no others.
+
+    ``origin`` says where those that were found come from.
+
+    >>> differences("settings of a worker", required={"a": 1, "b": 2}, found={"a": 1, "b": 3}, fix="use b=2")
+    'settings of a worker: required b=2, found b=3. Use b=2.'
+    """
+    names = [name for name in {**required, **found} if not _same(name, required, found)]
+
+    def words(settings: Mapping[str, object]) -> str:
+        return ", ".join(f"{name}={settings[name]!r}" if name in settings else f"no {name}" for name in names)
+
+    return explain(what, required=words(required), found=words(found) + origin, fix=fix)
+
+
+def _same(name: str, required: Mapping[str, object], found: Mapping[str, object]) -> bool:
+    return name in required and name in found and required[name] == found[name]
 
 
 def split_fix(message: str) -> tuple[str, str]:

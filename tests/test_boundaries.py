@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -37,7 +39,8 @@ def test_import_jetrl_patch_loads_nothing() -> None:
 
 
 def test_the_patch_engine_and_the_runtime_know_no_framework() -> None:
-    names = [*modules("patching"), *(f"jetrl_patch.{n}" for n in ("runtime", "config", "env", "errors", "support"))]
+    single = ("runtime", "config", "env", "errors", "support", "registry", "gate")
+    names = [*modules("patching"), *(f"jetrl_patch.{name}" for name in single)]
     found = loaded_by(f"import {', '.join(names)}, jetrl_patch.adapters.base, jetrl_patch.cli.main")
     assert "wrapt" in found
     assert not found & {"torch", "numpy", *FRAMEWORKS}
@@ -63,22 +66,23 @@ def test_an_entry_point_does_nothing_unless_opted_in(entry: str) -> None:
     assert not found & {"torch", *FRAMEWORKS}
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """``(dotted name, inside a function or TYPE_CHECKING)`` of every import of a file."""
+def imports(path: Path) -> Iterator[tuple[str, str]]:
+    """``(dotted name, "type" under TYPE_CHECKING, else "run")`` of every import of a file, in functions too."""
     tree = ast.parse(path.read_text())
-    lazy = {
+    typing = {
         id(child)
         for node in ast.walk(tree)
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-        or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
-        for child in ast.walk(node)
+        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")
+        for statement in node.body
+        for child in ast.walk(statement)
     }
     for node in ast.walk(tree):
+        kind = "type" if id(node) in typing else "run"
         if isinstance(node, ast.Import):
-            yield from ((alias.name, id(node) in lazy) for alias in node.names)
+            yield from ((alias.name, kind) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative import"
-            yield from ((f"{node.module}.{alias.name}", id(node) in lazy) for alias in node.names)
+            yield from ((f"{node.module}.{alias.name}", kind) for alias in node.names)
 
 
 def python_files(folder: str) -> list[Path]:
@@ -92,16 +96,89 @@ def test_adapters_never_import_one_another() -> None:
             parts = name.split(".")
             assert parts[0] != "adapters", f"{path}: import it as jetrl_patch.adapters"
             if parts[:2] == ["jetrl_patch", "adapters"] and len(parts) > 2:
-                assert parts[2] in (own, "base"), f"{path} imports {name}; use runtime.reach"
+                assert parts[2] in (own, "base"), f"{path} imports {name}; use jetrl_patch.registry"
 
 
-def test_the_core_never_imports_an_adapter_and_only_the_runtime_names_them() -> None:
+def order() -> list[str]:
+    """Packages and modules from bottom to top, as the table of CONTRIBUTING.md has them."""
+    table = (ROOT / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
+    return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
+
+
+def sources() -> dict[str, Path]:
+    """Dotted name, as installed -> file, of every module."""
+    found = {}
+    for folder in ("jetrl_patch", "adapters"):
+        for path in python_files(folder):
+            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+            found[name if folder == "jetrl_patch" else f"jetrl_patch.{name}"] = path
+    return found
+
+
+def graph() -> dict[str, set[str]]:
+    """Module -> modules of the project that it imports, in functions too.
+
+    What stands under TYPE_CHECKING is left out: it names what a caller hands in, loads nothing and so orders nothing.
+    A protocol may name a class that is built on top of it.
+    """
+    files = sources()
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = {name for name, kind in imports(path) if kind != "type" and name.split(".")[0] == "jetrl_patch"}
+        # of "from a import b" either a.b is a module, or b is something in a
+        found[module] = {name if name in files else name.rpartition(".")[0] for name in names} - {module, ""}
+    return found
+
+
+def stand(module: str, names: Sequence[str]) -> int:
+    """The place of a module: that of the longest name in the list which it is or stands in; -1 if there is none."""
+    short = module if module == "jetrl_patch" else module.removeprefix("jetrl_patch.")
+    around = [name for name in names if short == name or short.startswith(f"{name}.")]
+    return list(names).index(max(around, key=len)) if around else -1
+
+
+def test_every_module_has_a_place_and_imports_nothing_above_it() -> None:
+    names = order()
+    assert len(names) == len(set(names)) > 40
+    edges = graph()
+    assert {module for module in edges if stand(module, names) < 0} == set()
+    upward = {
+        f"{module} imports {other}: {names[stand(module, names)]} stands below {names[stand(other, names)]}"
+        for module, others in edges.items()
+        for other in others
+        if stand(other, names) > stand(module, names)
+    }
+    assert upward == set()
+
+
+def test_no_circle() -> None:
+    """Of modules, which is more than of packages. In the vLLM adapter alone classes that vLLM pickles name one another."""
+    inside = "jetrl_patch.adapters.vllm."
+    edges = {
+        module: {other for other in others if not (module.startswith(inside) and other.startswith(inside))}
+        for module, others in graph().items()
+    }
+    graphlib.TopologicalSorter(edges).prepare()  # raises CycleError, which names the circle
+
+
+def test_the_list_is_read_with_care() -> None:
+    assert stand("jetrl_patch.fp8.formats", order()) < stand("jetrl_patch.kernels.gemm", order())
+    assert stand("jetrl_patch.kernels.gemm", order()) < stand("jetrl_patch.fp8.linear", order())
+    assert stand("jetrl_patch.adapters.base", order()) < stand("jetrl_patch.adapters.verl.sync", order())
+    assert stand("jetrl_patch.nobody", order()) == -1
+    edges = graph()
+    assert "jetrl_patch.fp8.backends" in edges["jetrl_patch.sync.source"], "an import inside a function"
+    assert "jetrl_patch.sync.source" not in edges["jetrl_patch.trainer.interface"], "a type alone"
+
+
+def test_only_the_registry_imports_adapters_by_name() -> None:
     for path in python_files("jetrl_patch"):
-        for name, lazy in imports(path):
+        for name, kind in imports(path):
             if name.startswith("jetrl_patch.adapters"):
-                assert lazy, f"{path} imports {name}"
-                allowed = path.name in ("runtime.py", "session.py") or path.parent.name in ("parity", "cli")
-                assert allowed, f"{path} imports {name}"
+                assert kind == "type" and name.startswith("jetrl_patch.adapters.base"), f"{path} imports {name}"
+        text = path.read_text()
+        if path.name != "registry.py":
+            assert '"jetrl_patch.adapters' not in text, path
 
 
 def test_only_env_reads_our_variables() -> None:

@@ -14,14 +14,15 @@ import pytest
 
 PRELUDE = """
 import importlib, inspect, os, sys
-from jetrl_patch import runtime, Config
+from jetrl_patch import registry, runtime, Config
+from jetrl_patch.errors import PatchError
 from jetrl_patch.adapters.base import Patch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.journal import raw_entry
 from jetrl_patch.patching.patch import find_target
 
-NAMES = [name for name, needs in runtime.ADAPTERS.items() if any(map(is_installed, needs))]
-ADAPTERS = [runtime._resolve(name) for name in NAMES]
+NAMES = [name for name, needs in registry.ADAPTERS.items() if any(map(is_installed, needs))]
+ADAPTERS = [registry.resolve(name) for name in NAMES]
 
 def planned(config):
     return [what for adapter in ADAPTERS for what in (*adapter.patches(config), *adapter.hooks(config))]
@@ -106,12 +107,12 @@ def test_every_attribute_is_the_identical_object_again() -> None:
             def on_apply(self, config, journal): pass
             def on_undo(self): pass
 
-        real = runtime._resolve
-        runtime._resolve = lambda name: Last() if name == "last" else real(name)
-        runtime.ADAPTERS = {**runtime.ADAPTERS, "last": ("json",)}
+        real = registry.resolve
+        registry.resolve = lambda name: Last() if name == "last" else real(name)
+        registry.ADAPTERS = {**registry.ADAPTERS, "last": ("json",)}
         try:
             runtime.enable(config)
-        except runtime.PatchError as error:
+        except PatchError as error:
             assert "in the middle" in str(error), error
         else:
             raise AssertionError("it went through")

@@ -55,10 +55,10 @@ def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
         "import jetrl_patch, jetrl_patch.adapters.base as base\n"
-        "from jetrl_patch import runtime\n"
+        "from jetrl_patch import registry\n"
         f"assert base.__file__.startswith({str(target)!r}) and jetrl_patch.__file__.startswith({str(target)!r})\n"
-        "for name in runtime.ADAPTERS: runtime._resolve(name)\n"
-        "print(sorted(runtime.ADAPTERS))"
+        "for name in registry.ADAPTERS: registry.resolve(name)\n"
+        "print(sorted(registry.ADAPTERS))"
     )
     said = run(sys.executable, "-c", code, cwd=tmp_path).strip()
     assert said == "['cpu', 'openrlhf', 'ray', 'transformers', 'verl', 'vllm']"
@@ -76,8 +76,8 @@ def test_from_the_repository_root_an_ordinary_install_is_named_as_the_trap_it_is
     site = [path for path in sys.path if path.endswith("site-packages")]
     code = (
         f"import sys; sys.path[1:1] = {site!r}\n"
-        "from jetrl_patch import runtime\n"
-        "try: runtime._resolve('transformers')\n"
+        "from jetrl_patch import registry\n"
+        "try: registry.resolve('transformers')\n"
         "except Exception as error: print(type(error).__name__, error)"
     )
     said = run(sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, '.')\n{code}", cwd=ROOT)

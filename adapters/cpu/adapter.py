@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
-from jetrl_patch.adapters.cpu import flash_attn, openrlhf, patches
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
+from jetrl_patch.adapters.cpu import detect, flash_attn, openrlhf, verl
 from jetrl_patch.adapters.cpu.detect import is_cpu_run
 from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.patching.guards import is_installed
@@ -25,7 +25,7 @@ HIDDEN = "CUDA_VISIBLE_DEVICES"
 
 
 class CpuAdapter(Adapter):
-    """Registers the platform with verl and removes the obstacles listed in ``patches``."""
+    """Registers the platform with verl and removes the obstacles listed in ``verl`` and ``openrlhf``."""
 
     name: ClassVar[str] = "cpu"
 
@@ -33,11 +33,11 @@ class CpuAdapter(Adapter):
         """Those of the frameworks that are installed."""
         if not is_cpu_run(config):
             return ()
-        found: list[Patch] = [patches.VERSION]
+        found: list[Patch] = [verl.VERSION]
         if is_installed("torch"):
-            found += patches.FOR_TORCH
+            found += verl.FOR_TORCH
         if is_installed("verl"):
-            found += patches.FOR_VERL
+            found += verl.FOR_VERL
         if is_installed("openrlhf"):
             found += openrlhf.FOR_OPENRLHF
         return found
@@ -60,6 +60,10 @@ class CpuAdapter(Adapter):
         if is_installed("openrlhf"):
             found += openrlhf.HOOKS
         return found
+
+    def services(self) -> Services:
+        """Whether a run is a CPU run."""
+        return Services(platform=detect)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Environment of verl and vLLM; a user's own value wins, except where it names another platform."""

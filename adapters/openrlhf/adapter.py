@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.openrlhf import (
     checkpoint,
     correction,
@@ -229,6 +229,12 @@ class OpenRLHFAdapter(Adapter):
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
         half = (FP16,) if config.precision == "fp16" else ()
         return EVERY_MODE + (SAME_LOG_PROBS if config.same_log_probs else ()) + ours + scaled + half + CHECKPOINT + states
+
+    def services(self) -> Services:
+        """OpenRLHF's arguments and models."""
+        from jetrl_patch.adapters.openrlhf import services
+
+        return Services(trainer=services)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""

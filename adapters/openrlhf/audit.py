@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf.settings import START, require_same
+from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.wire import Orders
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.trainer.marks import require_same
 
 __all__ = ["ask_actors", "ask_engines", "audit", "check_report"]
 
@@ -49,7 +50,7 @@ def check_report(report: dict[str, Any], config: Config) -> None:
     where = f"the {report['role']} (pid {report['pid']} on {report['node']})"
     if not report["config"]:
         raise NotPatchedError(f"{where} is not patched; {START}")
-    require_same(where, asked=config.to_env(), found=report["config"])
+    require_same(where, required=config.to_env(), found=report["config"])
     if config.fp8_train and not report["layers"]:
         raise NotPatchedError(f"{where} built its model before it was patched, and has no FP8 layers; {START}")
 

@@ -9,17 +9,19 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.checkpoint import record
+from jetrl_patch.gate import while_active
 
 __all__ = ["load_ckpt", "save_ckpt"]
 
 
+@while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``DeepspeedStrategy.save_ckpt``: the first rank writes ``jetrl.json`` into the tag's folder."""
     signature = inspect.signature(original)
 
     def save_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if runtime.is_active() and self.is_rank_0():
+        if self.is_rank_0():
             given = signature.bind(self, *args, **kwargs).arguments
             tag = given.get("tag") or _latest(given["save_dir"])
             if tag:
@@ -29,20 +31,20 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_ckpt
 
 
+@while_active
 def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``DeepspeedStrategy.load_ckpt``."""
     signature = inspect.signature(original)
 
     def load_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active():
-            bound = signature.bind(self, *args, **kwargs)
-            bound.apply_defaults()
-            given = bound.arguments
-            tag = given["tag"] or _latest(given["load_dir"])
-            folder = os.path.join(given["load_dir"], tag) if tag else ""
-            if os.path.isdir(folder):
-                with_states = given["load_optimizer_states"] and not given["load_module_only"]
-                record.check(folder, runtime.active_config(), optimizer=with_states)
+        bound = signature.bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        tag = given["tag"] or _latest(given["load_dir"])
+        folder = os.path.join(given["load_dir"], tag) if tag else ""
+        if os.path.isdir(folder):
+            with_states = given["load_optimizer_states"] and not given["load_module_only"]
+            record.check(folder, runtime.active_config(), optimizer=with_states)
         return original(self, *args, **kwargs)
 
     return load_ckpt

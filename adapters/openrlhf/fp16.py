@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, SyncError, explain
 from jetrl_patch.precision.loss_scale import at_smallest
-from jetrl_patch.rules import Rule, broken, is_set, more_than_one
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one
 
 __all__ = ["check_model", "check_weights", "complete", "figures", "is_on", "optimizer_step", "problems"]
 
@@ -46,7 +46,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, name)
     if config.kv_cache == "fp8":
-        error = runtime.reach("vllm", "precision:kv_cache_error")()
+        error = registry.rollout().kv_cache_error()
         if error is not None:
             yield error
 

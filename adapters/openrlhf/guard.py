@@ -6,26 +6,13 @@ trainer loop learns of it with the figures of the sync, and tells the reference 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.sync.source import Source
-from jetrl_patch.sync.stream import NamedTensor
 
-__all__ = ["decide", "figures", "follow", "take_lines", "tell"]
-
-
-def decide(source: Source, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool) -> None:
-    """Take layers of the policy, and of an EMA beside it, out of FP8. Collective.
-
-    Args:
-        weights: gives the full weights once more; asked only where the guard decides at this sync.
-        quantizes: whether this rank quantizes them.
-
-    Raises SyncError where a layer cannot be changed; no engine has heard of it then.
-    """
-    follow(source.begin_sync(weights, quantizes))
+__all__ = ["figures", "take_lines", "tell"]
 
 
 def figures(source: Source) -> dict[str, float]:
@@ -33,14 +20,6 @@ def figures(source: Source) -> dict[str, float]:
     metrics = source.end_sync()
     WORKER.lines += source.take_lines()
     return metrics
-
-
-def follow(names: Sequence[str]) -> None:
-    """Take these layers out of FP8 in every model of this process that still has them there."""
-    for model in WORKER.models:
-        source = model()
-        if source is not None:
-            source.to_bf16(names)
 
 
 def take_lines() -> list[str]:

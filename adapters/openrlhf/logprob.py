@@ -14,11 +14,14 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.gate import while_config
 
 __all__ = ["actor_forward", "check_sampling", "first_tokens", "log_probs_from_logits"]
 
 #: what banned logits become: exp of it is 0 like that of -inf
 BANNED = -1e30
+
+_same_log_probs = while_config(lambda config: config.same_log_probs)
 
 #: the greatest ``min_tokens`` that the trainer reproduces
 MIN_TOKENS = 1
@@ -33,13 +36,14 @@ class _Current(threading.local):
 _current = _Current()
 
 
+@_same_log_probs
 def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Actor.forward``: remembers where responses begin while the log-probs are computed inside."""
 
     def forward(
         self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if action_mask is None or not _is_on() or getattr(self, "_jetrl", None) is None:
+        if action_mask is None or getattr(self, "_jetrl", None) is None:
             return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
         first = first_tokens(action_mask, sequences.shape[1])
         if getattr(self, "packing_samples", False):
@@ -68,11 +72,12 @@ def first_tokens(action_mask: Any, width: int) -> Any:
     return torch.nn.functional.pad(begins, (width - 1 - mask.shape[1], 1))
 
 
+@_same_log_probs
 def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
 
     def log_probs_from_logits(logits: Any, labels: Any, temperature: float = 1.0) -> Any:
-        if not _is_on() or _current.first is None:
+        if _current.first is None:
             return original(logits, labels, temperature)
         from jetrl_patch.exact.ops import token_log_probs
 
@@ -104,10 +109,6 @@ def _stop_tokens(logits: Any) -> Any:
 
     inside = [token for token in WORKER.stop_tokens if token < logits.shape[-1]]
     return torch.tensor(inside, dtype=torch.long, device=logits.device)
-
-
-def _is_on() -> bool:
-    return runtime.is_active() and runtime.active_config().same_log_probs
 
 
 def _exact() -> bool:

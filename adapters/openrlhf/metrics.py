@@ -15,25 +15,24 @@ from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.state import DRIVER
 from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
+from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
+from jetrl_patch.trainer.report import sync_metrics
 
 __all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
 
 logger = logging.getLogger(__name__)
 
-#: of a step whose correction is none, or has no name here
-UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
-
 #: what vLLM returns as a log-prob: after the processing that sampling applied, which the trainer computes too
 LOGPROBS_MODE = "processed_logprobs"
 
 
+@while_active
 def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``create_vllm_engines``: engines return log-probs also when no correction asks for them."""
     signature = inspect.signature(original)
 
     def create_vllm_engines(*args: Any, **kwargs: Any) -> Any:
-        if not runtime.is_active():
-            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         bound.arguments["logprobs_mode"] = LOGPROBS_MODE
         return original(*bound.args, **bound.kwargs)
@@ -41,37 +40,37 @@ def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
     return create_vllm_engines
 
 
+@while_active
 def sampling_params(original: Any) -> Callable[..., Any]:
     """Replaces the name ``SamplingParams`` in ``samples_generator``: asks for the sampled token's log-prob."""
 
     def SamplingParams(*args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active():
-            if kwargs.get("logprobs") is None:
-                kwargs["logprobs"] = 0
-            check_sampling(int(kwargs.get("min_tokens") or 0))
+        if kwargs.get("logprobs") is None:
+            kwargs["logprobs"] = 0
+        check_sampling(int(kwargs.get("min_tokens") or 0))
         return original(*args, **kwargs)
 
     return SamplingParams
 
 
+@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``BasePPOTrainer.__init__``: the trainer loop must run in the settings of the driver."""
 
     def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
-        if runtime.is_active():
-            check_mark(strategy.args, "OpenRLHF's trainer loop")
+        check_mark(strategy.args, "OpenRLHF's trainer loop")
         original(self, strategy, *args, **kwargs)
 
     return __init__
 
 
+@while_active
 def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``RemoteExperienceMaker.make_experience``: both log-probs of every sample stand there for the first time."""
 
     def make_experience(self: Any, samples_list: Any) -> Any:
         experiences = original(self, samples_list)
-        if runtime.is_active():
-            note_mismatch(experiences, self.args)
+        note_mismatch(experiences, self.args)
         return experiences
 
     return make_experience
@@ -89,20 +88,13 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both], width) for field in fields)
     found = mismatch(trainer, rollout, mask)
     corrected = correction.figures(args.algo.advantage, runtime.active_config(), trainer - rollout, mask)
-    DRIVER.metrics.update({**found.as_metrics(), **UNCORRECTED, **corrected})
+    DRIVER.metrics.update(step_metrics(found, corrected))
     current = _rows([_current(e) for e in with_both], width)
     of_current = found if bool(current.all()) else mismatch(trainer, rollout, mask.bool() & current)
     DRIVER.metrics["jetrl/stale_fraction"] = 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0
     if of_current.tokens:
         DRIVER.metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
-    if runtime.active_config().exact and of_current.tokens and of_current.bit_equal_fraction != 1.0:
-        logger.error(
-            "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
-            of_current.bit_equal_fraction,
-            of_current.tokens,
-            of_current.logp_abs_diff_mean,
-            of_current.logp_abs_diff_max,
-        )
+    say_if_inexact(of_current, runtime.active_config().exact)
     return found
 
 
@@ -128,13 +120,12 @@ def _rows(parts: Sequence[Any], width: int) -> Any:
     return torch.cat([torch.nn.functional.pad(part.cpu(), (0, width - part.shape[1])) for part in parts])
 
 
+@while_active
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``BasePPOTrainer.broadcast_to_vllm``: every policy actor must report, and its figures are kept."""
 
     def broadcast_to_vllm(self: Any) -> None:
         original(self)
-        if not runtime.is_active():
-            return
         reports = ask_actors(self.actor_model_group, "sync")
         note_sync(reports)
         guard.tell(self, reports[0]["guarded"])
@@ -144,29 +135,24 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     """Keep what the policy actors report of a sync: rank 0 sends, all take part."""
-    names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_calls", "quantized_layers")
-    scaling = [name for name in ("loss_scale", "skipped_steps") if name in reports[0]]  # the same on every rank
-    DRIVER.metrics.update({f"jetrl/{name}": reports[0][name] for name in (*names, *scaling)})
-    DRIVER.metrics.update(reports[0]["monitor"])
+    DRIVER.metrics.update(sync_metrics(reports))
     DRIVER.version = reports[0]["version"]
     for line in reports[0]["lines"]:
         logger.warning("jetrl_patch: %s", line)
-    DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports)
 
 
+@while_active
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``BasePPOTrainer.train_step``: the status of a step, which OpenRLHF logs, also has our figures."""
 
     def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
-        if runtime.is_active() and not getattr(self, "_jetrl_audited", False):
+        if not getattr(self, "_jetrl_audited", False):
             reports = audit(self)
             DRIVER.version = max((report["version"] for report in reports), default=0)
             guard.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
             self._jetrl_audited = True
         status, step = original(self, rollout_samples, global_step)
-        if runtime.is_active():
-            status.update(DRIVER.metrics)
-            DRIVER.metrics = {}
+        status.update(DRIVER.take())
         return status, step
 
     return train_step

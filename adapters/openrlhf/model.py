@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,31 +11,33 @@ from jetrl_patch.adapters.openrlhf import fp16
 from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
+from jetrl_patch.gate import while_active
 from jetrl_patch.sync.source import Source, convert
 
 __all__ = ["actor_init", "setup_distributed", "stop_tokens"]
 
 
+@while_active
 def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``BaseModelActor._setup_distributed``, which every actor calls before it builds its model."""
 
     def _setup_distributed(self: Any, strategy: Any) -> Any:
-        if runtime.is_active():
-            check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
-            WORKER.args = strategy.args
-            WORKER.reference = any(kind.__name__ == "ReferenceModelActor" for kind in type(self).__mro__)
+        check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
+        WORKER.args = strategy.args
+        WORKER.reference = any(kind.__name__ == "ReferenceModelActor" for kind in type(self).__mro__)
         return original(self, strategy)
 
     return _setup_distributed
 
 
+@while_active
 def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Actor.__init__``. Critics and reward models are of another class and stay what they are."""
 
     def __init__(
         self: Any, pretrain_or_model: Any, attn_implementation: Any = "flash_attention_2", *args: Any, **kwargs: Any
     ) -> None:
-        if not runtime.is_active() or WORKER.args is None:
+        if WORKER.args is None:
             original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
             return
         config = runtime.active_config()
@@ -47,14 +48,14 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
         if fp16.is_on():
             fp16.check_model(self.model, str(pretrain_or_model))
-        self._jetrl = prepare(self.model, config)
-        WORKER.models.append(weakref.ref(self._jetrl))
+        self._jetrl = prepare(self.model, config, self)
+        WORKER.followers.add(self._jetrl)
 
     return __init__
 
 
-def prepare(model: Any, config: Config) -> Source:
-    """Convert a loaded model, whole or already partitioned by ZeRO-3, and note what the weight sync sends."""
+def prepare(model: Any, config: Config, actor: Any) -> Source:
+    """Convert the loaded model of an ``Actor``, whole or already partitioned by ZeRO-3, and note what the weight sync sends."""
     import torch
 
     return convert(

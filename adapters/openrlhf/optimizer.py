@@ -11,8 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.gate import while_active
 from jetrl_patch.optim.settings import CLASSES, MODULE
-from jetrl_patch.rules import Rule, is_set, other_than
+from jetrl_patch.trainer.rules import Rule, is_set, other_than
 
 __all__ = ["RULES", "initialize"]
 
@@ -31,6 +32,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+@while_active
 def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``deepspeed.initialize``: the AdamW that the configuration names is made by us, from the same numbers.
 
@@ -43,7 +45,7 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
         config = bound.arguments.get("config")
         named = config.get("optimizer") if isinstance(config, dict) else None
         given = bound.arguments.get("optimizer")
-        states = runtime.active_config().optimizer_states if runtime.is_active() else "fp32"
+        states = runtime.active_config().optimizer_states
         wanted = states != "fp32" and named and named.get("type") == "AdamW" and given is None
         if not wanted or named is None or config is None:
             return original(*args, **kwargs)

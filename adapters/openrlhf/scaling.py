@@ -9,19 +9,18 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch.gate import while_active
 from jetrl_patch.scaling.invariant import RECORD, take_over
 
 __all__ = ["load_ckpt", "save_ckpt"]
 
 
+@while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``DeepspeedStrategy.save_ckpt``."""
     signature = inspect.signature(original)
 
     def save_ckpt(*args: Any, **kwargs: Any) -> Any:
-        if not runtime.is_active():
-            return original(*args, **kwargs)
         bound = signature.bind(*args, **kwargs)
         recorded = _recorded(bound.arguments["model"])
         if recorded is not None:
@@ -32,12 +31,13 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     return save_ckpt
 
 
+@while_active
 def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``DeepspeedStrategy.load_ckpt``; critics are never scaled and carry no record."""
 
     def load_ckpt(self: Any, model: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
         path, states = original(self, model, load_dir, *args, **kwargs)
-        if runtime.is_active() and path is not None:
+        if path is not None:
             config = getattr(model.module, "config", None)
             if config is not None:
                 take_over(config, states.pop(RECORD, None), str(load_dir))

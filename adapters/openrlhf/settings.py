@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import correction, fp16, optimizer
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.gate import while_active
 from jetrl_patch.optim.settings import check_installed
-from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
+from jetrl_patch.trainer import marks
+from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["MARK", "START", "check", "check_mark", "complete", "get_strategy", "require_same"]
+__all__ = ["START", "check", "check_mark", "complete", "get_strategy", "problems"]
 
 logger = logging.getLogger(__name__)
 
 #: what to do where a process of a run is not patched
 START = "start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
-
-#: attribute of OpenRLHF's arguments that carries our settings to every actor, and key of reports
-MARK = "jetrl"
-
 
 _WHOLE = "a trainer that holds whole layers and whole sequences"
 
@@ -45,13 +44,19 @@ RULES: tuple[Rule, ...] = (
 
 
 def check(args: Any, config: Config) -> None:
-    """Raise ConfigError, ConflictError or ModelError for the first argument that cannot be kept; change nothing.
+    """Raise ConfigError, ConflictError or ModelError for the first argument that cannot be kept; change nothing."""
+    for problem in problems(args, config):
+        raise problem
+
+
+def problems(args: Any, config: Config) -> Iterator[JetrlError]:
+    """Every argument that cannot be kept, as the errors to raise.
 
     Args:
         args: OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
     """
     if _get(args, "vllm") is None or _get(args, "rollout") is None:
-        raise ConfigError(
+        yield ConfigError(
             explain(
                 "jetrl_patch in OpenRLHF",
                 required="openrlhf.cli.train_ppo_ray, which has a rollout",
@@ -59,35 +64,26 @@ def check(args: Any, config: Config) -> None:
                 fix="run it without jetrl_patch",
             )
         )
+        return
     if config.fp8_all_gather:
-        raise ConfigError(
+        yield ConfigError(
             explain(
                 "fp8_all_gather=True", required="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
             )
         )
     rules = RULES
     if config.optimizer_states != "fp32":
-        check_installed(config.optimizer_states)
+        yield from raised(lambda: check_installed(config.optimizer_states))
         rules += optimizer.RULES
-    for problem in broken(rules, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
-        raise problem
-    for problem in fp16.problems(lambda path: _get(args, path), config):
-        raise problem
-    for problem in correction.problems(args, config):
-        raise problem
-    _check_model(args, config)
 
+    def select(path: str) -> Any:
+        return _get(args, path)
 
-def _check_model(args: Any, config: Config) -> None:
-    """The model's family and the rollout's tensor parallelism, from the model's config.json and without weights."""
-    path = str(_get(args, "actor.model_name_or_path") or "")
-    if not config.quantized_rollout or not os.path.isdir(path):
-        return  # a remote path: the actors check when they have it
-    from transformers import AutoConfig
-
-    from jetrl_patch.fp8.preflight import check_model
-
-    check_model(AutoConfig.from_pretrained(path), config, int(_get(args, "vllm.tensor_parallel_size") or 1))
+    yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
+    yield from fp16.problems(select, config)
+    yield from correction.problems(args, config)
+    tp = int(select("vllm.tensor_parallel_size") or 1)
+    yield from raised(lambda: check_checkpoint(select("actor.model_name_or_path"), config, tp))
 
 
 def complete(args: Any, config: Config) -> list[str]:
@@ -110,35 +106,21 @@ def complete(args: Any, config: Config) -> list[str]:
 
 
 def check_mark(args: Any, where: str) -> None:
-    """Compare the settings that the driver left in the arguments with those of this process.
-
-    Raises NotPatchedError when there are none, ConflictError when they differ.
-    """
-    mark = getattr(args, MARK, None)
-    mine = runtime.active_config().to_env()
-    if not mark:
-        raise NotPatchedError(f"OpenRLHF's driver is not patched, while {where} is; {START}")
-    require_same(where, asked=mark, found=mine)
+    """Compare the settings that the driver left in the arguments with those of this process."""
+    unpatched = f"OpenRLHF's driver is not patched, while {where} is; {START}"
+    marks.check(getattr(args, MARK, None), runtime.active_config(), where, unpatched)
 
 
-def require_same(where: str, *, asked: dict[str, str], found: dict[str, str]) -> None:
-    """Raise ConflictError if the settings of a process are not those of the run."""
-    if found != asked:
-        raise ConflictError(
-            explain(f"settings of {where}", required=asked, found=found, fix="give every process the same ones")
-        )
-
-
+@while_active
 def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``openrlhf.utils.get_strategy``, the first thing that the driver does with its arguments."""
 
     def get_strategy(args: Any) -> Any:
-        if runtime.is_active():
-            config = runtime.active_config()
-            check(args, config)
-            for change in complete(args, config):
-                logger.warning("jetrl_patch: %s", change)
-            setattr(args, MARK, config.to_env())
+        config = runtime.active_config()
+        check(args, config)
+        for change in complete(args, config):
+            logger.warning("jetrl_patch: %s", change)
+        setattr(args, MARK, config.to_env())
         return original(args)
 
     return get_strategy

@@ -14,23 +14,28 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import fp16, guard
 from jetrl_patch.adapters.openrlhf.place import where
-from jetrl_patch.adapters.openrlhf.settings import START, require_same
+from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.gate import while_active
 from jetrl_patch.sync.bucket import pack
 from jetrl_patch.sync.stream import NamedTensor, SyncStats
+from jetrl_patch.trainer.guard import begin_sync
+from jetrl_patch.trainer.marks import require_same
+from jetrl_patch.trainer.report import sync_report
 
 __all__ = ["broadcast_to_vllm", "full_weights", "report", "trainer_init"]
 
 
+@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``ActorPPOTrainer.__init__``: the engines get the trainer's bytes before they sample anything."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if not runtime.is_active() or self.vllm_engines is None or not runtime.active_config().quantized_rollout:
+        if self.vllm_engines is None or not runtime.active_config().quantized_rollout:
             return
         asleep = bool(self.args.vllm.enable_sleep)
         if asleep:
@@ -43,13 +48,11 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
+@while_active
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``ActorPPOTrainer.broadcast_to_vllm``; in BF16 it is OpenRLHF's own, with its cost noted."""
 
     def broadcast_to_vllm(self: Any) -> None:
-        if not runtime.is_active():
-            original(self)
-            return
         config = runtime.active_config()
         if WORKER.report is not None:
             raise NotPatchedError(
@@ -65,13 +68,8 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             calls = _count_plain(self, stats)
             original(self)
         WORKER.report = {
-            "pid": os.getpid(),
-            "sync_seconds": time.perf_counter() - start,
-            "sync_bytes": stats.fp8,
-            "sync_bytes_bf16": stats.fp8_as_bf16,
-            "sync_bytes_total": stats.total,
+            **sync_report(stats, start),
             "sync_calls": calls,
-            "quantized_layers": stats.layers,
             **fp16.figures(),
             "monitor": monitor,
         }
@@ -92,12 +90,12 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     if source is None:
         raise NotPatchedError("the trainer's model was built before this process was patched")
     torch.cuda.empty_cache()
-    source.agree()
     model = trainer.actor.model.module
     leads = dist.get_rank() == 0
     sends = leads or trainer.use_cuda_ipc
-    guard.decide(source, lambda: full_weights(model, trainer.strategy.args.ds.zero_stage), sends)
-    weights = full_weights(model, trainer.strategy.args.ds.zero_stage)
+    stage = trainer.strategy.args.ds.zero_stage
+    begin_sync(source, lambda: full_weights(model, stage), WORKER.followers, quantizes=sends)
+    weights = full_weights(model, stage)
     orders = Orders(trainer.vllm_engines, config.sync_timeout)
     if leads:
         _compare(orders.ask("begin", config=config.to_env()), config)
@@ -139,7 +137,7 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
             layers that the policy's precision guard took out of FP8, for models that follow it.
     """
     if isinstance(item, dict):
-        guard.follow(item["to_bf16"])
+        WORKER.followers.to_bf16(item["to_bf16"])
     status = runtime.status()
     figures, WORKER.report = (WORKER.report, None) if item == "sync" else (None, WORKER.report)
     return {
@@ -160,7 +158,7 @@ def _compare(answers: list[Any], config: Config) -> None:
     """The workers' settings, and the weights that they serve, asked before any byte moves."""
     for answer in (worker for engine in answers for worker in engine):
         who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
-        require_same(who, asked=config.to_env(), found=answer["config"])
+        require_same(who, required=config.to_env(), found=answer["config"])
         if answer["version"] != WORKER.version:
             raise SyncError(
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}; it "

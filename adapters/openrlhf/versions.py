@@ -12,9 +12,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf.state import ENGINE
 from jetrl_patch.adapters.openrlhf.wire import decode
+from jetrl_patch.gate import while_active
 
 __all__ = ["FIRST", "LAST", "collective_rpc", "execute", "generate"]
 
@@ -38,13 +38,14 @@ class Seen:
 _sample: ContextVar[Seen | None] = ContextVar("jetrl_sample", default=None)
 
 
+@while_active
 def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``AsyncLLM.collective_rpc``: the end of a weight sync is the beginning of a version."""
 
     async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         result = await original(self, method, timeout, args, kwargs)
         order = decode(args[0]) if method == "update_weight" and args else None
-        if runtime.is_active() and order is not None and order["op"] == "end":
+        if order is not None and order["op"] == "end":
             ENGINE.version = int(order["version"])
         return result
 
@@ -66,12 +67,11 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
+@while_active
 def execute(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the agent executors' ``execute``: one sample, of one request or of several turns."""
 
     async def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not runtime.is_active():
-            return await original(self, *args, **kwargs)
         seen = Seen()
         token = _sample.set(seen)
         try:

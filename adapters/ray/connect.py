@@ -15,18 +15,20 @@ from jetrl_patch.adapters.ray.merge import Hook, merge_runtime_env, take_ours
 from jetrl_patch.adapters.ray.nodes import require_nodes
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, explain
+from jetrl_patch.gate import while_active
 
 #: where ``ray job submit`` leaves the runtime environment for the driver that it starts
 JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 
+@while_active
 def init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``ray.init``. A call on an existing connection starts no workers and passes as it is."""
 
     def init(*args: Any, **kwargs: Any) -> Any:
         import ray
 
-        if not runtime.is_active() or ray.is_initialized():
+        if ray.is_initialized():
             return original(*args, **kwargs)
         config = runtime.active_config()
         _refuse_client(args[0] if args else kwargs.get("address"))

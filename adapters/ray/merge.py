@@ -8,7 +8,7 @@ from typing import Any
 
 from jetrl_patch import env
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, differences, explain
 
 __all__ = ["HOOK", "HOOK_NAME", "HOOK_VARIABLE", "Hook", "check_variables", "merge_runtime_env", "take_hook", "take_ours"]
 
@@ -111,10 +111,10 @@ def check_variables(variables: Mapping[str, Any], config: Config) -> None:
             wrong.append(name)
     if wrong:
         raise ConflictError(
-            explain(
-                "runtime_env of the Ray job",
-                required=", ".join(f"{name}={ours.get(name, '')!r}" for name in wrong) + " (the driver's settings)",
-                found=", ".join(f"{name}={given[name]!r}" for name in wrong),
+            differences(
+                "runtime_env of the Ray job beside the driver's settings",
+                required={name: ours.get(name, "") for name in wrong},
+                found={name: given[name] for name in wrong},
                 fix="leave them out, they are set for every worker anyway",
             )
         )

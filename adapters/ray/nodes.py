@@ -13,7 +13,7 @@ from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray.hook import make_probe
 from jetrl_patch.adapters.ray.merge import HOOK_VARIABLE
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, explain
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, differences, explain
 
 __all__ = ["NodeStatus", "collect_status", "require_nodes"]
 
@@ -115,10 +115,8 @@ def judge(node: NodeStatus, config: Config) -> JetrlError | None:
         asked, fix = "a patched worker", "see the worker's log on that node"
         return NotPatchedError(explain(node.where, required=asked, found=node.error, fix=fix))
     if settings != config.to_env():
-        different = {name: value for name, value in config.to_env().items() if (settings or {}).get(name) != value}
-        there = {name: (settings or {}).get(name) for name in different}
         fix = "remove JETRL_* settings of that node"
-        return ConflictError(explain(node.where, required=different, found=there, fix=fix))
+        return ConflictError(differences(node.where, required=config.to_env(), found=settings or {}, fix=fix))
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from types import ModuleType
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Services
 
 
 class TransformersAdapter(Adapter):
@@ -13,6 +13,12 @@ class TransformersAdapter(Adapter):
 
     name = "transformers"
     requires = ("torch", "transformers")
+
+    def services(self) -> Services:
+        """Models as the trainer computes them."""
+        from jetrl_patch.adapters.transformers import services
+
+        return Services(models=services)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         if not config.exact:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
     checkpoint,
     fp16,
@@ -212,6 +212,12 @@ class VerlAdapter(Adapter):
         """All modes measure and check; exact mode and FP16 also compute log-probs as the rollout does."""
         megatron_patches = MEGATRON if is_installed("megatron.core") else ()
         return EVERY_MODE + megatron_patches + (SAME_LOG_PROBS if config.same_log_probs else ()) + correction_patches(config)
+
+    def services(self) -> Services:
+        """verl's settings and models, and its merger of shards."""
+        from jetrl_patch.adapters.verl import services
+
+        return Services(trainer=services, merger=services)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Entries of verl's registry of policy losses."""

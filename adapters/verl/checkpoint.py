@@ -7,21 +7,24 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.checkpoint import record
+from jetrl_patch.gate import while_active
 
 __all__ = ["load_checkpoint", "save_checkpoint"]
 
 
+@while_active
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``FSDPCheckpointManager.save_checkpoint``: the first rank writes ``jetrl.json`` beside its shards."""
 
     def save_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active() and local_path is not None and self.rank == 0:
+        if local_path is not None and self.rank == 0:
             record.write(local_path, runtime.active_config())
         return original(self, local_path, *args, **kwargs)
 
     return save_checkpoint
 
 
+@while_active
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so that none waits for another.
 
@@ -29,7 +32,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active() and local_path is not None:
+        if local_path is not None:
             record.check(local_path, runtime.active_config(), optimizer=bool(self.should_load_optimizer))
         return original(self, local_path, *args, **kwargs)
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
-from jetrl_patch.rules import Rule, broken, is_set, other_than, positive
+from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
 __all__ = ["build_fsdp_module", "check_model", "figures", "is_on", "optimizer_step", "problems", "wanted"]
 
@@ -82,7 +82,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
         if other not in (None, "auto", "fp8", "fp8_e4m3"):
             fix = "leave it out"
             yield ConflictError(explain(named(f"{ENGINE}.kv_cache_dtype"), required="kv_cache='fp8'", found=repr(other), fix=fix))
-        error = runtime.reach("vllm", "precision:kv_cache_error")()
+        error = registry.rollout().kv_cache_error()
         if error is not None:
             yield error
 

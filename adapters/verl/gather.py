@@ -8,7 +8,7 @@ from typing import Any
 from jetrl_patch.adapters.verl.paths import ACTOR, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError
-from jetrl_patch.rules import Rule, broken, other_than
+from jetrl_patch.trainer.rules import Rule, broken, other_than
 
 #: both engines are built in one process from these
 _STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")
@@ -28,7 +28,7 @@ def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> 
     """
     if not config.fp8_all_gather:
         return
-    from jetrl_patch.fp8.gather import gather_in_fp8
+    from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 
     strategy = engine.engine_config.strategy
     if strategy != "fsdp2":

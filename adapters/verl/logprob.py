@@ -10,18 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch.gate import while_config
 
 #: what banned logits become: exp of it is 0 like that of -inf, and entropy's 0 · logit stays 0 instead of NaN
 BANNED = -1e30
 
+_same_log_probs = while_config(lambda config: config.same_log_probs)
 
+
+@_same_log_probs
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``transformer_impl._scale_logits_by_temperature``: logits [..., V] divided in FP32."""
 
     def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
-        if not _is_on():
-            return original(logits, temperature, is_unit_temperature=is_unit_temperature)
         if is_unit_temperature or bool((temperature == 1.0).all()):
             return logits
         return logits.float() / temperature.clamp(min=1e-8).float()
@@ -29,12 +30,11 @@ def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return _scale_logits_by_temperature
 
 
+@_same_log_probs
 def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
 
     def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
-        if not _is_on():
-            return original(logits, labels, inplace_backward=inplace_backward)
         from jetrl_patch.exact.ops import token_log_probs
 
         return token_log_probs(logits, labels)
@@ -42,12 +42,13 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return logprobs_from_logits
 
 
+@_same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``FSDPEngineWithLMHead.prepare_model_outputs``: bans the tokens that the rollout cannot sample."""
 
     def prepare_model_outputs(self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = getattr(self, "_jetrl", None)
-        if prepared is not None and _is_on() and getattr(output, "logits", None) is not None:
+        if prepared is not None and getattr(output, "logits", None) is not None:
             output.logits = ban(output.logits, prepared.vocabulary, prepared.banned)
         return original(self, output, *args, **kwargs)
 
@@ -72,7 +73,3 @@ def ban(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:
     if logits.dtype == torch.float16:  # which cannot hold the number
         logits = logits.float()
     return logits.masked_fill(out, BANNED)
-
-
-def _is_on() -> bool:
-    return runtime.is_active() and runtime.active_config().same_log_probs

@@ -22,7 +22,7 @@ from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.patching.guards import installed_version, is_installed
-from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
 
 __all__ = ["STRATEGY", "check_model", "check_scales", "export_scales", "is_chosen", "problems", "wanted"]
 

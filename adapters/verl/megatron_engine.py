@@ -16,6 +16,7 @@ from jetrl_patch import runtime
 from jetrl_patch.adapters.verl.megatron import PER_BLOCK, check_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.gate import while_active
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.source import Source
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
@@ -48,12 +49,13 @@ class MegatronSource(Source):
         return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
 
 
+@while_active
 def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``MegatronEngine._build_megatron_module``. Critics (value models) stay what they are."""
 
     def _build_megatron_module(self: Any) -> Any:
         module = original(self)
-        if runtime.is_active() and self.model_config.model_type == "language_model":
+        if self.model_config.model_type == "language_model":
             config = runtime.active_config()
             if config.quantized_rollout:
                 self._jetrl = prepare(self, module, config)

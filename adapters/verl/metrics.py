@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,36 +9,35 @@ from jetrl_patch import runtime
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
-from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import DRIVER
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
 from jetrl_patch.errors import ConflictError, NotPatchedError
+from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
+from jetrl_patch.trainer.report import sync_metrics
 
-logger = logging.getLogger(__name__)
 
-#: of a step whose correction is none, or has no name here
-UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
-
-
+@while_active
 def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
 
     def _compute_old_log_prob(self: Any, batch: Any) -> Any:
         result = original(self, batch)
-        if runtime.is_active():
-            ours = result[0].batch["old_log_probs"]
-            note_mismatch(self.config, ours, batch.batch["rollout_log_probs"], batch.batch["response_mask"])
+        ours = result[0].batch["old_log_probs"]
+        note_mismatch(self.config, ours, batch.batch["rollout_log_probs"], batch.batch["response_mask"])
         return result
 
     return _compute_old_log_prob
 
 
+@while_active
 def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``PPOTrainer._compute_old_log_prob`` (trainer V1, whose batches live in the TransferQueue)."""
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         result = original(self, batch, metrics)
-        if runtime.is_active() and not is_bypassed(self.config):  # there the two are the same tensor
+        if not is_bypassed(self.config):  # there the two are the same tensor
             import transfer_queue
 
             fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
@@ -60,17 +58,11 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any) -> None:
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
     """Keep the figures of a step, those of its correction above the plain ones; say so where exact is not exact."""
-    DRIVER.metrics.update({**found.as_metrics(), **UNCORRECTED, **corrected})
-    if runtime.active_config().exact and found.tokens and found.bit_equal_fraction != 1.0:
-        logger.error(
-            "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
-            found.bit_equal_fraction,
-            found.tokens,
-            found.logp_abs_diff_mean,
-            found.logp_abs_diff_max,
-        )
+    DRIVER.metrics.update(step_metrics(found, corrected))
+    say_if_inexact(found, runtime.active_config().exact)
 
 
+@while_active
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``CheckpointEngineManager.update_weights``: every worker must report, and its figures are kept."""
     from verl.utils.ray_utils import auto_await
@@ -78,8 +70,6 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
         import ray
 
-        if not runtime.is_active():
-            return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
         if self.backend != "naive":
             if runtime.active_config().quantized_rollout:
                 raise ConflictError(f"checkpoint_engine.backend={self.backend!r} sends BF16; use 'naive' with FP8")
@@ -93,33 +83,27 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note_sync(results: Sequence[Any]) -> None:
     """Keep what the training workers report of a sync. Raises NotPatchedError when one reports nothing."""
-    reports = [result.get(MARK) if isinstance(result, dict) else None for result in results]
-    silent = [rank for rank, report in enumerate(reports) if report is None]
-    if silent:
+    reports = [result[MARK] for result in results if isinstance(result, dict) and MARK in result]
+    if len(reports) < len(results):
+        silent = [rank for rank, result in enumerate(results) if not isinstance(result, dict) or MARK not in result]
         raise NotPatchedError(
             f"training worker {silent} is not patched; install jetrl_patch on its node, give it the JETRL_* variables "
             f"and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)"
         )
-    first = reports[0]
-    assert first is not None
-    if (measured := bypassed_figures([report for report in reports if report])) is not None:
+    if (measured := bypassed_figures(reports)) is not None:
         note(*measured)
-    names = ("sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "quantized_layers")
-    scaling = [name for name in ("loss_scale", "skipped_steps") if name in first]  # the same on every rank
-    DRIVER.metrics.update({f"jetrl/{name}": first[name] for name in (*names, *scaling)})
-    DRIVER.metrics.update(first["monitor"])
-    for line in first["lines"]:
+    DRIVER.metrics.update(sync_metrics(reports))
+    for line in reports[0]["lines"]:
         print(f"jetrl_patch: WARNING: {line}", flush=True)  # as verl's console logger: its TaskRunner shows no warnings
-    DRIVER.metrics["jetrl/sync_seconds"] = max(report["sync_seconds"] for report in reports if report)
 
 
+@while_active
 def log(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``Tracking.log``: the line of a training step also has our figures."""
 
     def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
-        if runtime.is_active() and "training/global_step" in data:
-            data = {**data, **DRIVER.metrics}
-            DRIVER.metrics = {}
+        if "training/global_step" in data:
+            data = {**data, **DRIVER.take()}
         return original(self, data, step, backend)
 
     return log

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +11,7 @@ from jetrl_patch.adapters.verl import fp16
 from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
+from jetrl_patch.gate import while_active
 from jetrl_patch.sync.source import Source, convert
 
 
@@ -28,34 +28,34 @@ class Prepared(Source):
     banned: list[int] = field(default_factory=list)
 
 
+@while_active
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``FSDPEngine._build_module``. Critics (value models) stay what they are."""
 
     def _build_module(self: Any) -> Any:
         module = original(self)
-        if runtime.is_active() and self.model_config.model_type == "language_model":
+        if self.model_config.model_type == "language_model":
             if fp16.is_on():
                 fp16.check_model(module)
-            reference = bool(self.engine_config.forward_only)
-            self._jetrl = prepare(module, runtime.active_config(), self.model_config, reference)
+            self._jetrl = prepare(module, runtime.active_config(), self)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
-            if reference:
-                WORKER.references.append(weakref.ref(self._jetrl))
+            if self.engine_config.forward_only:
+                WORKER.followers.add(self._jetrl)
         return module
 
     return _build_module
 
 
-def prepare(module: Any, config: Config, model_config: Any, reference: bool = False) -> Prepared:
-    """Convert a loaded model in place and note what the weight sync needs to know about it."""
+def prepare(module: Any, config: Config, engine: Any) -> Prepared:
+    """Convert the loaded model of verl's ``engine`` in place and note what the weight sync needs to know about it."""
     from verl.utils.device import get_device_name
     from verl.utils.model import convert_weight_keys
 
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "device_type": get_device_name()}
-    source = convert(module, config, shapes, reference=reference, **sizes)
-    return Prepared(**vars(source), vocabulary=_vocabulary(model_config), banned=_banned(model_config))
+    source = convert(module, config, shapes, reference=bool(engine.engine_config.forward_only), **sizes)
+    return Prepared(**vars(source), vocabulary=_vocabulary(engine.model_config), banned=_banned(engine.model_config))
 
 
 def _vocabulary(model_config: Any) -> int | None:

@@ -7,12 +7,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch.gate import while_active
 from jetrl_patch.scaling.invariant import RECORD, take_over
 
 __all__ = ["load_checkpoint", "recorded_in"]
 
 
+@while_active
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
 
@@ -20,7 +21,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active() and getattr(self, "_jetrl", None) is not None:
+        if getattr(self, "_jetrl", None) is not None:
             found, recorded = recorded_in(local_path)
             if found:
                 take_over(self.module.config, recorded, str(local_path))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, differences, explain
 
 __all__ = ["SECTION", "disagreement", "given"]
 
@@ -49,12 +49,12 @@ def disagreement(verl_config: Any, config: Config) -> JetrlError | None:
     except ConfigError as error:
         return error
     runs = {name: getattr(config.resolved(), name) for name in asked}
-    differs = [name for name in asked if asked[name] != runs[name]]
     return ConflictError(
-        explain(
+        differences(
             f"{SECTION} in verl's configuration",
-            required=", ".join(f"{name}={asked[name]!r}" for name in differs),
-            found=", ".join(f"{name}={runs[name]!r}" for name in differs) + " from the environment or enable()",
+            required=asked,
+            found=runs,
+            origin=" from the environment or enable()",
             fix="say it in one place",
         )
     )

@@ -16,12 +16,12 @@ from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, 
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, JetrlError
-from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
+from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 logger = logging.getLogger(__name__)
-
-#: key under ``actor_rollout_ref.rollout.custom`` and in reports that says: this side is patched
-MARK = "jetrl"
 
 
 def _dtype_other_than_bf16(value: Any) -> bool:
@@ -97,41 +97,16 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
-    try:
-        _check_model(verl_config, config)
-    except JetrlError as error:
-        yield error
+    yield from raised(lambda: _check_model(select, config))
 
 
-def _check_model(verl_config: Any, config: Config) -> None:
+def _check_model(select: Callable[[str], Any], config: Config) -> None:
     """The model's family and the rollout's tensor parallelism, from the model's config.json and without weights."""
-    from omegaconf import OmegaConf
-
-    if not config.quantized_rollout:
-        return
-    path = OmegaConf.select(verl_config, f"{MODEL}.hf_config_path", default=None) or OmegaConf.select(
-        verl_config, f"{MODEL}.path", default=None
-    )
-    hf_config = _local_hf_config(path, bool(OmegaConf.select(verl_config, f"{MODEL}.trust_remote_code", default=False)))
-    if hf_config is None:
-        return  # a remote path: the workers check when they have it
-    from jetrl_patch.fp8.preflight import check_model
-
-    tp = int(OmegaConf.select(verl_config, f"{ROLLOUT}.tensor_model_parallel_size", default=1))
-    check_model(hf_config, config, tp)
-    select = _selector(verl_config)
-    if megatron.is_chosen(select, config):
+    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
+    tp = int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    hf_config = check_checkpoint(path, config, tp, bool(select(f"{MODEL}.trust_remote_code")))
+    if hf_config is not None and megatron.is_chosen(select, config):
         megatron.check_model(hf_config, int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1))
-
-
-def _local_hf_config(path: Any, trust_remote_code: bool) -> Any:
-    import os
-
-    from transformers import AutoConfig
-
-    if not path or not os.path.isdir(os.path.expanduser(str(path))) or trust_remote_code:
-        return None
-    return AutoConfig.from_pretrained(os.path.expanduser(str(path)))
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
@@ -165,7 +140,7 @@ def prepare(verl_config: Any, config: Config) -> None:
 
 
 def mark(verl_config: Any, config: Config) -> None:
-    """Leave our settings in verl's configuration, for the workers to compare with theirs."""
+    """Leave our settings in verl's configuration (``rollout.custom``), for the workers to compare with theirs."""
     _update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
 
 
@@ -182,24 +157,24 @@ def _update(verl_config: Any, path: str, value: Any) -> None:
     OmegaConf.update(verl_config, path, value, force_add=True)
 
 
+@while_active
 def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``verl.utils.config.validate_config``: the driver checks before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active():
-            prepare(config, runtime.active_config())
+        prepare(config, runtime.active_config())
         return original(config, *args, **kwargs)
 
     return validate_config
 
 
+@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps the trainers' ``__init__``: the same again where the trainer loop runs, and the mark for its workers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        if runtime.is_active():
-            prepare(config, runtime.active_config())
-            mark(config, runtime.active_config())
+        prepare(config, runtime.active_config())
+        mark(config, runtime.active_config())
         original(self, config, *args, **kwargs)
 
     return __init__

@@ -7,60 +7,55 @@ verl's own buckets → ``worker.py`` in the vLLM worker.
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16, guard
+from jetrl_patch.adapters.verl import fp16
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
-from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError, explain
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError
+from jetrl_patch.gate import while_active
 from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.trainer import marks
+from jetrl_patch.trainer.guard import begin_sync
+from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.report import sync_report
 
 
+@while_active
 def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``ActorRolloutRefWorker.init_model``: the trainer loop must be patched too, and in the same settings."""
 
     def init_model(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if runtime.is_active():
-            config = runtime.active_config()
-            custom = self.config.rollout.get("custom", None) or {}
-            check_mark(dict(custom.get(MARK, None) or {}))
-            if config.quantized_rollout:
-                WORKER.rollout_tp = int(self.config.rollout.tensor_model_parallel_size)
+        custom = self.config.rollout.get("custom", None) or {}
+        check_mark(dict(custom.get(MARK, None) or {}))
+        if runtime.active_config().quantized_rollout:
+            WORKER.rollout_tp = int(self.config.rollout.tensor_model_parallel_size)
         return original(self, *args, **kwargs)
 
     return init_model
 
 
 def check_mark(mark: dict[str, str]) -> None:
-    """Compare the settings that the trainer loop wrote into verl's configuration with those of this process.
-
-    Raises NotPatchedError when there are none, ConflictError when they differ.
-    """
-    mine = runtime.active_config().to_env()
-    if not mark:
-        raise NotPatchedError(
-            "verl's trainer loop (its TaskRunner process) is not patched, while this worker is; install jetrl_patch "
-            "on its node, give it the JETRL_* variables and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)"
-        )
-    if mark != mine:
-        raise ConflictError(
-            explain("settings of a training worker", required=mark, found=mine, fix="give every process the same ones")
-        )
+    """Compare the settings that the trainer loop wrote into verl's configuration with those of this process."""
+    marks.check(
+        mark,
+        runtime.active_config(),
+        "a training worker",
+        "verl's trainer loop (its TaskRunner process) is not patched, while this worker is; install jetrl_patch "
+        "on its node, give it the JETRL_* variables and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)",
+    )
 
 
+@while_active
 def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``FSDPEngine.get_per_tensor_param``: FP8 bytes and scales instead of FP32 weights."""
 
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, peft = original(self, *args, **kwargs)
-        if not runtime.is_active():
-            return weights, peft
         stats = WORKER.stats = SyncStats()
         if fp16.is_on():
             from jetrl_patch.precision.fp16 import fp16_stream
@@ -77,9 +72,10 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
             raise ConflictError(
                 "LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'"
             )
-        prepared.agree()
-        weights = guard.decide(prepared, weights, lambda: original(self, *args, **kwargs)[0])
-        return prepared.stream(weights, stats), None
+        looks = prepared.monitor is not None and prepared.monitor.decides
+        begin_sync(prepared, lambda: weights, WORKER.followers)
+        again = original(self, *args, **kwargs)[0] if looks else weights
+        return prepared.stream(again, stats), None
 
     return get_per_tensor_param
 
@@ -92,15 +88,13 @@ def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
         yield name, tensor
 
 
+@while_active
 def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replaces ``ServerAdapter.update_weights``: the same steps, watched and with an end."""
 
     async def update_weights(
         self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
-        if not runtime.is_active():
-            await original(self, weights, global_steps=global_steps, wire_format=wire_format, **kwargs)
-            return
         if wire_format != "named_tensors":
             raise ConflictError(f"weight sync in wire format {wire_format!r}; use checkpoint_engine.backend=naive")
         config = runtime.active_config()
@@ -134,26 +128,30 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return update_weights
 
 
+@while_active
 def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wraps ``ActorRolloutRefWorker.update_weights``: says who did it, and what it cost."""
 
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
         start = time.perf_counter()
         result = await original(self, global_steps=global_steps, mode=mode)
-        if not runtime.is_active():
-            return result
-        stats = WORKER.stats or SyncStats()
         report = {
-            "pid": os.getpid(),
-            "sync_seconds": time.perf_counter() - start,
-            "sync_bytes": stats.fp8,
-            "sync_bytes_bf16": stats.fp8_as_bf16,
-            "sync_bytes_total": stats.total,
-            "quantized_layers": stats.layers,
+            **sync_report(WORKER.stats or SyncStats(), start),
             LOSS: hand_over(),
             **fp16.figures(),
-            **guard.report(self.actor.engine),
+            **monitored(self.actor.engine),
         }
         return {**(result or {}), MARK: report}
 
     return update_weights
+
+
+def monitored(engine: Any) -> dict[str, Any]:
+    """Metrics of the step that this sync ends, and lines for the trainer loop's log. Collective.
+
+    Raises PrecisionError where the figures are to stop the run.
+    """
+    prepared = getattr(engine, "_jetrl", None)
+    if prepared is None:
+        return {"monitor": {}, "lines": []}
+    return {"monitor": prepared.end_sync(), "lines": prepared.take_lines()}

@@ -10,7 +10,8 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl.transport import timed_receiver
-from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.trainer.marks import require_same
 
 
 def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,10 +41,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
                 "the trainer that syncs weights is not patched, while this vLLM worker is; let its process load verl's "
                 "plugins (VERL_USE_EXTERNAL_PLUGINS) with the same JETRL_* variables"
             )
-        if jetrl != config.to_env():
-            raise ConflictError(
-                explain("settings of a vLLM worker", required=jetrl, found=config.to_env(), fix="make them the same")
-            )
+        require_same("a vLLM worker", required=jetrl, found=config.to_env())
         if not config.quantized_rollout:
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         return _receive(self, use_shm, config.sync_timeout)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch
+from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
 from jetrl_patch.adapters.vllm.live import keep_live_weight
 from jetrl_patch.errors import ConflictError
 
@@ -29,6 +29,12 @@ class VllmAdapter(Adapter):
         self._lock = threading.RLock()
         self._session: tuple[Config, Journal] | None = None
         self._installed = False
+
+    def services(self) -> Services:
+        """The rollout engine."""
+        from jetrl_patch.adapters.vllm import services
+
+        return Services(rollout=services)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Remember the session; the registries follow in ``install``."""

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from jetrl_patch import runtime
+from jetrl_patch import registry
 from jetrl_patch.checkpoint import record
 from jetrl_patch.checkpoint.export import Exported, check_free, export
 from jetrl_patch.checkpoint.formats import Format
@@ -39,7 +39,7 @@ def command(
     else:
         out.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged.", dir=out.parent) as merged:
-            runtime.reach("verl", "merge:merge")(folder, Path(merged))
+            registry.merger().merge(folder, Path(merged))
             done = export(Path(merged), out, cast("Format", format), **chosen)
     _say(done, settings, console)
     return done

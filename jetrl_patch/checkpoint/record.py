@@ -15,7 +15,7 @@ from typing import Any
 
 from jetrl_patch._versions import VERSION
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.errors import ConfigError, differences, explain
 
 __all__ = ["FILE", "check", "read", "write"]
 
@@ -74,14 +74,15 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
         )
     if config.resume_any:
         return
-    theirs, ours = _numbers(before), _numbers(config)
-    other = [name for name in ours if theirs.get(name, ours[name]) != ours[name]]
-    if other:
+    ours = _numbers(config)
+    theirs = {**ours, **{name: value for name, value in _numbers(before).items() if name in ours}}
+    if theirs != ours:
         raise ConfigError(
-            explain(
+            differences(
                 where,
-                required=", ".join(f"{name}={ours[name]!r}" for name in other),
-                found=", ".join(f"{name}={theirs[name]!r}" for name in other) + origin,
+                required=ours,
+                found=theirs,
+                origin=origin,
                 fix="use the settings of the checkpoint, or set resume_any=True if the change is meant",
             )
         )

@@ -6,12 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetrl_patch import env
+from jetrl_patch import env, registry
 from jetrl_patch.config import Config
-from jetrl_patch.doctor import machine, openrlhf, verl
+from jetrl_patch.doctor import machine
 from jetrl_patch.doctor.command import Started, recognise
 from jetrl_patch.doctor.patches import check_patches
 from jetrl_patch.doctor.report import Check, Report, from_error
+from jetrl_patch.doctor.settings import check_settings
 from jetrl_patch.doctor.versions import check_versions
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch.arguments import PROGRAMS
@@ -43,13 +44,14 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
     report.config = config
     report.checks += machine.check_machine(config)
     needs = ""
-    if started is not None and arguments is not None:
-        needs = (verl if started.framework == "verl" else openrlhf).needs_flash_attn(arguments)
+    framework = started.framework if started is not None and arguments is not None else None
+    if framework is not None:
+        needs = registry.trainer(framework).needs_flash_attn(arguments)
     report.checks.append(machine.check_flash_attn(machine.is_cpu_run(config), needs))
     check, report.patches = check_patches(config)
     report.checks.append(check)
-    if started is not None and arguments is not None:
-        report.checks += (verl if started.framework == "verl" else openrlhf).check_settings(arguments, config)
+    if framework is not None:
+        report.checks += check_settings(framework, arguments, config)
     return report
 
 
@@ -68,16 +70,16 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
         return None, None
     if started is not None:
         arguments = _arguments(report, started)
-        asked_by_verl = False
-        if started.framework == "verl" and arguments is not None and not env.opted_in(environ) and not given:
+        by_settings = False
+        if started.framework and arguments is not None and not env.opted_in(environ) and not given:
             try:
-                section = verl.wanted(arguments, environ)
+                section = registry.trainer(started.framework).asked_for(arguments, environ)
             except JetrlError as error:
                 report.checks.append(from_error("settings", error))
                 return arguments, None
             if section is not None:
-                asked_by_verl, config, source = True, section, "verl's configuration"
-        report.checks.append(_switched_on(started, environ, asked_by_verl))
+                by_settings, config, source = True, section, f"{started.framework}'s configuration"
+        report.checks.append(_switched_on(started, environ, by_settings))
     report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
     return arguments, config.resolved()
 
@@ -97,10 +99,7 @@ def _arguments(report: Report, started: Started) -> Any:
         report.checks.append(Check("command", "skipped", f"{known}: {started.framework} is not installed"))
         return None
     try:
-        if started.framework == "verl":
-            arguments = verl.compose_config(started.arguments)
-        else:
-            arguments = openrlhf.parse(started.arguments)
+        arguments = registry.trainer(started.framework).read(started.arguments)
     except JetrlError as error:
         report.checks.append(from_error("command", error))
         return None
@@ -108,7 +107,7 @@ def _arguments(report: Report, started: Started) -> Any:
     return arguments
 
 
-def _switched_on(started: Started, environ: Mapping[str, str], by_verl: bool) -> Check:
+def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool) -> Check:
     """Whether the command, as it stands, is patched at all."""
     name, by_environment, by_option = "switched on", env.opted_in(environ), "precision" in started.overrides
     if by_option and env.switched_off(environ):
@@ -118,7 +117,7 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_verl: bool) ->
     if started.overrides and not by_option and not by_environment:
         finding = f"{', '.join(started.overrides)} without a precision, so that nothing would be patched"
         return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
-    if by_verl or (started.by_us and (by_environment or by_option)):
+    if by_settings or (started.by_us and (by_environment or by_option)):
         return Check(name, "ok", "the command asks for jetrl_patch")
     if by_environment and started.framework == "verl":
         return Check(name, "ok", "the environment asks for jetrl_patch")

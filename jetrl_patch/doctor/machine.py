@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from jetrl_patch import runtime, support
+from jetrl_patch import registry, support
 from jetrl_patch.config import Config
 from jetrl_patch.doctor.report import Check, from_error
 from jetrl_patch.errors import ConfigError, JetrlError
@@ -15,7 +15,7 @@ __all__ = ["check_flash_attn", "check_machine", "is_cpu_run"]
 
 def is_cpu_run(config: Config) -> bool:
     """Whether the run computes on the CPU: asked for, or the installed vLLM can do nothing else."""
-    return bool(runtime.reach("cpu", "detect:is_cpu_run")(config))
+    return registry.platform().is_cpu_run(config)
 
 
 def check_machine(config: Config) -> Iterator[Check]:
@@ -36,7 +36,7 @@ def check_machine(config: Config) -> Iterator[Check]:
     yield _backend(config, on_cpu)
     if config.exact and not on_cpu:
         try:
-            runtime.reach("vllm", "devices:refuse_exact_on")("cuda")
+            registry.rollout().refuse_exact_on("cuda")
             yield Check("exact alignment", "ok", "the kernels can run here; every engine tries them before it serves")
         except JetrlError as error:
             yield from_error("exact alignment", error)

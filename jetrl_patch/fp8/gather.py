@@ -9,21 +9,16 @@ Shape legend: N output features, K input features, G = ceil(K / 128), n = N / ra
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat
-
-logger = logging.getLogger(__name__)
+from jetrl_patch.fp8.formats import FP8, ScaleFormat
 
 _aten = torch.ops.aten
 #: what makes another tensor of the same kind; every view does too
@@ -176,43 +171,6 @@ class Fp8Gathered(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Fp8Gathered({tuple(self.shape)})"
-
-
-def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[str]:
-    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8; call it before ``fully_shard``.
-
-    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is gathered in BF16 as before, and
-    quantized by every rank; one line in the log says which. On one rank nothing is gathered and nothing is done.
-
-    Args:
-        shards: over how many ranks a weight is sharded.
-
-    Returns:
-        The names of the layers that are gathered in FP8.
-    """
-    from jetrl_patch.fp8.linear import keep_gathered_out_of_graphs  # which needs the classes of this module
-
-    if shards == 1:
-        return []
-    keep_gathered_out_of_graphs()
-    modules = dict(model.named_modules())
-    done, left = [], []
-    for name in names:
-        module: Any = modules[name]
-        if module.out_features % (shards * BLOCK):
-            left.append(name)
-            continue
-        weight, state = module.weight, module.fp8
-        shard = Fp8Shard(weight.detach(), state.scale_format, state.backend_name)
-        module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
-        done.append(name)
-    if left and not (dist.is_initialized() and dist.get_rank()):
-        logger.warning(
-            "jetrl_patch: %d of %d FP8 layers are gathered in BF16, because %d shards of their rows are not whole "
-            "blocks of %d: %s",
-            len(left), len(left) + len(done), shards, BLOCK, ", ".join(left),
-        )  # fmt: skip
-    return done
 
 
 def _plain(shard: Fp8Shard) -> Tensor:

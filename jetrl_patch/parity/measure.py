@@ -12,7 +12,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import registry, runtime
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.parity.modes import Job
 
@@ -31,8 +31,8 @@ def measure(job: Job) -> dict[str, Any]:
     from jetrl_patch.correction.mismatch import mismatch
 
     runtime.enable(job.config)
-    samples = runtime.reach("vllm", "sample:sample")(job)
-    scores = runtime.reach("transformers", "score:score")(job, samples)
+    samples = registry.rollout().sample(job)
+    scores = registry.models().score(job, samples)
     rollout = torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scores, rollout, torch.ones_like(rollout))
     backend = runtime.status().backend if job.config.quantized_rollout else ""

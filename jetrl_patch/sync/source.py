@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from jetrl_patch import runtime
+from jetrl_patch import active, registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, SyncError, explain
 from jetrl_patch.fp8.linear import Fp8State
@@ -83,8 +83,7 @@ class Source:
         if not new:
             return
         try:
-            switch = runtime.reach("transformers", "guard:to_bf16")
-            switch({name: self.modules[name] for name in new}, exact=self.terms.align == "exact")
+            registry.models().to_bf16({name: self.modules[name] for name in new}, exact=self.terms.align == "exact")
         except Exception as error:
             raise SyncError(
                 f"the precision guard could not take {', '.join(new)} out of FP8: {type(error).__name__}: {error}; "
@@ -94,7 +93,7 @@ class Source:
             del self.modules[name]
         self.layers = [name for name in self.layers if name not in new]
         self.guarded += new
-        runtime.register_guarded(new)
+        active.register_guarded(new)
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
         """The protocol of one sync over full weights; see ``quantized_stream``."""
@@ -141,15 +140,14 @@ def convert(
     from jetrl_patch.fp8.backends import choose_backend
 
     check_guard(config, rollout_tp)
-    prepare = runtime.reach("transformers", "prepare:prepare_model")
-    layers: list[str] = prepare(model, config, rollout_tp=rollout_tp, device_type=device_type)
+    layers = registry.models().prepare_model(model, config, rollout_tp=rollout_tp, device_type=device_type)
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
     if config.invariant_scale is not None and not reference:
         scale_once(model, config.invariant_scale)
-    runtime.register_layers(layers)
+    active.register_layers(layers)
     backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
     if backend:
-        runtime.register_backend(backend)
+        active.register_backend(backend)
     named = dict(model.named_modules())
     modules = {name: named[name] for name in layers} if config.fp8_train else {}
     return Source(

@@ -161,7 +161,7 @@ def test_still_needed_vllm_has_another_name():
         found = importlib.metadata.distribution("vllm").version
     except importlib.metadata.PackageNotFoundError:
         return
-    assert "cpu" not in found, "the CPU build is called vllm now: drop patches.VERSION"
+    assert "cpu" not in found, "the CPU build is called vllm now: drop verl.VERSION"
 
 
 def test_still_needed_gloo_twice():

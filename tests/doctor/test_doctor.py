@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from jetrl_patch import runtime, support
+from jetrl_patch import registry, runtime, support
 from jetrl_patch.adapters.cpu import detect
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
@@ -98,7 +98,7 @@ def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.M
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     version, importable = guards.installed_version, guards.is_installed
     monkeypatch.setattr(guards, "installed_version", lambda asked: None if asked in names else version(asked))
-    for module in (guards, support, runtime, sys.modules["jetrl_patch.doctor.examine"]):
+    for module in (guards, support, registry, sys.modules["jetrl_patch.doctor.examine"]):
         monkeypatch.setattr(module, "is_installed", lambda asked: asked not in names and importable(asked))
 
 

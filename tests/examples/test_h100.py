@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from examples.openrlhf.h100.reward import reward_func
-from jetrl_patch import support
+from jetrl_patch import registry, support
 from jetrl_patch.adapters.cpu import detect
-from jetrl_patch.doctor import examine, openrlhf, verl
+from jetrl_patch.doctor import examine
 from jetrl_patch.patching import guards
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -79,13 +79,13 @@ def test_a_run_would_start(script: Path, models: Path, monkeypatch: pytest.Monke
     assert report.config is not None and (report.config.precision, report.config.align) == ("fp8-unified", "linear")
     arguments = examine.recognise(words).arguments
     if framework == "verl":
-        config = verl.compose_config(arguments)
+        config = registry.trainer("verl").read(arguments)
         assert config.data.max_response_length == length
         assert config.actor_rollout_ref.rollout.max_model_len == length + 1024
         assert config.trainer.n_gpus_per_node == 8
         _verl_accepts(config)
     else:
-        args = openrlhf.parse(arguments)
+        args = registry.trainer("openrlhf").read(arguments)
         assert args.rollout.max_new_tokens == length and args.data.max_len == length + 1024
         assert args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size == 8
 
@@ -106,11 +106,11 @@ def test_variables_and_arguments_of_the_user_have_the_last_word(framework: str, 
     started = examine.recognise(words)
     assert started.overrides == {"precision": "bf16"} and "--fp8-unified" not in words
     if framework == "verl":
-        config = verl.compose_config(started.arguments)
+        config = registry.trainer("verl").read(started.arguments)
         assert config.trainer.total_epochs == 7
         assert (config.trainer.n_gpus_per_node, config.actor_rollout_ref.rollout.tensor_model_parallel_size) == (4, 2)
     else:
-        args = openrlhf.parse(started.arguments)
+        args = registry.trainer("openrlhf").read(started.arguments)
         assert args.train.num_episodes == 7
         assert (args.actor.num_gpus_per_node, args.vllm.num_engines, args.vllm.tensor_parallel_size) == (4, 2, 2)
 

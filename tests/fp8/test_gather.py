@@ -18,7 +18,8 @@ from torch import nn
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard, gather_in_fp8
+from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
+from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 
 from .thresholds import SQNR_GEMM
 

@@ -13,7 +13,6 @@ import jetrl_patch
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, PrecisionError, SyncError
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.fp8.preflight import check_model
 from jetrl_patch.fp8.quantize import dequantize_activation, quantize_activation
 from jetrl_patch.monitor.codes import MOST, Codes, sample
 from jetrl_patch.monitor.figures import Figures
@@ -23,6 +22,7 @@ from jetrl_patch.monitor.thresholds import Watch, findings
 from jetrl_patch.sync.manifest import MANIFEST, Manifest
 from jetrl_patch.sync.source import Source, convert
 from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.trainer.preflight import check_model
 from tests.models import build
 
 LAYER = "model.layers.1.mlp.down_proj"

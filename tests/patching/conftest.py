@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_patch import runtime
+from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.base import Adapter
 
 
@@ -43,8 +43,8 @@ def use(monkeypatch: pytest.MonkeyPatch, framework: Path) -> Callable[..., None]
     """Put these adapters in the place of the real ones."""
 
     def put(*adapters: Adapter) -> None:
-        monkeypatch.setattr(runtime, "ADAPTERS", {str(i): ("fakefw",) for i in range(len(adapters))})
-        monkeypatch.setattr(runtime, "_resolve", lambda name: adapters[int(name)])
+        monkeypatch.setattr(registry, "ADAPTERS", {str(i): ("fakefw",) for i in range(len(adapters))})
+        monkeypatch.setattr(registry, "resolve", lambda name: adapters[int(name)])
 
     return put
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import env, runtime
+from jetrl_patch import env, registry, runtime
 from jetrl_patch.adapters.base import Config, Journal
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, PatchError, VersionError
 from jetrl_patch.patching import guards
@@ -55,7 +55,7 @@ def test_enable_from_inside_an_enable_that_is_under_way(use: Any) -> None:
         def on_apply(self, config: Config, journal: Journal) -> None:
             assert runtime.activate_from_env() is True  # what a plugin does that is loaded right now
             runtime.enable(config)
-            with pytest.raises(ConflictError):
+            with pytest.raises(ConflictError, match=r"required sync_timeout=1\.0, found sync_timeout=300\.0\. Call"):
                 runtime.enable(config, sync_timeout=1.0)
 
     use(Nested(ALL))
@@ -104,7 +104,7 @@ def test_require_active(use: Any) -> None:
 
 
 def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "ADAPTERS", {"x": ("no_such_framework",)})
+    monkeypatch.setattr(registry, "ADAPTERS", {"x": ("no_such_framework",)})
     with pytest.raises(VersionError, match=r"none of them installed.*pip install 'jetrl_patch\[verl\]'"):
         runtime.enable()
 
@@ -130,7 +130,7 @@ def test_unsupported_versions_stop_before_anything_changes(
 
 
 def test_an_adapter_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, framework: Path) -> None:
-    monkeypatch.setattr(runtime, "ADAPTERS", {"fakefw": ("fakefw",)})
+    monkeypatch.setattr(registry, "ADAPTERS", {"fakefw": ("fakefw",)})
     with pytest.raises(PatchError, match=r"jetrl_patch\.adapters\.fakefw\.adapter:ADAPTER is missing"):
         runtime.enable()
 
@@ -143,6 +143,6 @@ def test_without_the_adapters_package_the_error_names_the_way_out(monkeypatch: p
             raise ModuleNotFoundError("No module named 'jetrl_patch.adapters'", name="jetrl_patch.adapters")
         return real(name, package)
 
-    monkeypatch.setattr(runtime.importlib, "import_module", import_module)
+    monkeypatch.setattr(registry.importlib, "import_module", import_module)
     with pytest.raises(PatchError, match=r"pip install -e \."):
-        runtime._resolve("transformers")
+        registry.resolve("transformers")

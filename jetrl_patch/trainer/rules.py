@@ -9,7 +9,7 @@ from typing import Any
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-__all__ = ["Rule", "broken", "is_set", "more_than_one", "other_than", "positive"]
+__all__ = ["Rule", "broken", "is_set", "more_than_one", "other_than", "positive", "raised"]
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,14 @@ def broken(
         if (value is not None or rule.absent) and rule.bad(value):
             what = f"{name(rule.path)} with {mode}"
             yield rule.error(explain(what, required=rule.asked, found=repr(value), fix=rule.fix))
+
+
+def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
+    """What a check raises, for a list of problems; its first error alone."""
+    try:
+        check()
+    except JetrlError as error:
+        yield error
 
 
 def is_set(value: Any) -> bool:

@@ -1,19 +1,29 @@
-"""What a model's config.json tells before anything starts and without its weights."""
+"""What a model's config.json tells before anything starts and without its weights. Importing this imports no torch."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
-import torch
-
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.convert import select_layers
-from jetrl_patch.fp8.layers import check_splits
-from jetrl_patch.monitor.guard import check_guard
-from jetrl_patch.scaling.groups import groups_of
-from jetrl_patch.scaling.invariant import check_record
 
-__all__ = ["check_model"]
+__all__ = ["check_checkpoint", "check_model"]
+
+
+def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Any:
+    """``check_model`` for a local folder; gives its config.
+
+    None where nothing is quantized, for a remote path (workers check when they have it), and for code of the
+    checkpoint's own, which is not run here.
+    """
+    folder = os.path.expanduser(str(path or ""))
+    if not config.quantized_rollout or not os.path.isdir(folder) or trust_remote_code:
+        return None
+    from transformers import AutoConfig
+
+    hf_config = AutoConfig.from_pretrained(folder)
+    check_model(hf_config, config, rollout_tp)
+    return hf_config
 
 
 def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
@@ -27,7 +37,14 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
             split that cuts a block. ConfigError: the checkpoint was scaled by another ``invariant_scale``;
             a guard beside tensor parallelism.
     """
+    import torch
     from transformers import AutoModelForCausalLM
+
+    from jetrl_patch.fp8.convert import select_layers
+    from jetrl_patch.fp8.layers import check_splits
+    from jetrl_patch.monitor.guard import check_guard
+    from jetrl_patch.scaling.groups import groups_of
+    from jetrl_patch.scaling.invariant import check_record
 
     check_guard(config, rollout_tp)
     if config.exact:

@@ -1,4 +1,4 @@
-"""OpenRLHF's arguments, read by its own parser, and judged by the OpenRLHF adapter.
+"""OpenRLHF's arguments, read by its own parser, for ``jetrl doctor``.
 
 The parser, and the checks that follow it, stand under ``if __name__ == "__main__"`` of ``train_ppo_ray.py``. They are
 taken from its syntax tree and run alone: no ``import`` of OpenRLHF (torch, Ray, DeepSpeed, vLLM) and no training.
@@ -11,22 +11,18 @@ import ast
 import contextlib
 import importlib.util
 import io
-import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jetrl_patch import runtime
-from jetrl_patch.config import Config
 from jetrl_patch.doctor.folders import file_of
-from jetrl_patch.doctor.report import Check, from_error
-from jetrl_patch.errors import ConfigError, JetrlError
+from jetrl_patch.errors import ConfigError
 
-__all__ = ["check_settings", "needs_flash_attn", "parse"]
+__all__ = ["asked_for", "model_path", "needs_flash_attn", "read"]
 
 
-def parse(arguments: Sequence[str]) -> Any:
+def read(arguments: Sequence[str]) -> Any:
     """The nested namespace that OpenRLHF's ``train`` would get.
 
     Raises ConfigError with the parser's message, or with that of a check of OpenRLHF's own.
@@ -54,25 +50,13 @@ def parse(arguments: Sequence[str]) -> Any:
     return names["args"]
 
 
-def check_settings(args: Any, config: Config) -> Iterator[Check]:
-    """Each argument that cannot be kept, and what would be changed. ``args`` is changed."""
-    try:
-        check = runtime.reach("openrlhf", "settings:check")
-        complete = runtime.reach("openrlhf", "settings:complete")
-    except ModuleNotFoundError:
-        yield Check("openrlhf settings", "skipped", "this version has no OpenRLHF adapter")
-        return
-    try:
-        check(args, config)
-        yield Check("openrlhf settings", "ok", "nothing in them stands against ours")
-    except JetrlError as error:
-        yield from_error("openrlhf setting", error)
-    path = str(args.actor.model_name_or_path)
-    if not os.path.isdir(os.path.expanduser(path)):
-        finding = f"{path!r} is no local folder, so its family and its tensor-parallel split were not checked"
-        yield Check("model", "warning", finding, "download it and give its folder")
-    changes = complete(args, config)
-    yield Check("openrlhf changes", "ok", "; ".join(changes) or "nothing would be changed")
+def asked_for(args: Any, environ: Mapping[str, str]) -> None:
+    """OpenRLHF's parser takes no argument of ours."""
+
+
+def model_path(args: Any) -> tuple[str, str]:
+    """Where the model is, and the argument that says so."""
+    return str(args.actor.model_name_or_path), "--actor.model_name_or_path"
 
 
 def needs_flash_attn(args: Any) -> str:

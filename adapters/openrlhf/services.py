@@ -1,0 +1,7 @@
+"""What this adapter offers as ``Trainer`` (jetrl_patch/trainer/interface.py)."""
+
+from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, read
+from jetrl_patch.adapters.openrlhf.model import prepare
+from jetrl_patch.adapters.openrlhf.settings import complete, problems
+
+__all__ = ["asked_for", "complete", "model_path", "needs_flash_attn", "prepare", "problems", "read"]

@@ -1,0 +1,53 @@
+"""Which layers' weights FSDP2 gathers in FP8 (``gather.py``)."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from jetrl_patch.fp8.formats import BLOCK
+from jetrl_patch.fp8.gather import Fp8Shard
+from jetrl_patch.fp8.linear import keep_gathered_out_of_graphs
+
+__all__ = ["gather_in_fp8"]
+
+logger = logging.getLogger(__name__)
+
+
+def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[str]:
+    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8; call it before ``fully_shard``.
+
+    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is gathered in BF16 as before, and
+    quantized by every rank; one line in the log says which. On one rank nothing is gathered and nothing is done.
+
+    Args:
+        shards: over how many ranks a weight is sharded.
+
+    Returns:
+        The names of the layers that are gathered in FP8.
+    """
+    if shards == 1:
+        return []
+    keep_gathered_out_of_graphs()
+    modules = dict(model.named_modules())
+    done, left = [], []
+    for name in names:
+        module: Any = modules[name]
+        if module.out_features % (shards * BLOCK):
+            left.append(name)
+            continue
+        weight, state = module.weight, module.fp8
+        shard = Fp8Shard(weight.detach(), state.scale_format, state.backend_name)
+        module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
+        done.append(name)
+    if left and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning(
+            "jetrl_patch: %d of %d FP8 layers are gathered in BF16, because %d shards of their rows are not whole "
+            "blocks of %d: %s",
+            len(left), len(left) + len(done), shards, BLOCK, ", ".join(left),
+        )  # fmt: skip
+    return done

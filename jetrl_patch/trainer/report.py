@@ -1,0 +1,42 @@
+"""What a weight sync cost: a training process reports it, the trainer loop logs it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from jetrl_patch.sync.stream import SyncStats
+
+__all__ = ["sync_metrics", "sync_report"]
+
+#: figures of a report that are logged as they are; some frameworks and precisions have not all of them
+_LOGGED = (
+    "sync_bytes",
+    "sync_bytes_bf16",
+    "sync_bytes_total",
+    "sync_calls",
+    "quantized_layers",
+    "loss_scale",
+    "skipped_steps",
+)
+
+
+def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
+    """One process's part of a sync that began at ``start`` (``time.perf_counter``), in plain types."""
+    return {
+        "pid": os.getpid(),
+        "sync_seconds": time.perf_counter() - start,
+        "sync_bytes": stats.fp8,
+        "sync_bytes_bf16": stats.fp8_as_bf16,
+        "sync_bytes_total": stats.total,
+        "quantized_layers": stats.layers,
+    }
+
+
+def sync_metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Metrics of a sync from the reports of all ranks: the first rank's figures, and the slowest rank's seconds."""
+    first = reports[0]
+    found = {f"jetrl/{name}": first[name] for name in _LOGGED if name in first}
+    return {**found, **first["monitor"], "jetrl/sync_seconds": max(report["sync_seconds"] for report in reports)}
