@@ -29,12 +29,12 @@ _WHOLE = "a trainer that holds whole layers and whole sequences"
 
 RULES: tuple[Rule, ...] = (
     Rule("vllm.num_engines", lambda n: not n, "vLLM rollouts", "set it to 1 or more", "all", absent=True),
-    Rule("ds.load_in_4bit", is_set, "no other quantization beside jetrl_patch", "leave it out", "fp8", ConflictError),
-    Rule("ds.lora.rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
-    Rule("ds.tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "fp8"),
-    Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it so", "fp8"),
-    Rule("ds.deepcompile", is_set, "layers that run as they are written", "leave it out", "fp8"),
-    Rule("data.max_images_per_prompt", positive, "text models", "set it to 0", "fp8"),
+    Rule("ds.load_in_4bit", is_set, "no other quantization beside jetrl_patch", "leave it out", "quantized", ConflictError),
+    Rule("ds.lora.rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
+    Rule("ds.tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
+    Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it so", "quantized"),
+    Rule("ds.deepcompile", is_set, "layers that run as they are written", "leave it out", "quantized"),
+    Rule("data.max_images_per_prompt", positive, "text models", "set it to 0", "quantized"),
     Rule("ds.ring_attn_size", more_than_one, _WHOLE, "set it to 1", "exact"),
     Rule(
         "ds.use_liger_kernel", is_set, "norm, RoPE and activation of exact mode", "leave it out", "exact", ConflictError

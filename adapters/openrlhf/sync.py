@@ -67,8 +67,8 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
         WORKER.report = {
             "pid": os.getpid(),
             "sync_seconds": time.perf_counter() - start,
-            "sync_bytes": stats.fp8,
-            "sync_bytes_bf16": stats.fp8_as_bf16,
+            "sync_bytes": stats.quantized,
+            "sync_bytes_bf16": stats.quantized_as_bf16,
             "sync_bytes_total": stats.total,
             "sync_calls": calls,
             "quantized_layers": stats.layers,

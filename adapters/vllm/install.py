@@ -9,7 +9,7 @@ import torch
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.vllm import guard
-from jetrl_patch.adapters.vllm.quant import fp8_modules
+from jetrl_patch.adapters.vllm.quant import quantized_modules
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.formats import BLOCK
@@ -29,9 +29,9 @@ class VllmInstaller:
         self.model = model
         self._loaded: set[str] = set()
 
-    def fp8_layers(self) -> list[str]:
+    def quantized_layers(self) -> list[str]:
         """Hugging Face module names of the FP8 linears."""
-        return [name for _, method in fp8_modules(self.model) for name in method.names]
+        return [name for _, method in quantized_modules(self.model) for name in method.names]
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:
@@ -76,7 +76,7 @@ class VllmInstaller:
         In Hugging Face names and coordinates.
         """
         rects: list[Rect] = []
-        for layer, method in fp8_modules(self.model):
+        for layer, method in quantized_modules(self.model):
             for shard in method.shards(layer):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
                 rects.append(_weight(shard, layer.weight.data[rows]))

@@ -34,7 +34,7 @@ from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, SyncE
 from jetrl_patch.fp8.backends import choose_backend, get_backend
 from jetrl_patch.fp8.backends.row_equality import require_row_equality
 from jetrl_patch.fp8.formats import BLOCK, FP8
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ __all__ = [
     "JetrlFp8Config",
     "JetrlFp8LinearMethod",
     "cut_error",
-    "fp8_modules",
     "quantization_name",
+    "quantized_modules",
 ]
 
 NAME = "jetrl_fp8"
@@ -104,7 +104,7 @@ class JetrlFp8Config(QuantizationConfig):
         """FP8 (or INT8) for the linears of the blocks, exact BF16 for the head and for what ``exclude`` names."""
         self._require_patched()
         if isinstance(layer, LinearBase):
-            if self.is_fp8(prefix):
+            if self.is_quantized(prefix):
                 return self._linear_method(prefix)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
@@ -133,10 +133,10 @@ class JetrlFp8Config(QuantizationConfig):
                 f"let VLLM_PLUGINS include jetrl_patch"
             )
 
-    def is_fp8(self, prefix: str) -> bool:
+    def is_quantized(self, prefix: str) -> bool:
         """Whether the linear at ``prefix`` (vLLM's name) is FP8. Raises ModelError if its fused parts disagree."""
         names = hf_names(prefix, self.packed_modules_mapping)
-        out = [name for name in names if not is_fp8(name, self.config.exclude)]
+        out = [name for name in names if not is_quantized(name, self.config.exclude)]
         if out and len(out) != len(names):
             inside = sorted(set(names) - set(out))
             raise ModelError(
@@ -290,7 +290,7 @@ def cut_error(layers: list[str], tp: int) -> ModelError:
     )
 
 
-def fp8_modules(model: torch.nn.Module) -> list[tuple[LinearBase, JetrlFp8LinearMethod]]:
+def quantized_modules(model: torch.nn.Module) -> list[tuple[LinearBase, JetrlFp8LinearMethod]]:
     """All FP8 linears of a built vLLM model, with their methods, in module order."""
     found = []
     for module in model.modules():

@@ -29,7 +29,7 @@ def attach(worker: Any, config: Config) -> None:
     from jetrl_patch.adapters.vllm.install import VllmInstaller
 
     installer = VllmInstaller(worker.model_runner.get_model())
-    layers = installer.fp8_layers()
+    layers = installer.quantized_layers()
     if config.quantized_rollout and not layers:
         raise NotPatchedError(
             f"precision={config.precision!r} asks for quantized linears in the rollout, but this vLLM worker "
@@ -94,7 +94,7 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         "pid": os.getpid(),
         "tp_rank": get_tensor_model_parallel_rank(),
         "config": status.config.to_env() if status.config else {},
-        "layers": list(receiver.installer.fp8_layers()),
+        "layers": list(receiver.installer.quantized_layers()),
         "guarded": sorted(receiver.guarded),
         "digests": [list(rect) for rect in receiver.installer.installed()] if digests else [],
         "patches": [[patch.target, patch.state] for patch in status.patches],

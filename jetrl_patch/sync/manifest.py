@@ -81,7 +81,7 @@ class Manifest:
             {
                 "version": PROTOCOL,
                 **asdict(self.terms),
-                "fp8_layers": list(self.layers),
+                "fp8_layers": list(self.layers),  # the name of protocol 2, which other versions read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
             }

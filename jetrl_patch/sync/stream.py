@@ -41,15 +41,15 @@ class SyncStats:
 
     Attributes:
         total: all tensors.
-        fp8: the quantized layers: bytes and scales.
-        fp8_as_bf16: what the same layers would have been in BF16.
+        quantized: the quantized layers: bytes and scales.
+        quantized_as_bf16: what the same layers would have been in BF16.
         layers: number of quantized layers.
         tensors: number of tensors, scales included.
     """
 
     total: int = 0
-    fp8: int = 0
-    fp8_as_bf16: int = 0
+    quantized: int = 0
+    quantized_as_bf16: int = 0
     layers: int = 0
     tensors: int = 0
     digests: dict[str, int] = field(default_factory=dict)
@@ -97,10 +97,10 @@ def quantized_stream(
             yield _count(stats, name, _to_bf16(name, weight))
             continue
         stats.layers += 1
-        stats.fp8_as_bf16 += 2 * weight.numel()
+        stats.quantized_as_bf16 += 2 * weight.numel()
         if not terms.quantized:
             bf16 = _to_bf16(name, weight)
-            stats.fp8 += bf16.nbytes
+            stats.quantized += bf16.nbytes
             yield _count(stats, name, bf16)
             continue
         layer = name.removesuffix(".weight")
@@ -109,7 +109,7 @@ def quantized_stream(
         else:
             q, scales = quantize(layer, _to_bf16(name, weight))
         del weight
-        stats.fp8 += q.nbytes + scales.nbytes
+        stats.quantized += q.nbytes + scales.nbytes
         yield _count(stats, name, q)
         yield _count(stats, name + SCALE_SUFFIX, scales)
     missing = sorted(set(announced) - set(stats.digests))

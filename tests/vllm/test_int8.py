@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import jetrl_patch
 from jetrl_patch import ConfigError, ModelError, SyncError
 from jetrl_patch.fp8 import channel
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.int8.product import MAX_K
 from jetrl_patch.int8.quantize import quantize_rows
 from jetrl_patch.parity.modes import Job
@@ -37,7 +37,7 @@ def by_hand(mode: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def expected(mode: str, weights: dict[str, torch.Tensor], exclude: tuple[str, ...] = ()) -> dict[str, int]:
     found = {}
     for name, weight in weights.items():
-        if weight.dim() == 2 and is_fp8(name.removesuffix(".weight"), exclude):
+        if weight.dim() == 2 and is_quantized(name.removesuffix(".weight"), exclude):
             q, s = by_hand(mode, weight)
             found[name], found[name + "_scale_inv"] = digest(q), digest(s)
     return found
@@ -72,7 +72,7 @@ def test_bytes_in_the_engine(checkpoint: Callable[..., str], engine: Callable[..
     stats = SyncStats()
     items = sent(model, source, stats)
     pushed = {name: tensor.clone() for name, tensor in items}
-    assert 0.5 < stats.fp8 / stats.fp8_as_bf16 < 0.52 and stats.layers == 18
+    assert 0.5 < stats.quantized / stats.quantized_as_bf16 < 0.52 and stats.layers == 18
     receipt = push(worker_of(llm), items)
     assert receipt["layers"] == 18
     assert in_engine(llm) == {n: digest(t) for n, t in pushed.items() if n + "_scale_inv" in pushed or "_scale" in n}
