@@ -37,7 +37,7 @@ class Rule:
     def applies(self, config: Config) -> bool:
         """Whether the rule holds in this mode."""
         if self.scope == "changed":
-            return config.precision != "bf16"
+            return not config.mode.only_measures
         return self.scope == "all" or (self.scope == "quantized" and config.quantized_rollout) or config.exact
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, fp16, optimizer
+from jetrl_patch.adapters.openrlhf import correction, optimizer, precision
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.optim.settings import check_installed
@@ -71,7 +71,7 @@ def check(args: Any, config: Config) -> None:
         rules += optimizer.RULES
     for problem in broken(rules, lambda path: _get(args, path), config, lambda path: f"OpenRLHF's --{path}"):
         raise problem
-    for problem in fp16.problems(lambda path: _get(args, path), config):
+    for problem in precision.problems(lambda path: _get(args, path), config):
         raise problem
     for problem in correction.problems(args, config):
         raise problem
@@ -92,7 +92,7 @@ def _check_model(args: Any, config: Config) -> None:
 
 def complete(args: Any, config: Config) -> list[str]:
     """Write into the arguments what our modes need and the user need not know; gives the changes in words."""
-    changes = fp16.complete(args, config)
+    changes = precision.complete(args, config)
     for name, value in correction.wanted(config).items():
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)

@@ -19,7 +19,7 @@ class WorkerState:
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
         report: figures of the last weight sync.
         version: number of the last weight sync; 0 before the first.
-        loss_scale: of the optimizer in FP16.
+        loss_scale: of the optimizer, in a mode that has one.
         models: what was prepared in this process (policy and EMA, or the reference), for the precision guard.
         lines: of the monitor and the guard, for the log of the trainer loop, which has not asked for them yet.
     """

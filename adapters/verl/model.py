@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16
+from jetrl_patch.adapters.verl import precision
 from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
@@ -34,8 +34,7 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_module(self: Any) -> Any:
         module = original(self)
         if runtime.is_active() and self.model_config.model_type == "language_model":
-            if fp16.is_on():
-                fp16.check_model(module)
+            precision.check_model(module)
             reference = bool(self.engine_config.forward_only)
             self._jetrl = prepare(module, runtime.active_config(), self.model_config, reference)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16, gather, megatron
+from jetrl_patch.adapters.verl import gather, megatron, precision
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -15,6 +15,7 @@ from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
+from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.rules import Rule, broken, is_set, more_than_one, other_than, positive
 
@@ -39,7 +40,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.quantization_config_file", is_set, _QUANTIZED, "set it to null", "changed", ConflictError),
     Rule(f"{ROLLOUT}.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
     Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
-    Rule(f"{ENGINE}.quantization", other_than("jetrl_fp8", "jetrl_int8"), _QUANTIZED, "leave it out", "changed", ConflictError),
+    Rule(f"{ENGINE}.quantization", other_than(*QUANTIZATIONS), _QUANTIZED, "leave it out", "changed", ConflictError),
     Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
     Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
     Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "quantized", ConflictError),
@@ -93,7 +94,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(RULES, select, config, named)
     yield from gather.problems(select, config)
     yield from optimizer_problems(select, config)
-    yield from fp16.problems(select, config)
+    yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
@@ -142,7 +143,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.enforce_eager"] = True
     if config.exact:
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
-    wanted |= fp16.wanted(config)
+    wanted |= precision.wanted(config)
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)

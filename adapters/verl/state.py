@@ -17,7 +17,7 @@ class WorkerState:
     Attributes:
         rollout_tp: tensor parallel size of the rollout that this trainer feeds.
         stats: of the sync that is under way or was the last.
-        loss_scale: of the policy's optimizer in FP16.
+        loss_scale: of the policy's optimizer, in a mode that has one.
         measuring: in verl's bypass mode, whether the weights are still those of the last sync.
         measured: what the loss saw meanwhile, micro-batch by micro-batch (``correction_bypass``).
         references: reference models of this process, which follow the actor's precision guard.

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16, guard
+from jetrl_patch.adapters.verl import guard, precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.settings import MARK
 from jetrl_patch.adapters.verl.state import WORKER
@@ -62,10 +62,8 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         if not runtime.is_active():
             return weights, peft
         stats = WORKER.stats = SyncStats()
-        if fp16.is_on():
-            from jetrl_patch.precision.fp16 import fp16_stream
-
-            return fp16_stream(weights, stats), peft
+        if precision.scales_loss():
+            return precision.stream(weights, stats), peft
         if not runtime.active_config().quantized_rollout:
             return counted(weights, stats), peft
         prepared = getattr(self, "_jetrl", None)
@@ -75,7 +73,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if peft is not None:
             raise ConflictError(
-                "LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'"
+                "LoRA adapters cannot be synced in a quantized format; set lora_rank=0 or use precision='bf16'"
             )
         prepared.agree()
         weights = guard.decide(prepared, weights, lambda: original(self, *args, **kwargs)[0])
@@ -151,7 +149,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             "sync_bytes_total": stats.total,
             "quantized_layers": stats.layers,
             LOSS: hand_over(),
-            **fp16.figures(),
+            **precision.figures(),
             **guard.report(self.actor.engine),
         }
         return {**(result or {}), MARK: report}

@@ -44,21 +44,13 @@ def attach(worker: Any, config: Config) -> None:
     backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:
         runtime.register_backend(backend)
-    # The trainer of a BF16 or fp8-rollout run multiplies nothing in FP8, so there is no backend to agree about.
-    terms = Terms(
-        precision=config.precision,
-        align=config.resolved_align,
-        scale_format=config.scale_format,
-        backend=backend if config.fp8_train else "",
-        granularity=config.granularity,
-    )
-    worker.jetrl_receiver = Receiver(installer, terms, _gather)
+    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend), _gather)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
 def _backend(config: Config, worker: Any) -> str:
-    if config.precision == "int8-rollout":
-        return "int8"
+    if config.format is not None and config.format.own_product:
+        return config.format.own_product
     from jetrl_patch.fp8.backends import choose_backend
 
     return choose_backend(config.backend, worker.device.type)

@@ -42,7 +42,7 @@ def test_verl_is_set_to_fp16_on_both_sides(base):  # noqa: F811
         (f"{R}.dtype=float16", BF16, ConfigError, "FP16 on one side alone"),
         (f"+{A}.fsdp_config.mixed_precision={{param_dtype: fp16}}", BF16, ConfigError, "param_dtype=fp16.* on one side alone"),
         (f"+{R}.engine_kwargs.vllm.dtype=half", BF16, ConfigError, "FP16 on one side alone"),
-        (f"+{R}.engine_kwargs.vllm.dtype=bfloat16", FP16, ConflictError, "engine_kwargs.vllm.dtype.* leave it out"),
+        (f"+{R}.engine_kwargs.vllm.dtype=bfloat16", FP16, ConflictError, "engine_kwargs.vllm.dtype.* Leave it out"),
         ("actor_rollout_ref.model.lora_rank=8", FP16, ConfigError, "verl merges adapters in BF16"),
         (f"{A}.strategy=megatron", FP16, ConfigError, "fsdp or fsdp2"),
         (f"{A}.fsdp_config.model_dtype=bf16", FP16, ConfigError, "held in FP32"),
