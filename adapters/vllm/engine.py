@@ -9,8 +9,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
+from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
-from jetrl_patch.adapters.vllm.quant import cut_error, quantization_name
+from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.fp8.layers import is_quantized

@@ -159,19 +159,19 @@ def test_vllm_knows_it_by_its_own_name(checkpoint: Callable[..., str]) -> None:
 
 def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
     """Two column-parallel ranks hold rows apart, two row-parallel ones hold all rows alike."""
-    from jetrl_patch.adapters.vllm.install import _row_scales
+    from jetrl_patch.adapters.vllm.scales import RowScales
     from jetrl_patch.adapters.vllm.shards import Shard
     from jetrl_patch.sync.tiling import check_tiling
 
-    scale = torch.rand(10, 1)
+    scale, row_scales = torch.rand(10, 1), RowScales().rects
     apart = [Shard("m", "q", 10, a, b, 0, 6, 0) for a, b in ((0, 4), (4, 10))]
-    rects = [rect for s in apart for rect in _row_scales(s, scale[s.row0 : s.row1])]
+    rects = [rect for s in apart for rect in row_scales(s, scale[s.row0 : s.row1])]
     check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
     alike = [Shard("m", None, 10, 0, 10, a, b, 0) for a, b in ((0, 3), (3, 6))]
-    rects = [rect for s in alike for rect in _row_scales(s, scale)]
+    rects = [rect for s in alike for rect in row_scales(s, scale)]
     check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
     with pytest.raises(SyncError, match="two ranks hold rows 0:10 with different bytes"):
-        check_tiling("m.weight_scale_inv", (10, 1), digest(scale), [*rects[:1], *_row_scales(alike[1], scale + 1)])
+        check_tiling("m.weight_scale_inv", (10, 1), digest(scale), [*rects[:1], *row_scales(alike[1], scale + 1)])
 
 
 def test_what_int8_cannot_take() -> None:
