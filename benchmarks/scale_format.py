@@ -25,7 +25,7 @@ from examples.words import task, warm_start
 from examples.words.tokenizer import build_tokenizer
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 
 FORMATS = ("pow2", "fp32")
 REASON = """
@@ -49,7 +49,7 @@ def quantization_error() -> dict[str, tuple[float, float]]:
 
     model = AutoModelForCausalLM.from_pretrained(warm_start.CHECKPOINT, dtype=torch.bfloat16)
     inputs: dict[str, torch.Tensor] = {}
-    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and is_fp8(n, ())}
+    layers = {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and is_quantized(n, ())}
     for name, layer in layers.items():
         layer.register_forward_pre_hook(lambda m, args, n=name: inputs.__setitem__(n, args[0].flatten(0, 1)))
     tokenizer = build_tokenizer()

@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/configuration.md`` from ``Config``, the table of variables and verl's presets.
+"""Write the tables of ``docs/configuration.md`` from the table of settings, that of variables and verl's presets.
 
 Run: ``python scripts/fill_configuration.py``. Tables stand between ``<!-- name -->`` and ``<!-- /name -->``; a test
 compares them with what this script would write.
@@ -6,67 +6,47 @@ compares them with what this script would write.
 
 from __future__ import annotations
 
-import dataclasses
-import inspect
 import re
-import typing
 from pathlib import Path
 
 from jetrl_patch import env
 from jetrl_patch.adapters.verl.preset import PRESETS
-from jetrl_patch.config import Config
+from jetrl_patch.config import SETTINGS
+from jetrl_patch.config.setting import GROUPS, Setting
+from jetrl_patch.launch.arguments import FLAG
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
-#: options of ``jetrl run``, ``verl``, ``openrlhf`` and ``doctor`` beside ``--set``
-FLAGS = {
-    "precision": "`--precision P`, `--fp8-unified`",
-    "align": "`--align A`",
-    "correction": "`--correction C`",
-    "correction_bounds": "`--correction-bounds B`",
-    "acr": "`--acr`",
-}
+_HEAD = (
+    "| setting | values | default | environment | verl's YAML | command line | meaning |\n"
+    "| --- | --- | --- | --- | --- | --- | --- |"
+)
 
 
 def meanings() -> dict[str, str]:
-    """Field -> what the docstring of ``Config`` says about it."""
-    attributes = inspect.cleandoc(Config.__doc__ or "").partition("Attributes:\n")[2]
-    entries = re.split(r"^    (\w+): ", attributes, flags=re.MULTILINE)
-    found = {name: " ".join(text.split()).rstrip(".") for name, text in zip(entries[1::2], entries[2::2])}
-    return {name: re.sub('``"?(.*?)"?``', r"`\1`", text) for name, text in found.items()}
+    """Field -> what is said about it."""
+    return {name: found.doc for name, found in SETTINGS.items()}
 
 
-def values(hint: object) -> str:
-    """The allowed values of a field, in words."""
-    literals = [part for part in (hint, *typing.get_args(hint)) if typing.get_origin(part) is typing.Literal]
-    choices = [f"`{choice}`" for literal in literals for choice in typing.get_args(literal)]
-    if choices:
-        return ", ".join(choices)
-    known = {tuple[str, ...]: "patterns", float: "number", float | None: "number", int: "whole number", bool: "`true`, `false`"}
-    known[tuple[float, ...] | None] = "cap, or low and high"
-    known[float | None] = "number"
-    return known.get(hint, str(hint))  # type: ignore[call-overload]
+def row(found: Setting) -> str:
+    """One line of a table."""
+    default = {"None": "not set", "()": "none"}.get(str(found.default), f"`{found.default}`")
+    options = [] if found.option is None else [f"`{f'{found.flag} {found.option}'.strip()}`"]
+    options += [f"`{FLAG}`"] if found.name == "precision" else []
+    options.append(f"`--set {found.name}={found.form.example}`")
+    return (
+        f"| `{found.name}` | {found.values} | {default} | `{found.variable}` | `jetrl.{found.name}` "
+        f"| {', '.join(options)} | {found.doc} |"
+    )
 
 
 def options() -> str:
-    """One row for each field of ``Config``."""
-    variables = {field: variable for variable, field in env.FIELDS.items()}
-    hints, meaning = typing.get_type_hints(Config), meanings()
-    lines = [
-        "| setting | values | default | environment | verl's YAML | command line | meaning |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for field in dataclasses.fields(Config):
-        name = field.name
-        default = {"None": "not set", "()": "none"}.get(str(getattr(Config(), name)), f"`{getattr(Config(), name)}`")
-        kind = values(hints[name])
-        flag = f"{FLAGS[name]}, " if name in FLAGS else ""
-        example = "a,b" if kind == "patterns" else "…"
-        lines.append(
-            f"| `{name}` | {kind} | {default} | `{variables[name]}` | `jetrl.{name}` "
-            f"| {flag}`--set {name}={example}` | {meaning[name]} |"
-        )
-    return "\n".join(lines)
+    """One table for each group of settings."""
+    parts = []
+    for group, about in GROUPS.items():
+        rows = [row(found) for found in SETTINGS.values() if found.group == group]
+        parts.append("\n".join([f"### {group.capitalize()}", "", about, "", _HEAD, *rows]))
+    return "\n\n".join(parts) + "\n"
 
 
 def variables() -> str:

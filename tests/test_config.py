@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl_patch import env
-from jetrl_patch.config import Config
-from jetrl_patch.correction.kinds import KINDS
+from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config.modes import MODES, PRECISIONS, ROLLOUT_FORMATS, Granularity, Mode, Precision
+from jetrl_patch.config.setting import GROUPS
+from jetrl_patch.config.text import WORD
+from jetrl_patch.correction.kinds import CORRECTIONS, KINDS, Kind
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.sync.quantizers import QUANTIZERS
 
 
 def test_defaults_and_what_they_come_to() -> None:
@@ -155,6 +160,28 @@ def test_replace_names_unknown_settings() -> None:
     assert Config().replace(precision="bf16") == Config(precision="bf16")
     with pytest.raises(ConfigError, match="unknown setting precison; the known ones are precision, align"):
         Config().replace(precison="bf16")
+
+
+def test_the_types_and_the_tables_name_the_same() -> None:
+    assert get_args(Precision) == PRECISIONS == SETTINGS["precision"].choices == tuple(mode.name for mode in MODES.values())
+    assert get_args(Kind) == KINDS == SETTINGS["correction"].choices == ("none", *CORRECTIONS)
+    assert {found.name for mode in MODES.values() for found in mode.formats} == set(ROLLOUT_FORMATS) == set(QUANTIZERS)
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+def test_what_a_precision_comes_to_is_in_its_record(mode: Mode) -> None:
+    for granularity in get_args(Granularity) if mode.has_granularity else ("block",):
+        config = Config(precision=mode.name, rollout_granularity=granularity)
+        terms = Terms.of(config, "torch")
+        assert (terms.format, terms.backend) == (config.format, "torch" if mode.trains_fp8 else "")
+        assert terms.weight_dtype == (config.format.sent if config.format else "bfloat16")
+        assert (config.resolved_align, config.resolved_smoothing) == (mode.align, mode.smoothing)
+        assert (config.format is not None) == config.quantized_rollout == bool(mode.formats)
+
+
+def test_every_setting_has_a_group_and_is_told_apart() -> None:
+    assert {found.group for found in SETTINGS.values()} == set(GROUPS)
+    assert all(found.doc and (found.choices == ()) != (found.form is WORD) for found in SETTINGS.values())
 
 
 NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)

@@ -16,11 +16,11 @@ from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch,
 from jetrl_patch.adapters.openrlhf import (
     checkpoint,
     correction,
-    fp16,
     logprob,
     metrics,
     model,
     optimizer,
+    precision,
     remote,
     scaling,
     settings,
@@ -177,11 +177,11 @@ CORRECTION = Patch(
 )
 
 
-FP16 = Patch(
+LOSS_SCALE = Patch(
     module="openrlhf.utils.deepspeed.deepspeed",
     attr="DeepspeedStrategy.optimizer_step",
-    make=fp16.optimizer_step,
-    reason="count the steps that FP16's loss scale skips, and stop a run that skips all of them",
+    make=precision.optimizer_step,
+    reason="count the steps that the loss scale skips, and stop a run that skips all of them",
     remove_when="OpenRLHF logs the scale and the skipped steps",
 )
 
@@ -223,12 +223,12 @@ class OpenRLHFAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "openrlhf", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """All modes measure and check; exact mode and FP16 also compute log-probs as the rollout does."""
+        """All modes measure and check; some also compute log-probs as the rollout does."""
         ours = (CORRECTION,) if correction.is_ours(config) else ()
         scaled = INVARIANT_SCALE if config.quantized_rollout else ()
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
-        half = (FP16,) if config.precision == "fp16" else ()
-        return EVERY_MODE + (SAME_LOG_PROBS if config.same_log_probs else ()) + ours + scaled + half + CHECKPOINT + states
+        loss_scale = (LOSS_SCALE,) if config.mode.scales_loss else ()
+        return EVERY_MODE + (SAME_LOG_PROBS if config.same_log_probs else ()) + ours + scaled + loss_scale + CHECKPOINT + states
 
     def services(self) -> Services:
         """OpenRLHF's arguments and models."""

@@ -18,6 +18,7 @@ from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 __all__ = ["bounds_in_use", "figures", "in_use", "is_ours", "policy_loss", "problems", "wanted"]
 
+#: ours -> OpenRLHF's mode at level "token"; the others are computed by us
 _MODES = {"tis": "clip", "mis": "mask", "icepop": "mask"}
 _FIELDS = tuple(f"is_correction_{name}" for name in ("level", "mode", "gating", "threshold"))
 _FLAG = "--algo.advantage.is_correction_"
@@ -153,7 +154,7 @@ def _acr(
     from jetrl_patch.correction.objectives import acr_loss
     from jetrl_patch.correction.weights import ratio
 
-    _, cap = interval("tis", config.correction_bounds)
+    _, cap = interval(config.correction, config.correction_bounds)
     rho = ratio(log_ratio, mask)
     losses, clipped = acr_loss(
         log_probs, old, advantages, rho, cap, self.clip_eps_low, self.clip_eps_high, self.dual_clip

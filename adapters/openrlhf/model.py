@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import fp16
+from jetrl_patch.adapters.openrlhf import precision
 from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
@@ -46,8 +46,7 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if config.same_log_probs:
             WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
-        if fp16.is_on():
-            fp16.check_model(self.model, str(pretrain_or_model))
+        precision.check_model(self.model, str(pretrain_or_model))
         self._jetrl = prepare(self.model, config, self)
         WORKER.followers.add(self._jetrl)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, fp16, optimizer
+from jetrl_patch.adapters.openrlhf import correction, optimizer, precision
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.gate import while_active
@@ -28,12 +28,12 @@ _WHOLE = "a trainer that holds whole layers and whole sequences"
 
 RULES: tuple[Rule, ...] = (
     Rule("vllm.num_engines", lambda n: not n, "vLLM rollouts", "set it to 1 or more", "all", absent=True),
-    Rule("ds.load_in_4bit", is_set, "no other quantization beside jetrl_patch", "leave it out", "fp8", ConflictError),
-    Rule("ds.lora.rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
-    Rule("ds.tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "fp8"),
-    Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it so", "fp8"),
-    Rule("ds.deepcompile", is_set, "layers that run as they are written", "leave it out", "fp8"),
-    Rule("data.max_images_per_prompt", positive, "text models", "set it to 0", "fp8"),
+    Rule("ds.load_in_4bit", is_set, "no other quantization beside jetrl_patch", "leave it out", "quantized", ConflictError),
+    Rule("ds.lora.rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
+    Rule("ds.tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
+    Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it so", "quantized"),
+    Rule("ds.deepcompile", is_set, "layers that run as they are written", "leave it out", "quantized"),
+    Rule("data.max_images_per_prompt", positive, "text models", "set it to 0", "quantized"),
     Rule("ds.ring_attn_size", more_than_one, _WHOLE, "set it to 1", "exact"),
     Rule(
         "ds.use_liger_kernel", is_set, "norm, RoPE and activation of exact mode", "leave it out", "exact", ConflictError
@@ -80,7 +80,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         return _get(args, path)
 
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
-    yield from fp16.problems(select, config)
+    yield from precision.problems(select, config)
     yield from correction.problems(args, config)
     tp = int(select("vllm.tensor_parallel_size") or 1)
     yield from raised(lambda: check_checkpoint(select("actor.model_name_or_path"), config, tp))
@@ -88,7 +88,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
 
 def complete(args: Any, config: Config) -> list[str]:
     """Write into the arguments what our modes need and the user need not know; gives the changes in words."""
-    changes = fp16.complete(args, config)
+    changes = precision.complete(args, config)
     for name, value in correction.wanted(config).items():
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)

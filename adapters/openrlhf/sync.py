@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import fp16, guard
+from jetrl_patch.adapters.openrlhf import guard, precision
 from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.state import WORKER
@@ -63,14 +63,13 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             calls = send(self, config, stats)
             monitor = guard.figures(self.actor._jetrl)
         else:
-            if fp16.is_on():
-                fp16.check_weights(self.actor.model.module)
+            precision.check_weights(self.actor.model.module)
             calls = _count_plain(self, stats)
             original(self)
         WORKER.report = {
             **sync_report(stats, start),
             "sync_calls": calls,
-            **fp16.figures(),
+            **precision.figures(),
             "monitor": monitor,
         }
 

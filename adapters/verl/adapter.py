@@ -8,12 +8,12 @@ from typing import ClassVar
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
     checkpoint,
-    fp16,
     logprob,
     megatron,
     megatron_engine,
     metrics,
     model,
+    precision,
     scaling,
     settings,
     state,
@@ -103,15 +103,15 @@ EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_fsdp_module",
-        make=fp16.build_fsdp_module,
-        reason="in FP16 the scaler must scale: verl's does nothing without CUDA; in other precisions it is verl's own",
+        make=precision.build_fsdp_module,
+        reason="a loss scaler must scale: verl's does nothing without CUDA; in modes without one it is verl's own",
         remove_when="verl hands its device to ShardedGradScaler",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.optimizer_step",
-        make=fp16.optimizer_step,
-        reason="count the steps that FP16's loss scale skips, and stop a run that skips all of them",
+        make=precision.optimizer_step,
+        reason="count the steps that a loss scale skips, and stop a run that skips all of them",
         remove_when="verl logs the scale and the skipped steps",
     ),
     Patch(
@@ -209,7 +209,7 @@ class VerlAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """All modes measure and check; exact mode and FP16 also compute log-probs as the rollout does."""
+        """All modes measure and check; some also compute log-probs as the rollout does."""
         megatron_patches = MEGATRON if is_installed("megatron.core") else ()
         return EVERY_MODE + megatron_patches + (SAME_LOG_PROBS if config.same_log_probs else ()) + correction_patches(config)
 

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl.paths import ACTOR, named
 from jetrl_patch.config import Config
-from jetrl_patch.correction.kinds import TRUNCATED, interval
+from jetrl_patch.correction.kinds import CORRECTIONS, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 if TYPE_CHECKING:
     from jetrl_patch.correction.figures import Applied
 
-__all__ = ["ACR_LOSS", "CORRECTION", "figures", "in_use", "is_bypassed", "problems", "wanted"]
+__all__ = ["ACR_LOSS", "CORRECTION", "drops_tokens", "figures", "in_use", "is_bypassed", "problems", "wanted"]
 
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
@@ -29,7 +29,13 @@ ACR_LOSS = "jetrl_acr"
 
 #: below e^-20, the smallest ratio that verl knows
 _KEEPS_ALL = 1e-9
-_LEVELS = {"tis": "token", "mis": "token", "icepop": "token", "seq-tis": "sequence", "seq-mis": "sequence"}
+
+#: ours -> verl's ``rollout_is``, and whether its threshold is an interval; the one that is not here is a ``rollout_rs``
+_WEIGHTS = {
+    "tis": ("token", False), "mis": ("token", True), "icepop": ("token", True),
+    "seq-tis": ("sequence", False), "seq-mis": ("sequence", True),
+}  # fmt: skip
+_REJECTION = {"geo-mis": "seq_mean_k1"}
 
 #: verl's losses that leave the weights out
 _WITHOUT_WEIGHTS = ("geo_mean",)
@@ -42,17 +48,17 @@ def _fields(config: Config) -> dict[str, Any]:
     if config.correction == "none":
         return {}
     low, high = interval(config.correction, config.correction_bounds)
-    if config.correction == "geo-mis":
+    if config.correction in _REJECTION:
         # verl's bounds are on -Δ, that is on μ/π, so ours go in upside down
         return {
             "rollout_is": None,
-            "rollout_rs": "seq_mean_k1",
+            "rollout_rs": _REJECTION[config.correction],
             "rollout_rs_threshold": f"{1 / high!r}_{1 / max(low, _KEEPS_ALL)!r}",
         }
-    whole = config.correction in TRUNCATED
+    level, is_interval = _WEIGHTS[config.correction]
     return {
-        "rollout_is": _LEVELS[config.correction],
-        "rollout_is_threshold": high if whole else f"{max(low, _KEEPS_ALL)!r}_{high!r}",
+        "rollout_is": level,
+        "rollout_is_threshold": f"{max(low, _KEEPS_ALL)!r}_{high!r}" if is_interval else high,
         "rollout_rs": None,
     }
 
@@ -68,6 +74,11 @@ def wanted(verl_config: Any, config: Config) -> dict[str, Any]:
         found[f"{POLICY_LOSS}.loss_mode"] = "bypass_mode"
         found[f"{POLICY_LOSS}.rollout_correction"] = whole
     return found
+
+
+def drops_tokens(config: Config) -> bool:
+    """Whether verl's weights can come to nothing: a correction that drops by them."""
+    return _WEIGHTS.get(config.correction, ("", False))[1]
 
 
 def is_bypassed(verl_config: Any) -> bool:
@@ -87,20 +98,27 @@ def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]]
     if section.get("rollout_is_batch_normalize") or (level and reject):
         return None
     if reject:
-        text = str(section.get("rollout_rs_threshold"))
-        if reject != "seq_mean_k1":
+        name = next((ours for ours, theirs in _REJECTION.items() if theirs == reject), None)
+        if name is None:
             return None
+        text = str(section.get("rollout_rs_threshold"))
         low, high = _pair(text) or (1 / float(text), float(text))
-        return "geo-mis", (1 / high, 1 / low)
+        return name, (1 / high, 1 / low)
     threshold = str(section.get("rollout_is_threshold", 2.0))
     pair = _pair(threshold)
-    names = {"token": ("tis", "mis", "icepop"), "sequence": ("seq-tis", "seq-mis", "seq-mis")}.get(str(level))
-    if names is None:
-        return None
     if pair is None:
-        return names[0], (0.0, float(threshold))
+        return _named(level, False, (0.0, float(threshold)))
     open_below = pair[0] <= math.exp(-20)
-    return names[1 if open_below else 2], (0.0 if open_below else pair[0], pair[1])
+    return _named(level, True, (0.0 if open_below else pair[0], pair[1]))
+
+
+def _named(level: object, is_interval: bool, bounds: tuple[float, float]) -> tuple[str, tuple[float, float]] | None:
+    """The kind that verl's weights come to: with a lower bound one that must have it, if there is one of that level."""
+    names = [ours for ours, theirs in _WEIGHTS.items() if theirs == (str(level), is_interval)]
+    if not names:
+        return None
+    strict = [name for name in names if CORRECTIONS[name].bounds == (2,)]
+    return (strict[0] if strict and bounds[0] else names[0]), bounds
 
 
 def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> Applied | None:
@@ -135,7 +153,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         )
     elif section.get("rollout_is_batch_normalize"):
         yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false, or the weights are others", "true")
-    if loss in _WITHOUT_WEIGHTS and config.correction != "geo-mis":
+    if loss in _WITHOUT_WEIGHTS and config.correction not in _REJECTION:
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "a loss that applies weights", repr(loss))
     if config.acr and loss not in ("vanilla", ACR_LOSS):
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "'vanilla', which ACR stands in for", repr(loss))
@@ -148,7 +166,7 @@ def _bypass_problems(section: Mapping[str, Any], loss: str, config: Config) -> I
     path = f"{CORRECTION}.bypass_mode"
     if loss not in ("vanilla", "bypass_mode"):
         yield _wrong(path, config, "loss_mode vanilla, since verl's bypass mode has losses of its own", repr(loss))
-    weighs = config.correction not in ("none", "geo-mis")
+    weighs = config.correction in _WEIGHTS
     if weighs and section.get("loss_type", "ppo_clip") != "reinforce":
         yield _wrong(path, config, "loss_type=reinforce, since ppo_clip applies no weights there", "ppo_clip")
 

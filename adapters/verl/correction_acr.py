@@ -72,7 +72,7 @@ def policy_loss(
     from jetrl_patch.correction.objectives import acr_loss
 
     settings = runtime.active_config()
-    _, cap = interval("tis", settings.correction_bounds)
+    _, cap = interval(settings.correction, settings.correction_bounds)
     low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
     high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
     dual = config.get("clip_ratio_c", 3.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jetrl_patch.adapters.base import Config, OnImport, Patch
 from jetrl_patch.adapters.verl import correction_acr, correction_bypass, correction_masks
-from jetrl_patch.adapters.verl.correction import ACR_LOSS
+from jetrl_patch.adapters.verl.correction import ACR_LOSS, drops_tokens
 
 __all__ = ["correction_hooks", "correction_patches"]
 
@@ -37,7 +37,7 @@ _MEASURES = Patch(
 
 def correction_patches(config: Config) -> tuple[Patch, ...]:
     """In every mode what measures verl's bypass mode; with ACR what it needs; what dropping tokens needs."""
-    masks = (_MEASURES,) if config.correction in ("mis", "seq-mis", "icepop") else ()
+    masks = (_MEASURES,) if drops_tokens(config) else ()
     return (_TRAIN_BATCH, *masks, *((_WEIGHTS,) if config.acr else ()))
 
 

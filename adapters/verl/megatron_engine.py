@@ -103,9 +103,7 @@ def announce(hf_config: Any, config: Config) -> MegatronSource:
         layers=select_layers(model),
         modules={},
         shapes={name: tuple(tensor.shape) for name, tensor in state.items() if name not in tied},
-        terms=Terms(
-            precision=config.precision, align=config.resolved_align, scale_format=config.scale_format, backend="te"
-        ),
+        terms=Terms.of(config, "te"),
         tied=tied,
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16
+from jetrl_patch.adapters.verl import precision
 from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
@@ -35,8 +35,7 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_module(self: Any) -> Any:
         module = original(self)
         if self.model_config.model_type == "language_model":
-            if fp16.is_on():
-                fp16.check_model(module)
+            precision.check_model(module)
             self._jetrl = prepare(module, runtime.active_config(), self)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
             if self.engine_config.forward_only:

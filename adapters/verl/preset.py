@@ -19,20 +19,18 @@ from jetrl_patch import env, runtime
 from jetrl_patch.adapters.base import Journal, Patch
 from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.section import SECTION, given
-from jetrl_patch.config import Config, from_text
+from jetrl_patch.config import SETTINGS, Config, from_text
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 from jetrl_patch.patching.hooks import watch
 from jetrl_patch.patching.patch import apply_patch
 
-#: name of the preset -> what it sets
+_UNIFIED = SETTINGS["precision"].default
+
+#: name of the preset -> what it sets; a precision of its own has a preset of its name, in hydra's spelling
 PRESETS: dict[str, dict[str, str]] = {
-    "unified": {"precision": "fp8-unified"},
-    "exact": {"precision": "fp8-unified", "align": "exact"},
-    "linear": {"precision": "fp8-unified", "align": "linear"},
-    "fp8_rollout": {"precision": "fp8-rollout"},
-    "int8_rollout": {"precision": "int8-rollout"},
-    "fp16": {"precision": "fp16"},
-    "bf16": {"precision": "bf16"},
+    "unified": {"precision": _UNIFIED},
+    **{align: {"precision": _UNIFIED, "align": align} for align in SETTINGS["align"].choices},
+    **{name.replace("-", "_"): {"precision": name} for name in SETTINGS["precision"].choices if name != _UNIFIED},
 }
 
 

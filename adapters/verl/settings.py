@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16, gather, megatron
+from jetrl_patch.adapters.verl import gather, megatron, precision
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -15,6 +15,7 @@ from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import Config
+from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
@@ -39,24 +40,24 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.quantization_config_file", is_set, _QUANTIZED, "set it to null", "changed", ConflictError),
     Rule(f"{ROLLOUT}.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
     Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
-    Rule(f"{ENGINE}.quantization", other_than("jetrl_fp8", "jetrl_int8"), _QUANTIZED, "leave it out", "changed", ConflictError),
-    Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
-    Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "fp8", ConflictError),
-    Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "fp8", ConflictError),
-    Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "fp8"),
-    Rule(f"{REF}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "fp8"),
-    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "use it", "fp8"),
+    Rule(f"{ENGINE}.quantization", other_than(*QUANTIZATIONS), _QUANTIZED, "leave it out", "changed", ConflictError),
+    Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
+    Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
+    Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "quantized", ConflictError),
+    Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "quantized"),
+    Rule(f"{REF}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "quantized"),
+    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "use it", "quantized"),
     Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own manager", "leave it out", "all"),
-    Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _PARALLEL, _OFF, "fp8"),
-    Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _PARALLEL, "set it to 1", "fp8"),
-    Rule(f"{ROLLOUT}.expert_parallel_size", more_than_one, _PARALLEL, "set it to 1", "fp8"),
-    Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _OFF, "fp8"),
-    Rule(f"{ENGINE}.speculative_config", is_set, "no speculative decoding", "leave it out", "fp8"),
-    Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it so", "fp8"),
-    Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it so", "fp8"),
-    Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at sync", _OFF, "fp8"),
-    Rule("reward.reward_model.enable", is_set, "vLLM engines that serve the policy", "use a reward function", "fp8"),
-    Rule("distillation.enabled", is_set, "vLLM engines that serve the policy", _OFF, "fp8"),
+    Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _PARALLEL, _OFF, "quantized"),
+    Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _PARALLEL, "set it to 1", "quantized"),
+    Rule(f"{ROLLOUT}.expert_parallel_size", more_than_one, _PARALLEL, "set it to 1", "quantized"),
+    Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _OFF, "quantized"),
+    Rule(f"{ENGINE}.speculative_config", is_set, "no speculative decoding", "leave it out", "quantized"),
+    Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it so", "quantized"),
+    Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it so", "quantized"),
+    Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at sync", _OFF, "quantized"),
+    Rule("reward.reward_model.enable", is_set, "vLLM engines that serve the policy", "use a reward function", "quantized"),
+    Rule("distillation.enabled", is_set, "vLLM engines that serve the policy", _OFF, "quantized"),
     Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _OFF, "exact"),
     Rule(f"{MODEL}.use_liger", is_set, "norm, RoPE and activation of exact mode", _OFF, "exact", ConflictError),
     Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _PARALLEL, "set it to 1", "exact"),
@@ -93,7 +94,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(RULES, select, config, named)
     yield from gather.problems(select, config)
     yield from optimizer_problems(select, config)
-    yield from fp16.problems(select, config)
+    yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
@@ -117,7 +118,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.enforce_eager"] = True
     if config.exact:
         wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
-    wanted |= fp16.wanted(config)
+    wanted |= precision.wanted(config)
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)

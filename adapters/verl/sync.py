@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fp16
+from jetrl_patch.adapters.verl import precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
@@ -57,10 +57,8 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, peft = original(self, *args, **kwargs)
         stats = WORKER.stats = SyncStats()
-        if fp16.is_on():
-            from jetrl_patch.precision.fp16 import fp16_stream
-
-            return fp16_stream(weights, stats), peft
+        if precision.scales_loss():
+            return precision.stream(weights, stats), peft
         if not runtime.active_config().quantized_rollout:
             return counted(weights, stats), peft
         prepared = getattr(self, "_jetrl", None)
@@ -70,7 +68,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         if peft is not None:
             raise ConflictError(
-                "LoRA adapters cannot be synced in FP8 or INT8; set lora_rank=0 or use precision='bf16'"
+                "LoRA adapters cannot be synced in a quantized format; set lora_rank=0 or use precision='bf16'"
             )
         looks = prepared.monitor is not None and prepared.monitor.decides
         begin_sync(prepared, lambda: weights, WORKER.followers)
@@ -138,7 +136,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         report = {
             **sync_report(WORKER.stats or SyncStats(), start),
             LOSS: hand_over(),
-            **fp16.figures(),
+            **precision.figures(),
             **monitored(self.actor.engine),
         }
         return {**(result or {}), MARK: report}

@@ -9,11 +9,12 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
+from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
-from jetrl_patch.adapters.vllm.quant import cut_error, quantization_name
+from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -146,7 +147,7 @@ def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
     for index in range(layers):
         for leaf, k in (("self_attn.o_proj", width), ("mlp.down_proj", inner)):
             name = f"model.layers.{index}.{leaf}"
-            if k % tp == 0 and (k // tp) % 128 and is_fp8(name, exclude):
+            if k % tp == 0 and (k // tp) % 128 and is_quantized(name, exclude):
                 names.append(name)
     return names
 

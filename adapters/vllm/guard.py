@@ -10,7 +10,7 @@ import torch
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
 
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
-from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod, fp8_modules
+from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.errors import AuditError
 
 __all__ = ["guarded_modules", "to_bf16"]
@@ -37,7 +37,7 @@ def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
     """
     missing = set(wanted)
     changes = []
-    for layer, method in fp8_modules(model):
+    for layer, method in quantized_modules(model):
         inside = [name for name in method.names if name in missing]
         missing -= set(inside)
         if inside and len(inside) != len(method.names):
@@ -58,7 +58,7 @@ def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]
     return [(m, m.jetrl_guarded) for m in model.modules() if isinstance(m, LinearBase) and hasattr(m, "jetrl_guarded")]
 
 
-def _prepare(layer: LinearBase, method: JetrlFp8LinearMethod) -> _Change:
+def _prepare(layer: LinearBase, method: QuantizedLinearMethod) -> _Change:
     exact = method.quant_config.config.exact
     made: Any = ExactLinearMethod() if exact else UnquantizedLinearMethod()
     old = layer.weight

@@ -14,7 +14,7 @@ from vllm.distributed import tensor_model_parallel_all_gather
 from vllm.model_executor.layers.linear import RowParallelLinear
 
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
-from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod
+from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 
 __all__ = ["JetrlRowParallelLinear"]
 
@@ -25,7 +25,7 @@ class JetrlRowParallelLinear(RowParallelLinear):
     def forward(self, input_: torch.Tensor) -> Any:
         """``input_ [M, K / ranks]`` BF16 -> ``[M, N]`` BF16, the same on every rank."""
         method = self.quant_method
-        ours = isinstance(method, (JetrlFp8LinearMethod, ExactLinearMethod))
+        ours = isinstance(method, (QuantizedLinearMethod, ExactLinearMethod))
         if not ours or self.tp_size == 1 or not self.reduce_results:
             return super().forward(input_)
         if not self.input_is_parallel:

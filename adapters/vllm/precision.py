@@ -31,9 +31,9 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
         ConflictError: another KV cache or head dtype was asked for.
         ConfigError: an FP8 KV cache on a device that has none.
     """
-    if config.precision == "fp16" and str(args.dtype) not in _HALF:
+    if config.mode.scales_loss and str(args.dtype) not in _HALF:
         logger.warning("jetrl_patch: dtype='float16', which was %r: precision='fp16' is FP16 on both sides", str(args.dtype))
-        args.dtype = "float16"
+        args.dtype = config.compute_dtype
     if config.kv_cache == "fp8":
         if args.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
             raise _conflict("KV cache", args.kv_cache_dtype, "kv_cache='fp8'", "kv_cache_dtype")
@@ -96,7 +96,7 @@ def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
     """
     model = vllm_config.model_config
     half = str(model.dtype) == "torch.float16"
-    if not config.quantized_rollout and half != (config.precision == "fp16"):
+    if not config.quantized_rollout and half != config.mode.scales_loss:
         raise ConfigError(
             explain(
                 f"vLLM dtype with precision={config.precision!r}",

@@ -14,7 +14,7 @@ from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.adapter import claim
 from jetrl_patch.adapters.vllm.linear import JetrlRowParallelLinear
-from jetrl_patch.adapters.vllm.quant import JetrlFp8Config, quantization_name
+from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.exact.dispatch import configure
 from jetrl_patch.patching.journal import Journal
@@ -36,9 +36,6 @@ def fill(config: Config, journal: Journal) -> None:
 
 
 def _quantization(name: str, journal: Journal) -> None:
-    from jetrl_patch.adapters.vllm.int8 import JetrlInt8Config
-
-    kind = JetrlInt8Config if name == JetrlInt8Config.quantization else JetrlFp8Config
     # register_quantization_config() appends to lists and cannot be undone, so the same entries go in by hand.
     lists = [("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS)]
     if current_platform.supported_quantization:
@@ -52,7 +49,7 @@ def _quantization(name: str, journal: Journal) -> None:
         journal,
         quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
         name,
-        kind,
+        JetrlQuantConfig,
         target=f"vllm quantization {name!r}",
         reason="the quantized linears",
     )

@@ -29,7 +29,7 @@ def attach(worker: Any, config: Config) -> None:
     from jetrl_patch.adapters.vllm.install import VllmInstaller
 
     installer = VllmInstaller(worker.model_runner.get_model())
-    layers = installer.fp8_layers()
+    layers = installer.quantized_layers()
     if config.quantized_rollout and not layers:
         raise NotPatchedError(
             f"precision={config.precision!r} asks for quantized linears in the rollout, but this vLLM worker "
@@ -44,21 +44,13 @@ def attach(worker: Any, config: Config) -> None:
     backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:
         runtime.register_backend(backend)
-    # The trainer of a BF16 or fp8-rollout run multiplies nothing in FP8, so there is no backend to agree about.
-    terms = Terms(
-        precision=config.precision,
-        align=config.resolved_align,
-        scale_format=config.scale_format,
-        backend=backend if config.fp8_train else "",
-        granularity=config.granularity,
-    )
-    worker.jetrl_receiver = Receiver(installer, terms, _gather)
+    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend), _gather)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
 def _backend(config: Config, worker: Any) -> str:
-    if config.precision == "int8-rollout":
-        return "int8"
+    if config.format is not None and config.format.own_product:
+        return config.format.own_product
     from jetrl_patch.fp8.backends import choose_backend
 
     return choose_backend(config.backend, worker.device.type)
@@ -94,7 +86,7 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         "pid": os.getpid(),
         "tp_rank": get_tensor_model_parallel_rank(),
         "config": status.config.to_env() if status.config else {},
-        "layers": list(receiver.installer.fp8_layers()),
+        "layers": list(receiver.installer.quantized_layers()),
         "guarded": sorted(receiver.guarded),
         "digests": [list(rect) for rect in receiver.installer.installed()] if digests else [],
         "patches": [[patch.target, patch.state] for patch in status.patches],

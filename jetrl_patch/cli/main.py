@@ -13,10 +13,10 @@ import typer
 
 from jetrl_patch import env
 from jetrl_patch._versions import SUPPORTED, VERSION
-from jetrl_patch.config import Config
+from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch import command as launch
-from jetrl_patch.launch.arguments import split
+from jetrl_patch.launch.arguments import FLAG, split
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.support import check_framework, check_python, installed_frameworks
 
@@ -67,9 +67,9 @@ def openrlhf(context: typer.Context) -> None:
 def doctor(
     command: Annotated[list[str] | None, typer.Argument(help="a launch command, as it is; put -- before it")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fp8_unified: Annotated[bool, typer.Option("--fp8-unified", help="the same as --precision fp8-unified")] = False,
-    precision: Annotated[str | None, typer.Option(help="bf16, fp16, fp8-unified, fp8-rollout or int8-rollout")] = None,
-    align: Annotated[str | None, typer.Option(help="exact or linear")] = None,
+    fp8_unified: Annotated[bool, typer.Option(FLAG, help="the same as --precision with this name")] = False,
+    precision: Annotated[str | None, typer.Option(help=SETTINGS["precision"].help)] = None,
+    align: Annotated[str | None, typer.Option(help=SETTINGS["align"].help)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
 ) -> None:
     """Say whether a run would start here, what it lacks, and what would be changed; change nothing.
@@ -80,7 +80,7 @@ def doctor(
     from jetrl_patch.doctor.examine import examine
     from jetrl_patch.doctor.show import show
 
-    flags = ["--fp8-unified"] if fp8_unified else []
+    flags = [FLAG] if fp8_unified else []
     flags += [f"--{name}={value}" for name, value in (("precision", precision), ("align", align)) if value is not None]
     flags += [f"--set={pair}" for pair in set_ or ()]
     report = examine(split("verl", flags).overrides, command or ())

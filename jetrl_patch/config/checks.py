@@ -6,6 +6,8 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, cast
 
+from jetrl_patch.config.modes import MODES
+from jetrl_patch.correction.kinds import CORRECTIONS
 from jetrl_patch.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -59,20 +61,22 @@ def patterns(value: object) -> tuple[str, ...]:
 
 def check_together(config: Config) -> None:
     """Raise ConfigError for settings that contradict each other."""
-    if config.align is not None and config.precision != "fp8-unified":
+    unified = " or ".join(repr(name) for name, mode in MODES.items() if mode.is_unified)
+    if config.align is not None and not config.mode.is_unified:
         raise ConfigError(
-            f"align={config.align!r} contradicts precision={config.precision!r}: only 'fp8-unified' has the same "
-            f"linears on both sides, and without them nothing can agree; drop align or use 'fp8-unified'"
+            f"align={config.align!r} contradicts precision={config.precision!r}: only {unified} has the same "
+            f"linears on both sides, and without them nothing can agree; drop align or use {unified}"
         )
-    if config.fp8_all_gather and config.precision != "fp8-unified":
+    if config.fp8_all_gather and not config.fp8_train:
         raise ConfigError(
-            f"fp8_all_gather=True contradicts precision={config.precision!r}: only 'fp8-unified' trains with FP8 "
-            f"weights; leave it off or use 'fp8-unified'"
+            f"fp8_all_gather=True contradicts precision={config.precision!r}: only {unified} trains with FP8 "
+            f"weights; leave it off or use {unified}"
         )
-    if config.acr and config.correction != "tis":
+    below = [name for name, found in CORRECTIONS.items() if found.takes_acr]
+    if config.acr and config.correction not in below:
         raise ConfigError(
-            f"acr=True with correction={config.correction!r}: the adaptive clipping range makes up for what 'tis' "
-            f"truncates; set correction='tis' or drop acr"
+            f"acr=True with correction={config.correction!r}: the adaptive clipping range makes up for what a token's "
+            f"ratio is truncated by; set correction={' or '.join(map(repr, below))} or drop acr"
         )
     if config.optimizer_states != "fp32" and config.fp8_all_gather:
         raise ConfigError(

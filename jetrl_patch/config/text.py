@@ -1,18 +1,38 @@
-"""Settings as the text that variables and command lines carry."""
+"""Settings as the text that variables and command lines carry: one form for each kind of value."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from jetrl_patch import env
 from jetrl_patch.errors import ConfigError
 
-__all__ = ["from_text", "written"]
+__all__ = ["BOUNDS", "NUMBER", "PATTERNS", "SECONDS", "SWITCH", "WHOLE", "WORD", "Form", "read_switch", "written"]
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """How one kind of value is written.
+
+    Attributes:
+        values: what can be given, in words.
+        read: (name of the variable, text) -> value. Raises ConfigError for text of another form.
+        note: what a variable's meaning adds about it.
+        example: of its text.
+    """
+
+    values: str
+    read: Callable[[str, str], Any]
+    note: str = ""
+    example: str = "…"
 
 
 def written(value: object) -> str:
-    """The value of a field as text that ``from_text`` reads back; nothing for ``None``."""
+    """The value of a field as text that its form reads back; nothing for ``None``."""
     if value is None:
         return ""
     if isinstance(value, tuple):
@@ -22,45 +42,43 @@ def written(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of ``Config`` from their text, as variables carry them. Raises ConfigError for text of the wrong form."""
-    return {name: _READ[name](name, text) if name in _READ else text for name, text in fields.items()}
+def read_switch(name: str, text: str) -> bool:
+    """A word that means on or off. Raises ConfigError for any other."""
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ConfigError(f"{name}={text!r} is neither on nor off; write 1 or 0")
+    return word in _TRUE
 
 
-def _variable(field: str) -> str:
-    return next(variable for variable, name in env.FIELDS.items() if name == field)
+def _word(variable: str, text: str) -> str:
+    return text
 
 
-def _switch(field: str, text: str) -> bool:
-    return env.read_switch(_variable(field), text)
-
-
-def _patterns(field: str, text: str) -> tuple[str, ...]:
+def _patterns(variable: str, text: str) -> tuple[str, ...]:
     return tuple(part.strip() for part in text.split(","))
 
 
-def _bounds(field: str, text: str) -> tuple[float, ...]:
+def _bounds(variable: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ConfigError(f"{_variable(field)}={text!r} is neither a cap nor low,high") from None
+        raise ConfigError(f"{variable}={text!r} is neither a cap nor low,high") from None
 
 
 def _number(kind: Callable[[str], float], what: str = "number") -> Callable[[str, str], float]:
-    def read(field: str, text: str) -> float:
+    def read(variable: str, text: str) -> float:
         try:
             return kind(text)
         except ValueError:
-            raise ConfigError(f"{_variable(field)}={text!r} is not a {what}") from None
+            raise ConfigError(f"{variable}={text!r} is not a {what}") from None
 
     return read
 
 
-_READ: dict[str, Callable[[str, str], Any]] = {
-    "exclude": _patterns,
-    "correction_bounds": _bounds,
-    "sync_timeout": _number(float, "number of seconds"),
-    "monitor_every": _number(int, "whole number"),
-    **dict.fromkeys(("monitor_sqnr", "monitor_underflow", "guard_sqnr", "smoothing", "invariant_scale"), _number(float)),
-    **dict.fromkeys(("acr", "fp8_all_gather", "monitor_layers", "resume_any"), _switch),
-}
+WORD = Form("a word", _word)
+SWITCH = Form("`true`, `false`", read_switch, ": 1 or 0")
+NUMBER = Form("number", _number(float))
+SECONDS = Form("number", _number(float, "number of seconds"), ", in seconds")
+WHOLE = Form("whole number", _number(int, "whole number"))
+PATTERNS = Form("patterns", _patterns, ", separated by commas", "a,b")
+BOUNDS = Form("cap, or low and high", _bounds, ": the cap, or low,high")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl_patch.correction.kinds import SEQUENCE_KINDS, TRUNCATED
+from jetrl_patch.correction.kinds import CORRECTIONS
 from jetrl_patch.correction.weights import correct
 
 __all__ = ["Applied", "applied", "of_run"]
@@ -60,7 +60,7 @@ def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
     """Apply a correction to log-ratios [B, T] and sum up what it does.
 
     Args:
-        kind: one of ``kinds.KINDS`` but "none".
+        kind: one of ``kinds.CORRECTIONS``.
         mask: [B, T], non-zero at response tokens.
         bounds: of the correction; None for its default ones.
     """
@@ -69,7 +69,7 @@ def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
     if not bool(counted.any()):
         return Applied()
     weights = found.weights[counted]
-    units = found.weights.amax(-1)[counted.any(-1)] if kind in SEQUENCE_KINDS else weights
+    units = found.weights.amax(-1)[counted.any(-1)] if CORRECTIONS[kind].weighs_sequences else weights
     return Applied(
         tokens=weights.numel(),
         outside=int(found.outside.sum()),
@@ -95,4 +95,4 @@ def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.
     kind, (low, high) = correction or ("none", (0.0, 0.0))
     if kind == "none":
         return None
-    return applied(kind, log_ratio, mask, (high,) if kind in TRUNCATED else (low, high))
+    return applied(kind, log_ratio, mask, (high,) if CORRECTIONS[kind].truncates else (low, high))

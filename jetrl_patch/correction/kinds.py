@@ -1,4 +1,4 @@
-"""The corrections there are, by name, and the bounds that each takes. No tensors here: settings are checked with it.
+"""The corrections there are, one record each, and the bounds that each takes. No tensors here: settings are checked with it.
 
 ρ_t = π_old(y_t) / μ(y_t) is the trainer's probability of a token over the rollout's, ρ = ∏ρ_t that of a sequence.
 """
@@ -7,36 +7,96 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
 from jetrl_patch.errors import ConfigError
 
-__all__ = ["DEFAULT_BOUNDS", "KINDS", "SEQUENCE_KINDS", "TRUNCATED", "Kind", "check_bounds", "interval"]
+__all__ = [
+    "CORRECTIONS", "DEFAULT_BOUNDS", "KINDS", "SEQUENCE_KINDS", "TRUNCATED", "Correction", "Kind", "check_bounds", "interval",
+]  # fmt: skip
 
 Kind = Literal["none", "tis", "seq-tis", "mis", "seq-mis", "geo-mis", "icepop"]
-KINDS: tuple[Kind, ...] = ("none", "tis", "seq-tis", "mis", "seq-mis", "geo-mis", "icepop")
 
+
+@dataclass(frozen=True, kw_only=True)
+class Correction:
+    """One correction.
+
+    Attributes:
+        name: the value of ``Config.correction``.
+        level: whose ratio is judged: a token's, a sequence's, or the geometric mean over a sequence.
+        truncates: whether a ratio above the cap is cut down to it; else what lies outside drops out.
+        bounds: how many bounds it takes: 1 is a cap, 2 are low and high.
+        default: the bounds where none are given.
+        source: where the formula and the default bounds are from.
+        formula: the weight of a token.
+    """
+
+    name: Kind
+    level: Literal["token", "sequence", "geometric"]
+    truncates: bool
+    bounds: tuple[int, ...]
+    default: tuple[float, ...]
+    source: str
+    formula: str
+
+    @property
+    def weighs_sequences(self) -> bool:
+        """Whether a whole sequence has one weight."""
+        return self.level != "token"
+
+    @property
+    def takes_acr(self) -> bool:
+        """Whether QuRL's adaptive clipping range, which makes up for what is truncated of a token, goes on top."""
+        return self.truncates and self.level == "token"
+
+    @property
+    def needs(self) -> str:
+        """Its bounds in words."""
+        words: dict[tuple[int, ...], str] = {(1,): "one number, the cap", (2,): "low and high"}
+        return words.get(self.bounds, "one number, the cap, or two, low and high")
+
+
+_PRECISION_RL = "Precision-RL, arXiv 2510.26788, §2"
+
+_TABLE = (
+    Correction(
+        name="tis", level="token", truncates=True, bounds=(1,), default=(2.0,), formula="min(ρ_t, C)",
+        source="FlashRL's blog on truncated importance sampling; verl's default cap",
+    ),
+    Correction(
+        name="seq-tis", level="sequence", truncates=True, bounds=(1,), default=(3.0,), formula="min(ρ, C)", source=_PRECISION_RL,
+    ),
+    Correction(
+        name="mis", level="token", truncates=False, bounds=(1, 2), default=(2.0,), formula="ρ_t·1{low ≤ ρ_t ≤ C}",
+        source="masked importance sampling; low = 0 is the plain form; verl's default cap",
+    ),
+    Correction(
+        name="seq-mis", level="sequence", truncates=False, bounds=(1, 2), default=(3.0,), formula="ρ·1{low ≤ ρ ≤ C}",
+        source=f"{_PRECISION_RL}; there low = 0",
+    ),
+    Correction(
+        name="geo-mis", level="geometric", truncates=False, bounds=(2,), default=(0.999, 1.001),
+        formula="1{low ≤ (∏ρ_t)^(1/n) ≤ high}",
+        source="Liu, Li et al., When Speed Kills Stability (https://richardli.xyz/rl-collapse); verl's preset decoupled_geo_rs",
+    ),
+    Correction(
+        name="icepop", level="token", truncates=False, bounds=(2,), default=(0.5, 5.0), formula="ρ_t·1{α ≤ ρ_t ≤ β}",
+        source="IcePop, arXiv 2510.18855; verl's preset decoupled_token_icepop",
+    ),
+)  # fmt: skip
+
+#: every correction by its name; "none" is not one of them
+CORRECTIONS: dict[str, Correction] = {found.name: found for found in _TABLE}
+KINDS: tuple[Kind, ...] = ("none", *(found.name for found in _TABLE))
 #: kinds with one weight for a whole sequence
-SEQUENCE_KINDS = ("seq-tis", "seq-mis", "geo-mis")
-
+SEQUENCE_KINDS = tuple(found.name for found in _TABLE if found.weighs_sequences)
 #: kinds that cut a weight down to the cap; the others drop what lies outside
-TRUNCATED = ("tis", "seq-tis")
-
-#: kinds whose bounds are an interval and never one number
-_TWO_SIDED = ("geo-mis", "icepop")
-
-#: what a kind uses where no bounds are given. Tokens: C = 2 (FlashRL's blog on TIS; verl's default). Sequences:
-#: C = 3 (Precision-RL, arXiv 2510.26788). Geometric mean: 1 ± 0.001 (verl's preset ``decoupled_geo_rs``).
-#: IcePop: [0.5, 5] (arXiv 2510.18855; verl's preset ``decoupled_token_icepop``).
-DEFAULT_BOUNDS: dict[str, tuple[float, ...]] = {
-    "tis": (2.0,),
-    "seq-tis": (3.0,),
-    "mis": (2.0,),
-    "seq-mis": (3.0,),
-    "geo-mis": (0.999, 1.001),
-    "icepop": (0.5, 5.0),
-}
+TRUNCATED = tuple(found.name for found in _TABLE if found.truncates)
+#: what a kind uses where no bounds are given
+DEFAULT_BOUNDS = {found.name: found.default for found in _TABLE}
 
 
 def check_bounds(kind: str, bounds: object) -> tuple[float, ...] | None:
@@ -53,14 +113,12 @@ def check_bounds(kind: str, bounds: object) -> tuple[float, ...] | None:
     values = (bounds,) if isinstance(bounds, Real) else bounds
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_number, values)):
         raise ConfigError(f"correction_bounds={bounds!r} must be one number, the cap, or two, low and high")
-    if kind == "none":
+    if kind not in CORRECTIONS:
         raise ConfigError(f"correction_bounds={bounds!r} belongs to no correction; drop it, or set correction")
-    found = tuple(float(value) for value in values)
-    if len(found) not in (1, 2) or (kind in _TWO_SIDED and len(found) == 1) or (kind in TRUNCATED and len(found) == 2):
-        asked = {**dict.fromkeys(_TWO_SIDED, "low and high"), **dict.fromkeys(TRUNCATED, "one number, the cap")}
+    found, correction = tuple(float(value) for value in values), CORRECTIONS[kind]
+    if len(found) not in correction.bounds:
         raise ConfigError(
-            f"correction_bounds={bounds!r} with correction={kind!r}: required "
-            f"{asked.get(kind, 'one number, the cap, or two, low and high')}, found {len(found)} numbers"
+            f"correction_bounds={bounds!r} with correction={kind!r}: required {correction.needs}, found {len(found)} numbers"
         )
     if not math.isfinite(found[-1]) or found[-1] <= 0:
         raise ConfigError(f"correction_bounds={bounds!r}: the cap must be a positive, finite number")
@@ -71,7 +129,7 @@ def check_bounds(kind: str, bounds: object) -> tuple[float, ...] | None:
 
 def interval(kind: str, bounds: Sequence[float] | None = None) -> tuple[float, float]:
     """(lowest, highest) ratio that a correction leaves alone; the lowest is 0 where there is only a cap."""
-    found = DEFAULT_BOUNDS[kind] if bounds is None else tuple(bounds)
+    found = CORRECTIONS[kind].default if bounds is None else tuple(bounds)
     return (found[0], found[1]) if len(found) == 2 else (0.0, found[0])
 
 

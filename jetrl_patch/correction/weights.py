@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import torch
 
-from jetrl_patch.correction.kinds import interval
+from jetrl_patch.correction.kinds import CORRECTIONS, interval
 
-__all__ = ["Corrected", "correct", "geo_mis", "icepop", "mis", "ratio", "seq_mis", "seq_ratio", "seq_tis", "tis"]
+__all__ = ["Corrected", "correct", "ratio", "seq_ratio"]
 
 
 @dataclass(frozen=True)
@@ -36,41 +36,6 @@ class Corrected:
     outside: torch.Tensor
 
 
-def tis(log_ratio: torch.Tensor, mask: torch.Tensor, cap: float) -> Corrected:
-    """min(ρ_t, C), token-level truncated importance sampling (FlashRL's blog; "Token-TIS" in arXiv 2510.26788)."""
-    return _truncated(_tokens(log_ratio, mask), mask, cap, log_ratio.dtype)
-
-
-def seq_tis(log_ratio: torch.Tensor, mask: torch.Tensor, cap: float) -> Corrected:
-    """min(ρ, C) for every token of a row ("Seq-TIS", Precision-RL, arXiv 2510.26788, §2)."""
-    return _truncated(_products(log_ratio, mask), mask, cap, log_ratio.dtype)
-
-
-def mis(log_ratio: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Corrected:
-    """ρ_t·1{low ≤ ρ_t ≤ C}, token-level masked importance sampling; low = 0 is the plain form."""
-    return _dropped(_tokens(log_ratio, mask), mask, low, high, log_ratio.dtype)
-
-
-def icepop(log_ratio: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Corrected:
-    """ρ_t·1{α ≤ ρ_t ≤ β} (IcePop, arXiv 2510.18855): tokens outside on either side get no gradient."""
-    return mis(log_ratio, mask, low, high)
-
-
-def seq_mis(log_ratio: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Corrected:
-    """ρ·1{low ≤ ρ ≤ C} for every token of a row ("Seq-MIS", arXiv 2510.26788, §2; there low = 0)."""
-    return _dropped(_products(log_ratio, mask), mask, low, high, log_ratio.dtype)
-
-
-def geo_mis(log_ratio: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> Corrected:
-    """1{low ≤ (∏ρ_t)^(1/n) ≤ high} for every token of a row with n tokens: kept with weight 1, or dropped.
-
-    "Geometric" rejection of Liu, Li et al., When Speed Kills Stability (https://richardli.xyz/rl-collapse).
-    """
-    found = _dropped(_means(log_ratio, mask), mask, low, high, log_ratio.dtype)
-    nan = torch.where(found.weights.isnan(), found.weights, 1.0)
-    return Corrected(torch.where(found.kept, nan, 0.0).to(log_ratio.dtype), found.kept, found.outside)
-
-
 def ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """ρ_t as it is, 0 at padding; at most the largest finite value of the dtype. [B, T]"""
     return _cast(_tokens(log_ratio, mask).exp() * mask.bool(), log_ratio.dtype)
@@ -82,17 +47,8 @@ def seq_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return torch.where(mask.bool(), found, 0.0)
 
 
-_CAPPED: dict[str, Callable[[torch.Tensor, torch.Tensor, float], Corrected]] = {"tis": tis, "seq-tis": seq_tis}
-_BOUNDED: dict[str, Callable[[torch.Tensor, torch.Tensor, float, float], Corrected]] = {
-    "mis": mis,
-    "icepop": icepop,
-    "seq-mis": seq_mis,
-    "geo-mis": geo_mis,
-}
-
-
 def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Corrected:
-    """The correction of a name (``kinds.KINDS``) with the given bounds or its default ones.
+    """The correction of a name (``kinds.CORRECTIONS`` has its formula) with the given bounds or its default ones.
 
     ``"none"`` gives weight 1 to every response token. Raises ValueError if the shapes differ, KeyError for another name.
     """
@@ -103,10 +59,12 @@ def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
     if kind == "none":
         kept = mask.bool()
         return Corrected(kept.to(log_ratio.dtype), kept, torch.zeros_like(kept))
-    low, high = interval(kind, bounds)
-    if kind in _CAPPED:
-        return _CAPPED[kind](log_ratio, mask, high)
-    return _BOUNDED[kind](log_ratio, mask, low, high)
+    correction, (low, high) = CORRECTIONS[kind], interval(kind, bounds)
+    log = _LEVELS[correction.level](log_ratio, mask)
+    if correction.truncates:
+        return _truncated(log, mask, high, log_ratio.dtype)
+    found = _dropped(log, mask, low, high, log_ratio.dtype)
+    return _as_mask(found) if correction.level == "geometric" else found
 
 
 def _tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -124,6 +82,13 @@ def _means(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return _products(log_ratio, mask) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
 
 
+_LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "token": _tokens,
+    "sequence": _products,
+    "geometric": _means,
+}
+
+
 def _truncated(log: torch.Tensor, mask: torch.Tensor, cap: float, dtype: torch.dtype) -> Corrected:
     found, kept = log.exp(), mask.bool()
     weights = torch.where(kept, found.clamp(max=cap), 0.0)
@@ -135,6 +100,12 @@ def _dropped(log: torch.Tensor, mask: torch.Tensor, low: float, high: float, dty
     outside = counted & ((found < low) | (found > high))  # a NaN lies nowhere, so it is kept and seen
     kept = counted & ~outside
     return Corrected(torch.where(kept, found, 0.0).to(dtype), kept, outside)
+
+
+def _as_mask(found: Corrected) -> Corrected:
+    """Weight 1 for what is kept; a NaN stays one."""
+    ones = torch.where(found.weights.isnan(), found.weights, 1.0)
+    return Corrected(torch.where(found.kept, ones, 0.0).to(found.weights.dtype), found.kept, found.outside)
 
 
 def _cast(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from torch import nn
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.formats import ScaleFormat
-from jetrl_patch.fp8.layers import check_splits, is_fp8, is_row_parallel
+from jetrl_patch.fp8.layers import check_splits, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
 
@@ -21,14 +21,14 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
             already quantized by somebody else.
     """
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_te_linear(m)}
-    chosen = [name for name in linears if is_fp8(name, exclude)]
+    chosen = [name for name in linears if is_quantized(name, exclude)]
     if not chosen:
         raise ModelError(
             f"{type(model).__name__} has no nn.Linear to quantize: looked for layers inside `layers.N.`, found "
             f"{len(linears)} linear layers in all, exclude={list(exclude)}"
         )
     for pattern in exclude:
-        if not any(not is_fp8(name, (pattern,)) and is_fp8(name, ()) for name in linears):
+        if not any(not is_quantized(name, (pattern,)) and is_quantized(name, ()) for name in linears):
             raise ModelError(
                 f"exclude pattern {pattern!r} matches no FP8 layer; patterns match whole parts of names such as {chosen[0]!r}"
             )

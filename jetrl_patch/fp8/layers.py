@@ -30,7 +30,7 @@ def matches(name: str, pattern: str) -> bool:
     )
 
 
-def is_fp8(name: str, exclude: Sequence[str]) -> bool:
+def is_quantized(name: str, exclude: Sequence[str]) -> bool:
     """Is the linear layer called ``name`` (Hugging Face module name) quantized?"""
     if not _IN_BLOCK.search(name) or name.rsplit(".", 1)[-1] in _ROUTERS:
         return False

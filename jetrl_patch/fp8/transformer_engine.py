@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from jetrl_patch.errors import ModelError, SyncError, explain
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 
 __all__ = [
     "check_recipe",
@@ -133,7 +133,7 @@ def require_te_linears(model: nn.Module, expected: int) -> list[str]:
     te: list[str] = []
     others: list[str] = []
     for name, module in model.named_modules():
-        if is_fp8(name, ()) and any(p.dim() > 1 for p in module.parameters(recurse=False)):
+        if is_quantized(name, ()) and any(p.dim() > 1 for p in module.parameters(recurse=False)):
             (te if is_te_linear(module) else others).append(name)
     if others or len(te) != expected:
         shown = f", and {len(others)} other layers with matrices (first: {others[0]})" if others else ""

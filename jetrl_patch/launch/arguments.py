@@ -11,15 +11,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_patch import env
-from jetrl_patch.config import JOINT, Config, from_text
+from jetrl_patch.config import SETTINGS, Config, from_text
 from jetrl_patch.errors import ConfigError, explain
 
 __all__ = ["PROGRAMS", "Launch", "split"]
 
-FLAG = "--fp8-unified"
-_VALUED = ("--precision", "--align", "--correction", "--correction-bounds", "--set")
-_SWITCHES = {FLAG: ("precision", "fp8-unified"), "--acr": ("acr", True)}
+#: the default precision, asked for by a flag of its own
+FLAG = f"--{SETTINGS['precision'].default}"
+_OPTIONS = [found for found in SETTINGS.values() if found.option is not None]
+_VALUED = (*(found.flag for found in _OPTIONS if found.option), "--set")
+_SWITCHES = {
+    FLAG: ("precision", SETTINGS["precision"].default),
+    **{found.flag: (found.name, True) for found in _OPTIONS if not found.option},
+}
 
 #: short forms: command -> module
 PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo_ray"}
@@ -58,7 +62,7 @@ def split(command: str, words: Sequence[str]) -> Launch:
     arguments = list(words[at:])
     end = arguments.index("--") if "--" in arguments else len(arguments)
     if FLAG in arguments[:end]:
-        settings.add("precision", "fp8-unified", FLAG)
+        settings.add(*_SWITCHES[FLAG], FLAG)
     kept = [word for word in arguments[:end] if word != FLAG] + arguments[end:]
     return Launch(target, is_module, tuple(kept), settings.values)
 
@@ -145,14 +149,13 @@ def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
 
 def _parse(name: str, text: str, source: str) -> Any:
     """A field of ``Config`` from text, as its variable would be read. Only ``exclude`` can be empty."""
-    variables = {known: variable for variable, known in env.FIELDS.items()}
-    if name not in variables:
-        raise ConfigError(f"{source}: unknown setting {name!r}; the known ones are {', '.join(variables)}")
+    if name not in SETTINGS:
+        raise ConfigError(f"{source}: unknown setting {name!r}; the known ones are {', '.join(SETTINGS)}")
     if not text.strip() and name != "exclude":
         raise ConfigError(f"{source}: required a value of {name}, found none; write one or leave the option out")
     try:
-        if name in JOINT:
+        if SETTINGS[name].joint:
             return from_text({name: text})[name]
-        return getattr(Config.from_env({variables[name]: text}), name)
+        return getattr(Config.from_env({SETTINGS[name].variable: text}), name)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None

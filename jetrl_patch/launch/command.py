@@ -8,13 +8,25 @@ from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch import env
+from jetrl_patch.config import SETTINGS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
-from jetrl_patch.launch.arguments import PROGRAMS, Launch, split
+from jetrl_patch.launch.arguments import FLAG, PROGRAMS, Launch, split
 from jetrl_patch.launch.program import prepare, run
 
 __all__ = ["COMMANDS", "main"]
 
 COMMANDS = ("run", *PROGRAMS)
+
+
+def _options() -> str:
+    """A line for each option that is a setting's own, and one for all of them."""
+    lines = [(FLAG, "FP8 on both sides; may also stand among ARGS, before a lone --")]
+    for found in SETTINGS.values():
+        if found.option is not None:
+            lines.append((f"{found.flag} {found.option}".strip(), found.help))
+    lines.append(("--set KEY=VALUE", f"any setting: {', '.join(SETTINGS)}"))
+    return "\n".join(f"  {option:28} {text}" for option, text in lines)
+
 
 USAGE = f"""\
 usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
@@ -23,14 +35,8 @@ usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
 
 Run a program with the plugin on in every process of it. Without a precision the program runs as it is.
 
-  --fp8-unified        FP8 on both sides; may also stand among ARGS, before a lone --
-  --precision NAME     bf16, fp16, fp8-unified, fp8-rollout or int8-rollout
-  --align NAME         exact or linear
-  --correction NAME    none, tis, seq-tis, mis, seq-mis, geo-mis or icepop
-  --correction-bounds  the cap, or low,high; the default depends on the correction
-  --acr                QuRL's adaptive clipping range, with --correction tis
-  --set KEY=VALUE      any setting: {", ".join(env.FIELDS.values())}
-  -h, --help           this text (behind `jetrl verl` and `jetrl openrlhf`: that of the program)
+{_options()}
+  -h, --help                   this text (behind `jetrl verl` and `jetrl openrlhf`: that of the program)
 
 ARGS reach the program byte for byte. JETRL_* variables count as well; an option has the last word.
 """

@@ -26,7 +26,7 @@ def check_monitor(config: Config) -> None:
     if not config.fp8_train:
         raise ConfigError(
             f"guard_sqnr={guard!r} contradicts precision={config.precision!r}: the guard takes layers out of FP8 on "
-            f"both sides, and only 'fp8-unified' has FP8 on both; drop guard_sqnr"
+            f"both sides, and this mode does not have FP8 on both; drop guard_sqnr"
         )
     if config.backend == "te":
         raise ConfigError(

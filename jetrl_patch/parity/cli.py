@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.parity.modes import Job, check_model, choose
+from jetrl_patch.parity.modes import BY_DEFAULT, Job, check_model, choose
 from jetrl_patch.parity.run import run_mode
 
 __all__ = ["main"]
@@ -97,11 +98,11 @@ def _parser() -> argparse.ArgumentParser:
     names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
     parser.add_argument(
-        "--precision", **names, help="bf16, fp8-rollout, fp8-unified; all three by default; int8-rollout, fp16"
+        "--precision", **names, help=f"{', '.join(PRECISIONS)}; {', '.join(BY_DEFAULT)} by default"
     )
-    parser.add_argument("--align", **names, help="linear, exact (of fp8-unified); both by default")
+    parser.add_argument("--align", **names, help="linear, exact (where both sides have the same linears); both by default")
     parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
-    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, of fp8-rollout")
+    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, where there is a choice")
     parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="modules that stay in BF16 on both sides")
     parser.add_argument("--backend", default="auto", help="auto (default), native or torch")
     parser.add_argument("--prompts", metavar="FILE", help="text file, one prompt a line")

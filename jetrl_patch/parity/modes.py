@@ -6,10 +6,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jetrl_patch.config import Config
+from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config.modes import MODES
 from jetrl_patch.errors import ConfigError, ModelError
 
-__all__ = ["Job", "check_model", "choose"]
+__all__ = ["BY_DEFAULT", "Job", "check_model", "choose"]
+
+#: compared where none is named: from no FP8 to FP8 on both sides
+BY_DEFAULT = ("bf16", "fp8-rollout", "fp8-unified")
+UNIFIED = SETTINGS["precision"].default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +58,24 @@ class Job:
 def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:
     """The modes that the command line asks for; all of them if it names none.
 
-    An ``align`` belongs to ``fp8-unified`` and brings it along, a granularity to ``fp8-rollout``.
+    An ``align`` belongs to the modes with the same linears on both sides, and brings one along; a granularity to those
+    that have a choice.
     Raises ConfigError for unknown values.
     """
     if not precisions and not aligns:
-        precisions, aligns = ["bf16", "fp8-rollout", "fp8-unified"], ["linear", "exact"]
+        precisions, aligns = [*BY_DEFAULT], ["linear", "exact"]
     elif not precisions:
-        precisions = ["fp8-unified"]
-    elif aligns and "fp8-unified" not in precisions:
+        precisions = [UNIFIED]
+    elif aligns and UNIFIED not in precisions:
         raise ConfigError(
-            f"align={', '.join(aligns)} belongs to precision fp8-unified, but --precision is {', '.join(precisions)}; "
-            f"add fp8-unified or drop --align"
+            f"align={', '.join(aligns)} belongs to precision {UNIFIED}, but --precision is {', '.join(precisions)}; "
+            f"add {UNIFIED} or drop --align"
         )
     configs = []
     for precision in dict.fromkeys(precisions):
-        choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == "fp8-unified" and aligns else [None]
+        choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
         for align in choices:
-            scales = {"rollout_granularity": granularity} if precision == "fp8-rollout" else {}
+            scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
             configs.append(Config(precision=precision, align=align, **scales, **common).resolved())  # type: ignore[arg-type]
     return configs
 

@@ -23,12 +23,12 @@ def check_precision(config: Config) -> None:
                 fix="drop kv_cache, or use align='linear'",
             )
         )
-    if config.head_dtype == "bfloat16" and config.precision == "fp16":
+    if config.head_dtype not in ("auto", "float32", config.compute_dtype):
         raise ConfigError(
             explain(
-                "head_dtype='bfloat16' with precision='fp16'",
+                f"head_dtype={config.head_dtype!r} with precision={config.precision!r}",
                 required="one 16-bit format",
                 found="two",
-                fix="leave head_dtype at 'auto', which is float16 here, or use 'float32'",
+                fix=f"leave head_dtype at 'auto', which is {config.compute_dtype} here, or use 'float32'",
             )
         )

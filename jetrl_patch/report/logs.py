@@ -2,7 +2,7 @@
 
 verl prints ``step:3 - critic/score/mean:0.5 - actor/lr:np.float64(1e-06)``; OpenRLHF prints
 ``Global step 3: {'rollout/reward_mean': 0.5, ...}`` and ``Evaluation completed in ..., global_step 3, eval_metrics: {...}``;
-``jetrl``'s launcher prints ``jetrl: precision fp8-rollout, align none, correction tis, ...``.  Ray's prefixes and colours may
+``jetrl``'s launcher prints ``jetrl: precision NAME, align NAME, correction NAME, ...``.  Ray's prefixes and colours may
 stand before.
 """
 

@@ -56,7 +56,7 @@ class Run:
 
     @property
     def arm(self) -> str:
-        """The name of the mode: ``bf16``, ``fp8-rollout``, ``fp8-unified/exact``, ``fp8-rollout+tis``; "" if unknown."""
+        """The name of the mode, ``PRECISION[/ALIGN][+CORRECTION]``; "" if unknown."""
         align = "" if self.align in ("", "none") else f"/{self.align}"
         correction = "" if self.correction in ("", "none") else f"+{self.correction}"
         return f"{self.precision}{align}{correction}"

@@ -10,23 +10,17 @@ from jetrl_patch.errors import ConfigError
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["DEFAULT_SMOOTHING", "check_scaling"]
-
-#: of ``int8-rollout``; measured in docs/precisions.md
-DEFAULT_SMOOTHING = 0.5
+__all__ = ["check_scaling"]
 
 
 def check_scaling(config: Config) -> None:
-    """Raise ConfigError where a granularity, smoothing, invariant scale or INT8 backend contradicts the precision."""
+    """Raise ConfigError where a granularity, smoothing, invariant scale or backend contradicts the precision."""
     mode = f"precision={config.precision!r}"
-    if config.rollout_granularity != "block" and config.precision != "fp8-rollout":
-        why = {
-            "int8-rollout": "INT8 always has one scale per output channel; drop it",
-            "fp8-unified": "the trainer's FP8 flow has 128-blocks, and the rollout must have the same; use "
-            "precision='fp8-rollout' or rollout_granularity='block'",
-        }.get(config.precision, "only 'fp8-rollout' has a choice of scales; drop it")
-        raise ConfigError(f"rollout_granularity={config.rollout_granularity!r} contradicts {mode}: {why}")
-    if config.precision == "int8-rollout" and config.backend not in ("auto", "torch"):
+    if config.rollout_granularity != "block" and not config.mode.has_granularity:
+        raise ConfigError(
+            f"rollout_granularity={config.rollout_granularity!r} contradicts {mode}: {config.mode.one_granularity}"
+        )
+    if config.mode.backends and config.backend not in config.mode.backends:
         raise ConfigError(
             f"backend={config.backend!r} contradicts {mode}: it computes FP8 products; use backend='auto', or 'torch' for "
             f"the reference"
@@ -38,7 +32,7 @@ def check_scaling(config: Config) -> None:
         if alpha and not config.channelwise:
             raise ConfigError(
                 f"smoothing={alpha:g} contradicts {mode} with scales per {config.rollout_granularity}: it prepares a model "
-                f"for scales per channel and token; use 'int8-rollout', or 'fp8-rollout' with rollout_granularity='channel'"
+                f"for scales per channel and token; use {_channelwise()}"
             )
         object.__setattr__(config, "smoothing", alpha)
     if config.invariant_scale is not None:
@@ -51,6 +45,18 @@ def check_scaling(config: Config) -> None:
                 f"and this one is not quantized; drop it"
             )
         object.__setattr__(config, "invariant_scale", scale)
+
+
+def _channelwise() -> str:
+    """The modes that can have such scales, in words."""
+    from jetrl_patch.config.modes import MODES  # here, because the settings are checked while their package is imported
+
+    choice = " with rollout_granularity='channel'"
+    return " or ".join(
+        repr(name) + (choice if mode.has_granularity else "")
+        for name, mode in MODES.items()
+        if any(found.granularity == "channel" for found in mode.formats)
+    )
 
 
 def _number(name: str, value: object) -> float:

@@ -8,11 +8,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jetrl_patch.config.modes import MODES, RolloutFormat
 from jetrl_patch.errors import AuditError, SyncError
+
+if TYPE_CHECKING:
+    from jetrl_patch.config import Config
 
 MANIFEST = "jetrl.manifest"
 COMMIT = "jetrl.commit"
@@ -38,21 +42,35 @@ class Terms:
     backend: str = ""
     granularity: str = "block"
 
+    @classmethod
+    def of(cls, config: Config, backend: str) -> Terms:
+        """What a side of a run computes by; ``backend`` is the GEMM backend that it has chosen.
+
+        The backend is left out where the trainer multiplies nothing in FP8, so that there is none to agree about.
+        """
+        return cls(
+            precision=config.precision,
+            align=config.resolved_align,
+            scale_format=config.scale_format,
+            backend=backend if config.fp8_train else "",
+            granularity=config.granularity,
+        )
+
+    @property
+    def format(self) -> RolloutFormat | None:
+        """Of the quantized linears; None where there are none, and for a precision that is not known here."""
+        mode = MODES.get(self.precision)
+        return None if mode is None else mode.format(self.granularity)
+
     @property
     def quantized(self) -> bool:
-        """Whether the trainer sends FP8 or INT8 bytes and scales (else BF16, which the rollout quantizes)."""
-        return self.precision == "fp8-unified" or self.granularity == "channel"
+        """Whether the trainer sends quantized bytes and scales (else BF16, which the rollout quantizes)."""
+        return self.format is not None and self.format.is_sent
 
     @property
     def weight_dtype(self) -> str:
         """Of the weights of quantized layers, as they are sent."""
-        if not self.quantized:
-            return "bfloat16"
-        return "int8" if self.precision == "int8-rollout" else "float8_e4m3fn"
-
-    def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the scales of a weight ``[N, K]``."""
-        return (shape[0], 1) if self.granularity == "channel" else scale_shape(shape)
+        return "bfloat16" if self.format is None else self.format.sent
 
 
 _TERMS = tuple(field.name for field in fields(Terms))
@@ -64,9 +82,9 @@ class Manifest:
 
     Attributes:
         terms: how the trainer computes.
-        layers: module names (Hugging Face) that are FP8.
+        layers: module names (Hugging Face) that are quantized.
         tensors: name -> (shape, dtype) of every tensor that will be sent; scales not listed apart.
-        guarded: module names that were FP8 and that the precision guard took out; the rollout does the same.
+        guarded: module names that were quantized and that the precision guard took out; the rollout does the same.
     """
 
     terms: Terms
@@ -81,7 +99,7 @@ class Manifest:
             {
                 "version": PROTOCOL,
                 **asdict(self.terms),
-                "fp8_layers": list(self.layers),
+                "fp8_layers": list(self.layers),  # the name of protocol 2, which other versions read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
             }
@@ -107,22 +125,17 @@ class Manifest:
     def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Everything that must arrive, scales included."""
         everything = dict(self.tensors)
-        if self.terms.quantized:
+        form = self.terms.format
+        if form is not None and form.is_sent:
             for name in weights_of(self.layers):
                 shape = self.tensors[name][0]
-                everything[name + SCALE_SUFFIX] = (self.terms.scale_shape(shape), "float32")
+                everything[name + SCALE_SUFFIX] = (form.scale_shape(shape), "float32")
         return everything
 
 
 def weights_of(layers: tuple[str, ...] | list[str]) -> list[str]:
     """The weight tensors of these modules."""
     return [layer + ".weight" for layer in layers]
-
-
-def scale_shape(shape: tuple[int, ...], block: int = 128) -> tuple[int, int]:
-    """Shape of the per-block scales of a weight ``[N, K]``: ``[ceil(N/128), ceil(K/128)]``."""
-    n, k = shape
-    return -(-n // block), -(-k // block)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

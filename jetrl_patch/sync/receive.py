@@ -38,7 +38,7 @@ Gather = Callable[[Any], Sequence[Any]]
 class Installer(Protocol):
     """What the engine's adapter has to offer. Names are Hugging Face names throughout."""
 
-    def fp8_layers(self) -> Sequence[str]:
+    def quantized_layers(self) -> Sequence[str]:
         """Module names that this engine computes in FP8."""
 
     def to_bf16(self, layers: Sequence[str]) -> None:
@@ -175,7 +175,7 @@ class Receiver:
     def _open(self, manifest: Manifest) -> None:
         if self._sync is not None:
             raise SyncError("a second manifest arrived in the middle of a weight sync")
-        guarded, here = set(manifest.guarded), set(self.installer.fp8_layers())
+        guarded, here = set(manifest.guarded), set(self.installer.quantized_layers())
         audit(manifest.terms, self.terms, set(manifest.layers) | guarded, here | self.guarded)
         audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
         self.state = State.RECEIVING

@@ -29,7 +29,7 @@ class Source:
     """A converted model.
 
     Attributes:
-        layers: Hugging Face names of the FP8 layers (of the rollout alone, in ``fp8-rollout``).
+        layers: Hugging Face names of the quantized layers, be it in the rollout alone.
         modules: the converted layers themselves; sharding keeps the objects.
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
@@ -155,13 +155,7 @@ def convert(
         modules=modules,
         monitor=make_monitor(config, layers, named, device_type),
         shapes=shapes,
-        terms=Terms(
-            precision=config.precision,
-            align=config.resolved_align,
-            scale_format=config.scale_format,
-            backend=backend,
-            granularity=config.granularity,
-        ),
+        terms=Terms.of(config, backend),
         smoother=smoother,
     )
 
@@ -169,7 +163,7 @@ def convert(
 def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
     """The monitor of a model's layers.
 
-    None where it is off, where nothing is FP8 in blocks (BF16, INT8, scales per channel), and for TransformerEngine's
+    None where it is off, where nothing is FP8 in blocks, and for TransformerEngine's
     layers.
 
     Raises:
@@ -185,7 +179,7 @@ def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], 
                 fix="leave guard_sqnr unset, or name layers in exclude",
             )
         )
-    in_blocks = config.precision in ("fp8-unified", "fp8-rollout") and config.granularity == "block"
+    in_blocks = config.fp8_rollout and not config.channelwise
     if theirs or not config.monitor_every or not in_blocks:
         return None
     if config.fp8_train:

@@ -1,6 +1,6 @@
 """The trainer's side of a weight sync: turn the framework's weights into the stream that is sent.
 
-    manifest · (q, scales) per FP8 layer, BF16 for the rest, in the framework's order · commit
+    manifest · (q, scales) per quantized layer, BF16 for the rest, in the framework's order · commit
 
 Each weight is cast to BF16 first (the contract: every process that sees the BF16 value gets the same bytes), checked,
 and quantized once. At any time one tensor is held besides what the framework's transfer holds itself.
@@ -25,10 +25,10 @@ from jetrl_patch.sync.manifest import (
     encode_json,
     weights_of,
 )
+from jetrl_patch.sync.quantizers import QUANTIZERS
 
 NamedTensor = tuple[str, torch.Tensor]
-#: (layer name, BF16 weight [N, K]) -> the bytes the trainer computes with: (q [N, K] fp8, scales
-#: [ceil(N/128), ceil(K/128)] f32)
+#: (layer name, BF16 weight [N, K]) -> the bytes that are sent and installed: (q [N, K], scales in FP32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
 #: changes what is sent, before it is checked and quantized
@@ -41,15 +41,15 @@ class SyncStats:
 
     Attributes:
         total: all tensors.
-        fp8: the quantized layers: bytes and scales.
-        fp8_as_bf16: what the same layers would have been in BF16.
+        quantized: the quantized layers: bytes and scales.
+        quantized_as_bf16: what the same layers would have been in BF16.
         layers: number of quantized layers.
         tensors: number of tensors, scales included.
     """
 
     total: int = 0
-    fp8: int = 0
-    fp8_as_bf16: int = 0
+    quantized: int = 0
+    quantized_as_bf16: int = 0
     layers: int = 0
     tensors: int = 0
     digests: dict[str, int] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def quantized_stream(
     Args:
         weights: the framework's ``(Hugging Face name, full tensor)``, any float dtype, or TransformerEngine's FP8.
         terms: how the trainer computes.
-        layers: module names that are FP8.
+        layers: module names that are quantized.
         shapes: name -> shape of every tensor that ``weights`` must yield.
         stats: filled on the way.
         quantize: the trainer's own quantizer, which may know the bytes already; the contract's by default.
@@ -81,26 +81,27 @@ def quantized_stream(
     Raises:
         SyncError: a NaN or Inf in a weight; a tensor that is not announced, comes twice or never.
     """
-    fp8 = set(weights_of(sorted(layers)))
-    quantize = quantize or _by_contract(terms)
-    absent = sorted(fp8 - set(shapes))
+    ours = set(weights_of(sorted(layers)))
+    if quantize is None and terms.quantized:
+        quantize = _by_contract(terms)
+    absent = sorted(ours - set(shapes))
     if absent:
         raise SyncError(f"FP8 layers without a weight in the model that is sent: {', '.join(absent[:10])}")
     announced = {
-        name: (tuple(shape), terms.weight_dtype if name in fp8 else "bfloat16") for name, shape in shapes.items()
+        name: (tuple(shape), terms.weight_dtype if name in ours else "bfloat16") for name, shape in shapes.items()
     }
     manifest = Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced, guarded=tuple(sorted(guarded)))
     yield MANIFEST, manifest.encode()
     for name, weight in weights if transform is None else transform(weights):
         _check_announced(name, weight, announced, stats)
-        if name not in fp8:
+        if name not in ours:
             yield _count(stats, name, _to_bf16(name, weight))
             continue
         stats.layers += 1
-        stats.fp8_as_bf16 += 2 * weight.numel()
-        if not terms.quantized:
+        stats.quantized_as_bf16 += 2 * weight.numel()
+        if quantize is None or not terms.quantized:
             bf16 = _to_bf16(name, weight)
-            stats.fp8 += bf16.nbytes
+            stats.quantized += bf16.nbytes
             yield _count(stats, name, bf16)
             continue
         layer = name.removesuffix(".weight")
@@ -109,7 +110,7 @@ def quantized_stream(
         else:
             q, scales = quantize(layer, _to_bf16(name, weight))
         del weight
-        stats.fp8 += q.nbytes + scales.nbytes
+        stats.quantized += q.nbytes + scales.nbytes
         yield _count(stats, name, q)
         yield _count(stats, name + SCALE_SUFFIX, scales)
     missing = sorted(set(announced) - set(stats.digests))
@@ -136,7 +137,7 @@ def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
     if is_te_tensor(weight):
         raise SyncError(
             f"{name} is a {type(weight).__name__} in the trainer, while the rollout computes with it in BF16; keep this "
-            f"layer in BF16 in the trainer too, or use precision='fp8-unified' without excluding it"
+            f"layer in BF16 in the trainer too, or use one FP8 flow on both sides and do not exclude it"
         )
     bf16 = weight.detach().to(torch.bfloat16)
     if not bool(torch.isfinite(bf16).all()):
@@ -148,17 +149,10 @@ def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def _by_contract(terms: Terms) -> Quantize:
-    if terms.precision == "int8-rollout":
-        from jetrl_patch.int8.quantize import quantize_rows as int8_rows
-
-        return lambda name, weight: int8_rows(weight)
-    if terms.granularity == "channel":
-        from jetrl_patch.fp8.channel import quantize_rows as fp8_rows
-
-        return lambda name, weight: fp8_rows(weight, terms.scale_format)  # type: ignore[arg-type]
-    from jetrl_patch.fp8.quantize import quantize_weight
-
-    return lambda name, weight: quantize_weight(weight, terms.scale_format)  # type: ignore[arg-type]
+    """The quantizer of a format that the trainer does not compute in."""
+    assert terms.format is not None
+    quantize = QUANTIZERS[terms.format.name]
+    return lambda name, weight: quantize(weight, terms.scale_format)  # type: ignore[arg-type]
 
 
 def _count(stats: SyncStats, name: str, tensor: torch.Tensor) -> NamedTensor:

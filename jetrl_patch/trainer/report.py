@@ -28,8 +28,8 @@ def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "sync_seconds": time.perf_counter() - start,
-        "sync_bytes": stats.fp8,
-        "sync_bytes_bf16": stats.fp8_as_bf16,
+        "sync_bytes": stats.quantized,
+        "sync_bytes_bf16": stats.quantized_as_bf16,
         "sync_bytes_total": stats.total,
         "quantized_layers": stats.layers,
     }

@@ -21,7 +21,7 @@ class Rule:
         bad: whether a value is refused.
         asked: what we need, in words.
         fix: what to do.
-        scope: "all", "changed" (any precision but "bf16", which only measures), "fp8" (FP8 or INT8 in the rollout) or "exact".
+        scope: "all", "changed" (a mode that does more than measure), "quantized" (the rollout's linears are) or "exact".
         error: ConflictError where something else wants to do the same, ConfigError where we cannot do it.
         absent: whether ``None`` (the setting is not there) is judged by ``bad`` too; else it is never refused.
     """
@@ -37,8 +37,8 @@ class Rule:
     def applies(self, config: Config) -> bool:
         """Whether the rule holds in this mode."""
         if self.scope == "changed":
-            return config.precision != "bf16"
-        return self.scope == "all" or (self.scope == "fp8" and config.quantized_rollout) or config.exact
+            return not config.mode.only_measures
+        return self.scope == "all" or (self.scope == "quantized" and config.quantized_rollout) or config.exact
 
 
 def broken(

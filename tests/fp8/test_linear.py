@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.convert import select_layers, swap_linears
-from jetrl_patch.fp8.layers import check_splits, is_fp8, matches
+from jetrl_patch.fp8.layers import check_splits, is_quantized, matches
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from .thresholds import SAVED_BYTES_RATIO, SQNR_UNQUANTIZED, sqnr
@@ -203,8 +203,8 @@ def test_patterns_match_whole_parts(name, pattern, expected):
 
 
 def test_routers_and_heads_are_never_fp8():
-    assert not is_fp8("lm_head", ()) and not is_fp8("model.layers.0.mlp.gate", ())
-    assert is_fp8("model.layers.0.mlp.gate_proj", ()) and not is_fp8("score", ())
+    assert not is_quantized("lm_head", ()) and not is_quantized("model.layers.0.mlp.gate", ())
+    assert is_quantized("model.layers.0.mlp.gate_proj", ()) and not is_quantized("score", ())
 
 
 def test_bad_models_are_refused_before_anything_changes():

@@ -212,7 +212,7 @@ def test_a_sync_sends_its_bytes_and_never_quantizes_them_again():
     q, s = transformer_engine.take("l", source, "pow2")
     assert torch.equal(found["layers.0.o_proj.weight"].view(torch.uint8), q.view(torch.uint8))
     assert torch.equal(found["layers.0.o_proj.weight_scale_inv"], s)
-    assert stats.layers == 1 and stats.fp8 == 256 * 384 + s.nbytes and stats.fp8_as_bf16 == 2 * 256 * 384
+    assert stats.layers == 1 and stats.quantized == 256 * 384 + s.nbytes and stats.quantized_as_bf16 == 2 * 256 * 384
     assert set(decode_json(found[COMMIT], COMMIT)["digests"]) == set(found) - {MANIFEST, COMMIT}
 
 

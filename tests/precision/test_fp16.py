@@ -66,7 +66,7 @@ def test_the_stream_is_fp16_and_counted():
     }  # fmt: skip
     for name, weight in weights:
         assert torch.equal(sent[name], weight.to(sent[name].dtype))
-    assert (stats.total, stats.tensors, stats.fp8) == (2 * 24 + 2 * 3 + 8 * 5, 3, 0)
+    assert (stats.total, stats.tensors, stats.quantized) == (2 * 24 + 2 * 3 + 8 * 5, 3, 0)
 
 
 @pytest.mark.parametrize("value", [1e5, math.nan, math.inf])

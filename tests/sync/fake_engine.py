@@ -34,7 +34,7 @@ class Engine:
         self.guarded: list[str] = []
         self.refuses = False
 
-    def fp8_layers(self) -> list[str]:
+    def quantized_layers(self) -> list[str]:
         return list(self.layers)
 
     def to_bf16(self, layers: list[str]) -> None:

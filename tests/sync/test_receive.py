@@ -264,7 +264,7 @@ def test_a_layer_leaves_fp8_with_the_manifest_that_says_so(bucket):
 def test_an_engine_that_starts_later_learns_it_from_its_first_manifest():
     engine = Engine()
     _push(Receiver(engine, TERMS), _sent(layers=(), guarded=LAYERS))
-    assert engine.fp8_layers() == [] and sorted(engine.guarded) == sorted(LAYERS)
+    assert engine.quantized_layers() == [] and sorted(engine.guarded) == sorted(LAYERS)
 
 
 def test_bytes_of_a_layer_that_left_fp8_are_proven_too():

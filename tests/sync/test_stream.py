@@ -42,9 +42,9 @@ def test_sends_the_bytes_of_a_direct_quantization_of_the_bf16_value():
     }
     fp8 = 256 * 128 + 100 * 256
     scales = 4 * (2 * 1 + 1 * 2)
-    assert (stats.fp8, stats.fp8_as_bf16, stats.total) == (fp8 + scales, 2 * fp8, fp8 + scales + 2 * 128)
+    assert (stats.quantized, stats.quantized_as_bf16, stats.total) == (fp8 + scales, 2 * fp8, fp8 + scales + 2 * 128)
     assert (stats.layers, stats.tensors) == (2, 5)
-    assert stats.fp8 <= 0.55 * stats.fp8_as_bf16
+    assert stats.quantized <= 0.55 * stats.quantized_as_bf16
 
 
 def test_fp8_rollout_sends_bf16_and_names_the_layers():
@@ -53,7 +53,7 @@ def test_fp8_rollout_sends_bf16_and_names_the_layers():
     sent = dict(stream)
     assert Manifest.decode(sent[MANIFEST]).layers == tuple(sorted(LAYERS))
     assert {t.dtype for n, t in sent.items() if n in SHAPES} == {torch.bfloat16}
-    assert stats.fp8 == stats.fp8_as_bf16
+    assert stats.quantized == stats.quantized_as_bf16
 
 
 def test_takes_the_trainers_own_bytes_when_it_gives_them():

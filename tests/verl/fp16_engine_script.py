@@ -20,7 +20,7 @@ if __name__ == "__main__":
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.adapters.verl.fp16 import figures, wanted
+    from jetrl_patch.adapters.verl.precision import figures, wanted
     from jetrl_patch.config import Config
     from jetrl_patch.errors import ConflictError, PrecisionError, SyncError
 

@@ -173,7 +173,7 @@ def main(scale_format, wrong):
         "lm_head": "lm_head.weight" in sent,
         "complete": set(manifest.expected()) == set(sent) - {"jetrl.manifest", "jetrl.commit"},
         "untouched": before == {name: type(m) for name, m in model.named_modules()},
-        "stats": [WORKER.stats.layers, WORKER.stats.fp8 < WORKER.stats.fp8_as_bf16],
+        "stats": [WORKER.stats.layers, WORKER.stats.quantized < WORKER.stats.quantized_as_bf16],
         "scales": os.environ["NVTE_FP8_BLOCK_SCALING_FP32_SCALES"],
         "backend": jetrl_patch.status().backend,
     }

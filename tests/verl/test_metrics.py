@@ -87,4 +87,4 @@ def test_bf16_is_counted_and_passed_on(monkeypatch):
     source = [("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
     weights, peft = sync.get_per_tensor_param(lambda self: (iter(source), "peft"))(SimpleNamespace())
     assert [name for name, _ in weights] == ["a", "b"] and peft == "peft"
-    assert state.WORKER.stats.total == 16 and state.WORKER.stats.fp8 == 0
+    assert state.WORKER.stats.total == 16 and state.WORKER.stats.quantized == 0

@@ -10,7 +10,7 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import AuditError
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.sync.digest import digest
 from jetrl_patch.sync.stream import SyncStats, quantized_stream
@@ -22,7 +22,7 @@ GUARDED = [f"{BLOCK0}.self_attn.{n}_proj" for n in "qkv"] + [f"{BLOCK0}.mlp.down
 
 def stream(path: str, terms: Any, guarded: list[str]) -> list[Any]:
     weights = weights_of(path)
-    layers = [n.removesuffix(".weight") for n, w in weights.items() if w.dim() == 2 and is_fp8(n[:-7], ())]
+    layers = [n.removesuffix(".weight") for n, w in weights.items() if w.dim() == 2 and is_quantized(n[:-7], ())]
     return list(
         quantized_stream(
             weights.items(),
@@ -80,11 +80,11 @@ def test_a_part_of_a_fused_layer_is_refused_and_nothing_changes(
     jetrl_patch.enable(precision="fp8-unified")
     llm = engine(Job(model=path, config=jetrl_patch.status().config))
     worker = worker_of(llm)
-    before = worker.jetrl_receiver.installer.fp8_layers()
+    before = worker.jetrl_receiver.installer.quantized_layers()
     alone = [f"{BLOCK0}.mlp.down_proj", f"{BLOCK0}.self_attn.q_proj"]
     with pytest.raises(AuditError, match="must change together"):
         push(worker, stream(path, worker.jetrl_receiver.terms, alone))
-    assert worker.jetrl_receiver.installer.fp8_layers() == before
+    assert worker.jetrl_receiver.installer.quantized_layers() == before
     assert llm.collective_rpc("jetrl_report", kwargs={"digests": False})[0]["state"] == "failed"
     assert bool(worker.model_runner.get_model().model.norm.weight.isnan().all())
     push(worker, stream(path, worker.jetrl_receiver.terms, []))

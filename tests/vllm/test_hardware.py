@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import types
-
 import pytest
 import torch
 
@@ -25,12 +23,9 @@ def trainer(backend):
 
 
 def rollout(backend):
-    from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod
+    from jetrl_patch.adapters.vllm.formats import BlockFp8
 
-    method = object.__new__(JetrlFp8LinearMethod)
-    method.quant_config = types.SimpleNamespace(config=Config(precision="fp8-unified", align="linear", backend=backend))
-    method._backend = None
-    return method.backend(torch.device("cuda"))
+    return BlockFp8(Config(precision="fp8-unified", align="linear", backend=backend)).backend(torch.device("cuda"))
 
 
 @pytest.mark.parametrize("side", [trainer, rollout])

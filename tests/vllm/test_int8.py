@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 import jetrl_patch
 from jetrl_patch import ConfigError, ModelError, SyncError
 from jetrl_patch.fp8 import channel
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.int8.product import MAX_K
 from jetrl_patch.int8.quantize import quantize_rows
 from jetrl_patch.parity.modes import Job
@@ -37,7 +37,7 @@ def by_hand(mode: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
 def expected(mode: str, weights: dict[str, torch.Tensor], exclude: tuple[str, ...] = ()) -> dict[str, int]:
     found = {}
     for name, weight in weights.items():
-        if weight.dim() == 2 and is_fp8(name.removesuffix(".weight"), exclude):
+        if weight.dim() == 2 and is_quantized(name.removesuffix(".weight"), exclude):
             q, s = by_hand(mode, weight)
             found[name], found[name + "_scale_inv"] = digest(q), digest(s)
     return found
@@ -72,7 +72,7 @@ def test_bytes_in_the_engine(checkpoint: Callable[..., str], engine: Callable[..
     stats = SyncStats()
     items = sent(model, source, stats)
     pushed = {name: tensor.clone() for name, tensor in items}
-    assert 0.5 < stats.fp8 / stats.fp8_as_bf16 < 0.52 and stats.layers == 18
+    assert 0.5 < stats.quantized / stats.quantized_as_bf16 < 0.52 and stats.layers == 18
     receipt = push(worker_of(llm), items)
     assert receipt["layers"] == 18
     assert in_engine(llm) == {n: digest(t) for n, t in pushed.items() if n + "_scale_inv" in pushed or "_scale" in n}
@@ -159,19 +159,19 @@ def test_vllm_knows_it_by_its_own_name(checkpoint: Callable[..., str]) -> None:
 
 def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
     """Two column-parallel ranks hold rows apart, two row-parallel ones hold all rows alike."""
-    from jetrl_patch.adapters.vllm.install import _row_scales
+    from jetrl_patch.adapters.vllm.scales import RowScales
     from jetrl_patch.adapters.vllm.shards import Shard
     from jetrl_patch.sync.tiling import check_tiling
 
-    scale = torch.rand(10, 1)
+    scale, row_scales = torch.rand(10, 1), RowScales().rects
     apart = [Shard("m", "q", 10, a, b, 0, 6, 0) for a, b in ((0, 4), (4, 10))]
-    rects = [rect for s in apart for rect in _row_scales(s, scale[s.row0 : s.row1])]
+    rects = [rect for s in apart for rect in row_scales(s, scale[s.row0 : s.row1])]
     check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
     alike = [Shard("m", None, 10, 0, 10, a, b, 0) for a, b in ((0, 3), (3, 6))]
-    rects = [rect for s in alike for rect in _row_scales(s, scale)]
+    rects = [rect for s in alike for rect in row_scales(s, scale)]
     check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
     with pytest.raises(SyncError, match="two ranks hold rows 0:10 with different bytes"):
-        check_tiling("m.weight_scale_inv", (10, 1), digest(scale), [*rects[:1], *_row_scales(alike[1], scale + 1)])
+        check_tiling("m.weight_scale_inv", (10, 1), digest(scale), [*rects[:1], *row_scales(alike[1], scale + 1)])
 
 
 def test_what_int8_cannot_take() -> None:

@@ -14,15 +14,15 @@ from jetrl_patch.fp8.backends import get_backend, row_equality
 
 @pytest.mark.parametrize("precision", ["fp8-unified", "fp8-rollout"])
 def test_the_rollout_asks_for_row_equality(precision, monkeypatch):
-    from jetrl_patch.adapters.vllm.quant import JetrlFp8LinearMethod
+    from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 
     def compare(backend, shape, device, scale_format):
         return row_equality.Verdict(False, f"{backend.name} {shape} {scale_format}")
 
     monkeypatch.setattr(row_equality, "compare_rows", compare)
     config = SimpleNamespace(config=Config(precision=precision), packed_modules_mapping={})
-    method = JetrlFp8LinearMethod(config, "model.layers.0.mlp.down_proj")
-    method._backend = get_backend("torch")
+    method = QuantizedLinearMethod(config, "model.layers.0.mlp.down_proj")
+    method.format._backend = get_backend("torch")
     layer = SimpleNamespace(weight=torch.empty(64, 256, dtype=torch.float8_e4m3fn, device="meta"))  # stands for a GPU
     if precision == "fp8-rollout":
         method.process_weights_after_loading(layer)  # the trainer is BF16: nothing could be equal

@@ -10,7 +10,7 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
-from jetrl_patch.fp8.layers import is_fp8
+from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.fp8.quantize import quantize_weight
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.sync.digest import digest
@@ -27,7 +27,8 @@ def weights_of(path: str) -> dict[str, torch.Tensor]:
 
 def stream(path: str, config: Any, terms: Terms, change: Callable[..., Any] = lambda items: items) -> list[Any]:
     weights = weights_of(path)
-    layers = [n.removesuffix(".weight") for n, w in weights.items() if w.dim() == 2 and is_fp8(n[:-7], config.exclude)]
+    names = [n.removesuffix(".weight") for n, w in weights.items() if w.dim() == 2]
+    layers = [name for name in names if is_quantized(name, config.exclude)]
     shapes = {name: tuple(w.shape) for name, w in weights.items()}
     items = quantized_stream(weights.items(), terms=terms, layers=layers, shapes=shapes, stats=SyncStats())
     return list(change(items))
@@ -42,7 +43,7 @@ def push(worker: Any, items: list[Any]) -> dict[str, int]:
 def expected(path: str, exclude: tuple[str, ...], scale_format: str) -> dict[str, int]:
     found = {}
     for name, weight in weights_of(path).items():
-        if weight.dim() == 2 and is_fp8(name.removesuffix(".weight"), exclude):
+        if weight.dim() == 2 and is_quantized(name.removesuffix(".weight"), exclude):
             q, s = quantize_weight(weight, scale_format)
             found[name], found[name + "_scale_inv"] = digest(q), digest(s)
     return found

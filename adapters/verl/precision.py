@@ -8,8 +8,8 @@ scales, that its skipped steps are counted, that what does not fit FP16 is an er
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
@@ -18,7 +18,10 @@ from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatche
 from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
-__all__ = ["build_fsdp_module", "check_model", "figures", "is_on", "optimizer_step", "problems", "wanted"]
+if TYPE_CHECKING:
+    from jetrl_patch.sync.stream import SyncStats
+
+__all__ = ["build_fsdp_module", "check_model", "figures", "optimizer_step", "problems", "scales_loss", "stream", "wanted"]
 
 FP16 = ("float16", "fp16", "half")
 
@@ -59,12 +62,12 @@ def _is_half(value: Any) -> bool:
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """What cannot be kept with these three settings, as the errors to raise."""
-    if config.precision == "fp16":
+    if config.mode.scales_loss:
         yield from broken(RULES, select, config, named)
         asked = select(f"{ENGINE}.dtype")
         if asked is not None and not _is_half(asked):
             yield ConflictError(explain(named(f"{ENGINE}.dtype"), required="float16", found=repr(asked), fix="leave it out"))
-    elif config.precision == "bf16":
+    elif config.mode.only_measures:
         found = [f"{path}={select(path)}" for path in DTYPES if _is_half(select(path))]
         if found:
             yield ConfigError(
@@ -89,7 +92,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 def wanted(config: Config) -> dict[str, Any]:
     """verl settings that FP16 needs: path -> value. The critic stays what it is."""
-    if config.precision != "fp16":
+    if not config.mode.scales_loss:
         return {}
     values: dict[str, Any] = {f"{ROLLOUT}.dtype": "float16"}
     for path in (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config"):
@@ -100,16 +103,25 @@ def wanted(config: Config) -> dict[str, Any]:
     return values
 
 
-def is_on() -> bool:
-    """Whether this process trains in FP16."""
-    return runtime.is_active() and runtime.active_config().precision == "fp16"
+def scales_loss() -> bool:
+    """Whether this process trains with a loss scale."""
+    return runtime.is_active() and runtime.active_config().mode.scales_loss
 
 
 def check_model(module: Any) -> None:
     """Raise ModelError for a loaded checkpoint whose weights do not fit FP16; meta tensors are another rank's to check."""
+    if not scales_loss():
+        return
     from jetrl_patch.precision.fp16 import check_fits
 
     check_fits(module.named_parameters(), f"the checkpoint of {type(module).__name__}")
+
+
+def stream(weights: Iterable[tuple[str, Any]], stats: SyncStats) -> Iterator[tuple[str, Any]]:
+    """The weights of a sync in FP16; see ``fp16_stream``."""
+    from jetrl_patch.precision.fp16 import fp16_stream
+
+    return fp16_stream(weights, stats)
 
 
 def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -120,7 +132,7 @@ def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _build_fsdp_module(self: Any, module: Any) -> Any:
         wrapped = original(self, module)
-        if is_on() and self.model_config.model_type == "language_model":
+        if scales_loss() and self.model_config.model_type == "language_model":
             if str(self._autocast_dtype) != "torch.float16":
                 raise ConflictError(
                     explain(
@@ -158,7 +170,7 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def optimizer_step(self: Any) -> Any:
-        if not is_on() or self.model_config.model_type != "language_model":
+        if not scales_loss() or self.model_config.model_type != "language_model":
             return original(self)
         if getattr(self, "scaler", None) is None:
             raise NotPatchedError("the trainer's model was built before this process was patched; it trains without a loss scale")
@@ -177,4 +189,4 @@ def figures() -> dict[str, float]:
     """For the report of a worker: the loss scale and the skipped steps; nothing in another precision."""
     from jetrl_patch.adapters.verl.state import WORKER
 
-    return WORKER.loss_scale.figures() if is_on() else {}
+    return WORKER.loss_scale.figures() if scales_loss() else {}

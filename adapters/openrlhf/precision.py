@@ -18,7 +18,7 @@ from jetrl_patch.errors import ConfigError, JetrlError, SyncError, explain
 from jetrl_patch.precision.loss_scale import at_smallest
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one
 
-__all__ = ["check_model", "check_weights", "complete", "figures", "is_on", "optimizer_step", "problems"]
+__all__ = ["check_model", "check_weights", "complete", "figures", "optimizer_step", "problems", "scales_loss"]
 
 RULES: tuple[Rule, ...] = (
     Rule("ds.load_in_4bit", is_set, "weights in FP16", "leave it out", "all"),
@@ -37,9 +37,9 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     def name(path: str) -> str:
         return f"OpenRLHF's --{path}"
 
-    if config.precision == "fp16":
+    if config.mode.scales_loss:
         yield from broken(RULES, select, config, name)
-    elif config.precision == "bf16" and select("ds.param_dtype") == "fp16":
+    elif config.mode.only_measures and select("ds.param_dtype") == "fp16":
         fix = "use precision='fp16', which sets both sides: OpenRLHF leaves its vLLM engines in BF16"
         what = "OpenRLHF's --ds.param_dtype with precision='bf16'"
         yield ConfigError(explain(what, required="BF16 on both sides", found="'fp16'", fix=fix))
@@ -53,15 +53,15 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 def complete(args: Any, config: Config) -> list[str]:
     """Write into the arguments what FP16 needs; gives the changes in words."""
-    if config.precision != "fp16" or args.ds.param_dtype == "fp16":
+    if not config.mode.scales_loss or args.ds.param_dtype == "fp16":
         return []
     args.ds.param_dtype = "fp16"
     return ["--ds.param_dtype fp16: precision='fp16' is FP16 on both sides"]
 
 
-def is_on() -> bool:
-    """Whether this process trains in FP16."""
-    return runtime.is_active() and runtime.active_config().precision == "fp16"
+def scales_loss() -> bool:
+    """Whether this process trains with a loss scale."""
+    return runtime.is_active() and runtime.active_config().mode.scales_loss
 
 
 def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
@@ -72,6 +72,8 @@ def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
 
 def check_model(module: Any, path: str) -> None:
     """Raise ModelError for a checkpoint that does not fit FP16; loaded in FP16, such weights are Inf by now."""
+    if not scales_loss():
+        return
     from jetrl_patch.precision.fp16 import check_fits
 
     check_fits(_pieces(module), f"the checkpoint {path}")
@@ -82,6 +84,8 @@ def check_weights(module: Any) -> None:
 
     Raises SyncError on all ranks, naming the weights of this one, so that none waits for another in a collective.
     """
+    if not scales_loss():
+        return
     import torch
     import torch.distributed as dist
 
@@ -104,7 +108,7 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def optimizer_step(self: Any, optimizer: Any, model: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_on():
+        if not scales_loss():
             return original(self, optimizer, model, scheduler, *args, **kwargs)
         engine = model if hasattr(model, "skipped_steps") else model.model  # an Actor holds its engine
         steps, skipped = engine.global_steps, engine.skipped_steps
@@ -123,4 +127,4 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def figures() -> dict[str, float]:
     """For the report of an actor: the loss scale and the skipped steps; nothing in another precision."""
-    return WORKER.loss_scale.figures() if is_on() else {}
+    return WORKER.loss_scale.figures() if scales_loss() else {}

@@ -1,0 +1,144 @@
+"""The one linear method of our quantizations: it loads and multiplies a linear of any ``LinearFormat``.
+
+Parameters take what the trainer sends (bytes and scales) and what a checkpoint holds (BF16, quantized here), always for the
+whole Hugging Face weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
+from vllm.model_executor.parameter import ModelWeightParameter
+
+from jetrl_patch.adapters.vllm.formats import format_of
+from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
+from jetrl_patch.errors import ModelError, SyncError
+
+if TYPE_CHECKING:
+    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+
+__all__ = ["QuantizedLinearMethod", "cut_error", "quantized_modules"]
+
+
+@register_weight_loader_v2_supported_method
+class QuantizedLinearMethod(LinearMethodBase):
+    """Loads and multiplies one quantized linear; what it is made of is its ``format``'s matter."""
+
+    def __init__(self, quant_config: JetrlQuantConfig, prefix: str) -> None:
+        self.quant_config = quant_config
+        self.prefix = prefix
+        self.names = hf_names(prefix, quant_config.packed_modules_mapping)
+        self.format = format_of(quant_config.config)
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Registers ``weight`` [N, K] and ``weight_scale_inv``, FP32, N and K of this rank."""
+        assert isinstance(layer, LinearBase)
+        n, k = sum(output_partition_sizes), input_size_per_partition
+        self.format.check_width(self.names[0], k)
+        if self.format.scales.cuts(k, input_size):
+            self.quant_config.cut.append(self.prefix)
+        load = extra["weight_loader"]
+        layer.weight = ModelWeightParameter(
+            data=torch.empty(n, k, dtype=self.format.dtype),
+            input_dim=1,
+            output_dim=0,
+            weight_loader=self._weight_loader(layer, load),
+        )
+        layer.weight_scale_inv = self.format.scales.parameter(n, k, self._scale_loader(layer, load))
+
+    def shards(self, layer: LinearBase) -> list[Shard]:
+        """The Hugging Face rectangles in this rank's parameters."""
+        return shards_of(layer, self.names)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Before anything is captured or served. Raises ModelError where the format's promise does not hold here."""
+        self.format.check_serving(layer.weight)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [..., K]`` BF16 -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""
+        y = self._product(layer, x.reshape(-1, x.shape[-1]), torch.bfloat16).reshape(*x.shape[:-1], -1)
+        return y if bias is None else y + bias
+
+    def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
+        """``x [M, K of this rank]`` BF16 -> the unrounded FP32 sum ``[M, N]`` that the ranks add up."""
+        return self._product(layer, x, torch.float32)
+
+    def _product(self, layer: torch.nn.Module, x_MK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+        return self.format.product(x_MK, layer.weight.data, layer.weight_scale_inv.data, out_dtype)
+
+    def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
+        def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
+            self._check_split(layer)
+            if loaded.dtype == self.format.dtype:
+                load(param, loaded, *shard, **kwargs)
+                return
+            name = self._hf_name(layer, shard, kwargs)
+            bf16_NK = loaded.to(torch.bfloat16)
+            if not torch.isfinite(bf16_NK).all():
+                raise SyncError(
+                    f"{name}.weight has a NaN or an infinity, so it cannot be quantized; nothing may run on it"
+                )
+            q_NK, scales = self.format.quantize(bf16_NK.to(param.device))
+            load(param, q_NK, *shard, **kwargs)
+            scale = layer.weight_scale_inv
+            scale.weight_loader(scale, scales, *shard, **kwargs)
+
+        return load_weight
+
+    def _scale_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
+        def load_scale(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
+            self._check_split(layer)
+            rows = self._whole(layer, shard, kwargs)
+            loaded = self.format.scales.per_row(loaded, rows, self._hf_name(layer, shard, kwargs))
+            load(param, loaded, *shard, **kwargs)
+
+        return load_scale
+
+    def _find(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
+        wanted = shard[0] if shard else next(iter(kwargs.values()), None)
+        return next((s for s in self.shards(layer) if s.shard_id == wanted), None)
+
+    def _whole(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+        """Rows of the whole weight that is being loaded; a weight that is fused on disk comes without a shard."""
+        return (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows
+
+    def _hf_name(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+        found = self._find(layer, shard, kwargs)
+        return found.name if found else self.prefix
+
+    def _check_split(self, layer: LinearBase) -> None:
+        # By the first load the whole model stands, so the list is complete.
+        if self.quant_config.cut:
+            raise cut_error(self.quant_config.cut, layer.tp_size)
+
+
+def cut_error(layers: list[str], tp: int) -> ModelError:
+    """The error for row-parallel layers whose share of K is not whole 128-blocks."""
+    leaves = sorted({name.rsplit(".", 1)[-1] for name in layers})
+    return ModelError(
+        f"tensor_parallel_size={tp} cuts 128-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's "
+        f"share of the contraction dimension must be a multiple of 128. Use a smaller tensor_parallel_size, or leave "
+        f"these layers in BF16 on both sides with exclude={leaves} (JETRL_EXCLUDE={','.join(leaves)})"
+    )
+
+
+def quantized_modules(model: torch.nn.Module) -> list[tuple[LinearBase, QuantizedLinearMethod]]:
+    """All quantized linears of a built vLLM model, with their methods, in module order."""
+    found = []
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, QuantizedLinearMethod) and isinstance(module, LinearBase):
+            found.append((module, method))
+    return found

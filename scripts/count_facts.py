@@ -1,0 +1,107 @@
+"""Print how many product files name each model family, precision and correction, and which.
+
+Run: ``python scripts/count_facts.py``; the exit status is 1 if one of them is named in more files than its limit. A fact that
+stands in a record is named where the record is, and where something exists for it alone; everything else asks the record.
+
+Product files are the modules of ``jetrl_patch/`` and ``adapters/``. What counts as naming, anywhere in a file (code, text,
+comments) or in its path:
+
+- a family: its ``model_type`` as a word (``qwen2``, ``"qwen2"``), or its classes' prefix (``Qwen2MLP``); of two families whose
+  names begin alike the longer one counts;
+- ``int8`` and ``fp16``: these letters in any identifier or word, ``float16`` included; not ``uint8`` and ``bfloat16``;
+- ``fp8-unified`` and ``fp8-rollout``: the literal; other precisions compute in FP8 too, so that the letters alone say nothing;
+- ``bf16``: where it is said to be the precision (``precision="bf16"``), since every mode has tensors in BF16;
+- a correction: its name as a word in any case, with ``-`` or ``_``; beside these files each framework may have one mapping.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from jetrl_patch.config.modes import PRECISIONS
+from jetrl_patch.correction.kinds import CORRECTIONS
+
+ROOT = Path(__file__).resolve().parents[1]
+
+#: how many files may name one
+LIMITS = {"family": 2, "precision": 12, "correction": 3}
+#: the mappings of corrections to a framework's own, which do not count
+MAPPINGS = ("adapters/verl/correction.py", "adapters/openrlhf/correction.py")
+
+_SPECIAL = {
+    "bf16": r"precision\W{1,6}bf16\b|name=\"bf16\"",
+    "fp16": r"fp16|(?<!b)float16",
+    "int8-rollout": r"(?<!u)int8",
+}
+
+
+def precision_patterns() -> dict[str, re.Pattern[str]]:
+    """Precision -> what names it."""
+    return {name: re.compile(_SPECIAL.get(name, re.escape(name)), re.IGNORECASE) for name in PRECISIONS}
+
+
+def correction_patterns() -> dict[str, re.Pattern[str]]:
+    """Correction -> what names it."""
+    return {
+        name: re.compile(rf"(?<![\w-]){name.replace('-', '[-_]')}(?![\w-])", re.IGNORECASE) for name in CORRECTIONS
+    }
+
+
+def family_patterns(names: Iterable[str]) -> dict[str, re.Pattern[str]]:
+    """Family (a ``model_type``) -> what names it."""
+    every = sorted(names)
+    found = {}
+    for name in every:
+        prefix = _prefix(name)
+        longer = [_prefix(other).removeprefix(prefix) for other in every if other != name and _prefix(other).startswith(prefix)]
+        but = f"(?!{'|'.join(longer)})" if longer else ""
+        found[name] = re.compile(rf"(?<![A-Za-z0-9_]){re.escape(name)}(?![A-Za-z0-9_])|(?<![A-Za-z0-9]){prefix}{but}(?=[A-Z])")
+    return found
+
+
+def _prefix(name: str) -> str:
+    """``qwen3_moe`` -> ``Qwen3Moe``."""
+    return "".join(part.capitalize() for part in name.split("_"))
+
+
+def families() -> tuple[str, ...]:
+    """The families there are; none without their table."""
+    if importlib.util.find_spec("jetrl_patch.families") is None:
+        return ()
+    table = importlib.import_module("jetrl_patch.families")
+    return tuple(table.FAMILIES)
+
+
+def product_files() -> dict[str, str]:
+    """Path from the root -> path and text of every product file."""
+    paths = [path for folder in ("jetrl_patch", "adapters") for path in sorted((ROOT / folder).rglob("*.py"))]
+    return {(name := path.relative_to(ROOT).as_posix()): f"{name}\n{path.read_text()}" for path in paths}
+
+
+def named_in(pattern: re.Pattern[str], files: dict[str, str]) -> list[str]:
+    """The files in which a pattern is found."""
+    return [name for name, text in files.items() if pattern.search(text)]
+
+
+def counted() -> dict[str, dict[str, list[str]]]:
+    """Kind of fact -> fact -> the product files that name it, mappings left out."""
+    files = product_files()
+    others = {name: text for name, text in files.items() if name not in MAPPINGS}
+    return {
+        "family": {name: named_in(pattern, files) for name, pattern in family_patterns(families()).items()},
+        "precision": {name: named_in(pattern, files) for name, pattern in precision_patterns().items()},
+        "correction": {name: named_in(pattern, others) for name, pattern in correction_patterns().items()},
+    }
+
+
+if __name__ == "__main__":
+    beyond = False
+    for kind, facts in counted().items():
+        for fact, where in facts.items():
+            beyond |= len(where) > LIMITS[kind]
+            print(f"{kind} {fact}: {len(where)} of at most {LIMITS[kind]} files: {', '.join(where)}")
+    sys.exit(beyond)
