@@ -44,6 +44,7 @@ class Setting:
 
 
 _WINDOW = "the shared attention sees the whole context"
+_NO_BIAS = "transformers' model has no such bias"
 #: what holds for every family that is built like Llama
 _SETTINGS = (
     Setting("hidden_act", ("silu", "swish"), "the shared activation is SiLU"),
@@ -128,7 +129,13 @@ _RECORDS = (
         "mistral",
         "Mistral",
         "Mistral",
-        uncovered={"exact": "it was not compared", "fused": "it was not tried", **_NOT_MEGATRON},
+        uncovered=_NOT_MEGATRON,
+        settings=(
+            *_SETTINGS,
+            Setting("sliding_window", (None,), _WINDOW),
+            *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
+            Setting("llama_4_scaling", (None,), "the trainer does not scale its queries"),
+        ),
     ),
     Family(
         "phi3",
@@ -141,6 +148,36 @@ _RECORDS = (
             "fused": "its gate and up are one weight, which the fused MLP does not take apart",
             **_NOT_MEGATRON,
         },
+    ),
+    Family(
+        "seed_oss",
+        "SeedOss",
+        "Seed-OSS",
+        uncovered={"fused": "its MLP may drop parts of its output, which the fused MLP does not", **_NOT_MEGATRON},
+        settings=(
+            *_SETTINGS,
+            Setting("residual_dropout", (0,), "the rollout drops nothing", "set residual_dropout=0 in config.json"),
+            Setting("attention_bias", (True,), "vLLM always has a bias of q, k and v"),
+            Setting("attention_out_bias", (False,), "vLLM leaves the bias of o_proj out"),
+            Setting("mlp_bias", (False,), "vLLM leaves the biases of the MLP out"),
+            Setting("is_causal", (True,), "the shared attention is causal"),
+        ),
+    ),
+    Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_NOT_MEGATRON, rollout="transformers"),
+    Family(
+        "granite",
+        "Granite",
+        "Granite",
+        uncovered=_NOT_MEGATRON,
+        settings=(
+            *_SETTINGS,
+            Setting("layer_types", (None,), "vLLM takes it for a sign of attention sinks", "leave it out of config.json"),
+            Setting("attention_sinks", (False,), "the shared attention has no sinks"),
+            Setting("layer_rope_theta", (None,), "both sides share one table of angles"),
+            Setting("logit_scale", (1,), "the trainer divides by logits_scaling alone"),
+            Setting("bias", (False,), _NO_BIAS),
+        ),
+        logits_divisor="logits_scaling",
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}

@@ -123,6 +123,14 @@ OUTSIDE = [
     ("llama", "hidden_act", "gelu", "SiLU"),
     ("llama", "quantization_config", {"quant_method": "awq"}, "use the BF16 checkpoint"),
     ("qwen2", "dual_chunk_attention_config", {}, "whole context"),
+    ("mistral", "sliding_window", 4096, "whole context"),
+    ("mistral", "attention_bias", True, "no such bias"),
+    ("seed_oss", "residual_dropout", 0.1, "set residual_dropout=0 in config.json, or use"),
+    ("seed_oss", "attention_bias", False, "always has a bias"),
+    ("seed_oss", "attention_out_bias", True, "o_proj"),
+    ("smollm3", "use_sliding_window", True, "whole context"),
+    ("granite", "layer_types", ["full_attention"], "leave it out of config.json, or use"),
+    ("granite", "logit_scale", 0.5, "logits_scaling"),
     ("llama", "architectures", ["LlamaForSequenceClassification"], "expected LlamaForCausalLM"),
 ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.modules import swap
+from jetrl_patch.exact.modules import swap
 from jetrl_patch.families import covering
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State

@@ -6,13 +6,12 @@ from typing import Any
 
 from torch import nn
 
-from jetrl_patch.adapters.transformers import modules
 from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.fused import fuse
 from jetrl_patch.adapters.transformers.head import check_head, widen_head
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import dispatch
+from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.exact.coverage import check_family
 from jetrl_patch.fp8.backends import choose_backend
 from jetrl_patch.fp8.convert import select_layers, swap_linears
