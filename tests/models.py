@@ -11,12 +11,23 @@ from typing import Any
 
 import torch
 
-FAMILIES = ("qwen2", "qwen3", "llama")
+#: what a family needs beside the sizes, or differs in from a model that is built like Llama
+OF_FAMILY: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": None, "head_dim": 128},  # heads wider than hidden / heads, as Mistral-Nemo has them
+    "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
+    "smollm3": {"no_rope_layer_interval": 2},  # of three layers the second has no rotary embedding
+    "granite": {  # no powers of two, so that the order of roundings shows
+        "embedding_multiplier": 12.0,
+        "attention_multiplier": 0.11,
+        "residual_multiplier": 0.7,
+        "logits_scaling": 1.3,
+    },
+}
 
 
 def config_of(family: str, **options: Any) -> Any:
     """A Hugging Face config: 3 layers, hidden 256, 4 heads of 64, KV width 128, vocabulary 384."""
-    from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+    from transformers import AutoConfig
 
     settings: dict[str, Any] = {
         "vocab_size": 384,
@@ -31,11 +42,9 @@ def config_of(family: str, **options: Any) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if family != "qwen2":
+    if family in ("qwen3", "llama", "seed_oss"):
         settings["head_dim"] = 64
-    settings.update(options)
-    kinds = {"qwen2": Qwen2Config, "qwen3": Qwen3Config, "llama": LlamaConfig}
-    return kinds[family](**settings)
+    return AutoConfig.for_model(family, **{**settings, **OF_FAMILY.get(family, {}), **options})
 
 
 #: what the exactness tests cover: KV width 64, tied embeddings, attention bias, widths that are no multiples of 128
@@ -43,6 +52,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),  # Qwen2 has an attention bias of its own
     "qwen3": ("qwen3", {}),
     "llama": ("llama", {}),
+    "mistral": ("mistral", {}),
+    "seed_oss": ("seed_oss", {}),
+    "smollm3": ("smollm3", {"tie_word_embeddings": True}),
+    "granite": ("granite", {}),
     "qwen2-odd": (
         "qwen2",
         {"hidden_size": 320, "intermediate_size": 1000, "num_attention_heads": 5, "num_key_value_heads": 1},

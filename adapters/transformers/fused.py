@@ -11,18 +11,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.modules import swap
+from jetrl_patch.exact.modules import swap
+from jetrl_patch.families import covering
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-
-#: transformers' classes whose formula is known: w * bf16(x / rms), and down(silu(gate) * up)
-NORMS = ("Qwen2RMSNorm", "Qwen3RMSNorm", "LlamaRMSNorm")
-MLPS = ("Qwen2MLP", "Qwen3MLP", "LlamaMLP")
-#: a block's norms and the layers that read them; the norms of heads and of the whole model feed no FP8 layer
-READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
 
 
 class FusedNorm:
@@ -52,21 +44,28 @@ class FusedMLP:
 
 
 def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Fuse what can be in a model whose layers are FP8 already, in place; the names of the modules that changed."""
+    """Fuse what can be in a model whose layers are FP8 already, in place; the names of the modules that changed.
+
+    Classes are known by their names, so that a part of a model is enough. The norms of heads and of the whole model feed no
+    FP8 layer and stay.
+    """
     if not producers.available(backend, device_type):
         return []
     changed = []
+    families = covering("fused").values()
+    norms, mlps = {family.norm: family for family in families}, {family.mlp for family in families}
     modules = dict(model.named_modules())
     for name, module in modules.items():
         parent, _, leaf = name.rpartition(".")
-        if type(module).__name__ in NORMS:
-            layers = (modules.get(f"{parent}.{reader}") for reader in READERS.get(leaf, ()))
+        kind = type(module).__name__
+        if kind in norms:
+            layers = (modules.get(f"{parent}.{reader}") for reader in norms[kind].readers.get(leaf, ()))
             first = next((layer for layer in layers if isinstance(layer, Fp8Linear)), None)
             if first is None:
                 continue
             swap(module, FusedNorm)
             module.jetrl_fp8 = first.fp8
-        elif type(module).__name__ in MLPS and isinstance(module.down_proj, Fp8Linear) and _is_silu(module.act_fn):
+        elif kind in mlps and isinstance(module.down_proj, Fp8Linear) and _is_silu(module.act_fn):
             swap(module, FusedMLP)
         else:
             continue

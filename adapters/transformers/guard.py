@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from jetrl_patch.adapters.transformers import modules
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact import modules
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 

@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetrl_patch.adapters.transformers.modules import swap
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
+from jetrl_patch.exact.modules import swap
 
 __all__ = ["ExactFp32Head", "Fp32Head", "check_head", "widen_head"]
 

@@ -6,14 +6,13 @@ from typing import Any
 
 from torch import nn
 
-from jetrl_patch.adapters.transformers import modules
 from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.fused import fuse
 from jetrl_patch.adapters.transformers.head import check_head, widen_head
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError, NotPatchedError
-from jetrl_patch.exact import dispatch
-from jetrl_patch.exact.families import check_family
+from jetrl_patch.errors import ModelError, NotPatchedError, explain
+from jetrl_patch.exact import dispatch, modules
+from jetrl_patch.exact.coverage import check_family
 from jetrl_patch.fp8.backends import choose_backend
 from jetrl_patch.fp8.convert import select_layers, swap_linears
 from jetrl_patch.fp8.layers import is_row_parallel
@@ -52,20 +51,21 @@ def prepare_model(
             widen_head(model, config)
         return names
     if config.exact:
-        _check_exact(model)
+        kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp)
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which leave it alone then
     if config.exact:
-        _make_exact(model, rollout_tp)
+        _make_exact(model, kinds, rollout_tp)
     else:
         fuse(model, backend, device_type)
     return names
 
 
-def _check_exact(model: Any) -> None:
+def _check_exact(model: Any) -> dict[str, type]:
+    """The exact counterpart of each class of the model's family that has one."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     te = next((name for name, module in model.named_modules() if is_te_linear(module)), None)
@@ -74,7 +74,19 @@ def _check_exact(model: Any) -> None:
             f'align="exact" does not cover TransformerEngine, whose GEMM promises no row its bits, found it in {te}; '
             'use align="linear"'
         )
-    check_family(model.config)
+    family = check_family(model.config)
+    kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary, family.mlp: modules.ExactMLP}
+    for name, module in model.named_modules():
+        known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in kinds
+        if not known and next(module.parameters(recurse=False), None) is not None:
+            raise ModelError(
+                explain(
+                    f'align="exact" of {name}',
+                    required=f"linears, embeddings and {family.norm}, as transformers builds {family.causal_lm}",
+                    found=type(module).__name__,
+                    fix='switch off what replaced it, or use align="linear"',
+                )
+            )
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise NotPatchedError(
             f"transformers does not know the attention {NAME!r} in this process; call jetrl_patch.enable() before "
@@ -82,17 +94,13 @@ def _check_exact(model: Any) -> None:
         )
     if not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise ModelError(f"{type(model).__name__} has no lm_head: exact mode prepares causal language models")
+    return kinds
 
 
-def _make_exact(model: Any, rollout_tp: int) -> None:
+def _make_exact(model: Any, kinds: dict[str, type], rollout_tp: int) -> None:
     for name, module in model.named_modules():
-        kind = type(module).__name__
-        if kind.endswith("RMSNorm"):
-            modules.swap(module, modules.ExactNorm)
-        elif kind.endswith("RotaryEmbedding"):
-            modules.swap(module, modules.ExactRotary)
-        elif kind.endswith("MLP"):
-            modules.swap(module, modules.ExactMLP)
+        if (exact := kinds.get(type(module).__name__)) is not None:
+            modules.swap(module, exact)
         elif isinstance(module, nn.Embedding):
             modules.swap(module, modules.ExactEmbedding)
         elif type(module) is nn.Linear:

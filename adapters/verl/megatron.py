@@ -21,6 +21,7 @@ from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
+from jetrl_patch.families import covering
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
 
@@ -33,8 +34,6 @@ LAYERS = f"{MEGATRON}.override_transformer_config"
 SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 #: the first TransformerEngine with block scaling, of which Megatron says the same
 TE_LEAST = "2.3"
-#: dense models whose Megatron layers are known: qkv and gate_up are one matrix each
-FAMILIES = ("qwen2", "qwen3", "llama")
 #: FP8 layers of TransformerEngine in one block of them: linear_qkv, linear_proj, linear_fc1, linear_fc2
 PER_BLOCK = 4
 
@@ -162,8 +161,8 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
         ModelError: another family, or widths at which a 128x128 block would hold rows of two layers, with all of them.
     """
     family = getattr(hf_config, "model_type", None)
-    if family not in FAMILIES:
-        asked = f"one of {', '.join(FAMILIES)}, whose layers in Megatron are known"
+    if family not in covering("megatron"):
+        asked = f"one of {', '.join(covering('megatron'))}, whose layers in Megatron are known"
         raise ModelError(explain("model with Megatron", required=asked, found=f"model_type={family!r}", fix="use strategy=fsdp2"))
     heads = int(hf_config.num_attention_heads)
     width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)

@@ -61,7 +61,7 @@ class VllmAdapter(Adapter):
             self._installed = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Four attributes: the engine's settings, the worker's load and step, and the CPU's BF16 linears."""
+        """The engine's settings, the worker's load and step, the CPU's BF16 linears, and classes of transformers left alone."""
         return (
             Patch(
                 module="vllm.engine.arg_utils",
@@ -94,7 +94,26 @@ class VllmAdapter(Adapter):
                 "fail or go unseen; only CPU builds call it",
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
             ),
+            *([_LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
         )
+
+
+def _decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    def decorate_for_torch_compile(self: Any) -> None:
+        if not self.model_config.enforce_eager:
+            original(self)
+
+    return decorate_for_torch_compile
+
+
+_LEAVE_TRANSFORMERS_ALONE = Patch(
+    module="vllm.model_executor.models.transformers.base",
+    attr="Base._decorate_for_torch_compile",
+    make=_decorate_for_torch_compile,
+    reason="an engine that runs transformers' code changes transformers' own class for compilation, eager or not: a trainer "
+    "in the same process could build no such model any more; engines that compile are not covered",
+    remove_when="vLLM compiles a subclass, or leaves the class alone in eager mode",
+)
 
 
 def _create_engine_config(original: Callable[..., Any], *, adapter: VllmAdapter, config: Config) -> Callable[..., Any]:

@@ -14,6 +14,7 @@ from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_quantized
 
 if TYPE_CHECKING:
@@ -105,18 +106,14 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
 
 
 def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
-    from jetrl_patch.exact.families import check_family
+    from jetrl_patch.exact.coverage import check_family
 
     model = vllm_config.model_config
     device_problems(vllm_config)
-    check_family(hf_config)
+    family = check_family(hf_config)
     problems = {
-        "model_impl='transformers'": model.using_transformers_backend(),
-        "a sliding window": _has_window(hf_config),
+        "model_impl='transformers'": model.using_transformers_backend() and family.rollout != "transformers",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
-        "dual chunk attention": getattr(hf_config, "dual_chunk_attention_config", None) is not None,
-        "attention_bias of qwen3 (vLLM leaves the bias of o_proj out)": hf_config.model_type == "qwen3"
-        and bool(getattr(hf_config, "attention_bias", False)),
         "the V2 model runner, whose log-softmax is another (set VLLM_USE_V2_MODEL_RUNNER=0)": (
             vllm_config.use_v2_model_runner
         ),
@@ -130,23 +127,19 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         )
 
 
-def _has_window(hf_config: Any) -> bool:
-    types = getattr(hf_config, "layer_types", None) or ()
-    return bool(getattr(hf_config, "use_sliding_window", False)) or any(kind != "full_attention" for kind in types)
-
-
 def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
-    """Row-parallel layers of a Llama-like model whose share of K is no multiple of 128 (others: see ``quant``)."""
+    """Row-parallel layers of a model in blocks whose share of K is no multiple of 128 (others: see ``quant``)."""
     keys = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
-    sizes = [getattr(hf_config, key, None) for key in keys]
-    if tp == 1 or not all(isinstance(size, int) for size in sizes):
+    sizes = {key: getattr(hf_config, key, None) for key in keys}
+    if tp == 1 or not all(isinstance(size, int) for size in sizes.values()):
         return []
-    layers, heads, inner, hidden = (int(size or 0) for size in sizes)
-    width = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
+    layers, heads, _, hidden = (int(size or 0) for size in sizes.values())
+    sizes["attention"] = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
+    family = FAMILIES.get(hf_config.model_type, LLAMA_LIKE)
     names = []
     for index in range(layers):
-        for leaf, k in (("self_attn.o_proj", width), ("mlp.down_proj", inner)):
-            name = f"model.layers.{index}.{leaf}"
+        for layer, size in family.row_parallel.items():
+            name, k = f"model.layers.{index}.{layer}", int(sizes[size] or 0)
             if k % tp == 0 and (k // tp) % 128 and is_quantized(name, exclude):
                 names.append(name)
     return names

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.devices import refuse_exact_on
 from jetrl_patch.errors import ConflictError, ModelError, explain
+from jetrl_patch.families import FAMILIES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["choose_attention", "device_problems", "rank_sizes", "try_ops"]
+__all__ = ["choose_attention", "device_problems", "finish_model", "rank_sizes", "try_ops"]
 
 
 def choose_attention(args: EngineArgs) -> None:
@@ -68,6 +69,15 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
         head_dim=model.get_head_size(),
         vocab=model.get_vocab_size(),
     )
+
+
+def finish_model(worker: Any) -> None:
+    """In a worker whose model is loaded: make exact what vLLM's tables do not reach. Raises ModelError where it cannot."""
+    family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
+    if family.rollout == "transformers":
+        from jetrl_patch.adapters.vllm.transformers_backend import finish
+
+        finish(worker.model_runner.get_model(), family)
 
 
 def try_ops(worker: Any) -> None:

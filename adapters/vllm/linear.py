@@ -23,19 +23,19 @@ class JetrlRowParallelLinear(RowParallelLinear):
     """Stands in for ``RowParallelLinear``; other quantizations and a single rank behave as before."""
 
     def forward(self, input_: torch.Tensor) -> Any:
-        """``input_ [M, K / ranks]`` BF16 -> ``[M, N]`` BF16, the same on every rank."""
+        """``input_ [..., K / ranks]`` BF16 -> ``[..., N]`` BF16, the same on every rank."""
         method = self.quant_method
         ours = isinstance(method, (QuantizedLinearMethod, ExactLinearMethod))
         if not ours or self.tp_size == 1 or not self.reduce_results:
             return super().forward(input_)
         if not self.input_is_parallel:
             input_ = input_.chunk(self.tp_size, dim=-1)[self.tp_rank].contiguous()
-        partial_MN = method.partial_sum(self, input_)
+        partial_MN = method.partial_sum(self, input_.reshape(-1, input_.shape[-1]))
         parts_RMN = tensor_model_parallel_all_gather(partial_MN.unsqueeze(0), dim=0)
         total_MN = parts_RMN[0]
         for part_MN in parts_RMN[1:]:
             total_MN = total_MN + part_MN
-        output = total_MN.to(input_.dtype)
+        output = total_MN.to(input_.dtype).view(*input_.shape[:-1], -1)
         if self.bias is not None and not self.skip_bias_add:
             output = output + self.bias
         if not self.return_bias:

@@ -1,22 +1,26 @@
-"""vLLM's norm, rotary embedding and activation in the order and rounding of Hugging Face models.
+"""vLLM's norm, rotary embedding, activation and scaled logits in the order and rounding of Hugging Face models.
 
-All three go in by vLLM's own table of out-of-tree ops, which swaps a class by name when a model is built.
+All of them go in by vLLM's own table of out-of-tree ops, which swaps a class by name when a model is built.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
+from jetrl_patch.families import FAMILIES
 
-__all__ = ["OPS", "ExactRMSNorm", "ExactRotaryEmbedding", "ExactSiluAndMul"]
+__all__ = ["OPS", "ExactLogitsProcessor", "ExactRMSNorm", "ExactRotaryEmbedding", "ExactSiluAndMul"]
 
 
 class ExactRMSNorm(RMSNorm):
@@ -34,6 +38,23 @@ class ExactRMSNorm(RMSNorm):
             return ops.rms_norm(x, self.weight.data, self.variance_epsilon)
         residual = residual + x
         return ops.rms_norm(residual, self.weight.data, self.variance_epsilon), residual
+
+
+class ExactLogitsProcessor(LogitsProcessor):
+    """vLLM multiplies the logits by the rounded reciprocal of what the trainer's model divides them by."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        hf_config = get_current_vllm_config().model_config.hf_text_config
+        key = FAMILIES[hf_config.model_type].logits_divisor
+        self.divisor = None if key is None else getattr(hf_config, key)
+        if self.divisor is not None:
+            self.scale = 1.0
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
+        """Logits ``[M, V]``, or None on a rank that does not sample."""
+        logits: torch.Tensor | None = super().forward(*args, **kwargs)
+        return logits if logits is None or self.divisor is None else logits / self.divisor
 
 
 class ExactSiluAndMul(SiluAndMul):
@@ -82,6 +103,7 @@ class ExactLinearScalingRotaryEmbedding(ExactRotaryEmbedding, LinearScalingRotar
 
 
 OPS: dict[str, type] = {
+    "LogitsProcessor": ExactLogitsProcessor,
     "RMSNorm": ExactRMSNorm,
     "SiluAndMul": ExactSiluAndMul,
     "RotaryEmbedding": ExactRotaryEmbedding,

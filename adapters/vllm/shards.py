@@ -87,7 +87,7 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
 
 
 def _one_weight(name: str, sizes: Sequence[tuple[str | int | None, int, int, int]], k: int) -> list[Shard]:
-    """Parts that are one weight in Hugging Face's model, too (Phi-3): rectangles of one tensor, one below the other."""
+    """Parts that are one weight in Hugging Face's model, too: rectangles of one tensor, one below the other."""
     total, base, found, offset = sum(rows for _, rows, _, _ in sizes), 0, [], 0
     for shard_id, rows, local, part in sizes:
         found.append(Shard(name, shard_id, total, base + part * local, base + (part + 1) * local, 0, k, offset))

@@ -37,8 +37,9 @@ def attach(worker: Any, config: Config) -> None:
             f"call jetrl_patch.enable() before the engine is built"
         )
     if config.exact:
-        from jetrl_patch.adapters.vllm.exact import try_ops
+        from jetrl_patch.adapters.vllm.exact import finish_model, try_ops
 
+        finish_model(worker)
         try_ops(worker)
     runtime.register_layers(layers)
     backend = _backend(config, worker) if config.quantized_rollout else ""

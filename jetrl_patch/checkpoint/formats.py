@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.errors import ConfigError, ModelError, explain
+from jetrl_patch.families import MERGED
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
 from jetrl_patch.fp8.quantize import dequantize_weight, expand_weight_scale, quantize_weight
@@ -21,9 +22,6 @@ __all__ = ["SCALE_SUFFIX", "Format", "check_error", "choose_layers", "convert", 
 
 Format = Literal["bf16", "fp8"]
 SCALE_SUFFIX = "_scale_inv"
-
-#: vLLM loads these layers as one, in this order, and all but the last must end at a block's edge
-_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 def choose_layers(model: Any, exclude: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -35,7 +33,7 @@ def choose_layers(model: Any, exclude: Sequence[str]) -> tuple[list[str], list[s
     """
     chosen = select_layers(model, exclude)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    for merged in _MERGED:
+    for merged in MERGED:  # all but the last must end at a block's edge
         for name in [name for name in linears if name.rsplit(".", 1)[-1] == merged[0]]:
             prefix = name.removesuffix(merged[0])
             group = [prefix + part for part in merged if prefix + part in linears]

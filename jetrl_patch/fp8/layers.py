@@ -11,14 +11,13 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from jetrl_patch.errors import ModelError
+from jetrl_patch.families import ROW_PARALLEL
 from jetrl_patch.fp8.formats import BLOCK
 
 #: A linear layer of a transformer block; all others (embedding, lm_head, value heads) stay in BF16.
 _IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 #: Router gates stay in BF16.
 _ROUTERS = ("gate", "router", "shared_expert_gate")
-#: Layers that a tensor-parallel rollout splits along K.
-ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 def matches(name: str, pattern: str) -> bool:

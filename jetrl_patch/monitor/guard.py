@@ -6,12 +6,10 @@ from collections.abc import Collection, Iterable, Mapping
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.families import MERGED
 from jetrl_patch.monitor.figures import Figures
 
-__all__ = ["FUSED", "below", "check_guard", "with_partners"]
-
-#: layers of one parent that vLLM holds as one, so that they change together
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+__all__ = ["below", "check_guard", "with_partners"]
 
 
 def check_guard(config: Config, rollout_tp: int) -> None:
@@ -41,7 +39,7 @@ def with_partners(names: Iterable[str], layers: Collection[str]) -> list[str]:
     wanted = set(names)
     for name in list(wanted):
         parent, dot, leaf = name.rpartition(".")
-        for group in FUSED:
+        for group in MERGED:  # they change together
             if leaf in group:
                 wanted |= {f"{parent}{dot}{partner}" for partner in group}
     return [layer for layer in layers if layer in wanted]

@@ -102,6 +102,6 @@ def check_model(path: str, configs: list[Config]) -> None:
     if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
         raise ModelError(f"--model {path}: found no weights (*.safetensors or *.bin) beside {file.name}")
     if any(config.exact for config in configs):
-        from jetrl_patch.exact.families import check_family
+        from jetrl_patch.exact.coverage import check_family
 
         check_family(SimpleNamespace(**settings))

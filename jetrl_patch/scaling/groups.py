@@ -2,7 +2,8 @@
 
     norm(x) = x̂ · g        W norm(x) = (W · f) (norm(x) / f)        with f a number, or one number per channel
 
-Only linears that read the norm, and nothing else that does, may stand in a group; that is known per model family.
+Only linears that read the norm, and nothing else that does, may stand in a group; the record of the model's family says
+which they are (``families.Family.readers``), and that its norms are ``x̂ · g`` (not ``1 + g``) and stand before the linears.
 ``o_proj`` and ``down_proj`` read no norm and are in none.
 """
 
@@ -12,17 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jetrl_patch.errors import ModelError
+from jetrl_patch.families import covering
 
-__all__ = ["FAMILIES", "Group", "groups_of"]
-
-#: ``model_type`` of families whose norms are ``x̂ · g`` (not ``1 + g``), stand before the linears, and feed these alone
-FAMILIES = ("llama", "mistral", "phi3", "qwen2", "qwen3")
-
-#: norm -> the linears that read it; weights that are fused on disk (Phi-3) have one name
-_READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.qkv_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"),
-}
+__all__ = ["Group", "groups_of"]
 
 
 @dataclass(frozen=True)
@@ -44,16 +37,17 @@ def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Grou
     Raises:
         ModelError: another family, where a factor might change the model's function.
     """
-    if family not in FAMILIES:
+    covered = covering("scaling")
+    if family not in covered:
         raise ModelError(
-            f"{asked} is known to change nothing for the model families {', '.join(FAMILIES)}, found "
+            f"{asked} is known to change nothing for the model families {', '.join(covered)}, found "
             f"model_type={family!r}; switch it off (smoothing=0, or no invariant_scale)"
         )
     known = dict.fromkeys(names)
     found = []
     for name in known:
         stem, _, leaf = name.removesuffix(".weight").rpartition(".")
-        readers = tuple(f"{stem}.{part}.weight" for part in _READERS.get(leaf, ()))
+        readers = tuple(f"{stem}.{part}.weight" for part in covered[family].readers.get(leaf, ()))
         present = tuple(reader for reader in known if reader in readers)
         if present:
             found.append(Group(name, present))

@@ -48,7 +48,7 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
 
     check_guard(config, rollout_tp)
     if config.exact:
-        from jetrl_patch.exact.families import check_family
+        from jetrl_patch.exact.coverage import check_family
 
         check_family(hf_config)
     with torch.device("meta"):

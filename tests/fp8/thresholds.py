@@ -27,6 +27,8 @@ SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT = 48.0, 45.0
 SAVED_BYTES_RATIO = 0.55
 #: least cosine between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor
 GRADIENT_COSINE = 0.9
+#: least SQNR in dB of a whole model's gradients against FP64: all layers in FP8, and all but one in BF16
+SQNR_MODEL_GRADIENT = {"fp8": 8.0, "bf16": 25.0}
 
 
 def sqnr(value, reference) -> float:  # type: ignore[no-untyped-def]

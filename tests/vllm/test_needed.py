@@ -95,3 +95,42 @@ def test_vllm_rounds_partial_sums_without_us() -> None:
     from vllm.model_executor.layers.linear import RowParallelLinear
 
     assert "tensor_model_parallel_all_reduce(output_parallel)" in inspect.getsource(RowParallelLinear.forward)
+
+
+def test_transformers_classes_are_changed_for_compilation_without_us() -> None:
+    from types import SimpleNamespace
+
+    from vllm.model_executor.models.transformers.base import Base
+
+    changed: list[Any] = []
+    engine = SimpleNamespace(
+        model_config=SimpleNamespace(enforce_eager=True),
+        _pre_trained_model_classes=SimpleNamespace(decoder="the trainer's class too"),
+        _decorate_cls_for_torch_compile=lambda cls, **_: changed.append(cls),
+    )
+    Base._decorate_for_torch_compile(engine)
+    assert changed == ["the trainer's class too"]
+    jetrl_patch.enable(precision="fp8-unified")
+    Base._decorate_for_torch_compile(engine)
+    assert len(changed) == 1
+    engine.model_config.enforce_eager = False
+    Base._decorate_for_torch_compile(engine)
+    assert len(changed) == 2
+
+
+def test_scaled_logits_round_otherwise_without_us(vllm_config: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from vllm.model_executor.layers.logits_processor import LogitsProcessor
+
+    from jetrl_patch.adapters.vllm import ops
+
+    hf_config = SimpleNamespace(model_type="granite", logits_scaling=1.3)
+    current = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf_config, head_dtype=None))
+    monkeypatch.setattr(ops, "get_current_vllm_config", lambda: current)
+    logits = torch.randn(64, 384, dtype=torch.bfloat16)
+    trainers = logits / 1.3
+    stock = LogitsProcessor(384, scale=1 / 1.3, logits_as_input=True)
+    ours = ops.ExactLogitsProcessor(384, scale=1 / 1.3, logits_as_input=True)
+    assert torch.equal(ours(None, logits.clone()), trainers)
+    assert not torch.equal(stock(None, logits.clone()), trainers)

@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
         ("llama3-rope", 2, ("o_proj",)),  # BF16 partial sums follow the same order
         ("tp4", 4, ()),  # two KV heads on four ranks: replicas
         ("qwen2", 4, ("o_proj",)),  # a split that would cut o_proj's blocks
+        *((family, 2, ()) for family in ("mistral", "seed_oss", "smollm3", "granite")),
     ],
 )
 def test_log_probs_are_equal(

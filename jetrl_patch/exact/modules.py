@@ -1,4 +1,4 @@
-"""Exact counterparts of the modules of a Hugging Face model, put in place by swapping classes.
+"""Exact counterparts of the modules of a Hugging Face model, in the trainer and where vLLM runs its code: classes are swapped.
 
 A swapped module keeps its parameters, its name and its place; ``isinstance`` with the original class holds.
 """

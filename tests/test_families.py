@@ -1,0 +1,149 @@
+"""The one table of model families: nothing else in the product names one, and what it says of classes is true."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.exact.coverage import check_family
+from jetrl_patch.families import FAMILIES, LLAMA_LIKE, MERGED, ROW_PARALLEL, Family, covering, titles
+
+from .test_boundaries import ROOT, loaded_by, python_files
+
+TABLE = ROOT / "jetrl_patch" / "families.py"
+#: a family and the one other file that names it, because vLLM has a class of that name
+NAMED_ELSEWHERE = {"llama": "adapters/vllm/ops.py"}
+
+
+def names_of(family: Family) -> re.Pattern[str]:
+    """Its model type as a word, and its class prefix where it begins one: "qwen2", "Qwen2RMSNorm", "Phi-3"."""
+    spelled = {family.prefix, family.prefix.replace("Phi3", "Phi-?3")}
+    return re.compile(rf"\b({family.model_type}\b|{'|'.join(spelled)})")
+
+
+def files_that_name(family: Family) -> set[str]:
+    paths = {*python_files("jetrl_patch"), *python_files("adapters")} - {TABLE}
+    return {str(path.relative_to(ROOT)) for path in paths if names_of(family).search(path.read_text())}
+
+
+def test_the_table_loads_no_framework() -> None:
+    found = loaded_by("import jetrl_patch.families")
+    assert not found & {"torch", "transformers", "vllm"}
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_no_second_table(family: Family) -> None:
+    assert files_that_name(family) == {file for name, file in NAMED_ELSEWHERE.items() if name == family.model_type}
+
+
+def test_a_second_table_would_be_found() -> None:
+    for text in ('("qwen2", "llama")', 'NORMS = ("Qwen2RMSNorm",)', "# for Phi-3 alone", 'if kind == "mistral":'):
+        assert any(names_of(family).search(text) for family in FAMILIES.values()), text
+    assert not any(names_of(family).search('rope_type != "llama3"') for family in FAMILIES.values())
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_transformers_has_the_classes(family: Family) -> None:
+    import importlib
+
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(family.model_type)
+    model = AutoModelForCausalLM._model_mapping[type(config)]
+    assert model.__name__ == family.causal_lm
+    module = importlib.import_module(model.__module__)
+    assert all(hasattr(module, name) for name in (family.norm, family.mlp, family.rotary))
+
+
+@pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
+def test_the_layers_are_the_models(family: Family) -> None:
+    """Norms, the linears that read them, what is merged and what is split, in a model of one block."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None}
+    config = AutoConfig.for_model(family.model_type, num_hidden_layers=1, vocab_size=8, intermediate_size=64, **sizes)
+    with torch.device("meta"):
+        block = AutoModelForCausalLM.from_config(config).model.layers[0]
+    modules = dict(block.named_modules())
+    linears = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
+    readers = {reader for found in family.readers.values() for reader in found}
+    assert all(type(modules[norm]).__name__ == family.norm for norm in family.readers)
+    assert readers | set(family.row_parallel) == linears
+    assert not readers & set(family.row_parallel)
+    leaves = [name.rpartition(".")[2] for name in linears]
+    assert all(set(group) <= set(leaves) for group in family.merged)
+    for layer, size in family.row_parallel.items():
+        width = 2 * block.self_attn.head_dim if size == "attention" else getattr(config, size)
+        assert modules[layer].in_features == width
+
+
+def test_one_vllm_model_merges_what_the_record_says() -> None:
+    pytest.importorskip("vllm")
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    for family in covering("exact").values():
+        if family.rollout == "vllm":
+            model = ModelRegistry._try_load_model_cls(family.causal_lm)
+            assert model is not None
+            assert {tuple(parts) for parts in model.packed_modules_mapping.values()} == set(family.merged)
+
+
+def test_unions_and_lists() -> None:
+    assert MERGED == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    assert {"o_proj", "down_proj"} == ROW_PARALLEL
+    assert not any(LLAMA_LIKE.covers(part) for part in ("exact", "scaling", "fused", "megatron"))
+    assert titles(covering("megatron").values()) == "Qwen2/2.5, Qwen3 and Llama"
+    assert titles([FAMILIES["phi3"]]) == "Phi-3"
+
+
+def test_documents_list_the_families() -> None:
+    exact = titles(covering("exact").values())
+    for file in ("README.md", "docs/exactness.md"):
+        assert exact in re.sub(r"\s+", " ", Path(ROOT / file).read_text()), file
+    scaling = titles(covering("scaling").values())
+    assert scaling in re.sub(r"\s+", " ", (ROOT / "docs/precisions.md").read_text())
+
+
+def test_a_family_in_the_table_that_is_not_exact_says_why() -> None:
+    with pytest.raises(ModelError, match=r"qwen2, qwen3, llama.*found model_type='phi3' \(its q, k and v.*align=\"linear\""):
+        check_family(SimpleNamespace(model_type="phi3"))
+
+
+OUTSIDE = [
+    ("qwen2", "use_sliding_window", True, "expected False"),
+    ("qwen2", "layer_types", ["full_attention", "sliding_attention"], "whole context"),
+    ("qwen3", "attention_bias", True, "o_proj"),
+    ("llama", "attention_dropout", 0.1, "set attention_dropout=0 in config.json, or use"),
+    ("llama", "hidden_act", "gelu", "SiLU"),
+    ("llama", "quantization_config", {"quant_method": "awq"}, "use the BF16 checkpoint"),
+    ("qwen2", "dual_chunk_attention_config", {}, "whole context"),
+    ("mistral", "sliding_window", 4096, "whole context"),
+    ("mistral", "attention_bias", True, "no such bias"),
+    ("seed_oss", "residual_dropout", 0.1, "set residual_dropout=0 in config.json, or use"),
+    ("seed_oss", "attention_bias", False, "always has a bias"),
+    ("seed_oss", "attention_out_bias", True, "o_proj"),
+    ("smollm3", "use_sliding_window", True, "whole context"),
+    ("granite", "layer_types", ["full_attention"], "leave it out of config.json, or use"),
+    ("granite", "logit_scale", 0.5, "logits_scaling"),
+    ("llama", "architectures", ["LlamaForSequenceClassification"], "expected LlamaForCausalLM"),
+]
+
+
+@pytest.mark.parametrize(("family", "key", "value", "says"), OUTSIDE)
+def test_a_setting_that_is_not_covered_is_refused_by_name(family: str, key: str, value: Any, says: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family)
+    for name, fine in (("attention_dropout", 0), ("sliding_window", None), ("residual_dropout", 0)):
+        if hasattr(config, name):
+            setattr(config, name, fine)
+    assert check_family(config) is FAMILIES[family]
+    setattr(config, key, value)
+    with pytest.raises(ModelError, match=rf"this {family} model: {key}=.*{re.escape(says)}.*align=\"linear\""):
+        check_family(config)
