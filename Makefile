@@ -62,11 +62,11 @@ lint: $(SELF)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python scripts/typecheck.py
 
-# build/site/index.html; fails on a broken link. It reads the sources and imports none of them, so that without .venv/ a
-# small environment of its own will do
+# build/site/index.html; fails on a broken link (with --quiet it would not: mkdocs then counts no warnings). It reads the
+# sources and imports none of them, so without .venv/ a small environment of its own will do
 DOCS := $(if $(wildcard $(STAMP)),$(VENV),build/docs-env)
 docs: $(if $(wildcard $(STAMP)),,build/docs-env/.pins)
-	$(DOCS)/bin/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
 	@echo "the site: build/site/index.html"
 
 build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt

@@ -28,8 +28,9 @@ def test_both_files_ask_the_same_and_know_the_answer(tmp_path: Path) -> None:
 
 
 def test_verl_s_own_reward_and_the_example_s_score_a_right_answer(tmp_path: Path) -> None:
-    from examples.openrlhf.h100.reward import reward_func
     from verl.utils.reward_score import default_compute_score
+
+    from examples.openrlhf.h100.reward import reward_func
 
     row = pandas.read_parquet(write(tmp_path, "train", RECORDS)[0]).iloc[1]
     truth = row["reward_model"]["ground_truth"]
