@@ -1,4 +1,4 @@
-"""A hook of MkDocs: documents of the repository's top level become pages of the site, with their links rewritten."""
+"""Hooks of MkDocs: documents of the top level become pages of the site, and no page loads anything from a network."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -44,3 +45,9 @@ def on_files(files: Files, config: Any) -> Files:
             text = (ROOT / source).read_text(encoding="utf-8")
             files.append(File.generated(config, page, content=rewritten(text, source)))
     return files
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Material's search loads a script from a network where a page is opened as a file; assets/worker.js takes its place."""
+    script = get_relative_url("assets/worker.js", page.url)
+    return output.replace('src="https://unpkg.com/iframe-worker/shim"', f'src="{script}"')
