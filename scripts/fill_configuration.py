@@ -53,7 +53,7 @@ def options() -> str:
     variables = {field: variable for variable, field in env.FIELDS.items()}
     hints, meaning = typing.get_type_hints(Config), meanings()
     lines = [
-        "| setting | values | default | environment | verl's YAML | command line | meaning |",
+        "| setting | values | default | meaning | environment | verl's YAML | command line |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for field in dataclasses.fields(Config):
@@ -63,8 +63,8 @@ def options() -> str:
         flag = f"{FLAGS[name]}, " if name in FLAGS else ""
         example = "a,b" if kind == "patterns" else "…"
         lines.append(
-            f"| `{name}` | {kind} | {default} | `{variables[name]}` | `jetrl.{name}` "
-            f"| {flag}`--set {name}={example}` | {meaning[name]} |"
+            f"| `{name}` | {kind} | {default} | {meaning[name]} | `{variables[name]}` | `jetrl.{name}` "
+            f"| {flag}`--set {name}={example}` |"
         )
     return "\n".join(lines)
 
