@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -13,7 +11,7 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-pytest.importorskip("mkdocs")
+from tests.docs.conftest import Build
 
 ROOT = Path(__file__).resolve().parents[2]
 TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/README.md")
@@ -53,19 +51,9 @@ class Page(HTMLParser):
         self.loads += [value for name, value in found.items() if (tag, name) in LOADING]
 
 
-def build(folder: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    (arguments,) = re.findall(r"-m mkdocs (.*)", (ROOT / "Makefile").read_text())
-    command = [sys.executable, "-m", "mkdocs", *arguments.split(), "--site-dir", str(folder)]
-    environ = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=root, env=environ, capture_output=True, text=True)
-
-
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Page]:
-    folder = tmp_path_factory.mktemp("site")
-    done = build(folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    pages = {path: Page(path.read_text()) for path in folder.rglob("*.html") if path.name != "404.html"}
+def site(site_folder: Path) -> dict[Path, Page]:
+    pages = {path: Page(path.read_text()) for path in site_folder.rglob("*.html") if path.name != "404.html"}
     assert len(pages) > 20
     return pages
 
@@ -85,9 +73,9 @@ def test_every_link_of_the_site_leads_to_a_page_and_a_place_in_it(site: dict[Pat
     assert not wrong
 
 
-def test_a_page_loads_nothing_from_elsewhere(site: dict[Path, Page]) -> None:
+def test_a_page_loads_nothing_from_elsewhere(site: dict[Path, Page], site_folder: Path) -> None:
     assert not [f"{path.name}: {link}" for path, page in site.items() for link in page.loads if "//" in link]
-    sheets = next(iter(site)).parent.rglob("*.css")
+    sheets = site_folder.rglob("*.css")
     assert not [sheet.name for sheet in sheets if re.search(r"url\(['\"]?(https?:)?//", sheet.read_text())]
 
 
@@ -125,7 +113,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
     assert not [name for name in named if not (ROOT / name).exists() and name not in AWAITED]
 
 
-def test_a_broken_link_fails_the_build(tmp_path: Path) -> None:
+def test_a_broken_link_fails_the_build(build: Build, tmp_path: Path) -> None:
     # from a copy: what the strict build is for must be seen to work
     for name in ("docs", "scripts", "mkdocs.yml", "jetrl_patch", "adapters", *TOP[:3], "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
