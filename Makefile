@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | stability | sanity | test | test-all | lint | bench | bench-gpu | clean
+# make demo | demo-openrlhf | compare | stability | sanity | test | test-all | lint | docs | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
 # DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
@@ -7,7 +7,7 @@ VENV   := .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
             $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
-PINS  := requirements/build.txt requirements/cpu.txt
+PINS  := requirements/build.txt requirements/cpu.txt requirements/docs.txt
 STAMP := $(VENV)/.pins-$(shell cat $(PINS) | sha256sum | cut -c1-16)
 SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum | cut -c1-16)
 
@@ -24,7 +24,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) $(VENV)/bin/python -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo demo-openrlhf compare stability sanity test test-all lint bench bench-gpu venv clean
+.PHONY: demo demo-openrlhf compare stability sanity test test-all lint docs bench bench-gpu venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
@@ -62,6 +62,19 @@ lint: $(SELF)
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/python scripts/typecheck.py
 
+# build/site/index.html; fails on a broken link (with --quiet it would not: mkdocs then counts no warnings). It reads the
+# sources and imports none of them, so without .venv/ a small environment of its own will do
+DOCS := $(if $(wildcard $(STAMP)),$(VENV),build/docs-env)
+docs: $(if $(wildcard $(STAMP)),,build/docs-env/.pins)
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
+	@echo "the site: build/site/index.html"
+
+build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
+	@test -n "$(PYTHON)" || { echo "python 3.11 or 3.12 is needed; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear build/docs-env
+	build/docs-env/bin/python -m pip --disable-pip-version-check install --quiet --no-deps -r requirements/docs.txt
+	@touch $@
+
 bench: $(READY)
 	$(QUIET) $(RUN) -m benchmarks $(ARGS)
 
@@ -78,7 +91,7 @@ $(STAMP): $(PINS)
 	@echo "making $(VENV) from requirements/ (about two minutes)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements/build.txt
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt
+	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt -r requirements/docs.txt
 	@$(VENV)/bin/python -c "import torch" || { echo "this torch needs CUDA libraries; point pip at PyTorch's CPU wheels\
 	 (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL) and run make again" >&2; exit 1; }
 	@touch $@

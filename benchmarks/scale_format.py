@@ -29,9 +29,9 @@ from jetrl_patch.fp8.layers import is_quantized
 
 FORMATS = ("pow2", "fp32")
 REASON = """
-`"pow2"` is the default. Every dequantized value is then exact in BF16 and the order in which scales are multiplied
-cannot change a result, which is what exact mode and other libraries' kernels can agree on (with FP32 scales their bytes
-differ in one of a thousand); the table shows what that costs. `"fp32"` rounds less and is the better choice where only linears
+`"pow2"` is the default. With it every dequantized value is exact in BF16, and the order in which scales are multiplied
+cannot change a result. Exact mode and the kernels of other libraries can agree on that; with FP32 scales, one byte in a
+thousand of theirs differs. The table shows the cost. `"fp32"` rounds less and is the better choice where only the linears
 are shared. The choice is part of every weight sync, so both sides always have the same one.
 """
 PAGE = Path(__file__).parents[1] / "docs" / "scale_formats.md"

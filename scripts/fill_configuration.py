@@ -18,7 +18,7 @@ from jetrl_patch.launch.arguments import FLAG
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
 _HEAD = (
-    "| setting | values | default | environment | verl's YAML | command line | meaning |\n"
+    "| setting | values | default | meaning | environment | verl's YAML | command line |\n"
     "| --- | --- | --- | --- | --- | --- | --- |"
 )
 
@@ -35,8 +35,8 @@ def row(found: Setting) -> str:
     options += [f"`{FLAG}`"] if found.name == "precision" else []
     options.append(f"`--set {found.name}={found.form.example}`")
     return (
-        f"| `{found.name}` | {found.values} | {default} | `{found.variable}` | `jetrl.{found.name}` "
-        f"| {', '.join(options)} | {found.doc} |"
+        f"| `{found.name}` | {found.values} | {default} | {found.doc} | `{found.variable}` | `jetrl.{found.name}` "
+        f"| {', '.join(options)} |"
     )
 
 

@@ -1,7 +1,8 @@
-"""The README's table of versions is the one table of versions."""
+"""The README: the one table of versions, the two commands, and the order in which it tells things."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from jetrl_patch._versions import SUPPORTED
@@ -13,3 +14,18 @@ def test_versions_stand_in_the_readme():
     text = README.read_text()
     for name, (supported, tested) in SUPPORTED.items():
         assert f"| {name} | `{supported}` | {tested} |" in text
+
+
+def test_it_is_short_and_starts_with_claim_and_status():
+    text = README.read_text()
+    assert len(text.splitlines()) <= 100
+    sections = re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
+    assert sections == ["Install", "One command", "Result", "Limits", "Links"]
+    assert text.index("**Status.**") < text.index("## Install")
+
+
+def test_the_two_commands_and_the_measured_table_stand_in_it():
+    text = README.read_text()
+    assert "make demo" in text
+    assert "make test" in text
+    assert text.count("<!-- compare-table -->") == text.count("<!-- /compare-table -->") == 1

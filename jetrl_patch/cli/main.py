@@ -33,8 +33,18 @@ app = typer.Typer(
 _PASS_ON = {"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []}
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"jetrl_patch {VERSION}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
+    ] = False,
+) -> None:
     """Keep sub-commands named even while there are few of them."""
 
 

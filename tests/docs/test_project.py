@@ -1,0 +1,50 @@
+"""Files that people expect beside the code say the same as the code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetrl_patch._versions import SUPPORTED, VERSION
+
+yaml = pytest.importorskip("yaml")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_the_citation_names_this_version() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert str(citation["version"]) == VERSION
+    assert citation["license"] == "Apache-2.0"
+
+
+def test_the_install_page_has_the_table_of_versions() -> None:
+    text = (ROOT / "docs" / "install.md").read_text()
+    for name, (supported, tested) in SUPPORTED.items():
+        assert f"| {name} | `{supported}` | {tested} |" in text
+
+
+def test_ci_runs_the_two_commands_of_the_readme() -> None:
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    commands = jobs["test"]["strategy"]["matrix"]["command"]
+    readme = (ROOT / "README.md").read_text()
+    assert commands == ["make test", "make demo"]
+    assert all(command in readme for command in commands)
+
+
+def test_the_pins_of_the_docs_are_complete() -> None:
+    # a name without a version is pinned in cpu.txt
+    def lines(name: str) -> list[str]:
+        text = (ROOT / "requirements" / name).read_text().splitlines()
+        return [line for line in text if line and not line.startswith(("#", "-"))]
+
+    pinned = {line.partition("==")[0].lower() for line in lines("cpu.txt")}
+    loose = [line for line in lines("docs.txt") if "==" not in line]
+    assert not [name for name in loose if name.lower() not in pinned]
+    assert not [line for line in lines("docs.txt") if "==" in line and line.partition("==")[0].lower() in pinned]
+
+
+def test_hooks_run_what_the_environment_holds() -> None:
+    repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    assert [repo["repo"] for repo in repos] == ["local"]
+    assert all(hook["entry"].startswith(".venv/bin/") for hook in repos[0]["hooks"])
