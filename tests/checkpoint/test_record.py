@@ -72,7 +72,7 @@ def test_states_of_another_kind_cannot_be_loaded_whatever_is_meant(states, wante
     if states == wanted:
         record.check(tmp_path, config)
     else:
-        with pytest.raises(ConfigError, match=f"set optimizer_states='{states}', or load the checkpoint without"):
+        with pytest.raises(ConfigError, match=f"Set optimizer_states='{states}', or load the checkpoint without"):
             record.check(tmp_path, config)
 
 
