@@ -11,8 +11,11 @@ PINS  := requirements/build.txt requirements/cpu.txt requirements/docs.txt
 STAMP := $(VENV)/.pins-$(shell cat $(PINS) | sha256sum | cut -c1-16)
 SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum | cut -c1-16)
 
+# a run starts a dozen processes that import torch and vLLM: their bytecode is kept, whatever the user's setting
+PY    := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(VENV)/bin/python
+
 ifeq ($(DEVICE),cpu)
-  RUN   := $(VENV)/bin/python
+  RUN   := $(PY)
   READY := $(SELF)
 else
   RUN   := python
@@ -21,46 +24,58 @@ endif
 
 # so that no user setting leaks into a run, and nothing is asked of the network
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
-TEST  := $(QUIET) $(VENV)/bin/python -m pytest
+# idle threads sleep: more processes than cores would spin against each other
+TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo demo-openrlhf compare stability sanity test test-all lint docs bench bench-gpu venv clean
+.PHONY: demo demo-openrlhf compare stability sanity test test-engines test-others test-all lint docs bench bench-gpu venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
 
 # the same task in OpenRLHF; CPU only
 demo-openrlhf: $(SELF)
-	$(QUIET) $(VENV)/bin/python -m examples.openrlhf.demo $(ARGS)
+	$(QUIET) $(PY) -m examples.openrlhf.demo $(ARGS)
 
 compare: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
 # long runs in small, on two cores: which precision and which correction keeps what it has learned
 stability: $(SELF)
-	$(QUIET) $(VENV)/bin/python -m examples.stability.compare $(ARGS)
+	$(QUIET) $(PY) -m examples.stability.compare $(ARGS)
 
 # algorithms by precisions on questions that are certainly learnable
 sanity: $(SELF)
-	$(QUIET) $(VENV)/bin/python -m examples.stability.sanity $(ARGS)
+	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
 
-# lint, types, and the tests of all parts, real runs of verl and OpenRLHF among them; those that hold a vLLM engine in their
-# own process come first, in a process of their own, then the others, two files at once
-test: MARKS := -m "not slow"
-test: AT_ONCE := 2
-# also the long ones: every model family, more ranks, both trainers, killed workers; one at a time, since they want the memory
-test-all: AT_ONCE := 0
-test test-all: lint
+# lint, types, and the tests of all parts, real runs of verl and OpenRLHF among them, two files at once; those that hold a vLLM
+# engine in their own process have one of their own beside them. Line coverage makes python twice as slow and more: test-all
+test: lint
 ifeq ($(ARGS),)
-	$(TEST) $(MARKS) --cov --cov-report= tests/vllm
-	$(TEST) $(MARKS) --cov --cov-append --cov-report=term --ignore=tests/vllm --numprocesses $(AT_ONCE) --dist loadfile
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others
 else
-	$(TEST) $(MARKS) $(ARGS)
+	$(TEST) -m "not slow" $(ARGS)
+endif
+
+test-engines: $(SELF)
+	@mkdir -p outputs
+	@$(TEST) -m "not slow" tests/vllm >outputs/test-engines.log 2>&1; status=$$?; cat outputs/test-engines.log; exit $$status
+
+test-others: $(SELF)
+	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# also the long ones: every model family, more ranks, both trainers, killed workers; one at a time, since they want the memory
+test-all: lint
+ifeq ($(ARGS),)
+	$(TEST) --cov --cov-report= tests/vllm
+	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm
+else
+	$(TEST) $(ARGS)
 endif
 
 lint: $(SELF)
 	$(VENV)/bin/ruff check .
-	$(VENV)/bin/python scripts/typecheck.py
+	$(PY) scripts/typecheck.py
 
 # build/site/index.html; fails on a broken link (with --quiet it would not: mkdocs then counts no warnings). It reads the
 # sources and imports none of them, so without .venv/ a small environment of its own will do

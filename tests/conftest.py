@@ -24,6 +24,12 @@ for name in [name for name in os.environ if name.startswith("JETRL_") and name !
     del os.environ[name]
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files with real runs come first, so that workers that share the files end together."""
+    long = {item.path for item in items if item.get_closest_marker("e2e")}
+    items.sort(key=lambda item: item.path not in long)
+
+
 @pytest.fixture(autouse=True)
 def _no_session_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Asks for monkeypatch, so that the session goes before what the test has set in the environment."""

@@ -70,7 +70,7 @@ def run(body: str, **environ: str) -> str:
         text=True,
         env={**clean, "OMP_NUM_THREADS": "1", **environ},
         cwd="/",
-        timeout=300,
+        timeout=500,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     return done.stdout.strip().splitlines()[-1]

@@ -115,7 +115,7 @@ def test_verl_takes_the_overrides(processes):
 def python(body: str) -> str:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "VERL_"))}
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body)], env=environ, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", textwrap.dedent(body)], env=environ, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return done.stdout

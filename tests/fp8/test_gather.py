@@ -138,7 +138,7 @@ def test_two_ranks(backend, optimizer):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     done = subprocess.run(
-        [*command, str(SCRIPT), backend, optimizer], env=environ, capture_output=True, text=True, timeout=400
+        [*command, str(SCRIPT), backend, optimizer], env=environ, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     assert done.stderr.count("4 of 14 FP8 layers are gathered in BF16") > 0

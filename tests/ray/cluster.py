@@ -53,7 +53,7 @@ class Cluster:
             )
         self._wait(len(self._nodes))
 
-    def _wait(self, count: int, timeout: float = 90) -> None:
+    def _wait(self, count: int, timeout: float = 300) -> None:
         end = time.monotonic() + timeout
         while self._log.read_text(errors="replace").count("Ray runtime started.") < count:
             assert self._nodes[-1].poll() is None and time.monotonic() < end, self._log.read_text(errors="replace")

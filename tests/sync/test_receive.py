@@ -184,7 +184,7 @@ class _Ranks:
     """gather() of two ranks in two threads."""
 
     def __init__(self) -> None:
-        self.barrier = threading.Barrier(2, timeout=10)
+        self.barrier = threading.Barrier(2, timeout=500)
         self.slots = [None, None]
 
     def gather(self, rank):

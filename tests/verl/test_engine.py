@@ -29,7 +29,7 @@ def facts(strategy: str, ranks: int, model_dir: str, *more: str) -> dict:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     done = subprocess.run(
-        [*command, str(SCRIPT), strategy, model_dir, *more], env=environ, capture_output=True, text=True, timeout=400
+        [*command, str(SCRIPT), strategy, model_dir, *more], env=environ, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))

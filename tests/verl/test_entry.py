@@ -12,7 +12,7 @@ import pytest
 def python(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "VERL_"))}
     return subprocess.run(
-        [sys.executable, "-c", code], env={**clean, **environ}, capture_output=True, text=True, timeout=200
+        [sys.executable, "-c", code], env={**clean, **environ}, capture_output=True, text=True, timeout=500
     )
 
 

@@ -49,7 +49,7 @@ def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     done = subprocess.run(
-        [*command, strategy, str(ill_task / "model")], env=environ, capture_output=True, text=True, timeout=400
+        [*command, strategy, str(ill_task / "model")], env=environ, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))

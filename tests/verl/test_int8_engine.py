@@ -21,7 +21,7 @@ def test_ranks_that_saw_other_samples_send_the_same_bytes(strategy, ranks, tmp_p
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [*command, str(script), strategy, model_dir], env=environ, capture_output=True, text=True, timeout=400
+        [*command, str(script), strategy, model_dir], env=environ, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))

@@ -256,7 +256,7 @@ def engine(scale_format: str, wrong: str = "nothing") -> tuple[str, str]:
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "NVTE_", "COV"))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.verl.megatron_script", scale_format, wrong],
-        cwd=ROOT, env={**environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300,
+        cwd=ROOT, env={**environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=500,
     )  # fmt: skip
     lines = [line for line in done.stdout.splitlines() if line.startswith(("FACTS ", "ERROR "))]
     assert lines, done.stdout[-2000:] + done.stderr[-4000:]
