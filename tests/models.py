@@ -20,7 +20,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 12.0,
         "attention_multiplier": 0.11,
         "residual_multiplier": 0.7,
-        "logits_scaling": 1.3,
+        "logits_scaling": 1.2,
     },
 }
 

@@ -125,12 +125,12 @@ def test_scaled_logits_round_otherwise_without_us(vllm_config: Any, monkeypatch:
 
     from jetrl_patch.adapters.vllm import ops
 
-    hf_config = SimpleNamespace(model_type="granite", logits_scaling=1.3)
+    hf_config = SimpleNamespace(model_type="granite", logits_scaling=1.2)
     current = SimpleNamespace(model_config=SimpleNamespace(hf_text_config=hf_config, head_dtype=None))
     monkeypatch.setattr(ops, "get_current_vllm_config", lambda: current)
-    logits = torch.randn(64, 384, dtype=torch.bfloat16)
-    trainers = logits / 1.3
-    stock = LogitsProcessor(384, scale=1 / 1.3, logits_as_input=True)
-    ours = ops.ExactLogitsProcessor(384, scale=1 / 1.3, logits_as_input=True)
+    logits = torch.randn(64, 384, dtype=torch.bfloat16)  # few divisors show it in BF16, nearly all in FP32
+    trainers = logits / 1.2
+    stock = LogitsProcessor(384, scale=1 / 1.2, logits_as_input=True)
+    ours = ops.ExactLogitsProcessor(384, scale=1 / 1.2, logits_as_input=True)
     assert torch.equal(ours(None, logits.clone()), trainers)
     assert not torch.equal(stock(None, logits.clone()), trainers)
