@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
@@ -30,7 +30,7 @@ class Rule:
     bad: Callable[[Any], bool]
     asked: str
     fix: str
-    scope: str
+    scope: Literal["all", "changed", "quantized", "exact"]
     error: type[JetrlError] = ConfigError
     absent: bool = False
 
