@@ -24,6 +24,13 @@ def test_the_install_page_has_the_table_of_versions() -> None:
         assert f"| {name} | `{supported}` | {tested} |" in text
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/exactness.md", "docs/faq.md", "docs/limits.md", "docs/quickstart.md"])
+def test_pages_name_the_families_of_exact_mode(page: str) -> None:
+    from jetrl_patch.families import covering, titles
+
+    assert titles(covering("exact").values()) in (ROOT / page).read_text()
+
+
 def test_ci_runs_the_two_commands_of_the_readme() -> None:
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     commands = jobs["test"]["strategy"]["matrix"]["command"]

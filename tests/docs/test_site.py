@@ -18,17 +18,6 @@ TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/
 PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").rglob("*.md")])
 MADE = {"docs/contributing.md": "CONTRIBUTING.md", "docs/changelog.md": "CHANGELOG.md", "docs/examples.md": "examples/README.md"}
 
-#: paths of the recipes in extending.md that come with the restructured core
-AWAITED = (
-    "jetrl_patch/families.py",
-    "jetrl_patch/config/modes.py",
-    "jetrl_patch/services.py",
-    "jetrl_patch/registry.py",
-    "jetrl_patch/trainer/",
-    "jetrl_patch/trainer/interface.py",
-    "jetrl_patch/trainer/rules.py",
-)
-
 #: attributes that load something when a page is opened
 LOADING = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}
 
@@ -110,7 +99,7 @@ def test_links_between_files_of_the_repository(page: Path) -> None:
 def test_files_that_a_page_names_exist(page: Path) -> None:
     folders = "jetrl_patch|adapters|examples|scripts|tests|benchmarks|requirements"
     named = re.findall(rf"`((?:{folders})/[\w./]*)[:`]", page.read_text())
-    assert not [name for name in named if not (ROOT / name).exists() and name not in AWAITED]
+    assert not [name for name in named if not (ROOT / name).exists()]
 
 
 def test_a_broken_link_fails_the_build(build: Build, tmp_path: Path) -> None:
