@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
+from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_live_weight
-from jetrl_patch.errors import ConflictError
 
 __all__ = ["ADAPTER", "VllmAdapter"]
 
@@ -28,7 +28,6 @@ class VllmAdapter(Adapter):
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._session: tuple[Config, Journal] | None = None
-        self._installed = False
 
     def services(self) -> Services:
         """The rollout engine."""
@@ -43,22 +42,17 @@ class VllmAdapter(Adapter):
     def on_undo(self) -> None:
         """Forget the session."""
         self._session = None
-        self._installed = False
-
-    @property
-    def installed(self) -> bool:
-        """Whether the quantization, the ops and the attention of this session stand in vLLM's registries."""
-        return self._installed
+        REGISTRIES.filled = False
 
     def install(self) -> None:
         """Fill vLLM's registries. Does nothing the second time, or when the process is not enabled."""
         with self._lock:
-            if self._session is None or self._installed:
+            if self._session is None or REGISTRIES.filled:
                 return
             from jetrl_patch.adapters.vllm.registries import fill
 
             fill(*self._session)
-            self._installed = True
+            REGISTRIES.filled = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """The engine's settings, the worker's load and step, the CPU's BF16 linears, and classes of transformers left alone."""
@@ -148,14 +142,6 @@ def _execute_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return execute_model
-
-
-def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str, reason: str) -> None:
-    """Put an entry of ours into a vLLM registry. Raises ConflictError if somebody else holds the place."""
-    held = registry.get(key)
-    if held is not None:
-        raise ConflictError(f"{target}: wanted for jetrl_patch, but {held!r} stands there; switch the other plugin off")
-    journal.set_item(registry, key, value, target=target, reason=reason)
 
 
 ADAPTER = VllmAdapter()

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.shards import hf_names
@@ -84,10 +85,8 @@ class JetrlQuantConfig(QuantizationConfig):
 
     def _require_patched(self) -> None:
         """This config may arrive, pickled, in a process that loaded no plugin (``VLLM_PLUGINS`` can do that)."""
-        from jetrl_patch.adapters.vllm.adapter import ADAPTER
-
         runtime.require_active("the vLLM worker", self.config)
-        if not ADAPTER.installed:
+        if not REGISTRIES.filled:
             raise NotPatchedError(
                 f"this vLLM worker (pid {os.getpid()}) got quantization={self.get_name()!r}, but not the ops that go with it; "
                 f"let VLLM_PLUGINS include jetrl_patch"

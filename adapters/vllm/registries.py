@@ -12,7 +12,7 @@ import vllm.model_executor.layers.rotary_embedding as rotary_embedding
 import vllm.v1.attention.backends.registry as attention_registry
 from vllm.platforms import current_platform
 
-from jetrl_patch.adapters.vllm.adapter import claim
+from jetrl_patch.adapters.vllm.filled import claim
 from jetrl_patch.adapters.vllm.linear import JetrlRowParallelLinear
 from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig, quantization_name
 from jetrl_patch.config import Config
