@@ -118,7 +118,7 @@ def _finish(folder: Path, title: str, subtitle: str, broken: Sequence[str], star
     except ReportError as error:
         broken = [*broken, str(error)]
     for line in broken:
-        console.print(f"[bold red]not kept:[/] {line}")
+        console.print(f"[bold red]promise broken:[/] {line}")
     return 1 if broken else 0
 
 
