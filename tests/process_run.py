@@ -1,4 +1,4 @@
-"""Start a framework's trainer as a user would: one process group, one log, nothing left behind."""
+"""Run a framework's trainer as a user would: one process group, one log, no process left behind."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-#: prefixes of environment variables that a run must not inherit from the test
+#: variables of the test's own environment that a run must not inherit
 FOREIGN = ("JETRL_", "VERL_", "VLLM_CPU_KV")
 QUIET = {
     "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1",
@@ -18,12 +18,12 @@ QUIET = {
 
 
 class ProcessRun:
-    """One run in a process group of its own; its output so far is ``text``.
+    """One run in its own process group. ``text`` is its output so far.
 
     Args:
-        folder: working directory of the run; also holds its log.
-        command: takes a short folder for Ray and returns the command line and additional environment variables.
-        environ: variables of the test, which take precedence.
+        folder: where it runs and where its log goes.
+        command: gets a short folder for Ray, gives the command line and what its environment needs besides.
+        environ: the test's own variables, which win.
     """
 
     def __init__(

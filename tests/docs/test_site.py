@@ -1,4 +1,4 @@
-"""The documentation builds strictly, and all links in it and in the repository's own pages resolve."""
+"""The documentation builds in strict mode, and every link in it and in the repository's pages resolves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LOADING = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"
 
 
 class Page(HTMLParser):
-    """The ids of a page, its links, and the resources that it loads."""
+    """The ids, links and loaded resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def links_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def slugs(path: Path) -> set[str]:
-    """Anchors of a page's headings, in the form that both a code host and the site produce."""
+    """Anchors of a page's headings, by the rules of both a code host and the site."""
     found = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
     plain = [re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", heading).replace("`", "") for heading in found]
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in plain}
@@ -103,7 +103,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_a_broken_link_fails_the_build(build: Build, tmp_path: Path) -> None:
-    # build a broken copy, to see the strict build fail
+    # on a copy: the strict build must be seen to fail
     for name in ("docs", "scripts", "mkdocs.yml", "jetrl_patch", "adapters", *TOP[:3], "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").unlink()
