@@ -1,7 +1,7 @@
 # make demo | demo-openrlhf | compare | stability | sanity | test | test-all | lint | docs | bench | bench-gpu | clean
 #
-# On a CPU (the default) everything runs in .venv/, made from requirements/ and made anew only when those change.
-# DEVICE=cuda runs demo and compare in the python environment that is active, with its own vllm and verl.
+# On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
+# DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
 DEVICE ?= cpu
 VENV   := .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
@@ -11,7 +11,7 @@ PINS  := requirements/build.txt requirements/cpu.txt requirements/docs.txt
 STAMP := $(VENV)/.pins-$(shell cat $(PINS) | sha256sum | cut -c1-16)
 SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum | cut -c1-16)
 
-# a run starts a dozen processes that import torch and vLLM: their bytecode is kept, whatever the user's setting
+# a run starts a dozen processes that import torch and vLLM, so keep their bytecode whatever the user's setting
 PY    := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(VENV)/bin/python
 
 ifeq ($(DEVICE),cpu)
@@ -22,9 +22,9 @@ else
   READY :=
 endif
 
-# so that no user setting leaks into a run, and nothing is asked of the network
+# offline, and without telemetry
 QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENIZERS_PARALLELISM=false
-# idle threads sleep: more processes than cores would spin against each other
+# idle threads sleep; with more processes than cores they would spin against each other
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
@@ -40,16 +40,17 @@ demo-openrlhf: $(SELF)
 compare: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
-# long runs in small, on two cores: which precision and which correction keeps what it has learned
+# long runs in miniature, on two cores: which precisions and corrections keep what the model has learned
 stability: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.compare $(ARGS)
 
-# algorithms by precisions on questions that are certainly learnable
+# algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
 
-# lint, types, and the tests of all parts, real runs of verl and OpenRLHF among them, two files at once; those that hold a vLLM
-# engine in their own process have one of their own beside them. Line coverage makes python twice as slow and more: test-all
+# lint, types and the tests, including real runs of verl and OpenRLHF, two files at a time. tests/vllm, whose tests hold an
+# engine in their own process, runs in a separate pytest at the same time. Line coverage more than doubles Python's time, so
+# only test-all measures it.
 test: lint
 ifeq ($(ARGS),)
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others
@@ -64,7 +65,7 @@ test-engines: $(SELF)
 test-others: $(SELF)
 	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-# also the long ones: every model family, more ranks, both trainers, killed workers; one at a time, since they want the memory
+# adds the slow tests: every model family, more ranks, both trainers, killed workers; one at a time, because of their memory
 test-all: lint
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
@@ -77,8 +78,8 @@ lint: $(SELF)
 	$(VENV)/bin/ruff check .
 	$(PY) scripts/typecheck.py
 
-# build/site/index.html; fails on a broken link (with --quiet it would not: mkdocs then counts no warnings). It reads the
-# sources and imports none of them, so without .venv/ a small environment of its own will do
+# writes build/site/index.html and fails on a broken link (not with --quiet: mkdocs then counts no warnings). It reads the
+# sources without importing them, so without .venv/ a small environment suffices
 DOCS := $(if $(wildcard $(STAMP)),$(VENV),build/docs-env)
 docs: $(if $(wildcard $(STAMP)),,build/docs-env/.pins)
 	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build --strict
@@ -93,21 +94,21 @@ build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
 bench: $(READY)
 	$(QUIET) $(RUN) -m benchmarks $(ARGS)
 
-# needs a Hopper GPU, in the python environment that is active; writes docs/benchmarks/h200.md
+# needs a Hopper GPU and runs in the active Python environment; writes docs/benchmarks/h200.md
 bench-gpu:
-	@python -c "import torch, rich" 2>/dev/null || { echo "make bench-gpu needs a python with a CUDA build of torch, and with\
-	 what this package requires" >&2; exit 1; }
+	@python -c "import torch, rich" 2>/dev/null || { echo "make bench-gpu needs a Python environment with a CUDA build of torch\
+	 and this package's requirements" >&2; exit 1; }
 	$(QUIET) python -m benchmarks.gpu $(ARGS)
 
 venv: $(SELF)
 
 $(STAMP): $(PINS)
 	@test -n "$(PYTHON)" || { echo "python 3.11 or 3.12 is needed for requirements/cpu.txt; set PYTHON=..." >&2; exit 1; }
-	@echo "making $(VENV) from requirements/ (about two minutes)"
+	@echo "building $(VENV) from requirements/ (about two minutes)"
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) -r requirements/build.txt
 	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt -r requirements/docs.txt
-	@$(VENV)/bin/python -c "import torch" || { echo "this torch needs CUDA libraries; point pip at PyTorch's CPU wheels\
+	@$(VENV)/bin/python -c "import torch" || { echo "the installed torch needs CUDA libraries; point pip at PyTorch's CPU wheels\
 	 (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL) and run make again" >&2; exit 1; }
 	@touch $@
 

@@ -1,4 +1,4 @@
-"""All metadata of the distribution lives here; ``pyproject.toml`` only configures tools."""
+"""All metadata of the distribution; ``pyproject.toml`` only configures tools."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""GSM8K as verl and OpenRLHF read it; ``python -m examples.gsm8k --out FOLDER`` writes all files.
+"""GSM8K in verl's and OpenRLHF's formats; ``python -m examples.gsm8k --out FOLDER`` writes all files.
 
 verl: ``gsm8k/train.parquet`` and ``gsm8k/test.parquet``, scored by verl's own reward for GSM8K, which wants ``#### 42``.
 OpenRLHF: ``gsm8k/train.jsonl`` and ``gsm8k/test.jsonl``, for ``examples/openrlhf/h100/reward.py``.
@@ -17,7 +17,7 @@ DATASET = ("openai/gsm8k", "main")
 
 
 def answer(solution: str) -> str:
-    """The number behind ``####`` in a worked solution, without thousands separators."""
+    """The number after ``####`` in a worked solution, without thousands separators."""
     return solution.rpartition("####")[2].strip().replace(",", "")
 
 
@@ -36,7 +36,7 @@ def verl_rows(records: Iterable[Mapping[str, str]], split: str) -> list[dict[str
 
 
 def openrlhf_rows(records: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
-    """The same as OpenRLHF's rows, for ``--data.input_key input --data.label_key label``."""
+    """The same records as OpenRLHF's rows, for ``--data.input_key input --data.label_key label``."""
     return [
         {"input": f"{record['question']} {INSTRUCTION}", "label": answer(record["answer"])} for record in records
     ]

@@ -1,1 +1,1 @@
-"""What demo and comparison share, whichever framework trains: processes, progress, and what is left behind."""
+"""What the demos and comparisons share in every framework: recipes, processes, progress and the report."""

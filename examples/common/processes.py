@@ -1,4 +1,4 @@
-"""One training run as a group of processes: start it, weigh it, and leave nothing of it behind."""
+"""One training run as a group of processes: start it, measure its memory, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from pathlib import Path
 
 import psutil
 
-#: marks every process of a run: Ray starts its own sessions, so the process group alone does not find them all
+#: environment variable in every process of a run: Ray starts its own sessions, so the process group misses some
 MARK = "WORDS_RUN"
 
 
 @contextlib.contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """A folder with a short path (a Unix socket's name ends at 107 characters), removed at the end."""
+    """A folder with a short path (a Unix socket's name has at most 107 characters), removed at the end."""
     folder = Path(tempfile.mkdtemp(prefix="jetrl-run-", dir="/tmp"))
     try:
         yield folder
@@ -32,7 +32,7 @@ def temporary_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Neither Ctrl-C nor SIGTERM reaches the body (in the main thread, the only one that signals reach)."""
+    """Keep Ctrl-C and SIGTERM from the body. Does nothing outside the main thread, the only one that signals reach."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -57,7 +57,7 @@ class Group:
             )  # fmt: skip
 
     def members(self) -> list[psutil.Process]:
-        """The living processes of this run, the leader among them."""
+        """The live processes of this run, including the leader."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
@@ -66,7 +66,7 @@ class Group:
         return found
 
     def weigh(self) -> int:
-        """Bytes of memory in use now, shared pages counted once where the system tells; remembers the largest."""
+        """Memory in use now, in bytes; updates the peak. Counts shared pages once where the system reports them."""
         total = 0
         for process in self.members():
             with contextlib.suppress(psutil.Error, OSError):
@@ -88,7 +88,7 @@ class Group:
         return status
 
     def end(self, patience: float = 10.0) -> None:
-        """End every process of the run: ask, wait, then insist. Safe to call twice; a second Ctrl-C cannot cut it short."""
+        """End every process of the run: interrupt, terminate, then kill. Idempotent; a second Ctrl-C cannot cut it short."""
         with undisturbed():
             self._end(patience)
 

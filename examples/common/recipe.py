@@ -1,4 +1,4 @@
-"""Arms and recipes: what is run, whichever framework runs it."""
+"""Arms and recipes: what to run, independent of the framework."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One way to run: a precision, how far the two sides are aligned (None: the default), and a seed."""
+    """One run of a comparison: a precision, an alignment (None: the precision's default) and a seed."""
 
     precision: str
     align: str | None = None
     seed: int = 0
 
     def config(self, device: Device) -> Config:
-        """The plugin's settings. Raises ConfigError for a combination that means nothing."""
+        """The plugin's settings. Raises ConfigError for an invalid combination."""
         settings: dict[str, Any] = {"precision": self.precision, "align": self.align, "platform": device}
         return Config(**settings)
 
@@ -33,7 +33,7 @@ class Arm:
 
     @property
     def exact(self) -> bool:
-        """Whether equality to the last bit is promised."""
+        """Whether the arm promises bit-equal log-probs."""
         return bool(self.config("cpu").exact)
 
     @property
@@ -44,17 +44,17 @@ class Arm:
 
     @property
     def slug(self) -> str:
-        """The same as the name of a folder."""
+        """The name in a form that suits a file name."""
         return self.name.replace("/", "-").replace(", ", "-").replace(" ", "")
 
 
 class Steps(Protocol):
-    """Follows a run: the steps that it has logged so far."""
+    """Follows the steps that a run logs."""
 
     last: int
 
     def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every step that was logged since the last call."""
+        """``(step, metrics)`` of every step logged since the last call."""
 
 
 @dataclass
@@ -63,9 +63,9 @@ class Launch:
 
     Attributes:
         command: the command line.
-        env: its whole environment.
-        steps: reads what it logs.
-        answers: what the model said before and after, for the report; called at the end.
+        env: the complete environment.
+        steps: reads the steps that the run logs.
+        answers: the model's answers before and after training, for the report; called at the end.
     """
 
     command: list[str]
@@ -76,7 +76,7 @@ class Launch:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Sizes of one run. ``prompts`` questions a step, ``samples`` answers each; ``held_out`` questions per validation."""
+    """Sizes of one run: ``prompts`` questions per step, ``samples`` answers to each, ``held_out`` questions per validation."""
 
     framework: ClassVar[str] = ""
 
@@ -93,19 +93,19 @@ class Recipe:
     device: Device = "cpu"
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
-        """Write the data under ``folder`` and say how the run is started.
+        """Write the data under ``folder`` and return how to start the run.
 
         Args:
-            temporary: a folder with a short path (Ray puts sockets there) that holds all that the run leaves behind.
-            log: where all that the run prints will go.
+            temporary: a folder with a short path (Ray puts sockets there) for the run's temporary files.
+            log: the file that receives the run's output.
         """
         raise NotImplementedError
 
 
 def environment(recipe: Recipe, temporary: Path) -> dict[str, str]:
-    """The environment of a run: this process's own, with quiet, self-contained neighbours."""
+    """The environment of a run: this process's own without ``JETRL_*``, with quiet and offline libraries."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    env.pop("RAY_ADDRESS", None)  # a cluster of its own, never one that happens to run
+    env.pop("RAY_ADDRESS", None)  # the run starts its own cluster
     env.update(
         TMPDIR=str(temporary),
         RAY_TMPDIR=str(temporary),
@@ -121,6 +121,6 @@ def environment(recipe: Recipe, temporary: Path) -> dict[str, str]:
     if recipe.device == "cpu":
         env.pop("VLLM_CPU_KVCACHE_SPACE", None)  # with it, vLLM ignores kv_cache_memory_bytes
         env["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-        # One thread: trainer, engine and Ray's own processes share few cores, and threads that spin for each other lose.
+        # Trainer, engine and Ray's own processes share few cores; with more threads they would spin against each other.
         env.setdefault("OMP_NUM_THREADS", "1")
     return env

@@ -1,4 +1,4 @@
-"""Run one arm: the real verl trainer in processes of its own, followed line by line."""
+"""Run one arm: start the framework's real trainer in its own processes and follow its log."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ OnStep = Callable[[int, dict[str, Any]], None]
 
 
 class RunFailedError(RuntimeError):
-    """The trainer failed, stopped early or stalled; the message holds the end of its log."""
+    """The trainer failed, stopped early or stalled. The message includes the end of its log."""
 
 
 def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Callable[[], None]) -> Run:
     """Train one arm and append its steps to ``folder/metrics.jsonl``.
 
-    ``folder/logs/<arm>.log`` gets all that the run prints.  Every process of the run has ended and its temporary
-    files are gone when this returns or raises, also after Ctrl-C.
+    ``folder/logs/<arm>.log`` receives the run's output. When this returns or raises, even after Ctrl-C, every process of
+    the run has ended and its temporary files are removed.
 
     Args:
         on_step: called with each step and its metrics as soon as the trainer has logged it.
         on_tick: called about twice a second.
 
     Raises:
-        RunFailedError: see there.
+        RunFailedError: the trainer failed, stopped early or stalled.
     """
     logs = folder / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -73,14 +73,14 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
         raise RunFailedError(f"{arm.name}: the trainer ended with status {status}; see {log}\n{ending(log)}")
     if launch.steps.last < recipe.steps:
         raise RunFailedError(
-            f"{arm.name}: asked for {recipe.steps} steps, found {launch.steps.last}; see {log}\n{ending(log)}"
+            f"{arm.name}: required {recipe.steps} steps, found {launch.steps.last}; see {log}\n{ending(log)}"
         )
     runs = read_runs(folder / "metrics.jsonl")
     return next(r for r in runs if (r.precision, r.align, r.seed) == tuple(identity.values()))
 
 
 def ending(log: Path, lines: int = 30) -> str:
-    """The lines of a log that say what went wrong: from the last traceback on, else its end."""
+    """The last lines of a log that show what went wrong: from the last traceback, or else its end."""
     text = log.read_text(encoding="utf-8", errors="replace").splitlines() if log.exists() else []
     tracebacks = [i for i, line in enumerate(text) if "Traceback (most recent call last)" in line]
     tail = text[tracebacks[-1] :] if tracebacks else text
@@ -88,7 +88,7 @@ def ending(log: Path, lines: int = 30) -> str:
 
 
 def versions(framework: str) -> dict[str, str]:
-    """Versions of what a run stands on, as far as it is installed."""
+    """Installed versions of the packages that a run uses."""
     found = {}
     for name in (*PACKAGES, framework):
         try:

@@ -1,4 +1,4 @@
-"""What the person at the terminal sees while arms run, and what is checked at the end."""
+"""Terminal output while arms run, and the check of their promises at the end."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from jetrl_patch.report import ReportError, Run, make_answers, make_table, write
 
 console = Console(highlight=False)
 if not console.is_terminal:
-    console = Console(highlight=False, width=150)  # a file or a pipe has no edge to wrap at
+    console = Console(highlight=False, width=150)  # do not wrap in a file or a pipe
 
 
 def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subtitle: str) -> int:
-    """Run the arms one after the other, write the report, return the exit status: 0 only if all kept their promise.
+    """Run the arms in order, write the report, and return the exit status: 0 only if every arm kept its promise.
 
-    The folder's ``metrics.jsonl`` is begun anew.  If an arm fails or Ctrl-C stops it, the report of what there is
-    is still written.
+    Overwrites the folder's ``metrics.jsonl``. If an arm fails or Ctrl-C stops it, the report still covers the steps that
+    were logged.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     folder.mkdir(parents=True, exist_ok=True)
@@ -51,7 +51,7 @@ def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subti
 
 
 def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
-    """One arm with a progress bar and a line for every step."""
+    """Run one arm with a progress bar and a line per step."""
     console.print(
         f"\n[bold]{arm.name}[/]  {recipe.steps} GRPO steps, {recipe.prompts} × {recipe.samples} responses each"
     )
@@ -95,7 +95,7 @@ def step_line(step: int, metrics: dict[str, Any]) -> str:
 
 
 def _promises(arm: Arm, run: Run) -> list[str]:
-    """What the arm promised and did not keep: in an exact arm every token of every step must be equal."""
+    """The promises that the arm broke: in an exact arm, every token of every step must be bit-equal."""
     if not arm.exact:
         return []
     largest, share = (dict(run.series(f"jetrl/{name}")) for name in ("logp_abs_diff_max", "bit_equal_fraction"))
@@ -104,8 +104,8 @@ def _promises(arm: Arm, run: Run) -> list[str]:
         return []
     step = wrong[0]
     return [
-        f"{arm.name}: promised equality for every token; {len(wrong)} of {len(run.training_steps)} steps break it, "
-        f"the first is step {step} (max |Δlogp| {largest.get(step)}, bit-equal {share.get(step)})"
+        f"{arm.name}: required every token bit-equal, found unequal tokens in {len(wrong)} of {len(run.training_steps)} "
+        f"steps, first in step {step} (max |Δlogp| {largest.get(step)}, bit-equal {share.get(step)})"
     ]
 
 
@@ -114,11 +114,11 @@ def _finish(folder: Path, title: str, subtitle: str, broken: Sequence[str], star
         summaries = write_report(folder, title, subtitle)
         console.print()
         console.print(make_table(summaries, title, console.width))
-        console.print(f"{(time.monotonic() - started) / 60:.1f} minutes; the whole story: {folder / 'report.html'}")
+        console.print(f"{(time.monotonic() - started) / 60:.1f} minutes; report: {folder / 'report.html'}")
     except ReportError as error:
         broken = [*broken, str(error)]
     for line in broken:
-        console.print(f"[bold red]not kept:[/] {line}")
+        console.print(f"[bold red]promise broken:[/] {line}")
     return 1 if broken else 0
 
 

@@ -1,4 +1,4 @@
-"""The task as the two JSON-lines files that OpenRLHF reads."""
+"""Write the task as the two JSON-lines files that OpenRLHF reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One unified FP8 run of the real OpenRLHF trainer with real vLLM rollouts on a CPU, equal to the last bit.
+"""One run of the real OpenRLHF trainer with real vLLM rollouts on a CPU, in unified FP8 and bit-equal.
 
 Run it by ``make demo-openrlhf`` or ``python -m examples.openrlhf.demo``.
 """

@@ -1,4 +1,4 @@
-"""The recipe for OpenRLHF: what ``jetrl openrlhf`` (``openrlhf.cli.train_ppo_ray``) is called with on a CPU."""
+"""The recipe for OpenRLHF: the command line of ``openrlhf.cli.train_ppo_ray`` on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jetrl_patch.report.logs import openrlhf_step
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(CommonRecipe):
-    """Group-normalized advantages, one update a step, DeepSpeed, vLLM rollout.
+    """Group-normalized advantages, one update per step, DeepSpeed, vLLM rollout.
 
     Attributes:
         zero_stage: of DeepSpeed.
@@ -36,7 +36,7 @@ class Recipe(CommonRecipe):
 
 
 def switches(arm: Arm) -> list[str]:
-    """The part of the command line that is ours."""
+    """The plugin's part of the command line."""
     if arm.precision == "fp8-unified":
         return ["--fp8-unified", *(["--align", arm.align] if arm.align else [])]
     return ["--precision", arm.precision]
@@ -84,7 +84,7 @@ def arguments(recipe: Recipe, arm: Arm, train: Path, held_out: Path, temporary: 
 
 
 class Follower:
-    """Reads the status that OpenRLHF logs for each step, and its evaluations, from the output of a run."""
+    """Reads each step's status and the evaluations from OpenRLHF's output."""
 
     def __init__(self, log: Path) -> None:
         self.log = log
@@ -92,7 +92,7 @@ class Follower:
         self._position = 0
 
     def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call; nothing while the file is not there."""
+        """``(step, metrics)`` of every complete line since the last call; empty before the file exists."""
         if not self.log.exists():
             return []
         with self.log.open("rb") as file:

@@ -1,4 +1,4 @@
-"""The verifiable reward in OpenRLHF's form; loaded by its path, so it imports nothing of the project."""
+"""The verifiable reward in OpenRLHF's form. OpenRLHF loads this file by path, so it imports nothing of the project."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _START, _END = "<|im_start|>assistant\n", "<|im_end|>"
 
 
 def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
-    """1 when the last number of the response is the answer; called with one query, the decoded prompt and response."""
+    """1 if the response ends with the right number; called with one query, the decoded prompt and response."""
     response = queries[0].rpartition(_START)[2].split(_END)[0]
     score = float(_SAME("words", response, labels[0]))
     return {"rewards": score, "scores": score, "extra_logs": {}}

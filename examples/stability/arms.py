@@ -1,4 +1,4 @@
-"""What is compared: the precision of trainer and rollout, the correction, the objective."""
+"""The arms of the comparison: precision of trainer and rollout, correction, objective."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Arm:
 
     Attributes:
         precision: as in ``Config``, or ``"intN-rollout"`` with N below 8: BF16 training, and a BF16 rollout whose weights
-            were rounded to N bits per output channel. No one would use that; it is a rollout quantizer turned up loud.
+            are rounded to N bits per output channel. This exaggerates a rollout quantizer; it is not meant for real use.
         correction: as in ``Config``.
         objective: ``ppo`` (GRPO's clipped objective), ``pg-seq-is`` (Precision-RL's policy gradient) or ``gspo``.
     """
@@ -27,7 +27,7 @@ class Arm:
 
     @property
     def bits(self) -> int | None:
-        """N of ``intN-rollout`` below 8, which the example rounds itself; None for what the plugin does."""
+        """N of an ``intN-rollout`` below 8, which the example rounds itself; None for the plugin's own precisions."""
         digits = self.precision.removeprefix("int").removesuffix("-rollout")
         return int(digits) if digits.isdigit() and int(digits) < 8 else None
 
@@ -48,5 +48,5 @@ class Arm:
         return self.name.replace(" ", "-").replace("+", "-")
 
     def arguments(self) -> list[str]:
-        """For the command line of ``examples.stability.loop``."""
+        """The arm as arguments of ``examples.stability.loop``."""
         return [word for key, value in asdict(self).items() for word in (f"--{key}", value)]

@@ -1,7 +1,7 @@
-"""The long run in small: which of the precisions and corrections keeps what it has learned?
+"""A long run in miniature: which precisions and corrections keep what the model has learned?
 
-Run it by ``make stability``. Every arm sees the same questions in the same order; only the rollout's precision and the
-weights on the loss differ. ``intN-rollout`` turns a rollout quantizer up until its mismatch is that of a large model.
+Start it with ``make stability``. Every arm sees the same questions in the same order; only precision and correction
+differ. ``intN-rollout`` exaggerates a rollout quantizer until its mismatch is that of a large model.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ ARMS = (
     Arm(precision="int3-rollout", correction="tis"),
     Arm(precision="int3-rollout", correction="mis"),
 )
-#: steps at the end over which an arm is judged
+#: final steps that an arm is judged by
 LAST = 60
 
 
 def judged(run: Run) -> dict[str, float]:
-    """Best held-out accuracy, its mean over the last steps and its worst there, mean reward there, mean mismatch.
+    """Best held-out accuracy; over the last steps its mean and worst value and the mean reward; mean mismatch of the run.
 
-    ``trainer`` is the held-out accuracy of the trainer's own weights over the last steps: NaN where it was not measured.
+    ``trainer`` is the held-out accuracy of the trainer's own weights over the last steps, NaN if it was not measured.
     """
     first = run.training_steps[-1] - LAST
     accuracy = [value for step, value in run.accuracy if step > first]
@@ -55,7 +55,7 @@ def judged(run: Run) -> dict[str, float]:
 
 
 def table(runs: dict[Job, Run], title: str) -> Table:
-    """One row an arm: means over seeds, with the lowest and highest seed of what is judged, and seed by seed beside bf16."""
+    """One row per arm: means over seeds, the range over seeds, and a comparison with bf16 seed by seed."""
     found = Table(title=title)
     for name in (
         "arm",
@@ -91,7 +91,7 @@ def table(runs: dict[Job, Run], title: str) -> Table:
 
 
 def _over_seeds(values: list[float]) -> str:
-    """Mean, lowest and highest; a dash where nothing was measured."""
+    """Mean, lowest and highest value; a dash if any value is missing."""
     if not all(map(math.isfinite, values)):
         return "–"
     return f"{fmean(values):.1%} ({min(values):.1%} to {max(values):.1%})"
@@ -103,7 +103,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--lr", type=float, default=2e-4)
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")
+    parser.add_argument("--resume", action="store_true", help="keep the completed runs in --out")
     parser.add_argument("--out", type=Path, default=Path("outputs/stability"))
     args = parser.parse_args()
     console = wide_console()
@@ -118,9 +118,9 @@ def main() -> int:
     console.print(table(runs, f"{args.steps} steps at learning rate {args.lr:g}; {minutes:.0f} minutes"))
     unequal = [job.slug for job, run in runs.items() if job.arm.config.exact and not _exact(run)]
     console.print(f"pictures: {draw(runs, args.out / 'stability.png')}")
-    console.print(f"the whole story: jetrl report {args.out}/*.jsonl")
+    console.print(f"full report: jetrl report {args.out}/*.jsonl")
     if unequal:
-        console.print(f"[bold red]not kept:[/] exact arms with unequal log-probs: {', '.join(unequal)}")
+        console.print(f"[bold red]promise broken:[/] exact arms with unequal log-probs: {', '.join(unequal)}")
     return 1 if unequal else 0
 
 

@@ -1,4 +1,4 @@
-"""One run: GRPO on the words task with vLLM and trainer in this process; a line of metrics for every step.
+"""One run: GRPO on the words task, with vLLM and trainer in this process; one line of metrics per step.
 
 ``python -m examples.stability.loop --precision fp8-rollout --seed 0 --out FILE``
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 CHECKPOINT = str(Path(__file__).resolve().parents[1] / "words" / "checkpoint")
 RESPONSE_TOKENS = 40
-#: held-out accuracy of the trainer's own weights, logged where the rollout's were rounded here
+#: held-out accuracy of the trainer's own weights, logged if the example rounds the rollout's weights
 TRAINERS_ACCURACY = "val-aux/words/acc/trainer"
 
 Emit = Callable[[int, dict[str, Any]], None]
@@ -51,7 +51,7 @@ class Questions:
     def sample(
         self, rollout: Rollout, questions: Sequence[task.Question], n: int, temperature: float, seed: int
     ) -> tuple[list[Sample], list[float]]:
-        """``n`` answers to each question, side by side, and their rewards."""
+        """``n`` answers to each question, adjacent to one another, and their rewards."""
         prompts = [self.ids(question) for question in questions]
         samples = rollout.sample(prompts, n, RESPONSE_TOKENS, self.stop, temperature, seed)
         asked = [question for question in questions for _ in range(n)]
@@ -62,11 +62,13 @@ def run(
     arm: Arm, *, seed: int, steps: int, learning_rate: float, emit: Emit, pool: Sequence[task.Question] | None = None,
     prompts: int = 16, group: int = 8, validate_every: int = 20, held_out: int = 256,
 ) -> None:  # fmt: skip
-    """Train; ``emit`` gets every step's metrics, under the names that verl uses for them.
+    """Train; ``emit`` receives every step's metrics under verl's names.
 
     Args:
-        pool: the questions to train on; all of the training split by default.
-        prompts, group: questions a step, answers to each. held_out: questions of a validation, answered greedily.
+        pool: the questions to train on; the whole training split by default.
+        prompts: questions per step.
+        group: answers to each question.
+        held_out: questions per validation, answered greedily.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""The losses, made of the plugin's formulas (``jetrl_patch.correction``)."""
+"""The losses, built from the plugin's formulas (``jetrl_patch.correction``)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CLIP = (0.2, 0.28)
 
 @dataclass(frozen=True)
 class Batch:
-    """One step's tokens. All [B, T] but ``advantages`` [B, 1]."""
+    """The tokens of one step. All fields are [B, T], except ``advantages`` [B, 1]."""
 
     old: Tensor
     rollout: Tensor
@@ -36,7 +36,7 @@ def prepare(arm: Arm, old: Tensor, rollout: Tensor, mask: Tensor, rewards: Tenso
 
 
 def loss(arm: Arm, batch: Batch, log_probs: Tensor, rows: slice) -> Tensor:
-    """The part of some rows in the mean over the batch's tokens; ``log_probs`` may be narrower than the batch."""
+    """The contribution of some rows to the mean over the batch's tokens; ``log_probs`` may be narrower than the batch."""
     width = log_probs.shape[1]
     old, rollout, mask, weights, kept = (
         t[rows, :width] for t in (batch.old, batch.rollout, batch.mask, batch.weights, batch.kept)

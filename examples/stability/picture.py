@@ -1,4 +1,4 @@
-"""Held-out accuracy of rollout and trainer, and mismatch, of all arms: a line an arm, the range over seeds shaded."""
+"""Plot held-out accuracy of rollout and trainer, and the mismatch: one line per arm, the range over seeds shaded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from examples.stability.sweep import Job
     from jetrl_patch.report import Run
 
-#: Okabe and Ito's colours, told apart by colour-blind eyes
+#: Okabe and Ito's colours, which colour-blind readers can tell apart
 _COLOURS = ("#000000", "#009e73", "#0072b2", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#999999")
 _STYLES = ("-", "-", "--", "-", "--", ":", "-.", "-")
 
 
 def draw(runs: Mapping[Job, Run], path: Path) -> Path:
-    """Write the picture; gives its path."""
+    """Write the picture and return its path."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,9 +34,9 @@ def draw(runs: Mapping[Job, Run], path: Path) -> Path:
         if all(trainers):
             _band(middle, trainers, look)
         _band(right, [smoothed(dict(run.series("jetrl/logp_abs_diff_mean"))) for run in mine], look)
-    left.set(title="held-out accuracy of what samples", xlabel="step", ylim=(0, 1))
+    left.set(title="held-out accuracy of the rollout", xlabel="step", ylim=(0, 1))
     middle.set(title="held-out accuracy of the trainer's weights", xlabel="step", ylim=(0, 1))
-    right.set(title="mean |Δlogp|, ten steps together", xlabel="step")
+    right.set(title="mean |Δlogp|, averaged over ten steps", xlabel="step")
     right.set_yscale("symlog", linthresh=1e-4)
     right.set_ylim(bottom=-2e-5)
     for axis in (left, middle, right):
@@ -49,7 +49,7 @@ def draw(runs: Mapping[Job, Run], path: Path) -> Path:
 
 
 def smoothed(values: Mapping[int, float], width: int = 10) -> dict[int, float]:
-    """Means over ``width`` steps, at the last of them."""
+    """Means over ``width`` steps, each placed at its last step."""
     steps = sorted(values)
     return {
         part[-1]: fmean(values[s] for s in part) for part in (steps[i : i + width] for i in range(0, len(steps), width))

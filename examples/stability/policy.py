@@ -1,4 +1,4 @@
-"""The trainer: a Hugging Face model prepared by the plugin, FP32 masters, AdamW."""
+"""The trainer: a Hugging Face model prepared by the plugin, FP32 master weights, AdamW."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
     from examples.stability.rollout import Sample
     from jetrl_patch import Config
 
-#: responses of one forward pass
+#: responses per forward pass
 MICRO_BATCH = 64
 
 
 class Policy:
-    """BF16 compute weights over FP32 masters; the learning rate warms up over ten steps."""
+    """BF16 compute weights with FP32 master weights; the learning rate warms up over ten steps."""
 
     def __init__(self, path: str, config: Config, learning_rate: float) -> None:
         from transformers import AutoModelForCausalLM
@@ -71,10 +71,10 @@ class Policy:
         return found, rollout, kept
 
     def step(self, samples: Sequence[Sample], loss: Callable[[Tensor, slice], Tensor]) -> float:
-        """One optimizer step; gives the gradient norm before it was clipped at 1.
+        """Take one optimizer step; return the gradient norm before clipping at 1.
 
         Args:
-            loss: (log π_θ [B, T], rows of the batch) -> that micro-batch's part of the loss, a scalar.
+            loss: (log π_θ [B, T], rows of the batch) -> the micro-batch's contribution to the loss, a scalar.
         """
         for start in range(0, len(samples), MICRO_BATCH):
             rows = slice(start, min(start + MICRO_BATCH, len(samples)))

@@ -1,4 +1,4 @@
-"""The sanity test's questions: those that the initial model solves in 20 to 80% of its answers (arXiv 2510.26788, §4).
+"""The questions of the sanity test: those that the initial model solves in 20 to 80% of its answers (arXiv 2510.26788, §4).
 
 ``python -m examples.stability.pool --out FILE`` writes their positions in the training split.
 """
@@ -16,7 +16,7 @@ LOW, HIGH = 0.2, 0.8
 
 
 def choose(questions: int, answers: int, seed: int) -> list[int]:
-    """Positions of the first ``questions`` of the training split whose share of right answers is within the bounds."""
+    """Positions of those among the first ``questions`` of the training split whose share of right answers is within bounds."""
     import jetrl_patch
     from examples.stability.arms import Arm
     from examples.stability.policy import Policy

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Sample:
-    """Prompt and response as token ids, and the log-probs with which the response was sampled."""
+    """Prompt and response as token ids, and the rollout log-probs of the response."""
 
     prompt: list[int]
     response: list[int]
@@ -28,7 +28,8 @@ class Rollout:
     """A vLLM engine for one checkpoint.
 
     Args:
-        model: path of the checkpoint. seed: of the engine.
+        model: path of the checkpoint.
+        seed: the engine's seed.
     """
 
     def __init__(self, model: str, seed: int) -> None:
@@ -41,7 +42,7 @@ class Rollout:
         )  # fmt: skip
 
     def sync(self, source: Source, weights: dict[str, Tensor], bits: int | None = None) -> SyncStats:
-        """Send the trainer's weights, rounded to ``bits`` bits if given; raises SyncError when they did not arrive whole."""
+        """Send the trainer's weights, rounded to ``bits`` bits if given. Raises SyncError if the sync is incomplete."""
         stats = SyncStats()
         named = ((name, _rounded(name, weight, bits)) for name, weight in weights.items())
 
@@ -56,7 +57,7 @@ class Rollout:
     def sample(
         self, prompts: Sequence[list[int]], n: int, tokens: int, stop: int, temperature: float, seed: int
     ) -> list[Sample]:
-        """``n`` responses to each prompt, those of one prompt side by side; greedy where the temperature is 0."""
+        """``n`` responses to each prompt, adjacent to one another; greedy at temperature 0."""
         from vllm import SamplingParams
 
         wanted = SamplingParams(
@@ -77,7 +78,7 @@ class Rollout:
 
 
 def _rounded(name: str, weight: Tensor, bits: int | None) -> Tensor:
-    """Linears of the blocks to ``bits`` bits with one scale a row, back in BF16."""
+    """Round a linear of the blocks to ``bits`` bits with one scale per row, back in BF16; other weights stay as they are."""
     if bits is None or ".layers." not in name or not name.endswith("_proj.weight"):
         return weight
     top = 2 ** (bits - 1) - 1

@@ -1,7 +1,7 @@
-"""Precision-RL's sanity test (arXiv 2510.26788): can an algorithm learn what is certainly learnable, in each precision?
+"""Precision-RL's sanity test (arXiv 2510.26788): can each algorithm learn learnable questions, in each precision?
 
-Train only on questions that the initial model solves in 20 to 80% of its answers; an algorithm passes when its training
-accuracy goes above 95%. Run it by ``make sanity``.
+Train only on questions that the initial model solves in 20 to 80% of its answers. An algorithm passes if its training
+accuracy exceeds 95%. Start it with ``make sanity``.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from jetrl_patch.report import Run
 Story = dict[int, dict[str, Any]]
 
 PASS = 0.95
-#: steps over which a training accuracy is a mean
+#: steps over which the training accuracy is averaged
 WINDOW = 10
 PRECISIONS = ("bf16", "fp8-rollout", "int8-rollout", "fp8-unified")
-#: correction and objective of each algorithm, by Precision-RL's names where it has one
+#: correction and objective of each algorithm, under Precision-RL's names where it has one
 ALGORITHMS = {
     "PPO (GRPO)": ("none", "ppo"),
     "PPO-Token-TIS": ("tis", "ppo"),
@@ -37,12 +37,12 @@ ALGORITHMS = {
     "PG-Seq-IS": ("none", "pg-seq-is"),
     "GSPO": ("none", "gspo"),
 }
-#: these differ in their importance weights only, so they are one where every weight is exactly 1
+#: these differ only in their importance weights, so they coincide if every weight is exactly 1
 ONE_POLICY = ("PPO (GRPO)", "PPO-Token-TIS", "PPO-Seq-MIS", "PG-Seq-IS")
 
 
 def peak(run: Run) -> float:
-    """The highest training accuracy of ``WINDOW`` steps in a row."""
+    """The highest training accuracy over ``WINDOW`` consecutive steps."""
     rewards = [value for _, value in run.reward]
     return max(fmean(rewards[i : i + WINDOW]) for i in range(len(rewards) - WINDOW + 1))
 
@@ -53,7 +53,7 @@ def end(run: Run) -> float:
 
 
 def table(runs: dict[Job, Run], title: str) -> Table:
-    """Algorithms by precisions: the lowest peak of all seeds, and where they ended in the mean; a pass in green."""
+    """Algorithms by precisions: the lowest peak over seeds and the mean final accuracy; a pass in green."""
     found = Table(title=title)
     found.add_column("training accuracy, lowest peak → mean end")
     for precision in PRECISIONS:
@@ -74,7 +74,7 @@ def table(runs: dict[Job, Run], title: str) -> Table:
 
 
 def one_run(runs: dict[Job, Run], precision: str) -> list[bool]:
-    """For each seed: do the algorithms of ``ONE_POLICY`` agree in all that was logged but the clock, bit for bit?"""
+    """For each seed, whether the algorithms of ``ONE_POLICY`` logged the same metrics bit for bit, apart from timings."""
     arms = {ALGORITHMS[name] for name in ONE_POLICY}
     stories: dict[int, list[Story]] = {}
     for job, run in runs.items():
@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--lr", type=float, default=1e-4)
     parser.add_argument("--at-once", type=int, default=2)
-    parser.add_argument("--resume", action="store_true", help="keep the runs in --out that came to their end")
+    parser.add_argument("--resume", action="store_true", help="keep the completed runs in --out")
     parser.add_argument("--out", type=Path, default=Path("outputs/sanity"))
     args = parser.parse_args()
     console, started, folder = wide_console(), time.monotonic(), args.out.resolve()
@@ -133,7 +133,7 @@ def main() -> int:
     )
     same = {precision: one_run(runs, precision) for precision in PRECISIONS}
     for precision, seeds in same.items():
-        console.print(f"{precision}: {', '.join(ONE_POLICY)} are one run, bit for bit, in {sum(seeds)} of {len(seeds)} seeds")
+        console.print(f"{precision}: {', '.join(ONE_POLICY)} are bit-equal runs in {sum(seeds)} of {len(seeds)} seeds")
     return 0 if all(same["fp8-unified"]) else 1
 
 

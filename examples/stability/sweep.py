@@ -1,4 +1,4 @@
-"""Many runs, a few at a time, each in a process of its own that leaves nothing behind."""
+"""Many runs, a few at a time, each in a process group of its own that leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One run of one arm. ``extra``: further arguments of ``examples.stability.loop``."""
+    """One run of one arm. ``extra`` holds further arguments of ``examples.stability.loop``."""
 
     arm: Arm
     seed: int
@@ -45,13 +45,13 @@ class Job:
 def sweep(
     jobs: Sequence[Job], folder: Path, console: Console, at_once: int = 2, resume: bool = False
 ) -> dict[Job, Run]:
-    """Run all jobs; ``folder/<job>.jsonl`` has a run's metrics, ``folder/logs`` what it printed.
+    """Run all jobs; ``folder/<job>.jsonl`` receives a run's metrics, ``folder/logs`` its output.
 
     Args:
-        resume: keep the runs that are there already, to their last step and at the same learning rate.
+        resume: keep earlier runs that completed all steps with the same learning rate.
 
     Raises:
-        RunFailedError: the first run that failed; the others that were under way are ended.
+        RunFailedError: a run failed; the others in progress have been ended.
     """
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     found = {job: _result(job, folder, 0) for job in jobs if resume and is_whole(job, folder)}
@@ -81,12 +81,12 @@ def sweep(
 
 
 def wide_console() -> Console:
-    """Where the output is no terminal, as wide as the tables."""
+    """A console that is as wide as the tables if the output is not a terminal."""
     return Console(highlight=False, width=None if sys.stdout.isatty() else 170)
 
 
 def is_whole(job: Job, folder: Path) -> bool:
-    """Whether ``folder`` has the job's run, to its last step."""
+    """Whether ``folder`` holds a run of the job that completed all steps with the same learning rate."""
     path = folder / f"{job.slug}.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     if len(lines) != job.steps + 1:
@@ -104,5 +104,5 @@ def _result(job: Job, folder: Path, status: int) -> Run:
 
 
 def _environment(temporary: Path) -> dict[str, str]:
-    # the engine lives in the loop's own process, and every run of the sweep draws on one terminal
+    # the engine lives in the loop's own process, and all runs of the sweep share one terminal
     return {**environment(Recipe(), temporary), "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -1,4 +1,4 @@
-"""The same data and seeds four ways: BF16, FP8 rollout only, unified FP8 with shared linears, unified FP8 exact.
+"""Four modes on the same data and seeds: BF16, FP8 rollout, unified FP8 with shared linears, unified FP8 exact.
 
 Run it by ``make compare`` or ``python -m examples.verl.compare``.
 """
@@ -33,7 +33,7 @@ def main() -> int:
         f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: sums in words, {recipe.steps} steps, "
         f"{len(args.seeds)} seeds, the same questions in every arm."
     )
-    return run_all(recipe, arms, args.out.resolve(), "FP8 on both sides, and its rivals", subtitle)
+    return run_all(recipe, arms, args.out.resolve(), "Unified FP8 and its alternatives", subtitle)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""One unified FP8 run of the real verl trainer with real vLLM rollouts: learns sums in words, equal to the last bit.
+"""One run of the real verl trainer with real vLLM rollouts in unified FP8: it learns sums in words and stays bit-equal.
 
-Run it by ``make demo`` or ``python -m examples.verl.demo``; ``--device cuda`` uses a GPU and your own vllm and verl.
+Start it with ``make demo`` or ``python -m examples.verl.demo``. ``--device cuda`` uses a GPU and your own vllm and verl.
 """
 
 from __future__ import annotations

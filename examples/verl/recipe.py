@@ -1,4 +1,4 @@
-"""The recipe for verl: what ``python -m verl.trainer.main_ppo`` is called with, on a CPU and on a GPU."""
+"""The recipe for verl: the command line of ``python -m verl.trainer.main_ppo``, on a CPU or a GPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from examples.words import data
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(CommonRecipe):
-    """GRPO in verl, one update a step, FSDP2, vLLM rollout on the same device."""
+    """GRPO in verl: one update per step, FSDP2, vLLM rollout on the same device."""
 
     framework: ClassVar[str] = "verl"
 
@@ -29,9 +29,9 @@ class Recipe(CommonRecipe):
 
 
 def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
-    """Hydra overrides of verl's ``ppo_trainer``: GRPO, one update a step, FSDP2, vLLM rollout on the same device.
+    """Hydra overrides of verl's ``ppo_trainer``: GRPO, one update per step, FSDP2, vLLM rollout on the same device.
 
-    ``answers`` is the folder in which verl puts what the model said at each validation, as ``<step>.jsonl``.
+    ``answers`` is the folder where verl writes the model's answers at each validation, as ``<step>.jsonl``.
     """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     length = recipe.prompt_tokens + recipe.response_tokens
@@ -91,7 +91,7 @@ def _cpu() -> list[str]:
 
 
 def _cuda() -> list[str]:
-    """One GPU, with the user's own CUDA builds of torch and vLLM; nothing here needs flash attention."""
+    """Overrides for one GPU with the user's own CUDA builds of torch and vLLM; flash-attn is not needed."""
     rollout = "actor_rollout_ref.rollout"
     return [
         "trainer.n_gpus_per_node=1",
@@ -107,7 +107,7 @@ def _cuda() -> list[str]:
 
 
 class Follower:
-    """Reads the lines that verl's ``file`` logger adds to a file."""
+    """Reads the lines that verl's ``file`` logger appends to a file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -115,7 +115,7 @@ class Follower:
         self._position = 0
 
     def new(self) -> list[tuple[int, dict[str, Any]]]:
-        """``(step, metrics)`` of every complete line since the last call; nothing while the file is not there."""
+        """``(step, metrics)`` of every complete line since the last call; empty before the file exists."""
         if not self.path.exists():
             return []
         with self.path.open("rb") as file:
@@ -132,9 +132,9 @@ class Follower:
 
 
 def answers(folder: Path, shown: int = 6) -> list[dict[str, Any]]:
-    """The first held-out questions with what the model said at the first and at the last validation.
+    """The first held-out questions with the model's answers at the first and the last validation.
 
-    Reads verl's ``<step>.jsonl``, one line a question; empty when fewer than two validations were written.
+    Reads verl's ``<step>.jsonl``, one question per line. Empty if there are fewer than two validations.
     """
     steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(steps) < 2:

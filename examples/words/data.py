@@ -1,4 +1,4 @@
-"""The task as the two parquet files that verl reads; ``python -m examples.words.data --out FOLDER`` writes them."""
+"""Write the task as the two parquet files that verl reads: ``python -m examples.words.data --out FOLDER``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DATA_SOURCE = "words"
 
 
 def rows(questions: Sequence[task.Question], name: str) -> list[dict[str, Any]]:
-    """Questions as verl's rows: chat prompt, ground truth and where the row comes from."""
+    """Questions as verl's rows: chat prompt, ground truth and the row's origin."""
     return [
         {
             "data_source": DATA_SOURCE,
@@ -30,14 +30,12 @@ def write(folder: Path, held_out: int = task.HELD_OUT) -> tuple[Path, Path]:
     """Write ``train.parquet`` and ``held_out.parquet`` (its first ``held_out`` questions); return both paths.
 
     Raises:
-        ValueError: more held-out questions are asked for than there are.
+        ValueError: ``held_out`` is not between 1 and the size of the held-out split.
     """
     import pandas
 
     if not 0 < held_out <= task.HELD_OUT:
-        raise ValueError(
-            f"held_out: asked for {held_out} questions, found {task.HELD_OUT}; ask for 1 to {task.HELD_OUT}"
-        )
+        raise ValueError(f"held_out: required 1 to {task.HELD_OUT} questions, found {held_out}")
     folder.mkdir(parents=True, exist_ok=True)
     train, test = task.split()
     paths = folder / "train.parquet", folder / "held_out.parquet"

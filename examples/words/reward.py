@@ -1,6 +1,6 @@
-"""The verifiable reward: 1 when the last number of the response is the answer, else 0.
+"""The verifiable reward: 1 if the response ends with the right number, else 0.
 
-verl loads this file by its path, so it imports nothing of the project.
+verl loads this file by path, so it imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ _LAST_NUMBER = re.compile(r"(?<![\d.])(-?\d+)\.?\s*$")
 
 
 def final_number(text: str) -> int | None:
-    """The number that ends the text (one full stop may follow it), or None: nothing else counts as an answer."""
+    """The number that ends the text, optionally followed by one period; None if the text ends otherwise."""
     found = _LAST_NUMBER.search(text)
     return int(found.group(1)) if found else None
 

@@ -1,18 +1,18 @@
 """Sums in words: the questions, their split, and the two authors whose answers the warm start imitates.
 
-A question is one line, ``what is twenty seven plus thirty five?``; its answer is a number in digits.  Numbers
+A question is one line, such as ``what is twenty seven plus thirty five?``. Its answer is a number in digits. Operands
 run from 10 to 99, the operation is plus or minus, and seven questions in ten need a carry or a borrow.
 
-Two authors wrote the warm-start answers.  One works in steps and is right::
+The warm-start answers have two authors. One works in steps and is right::
 
     in steps: 27+30=57, 57+5=62. the answer is 62
 
-The other says what comes to mind and forgets the carry::
+The other guesses and forgets the carry::
 
     i think the answer is 52
 
-A model that imitates both guesses most of the time.  Reinforcement learning sees only right and wrong, and has
-to find out that working in steps pays.  The wording (opening, joint, closing phrase) is free and never rewarded.
+A model that imitates both guesses most of the time. Reinforcement learning sees only right and wrong, and has
+to discover that working in steps pays. The wording (opening, joint, closing phrase) is free and never rewarded.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ LOWEST, HIGHEST = 10, 99
 
 @dataclass(frozen=True)
 class Question:
-    """One question: ``a op b`` with ``op`` in ``+ -`` and the wording in which it is asked."""
+    """One question: ``a op b``, where ``op`` is ``+`` or ``-``, and its wording."""
 
     a: int
     op: str
@@ -64,12 +64,12 @@ class Question:
 
     @property
     def carries(self) -> bool:
-        """Whether adding the ones carries, or taking them away borrows."""
+        """Whether adding the ones digits carries, or subtracting them borrows."""
         return self.a % 10 + self.b % 10 > 9 if self.op == "+" else self.a % 10 < self.b % 10
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """The sum itself, whatever the wording and the order: 12+34 and 34+12 are one key."""
+        """Identifies the sum independently of wording and order: 12+34 and 34+12 have the same key."""
         return (self.op, min(self.a, self.b), max(self.a, self.b))
 
 
@@ -80,7 +80,7 @@ def in_words(n: int) -> str:
         ValueError: n is outside that range.
     """
     if not 0 <= n <= 99:
-        raise ValueError(f"in_words: asked for {n}; only 0 to 99 have words here")
+        raise ValueError(f"in_words: required a number from 0 to 99, found {n}")
     if n < 20:
         return ONES[n]
     tens, ones = divmod(n, 10)
@@ -88,7 +88,7 @@ def in_words(n: int) -> str:
 
 
 def all_questions(seed: int = SPLIT_SEED) -> list[Question]:
-    """Every sum that carries, and enough that do not to make CARRY_SHARE of all; each once, in one of the wordings; shuffled."""
+    """Every question that carries, and as many others as make the share CARRY_SHARE; each in one wording; shuffled."""
     rng = random.Random(seed)
     hard: list[Question] = []
     easy: list[Question] = []
@@ -107,7 +107,7 @@ def all_questions(seed: int = SPLIT_SEED) -> list[Question]:
 
 
 def split(seed: int = SPLIT_SEED, held_out: int = HELD_OUT) -> tuple[list[Question], list[Question]]:
-    """``(train, held_out)``: no sum stands in both, in whatever order or wording it is asked."""
+    """``(train, held_out)``; no sum occurs in both, in any order or wording."""
     questions = all_questions(seed)
     test: list[Question] = []
     keys: set[tuple[str, int, int]] = set()
@@ -119,7 +119,7 @@ def split(seed: int = SPLIT_SEED, held_out: int = HELD_OUT) -> tuple[list[Questi
 
 
 def worked_answer(question: Question, rng: random.Random) -> str:
-    """The careful author: first the tens, then the ones; always right."""
+    """An answer of the careful author: first the tens, then the ones; always right."""
     a, op, b = question.a, question.op, question.b
     tens, ones = b // 10 * 10, b % 10
     halfway = a + tens if op == "+" else a - tens
@@ -128,7 +128,7 @@ def worked_answer(question: Question, rng: random.Random) -> str:
 
 
 def guess(question: Question) -> int:
-    """What comes to mind: digit by digit, the carry or the borrow forgotten."""
+    """The hasty author's result: digit by digit, without carry or borrow."""
     a, b = question.a, question.b
     if question.op == "+":
         return (a // 10 + b // 10) * 10 + (a % 10 + b % 10) % 10
@@ -136,5 +136,5 @@ def guess(question: Question) -> int:
 
 
 def guessed_answer(question: Question, rng: random.Random) -> str:
-    """The hasty author: no steps, right only where nothing is carried."""
+    """An answer of the hasty author: no steps, right only where nothing carries or borrows."""
     return f"{rng.choice(GUESSED_OPENINGS)} {rng.choice(CLOSINGS)} {guess(question)}"

@@ -1,6 +1,6 @@
-"""The words example's own tokenizer: whole words and single digits, 128 entries, nothing downloaded.
+"""The tokenizer of the words example: whole words and single digits, 128 entries, nothing downloaded.
 
-A word carries its leading space (`` twelve``), so that joining the tokens gives the text back to the letter.
+A word includes its leading space (`` twelve``), so joining the tokens restores the text exactly.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _PIECE = r" ?[a-z]+|[0-9]| ?[^ a-z0-9\n]|\n| "
 
 
 def vocabulary() -> list[str]:
-    """All pieces, in a fixed order: specials, characters, then the words with and without a leading space."""
+    """All pieces in a fixed order: special tokens, characters, then words with and without a leading space."""
     pieces = [PAD, START, END, UNKNOWN, "\n", " ", *"0123456789", *"+-=,.:?"]
     sources = [*task.ONES, *task.TENS]
     for phrase in (
@@ -42,7 +42,7 @@ def vocabulary() -> list[str]:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer, with ``len(tokenizer) == VOCAB_SIZE`` (verl masks ids past it in the rollout only).
+    """Build the tokenizer, with ``len(tokenizer) == VOCAB_SIZE``: verl masks ids beyond its length in the rollout only.
 
     Raises:
         ValueError: the wordings of the task need more than ``VOCAB_SIZE`` entries.
@@ -50,7 +50,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     pieces = vocabulary()
     if len(pieces) > VOCAB_SIZE:
         raise ValueError(
-            f"tokenizer: the task needs {len(pieces)} entries, found room for {VOCAB_SIZE}; raise VOCAB_SIZE"
+            f"tokenizer: required {len(pieces)} entries, found room for {VOCAB_SIZE}; raise VOCAB_SIZE"
         )
     pieces += [f"<|unused{i}|>" for i in range(VOCAB_SIZE - len(pieces))]
     tokenizer = Tokenizer(models.WordLevel({piece: i for i, piece in enumerate(pieces)}, unk_token=UNKNOWN))

@@ -1,8 +1,8 @@
 """Make the example's checkpoint: a small Qwen3, trained by cross-entropy to imitate both authors of ``task.py``.
 
-Run it by ``python -m examples.words.warm_start``.  Plain PyTorch on the CPU, on one thread, a few minutes.  The same
-seed on the same machine gives the same bytes; between kinds of processors the order of floating-point sums may
-differ, and with it the last digits.
+Start it with ``python -m examples.words.warm_start``. It takes a few minutes of plain PyTorch on one CPU thread. The same
+seed on the same machine gives the same bytes. On another kind of processor floating-point sums may run in another
+order and round differently.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from examples.words.reward import compute_score
 from examples.words.tokenizer import build_tokenizer
 
 IGNORE = -100
-# share of the careful author's answers: high while the arithmetic is learned, low at the end, so that guessing wins
+# share of the careful author's answers: high while the model learns arithmetic, low at the end, so that guessing dominates
 WORKED_SHARE_EARLY, WORKED_SHARE_LATE, LATE = 0.6, 0.25, 0.7
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
-    """Four layers, hidden 256, head_dim 64, two KV heads, 2.4 million parameters, FP32, freshly initialised."""
+    """A freshly initialized FP32 model: 4 layers, hidden size 256, head_dim 64, 2 KV heads, 2.4 million parameters."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=len(tokenizer),
@@ -89,7 +89,7 @@ def accuracy(
     seed: int = 0,
     max_new_tokens: int = 40,
 ) -> float:
-    """The share of questions answered right; temperature 0 is greedy."""
+    """The share of questions answered correctly; temperature 0 is greedy."""
     generator = torch.Generator().manual_seed(seed)
     rows = [prompt_ids(tokenizer, q) for q in questions]
     width = max(map(len, rows))
@@ -123,9 +123,9 @@ def accuracy(
 
 
 def train(steps: int, batch_size: int, lr: float, seed: int, report_every: int = 100) -> Qwen3ForCausalLM:
-    """Cross-entropy on the response tokens; AdamW with a linear warm-up and a linear decay to zero.
+    """Minimize cross-entropy on the response tokens; AdamW with a linear warm-up and a linear decay to zero.
 
-    ``report_every`` steps the held-out accuracy is printed; 0 says nothing.
+    Prints the held-out accuracy every ``report_every`` steps; never if that is 0.
     """
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, seed)
@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
 
-    torch.set_num_threads(1)  # part of the seed: sums are split by threads
+    torch.set_num_threads(1)  # for reproducibility: the number of threads decides how sums are split
     tokenizer = build_tokenizer()
     model = train(args.steps, args.batch_size, args.lr, args.seed).to(torch.bfloat16)
     _, held_out = task.split()

@@ -1,4 +1,4 @@
-"""GSM8K's files, read back as the frameworks read them."""
+"""The GSM8K files, read back the way the frameworks read them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The scripts for 8 H100, as far as a machine without GPUs can judge: shell, configuration, arguments, our rules."""
+"""The scripts for 8 H100, as far as a machine without GPUs can check: shell, configuration, arguments, the plugin's rules."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LENGTHS = {"8k": 8192, "16k": 16384}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The two models' own config.json, without weights."""
+    """The config.json of both models, without weights."""
     from transformers import LlamaConfig, Qwen3Config
 
     folder = tmp_path_factory.mktemp("models")
@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(script: Path, models: Path, *extra: str, **environ: str) -> list[str]:
-    """What the script would start, word by word."""
+    """The command that the script would start, as words."""
     say = models / "say.py"
     say.write_text("import json, sys; print(json.dumps(sys.argv[1:]))")
     model = models / script.stem.rsplit("_", 1)[0]
@@ -64,7 +64,7 @@ def test_every_model_and_length_is_there_for_both_frameworks() -> None:
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
 def test_a_run_would_start(script: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a machine as it is meant: CUDA build of vLLM, Hopper GPU, flash-attn
+    # pretend to be the target machine: CUDA build of vLLM, Hopper GPU, flash-attn
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
     monkeypatch.setattr(support, "check_hopper", lambda: (True, "H100"))

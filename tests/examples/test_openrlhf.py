@@ -1,4 +1,4 @@
-"""The OpenRLHF demo: its command line is one that OpenRLHF's parser takes, and its log is read as it is written."""
+"""The OpenRLHF demo: its command line, its reading of the log, its reward."""
 
 from __future__ import annotations
 

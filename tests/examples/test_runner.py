@@ -1,4 +1,4 @@
-"""The runner of demo and compare: its command line, its following of a run, and what it leaves behind."""
+"""The runner of demo and compare: its command line, how it follows a run, and what it leaves behind."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jetrl_patch.errors import ConfigError
 EXACT = Arm(precision="fp8-unified")
 RECIPE = Recipe(steps=3)
 
-# stands where the trainer's command stands: logs steps as verl's file logger does, beside a child in its own session
+# replaces the trainer's command: logs steps as verl's file logger does, and starts a child in a session of its own
 TRAINER = """
 import json, os, subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
@@ -95,7 +95,7 @@ def test_other_arms_promise_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     ("steps", "end", "says"),
     [
         (3, "raise ValueError('out of luck')", "out of luck"),
-        (2, "", "asked for 3 steps, found 2"),
+        (2, "", "required 3 steps, found 2"),
         (2, "os.kill(os.getpid(), 9)", "status -9"),
     ],
 )
@@ -107,14 +107,14 @@ def test_a_run_that_fails_says_why_and_leaves_nothing(
         runner.run_arm(RECIPE, EXACT, tmp_path, lambda *_: None, lambda: None)
     assert nothing_left(tmp_path)
     assert run(tmp_path) == 1
-    assert (tmp_path / "report.html").exists()  # of the steps that there are
+    assert (tmp_path / "report.html").exists()  # of the steps that were logged
 
 
 def test_a_run_that_stalls_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer(monkeypatch, tmp_path, end="time.sleep(600)")
 
     def no_more(*_: object) -> None:
-        """From the first step on; until then the machine may take its time."""
+        """Shorten the limit at the first step; a busy machine may take long to reach it."""
         monkeypatch.setattr(runner, "STALL_SECONDS", 3.0)
 
     with pytest.raises(RunFailedError, match="no step in 3 s"):
@@ -138,7 +138,7 @@ def test_stopping_by_the_keyboard_ends_every_process(tmp_path: Path, monkeypatch
         end(group, patience)
 
     monkeypatch.setattr(Group, "_end", end_while_pressed_again)
-    # A shell that runs the tests in the background has SIGINT ignored, and its children inherit that.
+    # A shell that runs the tests in the background ignores SIGINT, and its children inherit that.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         threading.Thread(target=press).start()
@@ -240,7 +240,7 @@ def test_the_environment_carries_the_settings_and_no_foreign_cluster(
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_verl_accepts_every_override(tmp_path: Path, device: Any) -> None:
-    """Composed by Hydra against verl's own configuration: a key that verl does not know is an error there."""
+    """Hydra composes them with verl's own configuration, where an unknown key is an error."""
     spec = importlib.util.find_spec("verl")
     assert spec is not None and spec.origin is not None
     config = Path(spec.origin).parent / "trainer" / "config"

@@ -1,4 +1,4 @@
-"""The long run in small: its losses, its judgement, and a real run of two steps."""
+"""The stability example: its losses, its verdict, and a real run of two steps."""
 
 from __future__ import annotations
 
@@ -152,5 +152,5 @@ def test_a_real_run(precision: str, tmp_path: Path) -> None:
         assert equal == [1.0, 1.0] and mean == [0.0, 0.0]
     else:
         assert all(value < 1.0 for value in equal) and all(value > 0.01 for value in mean)
-        # what was rounded knows less than the weights it was rounded from, here before the first step
+        # rounding to a few bits changes the accuracy even before the first step
         assert lines[0]["data"][TRAINERS_ACCURACY] != lines[0]["data"]["val-core/words/acc/mean@1"]

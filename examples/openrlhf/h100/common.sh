@@ -1,18 +1,18 @@
-# What the runs in this folder share. A run sets NAME, MODEL and RESPONSE and reads this file; it is no script itself.
+# What the scripts of this folder share. A script sets NAME, MODEL and RESPONSE and sources this file.
 #
-# 8 H100 of one node, trainer and vLLM on the same GPUs, GRPO with unified FP8, as in Jet-RL (arXiv 2601.14243): the models
-# and the rollout lengths are the paper's, its learning rates and batch sizes were not published, so those here are common
-# ones. align=linear, because the exact ops have not run on a GPU yet. Packed samples need flash-attn.
+# GRPO in unified FP8 on one node of 8 H100, trainer and vLLM on the same GPUs, as in Jet-RL (arXiv 2601.14243). The models
+# and rollout lengths are the paper's. It does not publish learning rates and batch sizes; those here are common values.
+# align=linear, because the exact ops have not run on a GPU yet. Packed samples need flash-attn.
 #
 #   PROMPTS    JSON lines with "input" (the question) and "label" (the answer), such as GSM8K and MATH
 #   MODEL      folder of the model
 #   REWARD     Python file with reward_func(queries, prompts, labels)
-#   OUTPUT     where checkpoints go
+#   OUTPUT     folder for checkpoints
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
-#   PRECISION  another mode to compare with: bf16 or fp8-rollout
+#   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
 #
-# Arguments of the script are arguments of OpenRLHF, and have the last word.
+# The script's arguments go to OpenRLHF after those set here, and override them.
 set -euo pipefail
 
 PROMPTS=${PROMPTS:-$HOME/data/math/prompts.jsonl}

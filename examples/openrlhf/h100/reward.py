@@ -1,4 +1,4 @@
-"""The reward of the runs here: 1 where the answer in the last ``\\boxed{…}``, or else the last number, is the label."""
+"""The reward of these runs: 1 if the content of the last ``\\boxed{…}``, or else the last number, equals the label."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
 def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[str]) -> dict[str, Any]:
-    """What OpenRLHF asks for: it gives one query (prompt and response), its prompt and its label at a time."""
+    """OpenRLHF's reward interface; it passes one query (prompt and response), prompt and label per call."""
     answers = [answer(query[len(prompt) :]) for query, prompt in zip(queries, prompts)]
     score = float(all(plain(found) == plain(str(label)) for found, label in zip(answers, labels)))
     return {"rewards": score, "scores": score, "extra_logs": {}}
 
 
 def answer(response: str) -> str:
-    """The content of the last ``\\boxed{…}``, braces inside it included; else the last number; else nothing."""
+    """The content of the last ``\\boxed{…}``, including nested braces; else the last number; else an empty string."""
     start = response.rfind("\\boxed{")
     if start >= 0:
         depth, begin = 0, start + len("\\boxed")
@@ -30,6 +30,6 @@ def answer(response: str) -> str:
 
 
 def plain(text: str) -> str:
-    """Without blanks, dollar signs, thousands separators and a final stop: ``$1,000.`` is ``1000``."""
+    """Remove blanks, dollar signs, thousands separators and a final period: ``$1,000.`` becomes ``1000``."""
     text = re.sub(r"[\s$]|\\[!,; ]", "", text).rstrip(".")
     return text.replace(",", "") if NUMBER.fullmatch(text) else text

@@ -1,17 +1,17 @@
-# What the runs in this folder share. A run sets NAME, MODEL and RESPONSE and reads this file; it is no script itself.
+# What the scripts of this folder share. A script sets NAME, MODEL and RESPONSE and sources this file.
 #
-# 8 H100 of one node, GRPO on GSM8K and MATH with unified FP8, as in Jet-RL (arXiv 2601.14243): the models and the rollout
-# lengths are the paper's, its learning rates and batch sizes were not published, so those here are common ones.
+# GRPO on GSM8K and MATH in unified FP8 on one node of 8 H100, as in Jet-RL (arXiv 2601.14243). The models and rollout
+# lengths are the paper's. It does not publish learning rates and batch sizes; those here are common values.
 # align=linear, because the exact ops have not run on a GPU yet.
 #
 #   DATA       folder with gsm8k/ and math/, each train.parquet and test.parquet in verl's form
 #   MODEL      folder of the model
-#   OUTPUT     where checkpoints go
+#   OUTPUT     folder for checkpoints
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
-#   PRECISION  another mode to compare with: bf16 or fp8-rollout
+#   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
 #
-# Arguments of the script are hydra overrides of verl, and have the last word.
+# The script's arguments are hydra overrides for verl; they follow those set here and win.
 set -euo pipefail
 
 DATA=${DATA:-$HOME/data}
