@@ -241,7 +241,8 @@ def test_empty_variables_count_as_not_set() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"JETRL_PRECISON": "bf16"}, "unknown environment variable JETRL_PRECISON; the known ones are JETRL_ENABLED"),
+        ({"JETRL_PRECISON": "bf16"}, "JETRL_CACHE_DIR, found unknown JETRL_PRECISON. Correct the name or unset"),
+        ({"JETRL_PRECISON": "bf16"}, "environment variables: required names among JETRL_ENABLED, "),
         ({"JETRL_PRECISION": "fp9"}, "unknown precision 'fp9'"),
         ({"JETRL_ALIGN": "exact", "JETRL_PRECISION": "bf16"}, "contradicts"),
         ({"JETRL_SYNC_TIMEOUT": "five"}, "JETRL_SYNC_TIMEOUT='five' is not a number of seconds"),

@@ -93,7 +93,7 @@ def test_layers_and_backend_are_reported(use: Any) -> None:
 
 def test_require_active(use: Any) -> None:
     use(Fake(ALL))
-    with pytest.raises(NotPatchedError, match=rf"the worker \(pid {os.getpid()}\) should be patched and is not"):
+    with pytest.raises(NotPatchedError, match=rf"the worker \(pid {os.getpid()}\): required .*, found an unpatched one"):
         runtime.require_active("the worker")
     with pytest.raises(NotPatchedError):
         runtime.active_config()
