@@ -128,7 +128,7 @@ def _run(what: OnImport, module: ModuleType, journal: Journal) -> None:
     except JetrlError:
         raise
     except Exception as error:
-        raise PatchError(f"{what.target} failed: {type(error).__name__}: {error}") from error
+        raise PatchError(f"The patch {what.target} failed. {type(error).__name__}: {error}") from error
 
 
 def _note(error: BaseException, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What every test starts from: no setting of the user, no network, no session left over."""
+"""Isolate every test: no user settings, no network, no session left over from another test."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-hypothesis.settings.register_profile("house", deadline=None)  # the machine may be busy
+hypothesis.settings.register_profile("house", deadline=None)  # a busy machine may be slow
 hypothesis.settings.load_profile("house")
 
 for name, value in {
@@ -25,14 +25,14 @@ for name in [name for name in os.environ if name.startswith("JETRL_") and name !
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files with real runs come first, so that workers that share the files end together."""
+    """Put files with real runs first, so that parallel workers finish at about the same time."""
     long = {item.path for item in items if item.get_closest_marker("e2e")}
     items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(autouse=True)
 def _no_session_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Asks for monkeypatch, so that the session goes before what the test has set in the environment."""
+    """Disable the session. Depends on monkeypatch, so that this happens before the environment is restored."""
     yield
     runtime = sys.modules.get("jetrl_patch.runtime")
     if runtime is not None and runtime.is_active():

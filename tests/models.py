@@ -1,4 +1,4 @@
-"""Tiny models of the supported families, made here: nothing is downloaded.
+"""Tiny models of the supported families, built locally: nothing is downloaded.
 
 Weights are scaled up from their initial values, so that logits are far from flat, hidden states differ from token to
 token, and rounding differences show. ``train`` moves them by a few optimizer steps, as a run would.
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 
-#: what a family needs beside the sizes, or differs in from a model that is built like Llama
+#: settings of a family beyond the sizes, where it differs from a model built like Llama
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "head_dim": 128},  # heads wider than hidden / heads, as Mistral-Nemo has them
     "seed_oss": {"attention_dropout": 0.0, "residual_dropout": 0.0},
     "smollm3": {"no_rope_layer_interval": 2},  # of three layers the second has no rotary embedding
-    "granite": {  # no powers of two, so that the order of roundings shows
+    "granite": {  # not powers of two, so that the order of roundings matters
         "embedding_multiplier": 12.0,
         "attention_multiplier": 0.11,
         "residual_multiplier": 0.7,
@@ -47,7 +47,7 @@ def config_of(family: str, **options: Any) -> Any:
     return AutoConfig.for_model(family, **{**settings, **OF_FAMILY.get(family, {}), **options})
 
 
-#: what the exactness tests cover: KV width 64, tied embeddings, attention bias, widths that are no multiples of 128
+#: variants for the exactness tests: KV width 64, tied embeddings, attention bias, widths that are not multiples of 128
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("qwen2", {}),  # Qwen2 has an attention bias of its own
     "qwen3": ("qwen3", {}),
@@ -93,7 +93,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def build(family: str, seed: int = 0, **options: Any) -> Any:
-    """A BF16 model with weights large enough that its next-token distribution has a shape."""
+    """A BF16 model with weights large enough that its next-token distribution is not uniform."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(seed)
@@ -110,7 +110,7 @@ def build(family: str, seed: int = 0, **options: Any) -> Any:
 
 
 def train(model: Any, steps: int = 10, seed: int = 0) -> Any:
-    """A few AdamW steps on random walks over the vocabulary, in place."""
+    """Train in place: a few AdamW steps on random walks over the vocabulary."""
     generator = torch.Generator().manual_seed(seed)
     model.float().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
@@ -126,14 +126,14 @@ def train(model: Any, steps: int = 10, seed: int = 0) -> Any:
 
 
 def save(path: Path, family: str, seed: int = 0, steps: int = 10, **options: Any) -> str:
-    """Build, train a little, write a checkpoint; its path."""
+    """Build a model, train it briefly, write a checkpoint and return its path."""
     model = train(build(family, seed, **options), steps, seed)
     model.save_pretrained(path)
     return str(path)
 
 
 def variant(path: Path, name: str, seed: int = 0, steps: int = 10) -> str:
-    """The checkpoint of one of ``VARIANTS``, made at the first call."""
+    """The checkpoint of one of ``VARIANTS``, written at the first call."""
     if not (path / "config.json").exists():
         family, options = VARIANTS[name]
         save(path, family, seed, steps, **options)

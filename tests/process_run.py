@@ -1,4 +1,4 @@
-"""A framework's trainer as a user starts it: one process group, one log, nothing left behind."""
+"""Run a framework's trainer as a user would: one process group, one log, no process left behind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUIET = {
 
 
 class ProcessRun:
-    """One run in a process group of its own; its output so far is ``text``.
+    """One run in its own process group. ``text`` is its output so far.
 
     Args:
         folder: where it runs and where its log goes.

@@ -1,4 +1,4 @@
-"""The site, built once for all tests of it, by the command of the Makefile."""
+"""Build the site once for all its tests, with the command of the Makefile."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Build = Callable[[Path, Path], "subprocess.CompletedProcess[str]"]
 
 @pytest.fixture(scope="session")
 def build() -> Build:
-    """``build(folder, root)`` builds the site of a copy of the repository."""
+    """A function ``build(folder, root)`` that builds the site of a copy of the repository."""
     pytest.importorskip("mkdocs")
     (arguments,) = re.findall(r"-m mkdocs (.*)", (ROOT / "Makefile").read_text())
 

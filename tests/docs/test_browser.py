@@ -1,4 +1,4 @@
-"""The site in a real browser, opened as files: nothing overflows, nothing is fetched, the search answers."""
+"""The site in a real browser, opened from files: nothing overflows, nothing is fetched, and the search works."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def opened(browser: Any) -> Iterator[Any]:
-    """A page; at the end nothing may have been said on the console, thrown, or asked of a network."""
+    """A page. At the end it must have logged nothing, thrown nothing and made no network request."""
     context, troubles = browser.new_context(), []
     page = context.new_page()
     page.on("console", lambda message: troubles.append(message.text) if message.type == "error" else None)
@@ -43,10 +43,10 @@ def test_no_page_is_wider_than_the_window(opened: Any, site_folder: Path, width:
     opened.set_viewport_size({"width": width, "height": 844})
     wide = {}
     for path in sorted(site_folder.rglob("*.html")):
-        if path.name == "404.html":  # it is served, not opened: its links are absolute
+        if path.name == "404.html":  # served, never opened from a file: its links are absolute
             continue
         opened.goto(path.as_uri())
-        # a table or a block of code may be wider, and scrolls inside its own box
+        # a table or a code block may be wider; it scrolls in its own box
         found = opened.evaluate(
             """() => [...document.querySelectorAll("article > *")].filter(e => e.getBoundingClientRect().right > innerWidth + 1)
                .map(e => e.outerHTML.slice(0, 80)).concat(

@@ -1,4 +1,4 @@
-"""The commands of the quick start, judged by the frameworks' own parsers, verl's validation and our rules."""
+"""The commands of the quick start pass the frameworks' parsers, verl's validation and jetrl_patch's checks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 
 
 def commands() -> dict[str, str]:
-    """Framework -> its command, as it stands in the page."""
+    """Framework -> its command, as the page has it."""
     return dict(re.findall(r"^(?=jetrl (verl|openrlhf) --fp8)(.*?)^```", PAGE.read_text(), re.M | re.S))
 
 
@@ -30,7 +30,7 @@ def test_there_is_one_for_each_framework() -> None:
 
 @pytest.mark.parametrize("framework", ["verl", "openrlhf"])
 def test_a_run_would_start(framework: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # a machine as the page means it: CUDA build of vLLM, Hopper GPU, flash-attn
+    # the machine that the page assumes: CUDA build of vLLM, Hopper GPU, flash-attn
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
     monkeypatch.setattr(support, "check_hopper", lambda: (True, "H100"))

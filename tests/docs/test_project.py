@@ -1,4 +1,4 @@
-"""Files that people expect beside the code say the same as the code."""
+"""The project files beside the code agree with the code."""
 
 from __future__ import annotations
 

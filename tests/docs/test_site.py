@@ -1,4 +1,4 @@
-"""The documentation builds strictly, and every link in it and in the repository's own pages leads somewhere."""
+"""The documentation builds in strict mode, and every link in it and in the repository's pages resolves."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ TOP = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md", "examples/
 PAGES = sorted([*(ROOT / name for name in TOP), *(ROOT / "docs").rglob("*.md")])
 MADE = {"docs/contributing.md": "CONTRIBUTING.md", "docs/changelog.md": "CHANGELOG.md", "docs/examples.md": "examples/README.md"}
 
-#: attributes that load something when a page is opened
+#: attributes that load a resource when a page opens
 LOADING = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}
 
 
 class Page(HTMLParser):
-    """Ids of a page, its links, and what it loads."""
+    """The ids, links and loaded resources of a page."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def links_of(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def slugs(path: Path) -> set[str]:
-    """Anchors of a page's headings, as both a code host and the site make them."""
+    """Anchors of a page's headings, by the rules of both a code host and the site."""
     found = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.MULTILINE)
     plain = [re.sub(r"\[([^]]*)]\([^)]*\)", r"\1", heading).replace("`", "") for heading in found]
     return {re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", heading.lower()).strip()) for heading in plain}
@@ -103,7 +103,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 
 def test_a_broken_link_fails_the_build(build: Build, tmp_path: Path) -> None:
-    # from a copy: what the strict build is for must be seen to work
+    # on a copy: the strict build must be seen to fail
     for name in ("docs", "scripts", "mkdocs.yml", "jetrl_patch", "adapters", *TOP[:3], "examples"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "docs").unlink()
