@@ -108,8 +108,8 @@ class Fields:
     )
     acr: bool = setting(
         False, "correction",
-        f"QuRL's adaptive clipping range on top of `{_ACR}`: where the ratio is truncated, the clip range widens by the same "
-        "factor",
+        f"QuRL's adaptive clipping range on top of `{_ACR}`: where the ratio is truncated, the upper clip limit widens by "
+        "the same factor",
         option="", help=f"QuRL's adaptive clipping range, with --correction {_ACR}", joint=True,
     )
     rollout_granularity: Granularity = setting(
@@ -120,8 +120,8 @@ class Fields:
     )
     smoothing: float | None = setting(
         None, "rollout",
-        "share of the activation outliers moved into the weights on export, from 0 (off) to 1; the model's function does not "
-        f"change. For per-channel scales. `None` means {_SMOOTHED} and off for the other precisions",
+        "SmoothQuant's α: how far activation outliers move into the weights on export, 0 (off) to 1; the model's function does "
+        f"not change. For per-channel scales. `None` means {_SMOOTHED} and off for the other precisions",
         joint=True,
     )
     invariant_scale: float | None = setting(
