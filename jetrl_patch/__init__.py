@@ -1,11 +1,11 @@
-"""jetrl_patch: reinforcement learning of language models in one FP8 flow, equal to the last bit on both sides.
+"""jetrl_patch: RL of language models in one FP8 flow, bit-equal between rollout and trainer.
 
 >>> import jetrl_patch
 >>> jetrl_patch.enable(precision="fp8-unified")   # before or after importing verl or vllm
 >>> print(jetrl_patch.status())
 >>> jetrl_patch.disable()
 
-Importing this package imports neither torch nor a framework, and changes nothing.
+Importing this package imports neither torch nor a framework and changes nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``python -m jetrl_patch``: the same as the ``jetrl`` command."""
+"""Run the ``jetrl`` command as ``python -m jetrl_patch``."""
 
 from jetrl_patch.cli.main import main
 

@@ -1,11 +1,11 @@
-"""The one table of supported versions: it drives the guards, the packaging extras and the docs.
+"""The table of supported versions. The version guards, the packaging extras and the docs all use it.
 
-Read by ``setup.py`` before the package can be imported, so it imports nothing.
+``setup.py`` reads it before the package can be imported, so it imports nothing.
 """
 
 VERSION = "0.1.0"
 
-#: distribution name -> supported range (PEP 440) and the release the tests run on.
+#: distribution name -> (supported PEP 440 range, release that the tests run on)
 SUPPORTED = {
     "torch": (">=2.11,<2.14", "2.13.0"),
     "transformers": (">=5.9,<5.11", "5.10.4"),

@@ -1,7 +1,6 @@
-"""What stands in this process: the settings it is patched with, and what they came to. Filled by ``runtime.py``.
+"""The state of this process: its active settings, and what a run reports for ``status()``. ``runtime.py`` sets it.
 
-It is a module of its own, below all that asks, so that a weight sync can note its layers without knowing how patches
-go in.
+This module sits below all its readers, so a weight sync can report its layers without importing the patch engine.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError, differences
+from jetrl_patch.errors import ConflictError, NotPatchedError, differences, explain
 
 __all__ = [
     "Notes",
@@ -31,7 +30,7 @@ __all__ = [
 
 @dataclass
 class Notes:
-    """For ``status()``: FP8 layers, those that the precision guard took out of FP8, and the GEMM backend."""
+    """What ``status()`` shows: FP8 layers, layers that the precision guard took out of FP8, and the GEMM backend."""
 
     layers: dict[str, None] = field(default_factory=dict)
     guarded: dict[str, None] = field(default_factory=dict)
@@ -44,35 +43,35 @@ _notes = Notes()
 
 
 def begin(config: Config) -> None:
-    """From here on this process is patched with ``config``."""
+    """Mark this process as patched with ``config``."""
     global _config, _failure
     _failure = ""
     _config = config
 
 
 def end(failure: str = "") -> None:
-    """From here on it is not, and what was noted is forgotten. ``failure`` says why, if nobody asked for it."""
+    """Mark this process as unpatched and drop its notes. ``failure`` says why, unless ``disable()`` asked for it."""
     global _config, _failure, _notes
     _config, _failure, _notes = None, failure, Notes()
 
 
 def is_active() -> bool:
-    """Whether this process is patched. Cheap: no lock, no look at the environment."""
+    """Whether this process is patched. Takes no lock and reads no environment variable."""
     return _config is not None
 
 
 def failure() -> str:
-    """Why the last session of this process fell; empty if none did."""
+    """Why the last session of this process failed; empty if it did not."""
     return _failure
 
 
 def notes() -> Notes:
-    """What was noted since ``begin``."""
+    """The notes taken since ``begin``."""
     return _notes
 
 
 def active_config() -> Config:
-    """The settings this process is patched with. Raises NotPatchedError if it is not."""
+    """The settings that are active in this process. Raises NotPatchedError if it is not patched."""
     config = _config
     if config is None:
         raise NotPatchedError(_not_patched("this process"))
@@ -80,9 +79,13 @@ def active_config() -> Config:
 
 
 def require_active(where: str = "this process", expected: Config | None = None) -> Config:
-    """For a place that must not be reached unpatched: the active settings, or an error that stops the run.
+    """The active settings, for code that must not run unpatched.
 
-    Raises NotPatchedError if this process is not patched, ConflictError if it is, but not with ``expected``.
+    Args:
+        where: what the error message calls this process.
+        expected: the settings that must be active; None accepts any.
+
+    Raises NotPatchedError if this process is not patched, ConflictError if its settings differ from ``expected``.
     """
     config = _config
     if config is None:
@@ -93,30 +96,32 @@ def require_active(where: str = "this process", expected: Config | None = None) 
                 f"settings of {where}",
                 required=dataclasses.asdict(expected.resolved()),
                 found=dataclasses.asdict(config),
-                fix="give every process of the run the same settings",
+                fix="use the same settings in every process of the run",
             )
         )
     return config
 
 
 def register_layers(names: Iterable[str]) -> None:
-    """Note names of FP8 layers of this process, for ``status()``. A name that is known is not listed again."""
+    """Record the names of FP8 layers in this process for ``status()``. Each name is listed once."""
     _notes.layers.update(dict.fromkeys(names))
 
 
 def register_guarded(names: Iterable[str]) -> None:
-    """Note layers that the precision guard took out of FP8 in this process, for ``status()``."""
+    """Record layers that the precision guard took out of FP8 in this process, for ``status()``."""
     _notes.guarded.update(dict.fromkeys(names))
 
 
 def register_backend(name: str) -> None:
-    """Note which GEMM backend was chosen in this process, for ``status()``."""
+    """Record the GEMM backend chosen in this process, for ``status()``."""
     _notes.backend = name
 
 
 def _not_patched(where: str) -> str:
     why = f" ({_failure})" if _failure else ""
-    return (
-        f"{where} (pid {os.getpid()}) should be patched and is not{why}; call jetrl_patch.enable() in it, or set "
-        f"JETRL_ENABLED=1 for it and install jetrl_patch there with pip"
+    return explain(
+        f"{where} (pid {os.getpid()})",
+        required="a process that jetrl_patch has patched",
+        found=f"an unpatched one{why}",
+        fix="install jetrl_patch there with pip and set JETRL_ENABLED=1, or call jetrl_patch.enable() in that process",
     )

@@ -1,7 +1,7 @@
-"""Everything that can go wrong, by name.
+"""The errors that jetrl_patch raises, and the wording of their messages.
 
-Every message says three things: what is required, what was found, and what to do about it.
-``JetrlError`` is the common root, so ``except jetrl_patch.JetrlError`` catches all of them and nothing else.
+A message says what is required, what was found and what to do about it.
+``except jetrl_patch.JetrlError`` catches all of them and nothing else.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ __all__ = [
 
 
 class JetrlError(RuntimeError):
-    """The root of all errors of this project."""
+    """The base class of all errors that jetrl_patch raises."""
 
 
 class ConfigError(JetrlError, ValueError):
-    """A setting is unknown, malformed, or contradicts another one."""
+    """A setting is unknown, malformed or contradicts another one. Also a ValueError."""
 
 
 class VersionError(JetrlError):
-    """A framework is missing, or its version is outside the supported range."""
+    """A framework is missing or its version is outside the supported range."""
 
 
 class ModelError(JetrlError):
-    """The model cannot be run as asked: its family, its layers or its widths."""
+    """The model cannot run with these settings because of its family, its layers or their widths."""
 
 
 class PatchError(JetrlError):
-    """A target is missing or a patch failed; everything done before it was undone."""
+    """A patch target is missing, or a patch failed and all earlier changes were undone."""
 
 
 class ConflictError(JetrlError):
-    """Somebody else holds what is to be changed: another config, or another patch on the same attribute."""
+    """Another party holds what is to be changed: a different config is active, or the attribute has another patch."""
 
 
 class PrecisionError(JetrlError):
-    """A layer's figures are beyond a threshold, and the run was asked to stop then."""
+    """Training lost its numbers: a layer is beyond a threshold with ``monitor_action="stop"``, or FP16 gradients overflow."""
 
 
 class SyncError(JetrlError):
-    """A weight sync did not arrive whole; the rollout serves no mix of two versions."""
+    """A weight sync did not complete. The rollout never serves a mix of two weight versions."""
 
 
 class AuditError(JetrlError):
-    """Trainer and rollout disagree about which layers are FP8, or how."""
+    """Trainer and rollout disagree about which layers are FP8 or about their format."""
 
 
 class NotPatchedError(JetrlError):
@@ -66,13 +66,13 @@ class NotPatchedError(JetrlError):
 
 
 def explain(what: str, *, required: object, found: object, fix: str) -> str:
-    """The one wording of a message: ``what: required ..., found .... Fix.``
+    """Word a message as ``what: required ..., found .... Fix.``
 
     Args:
-        what: the setting, layer, process or file that the message is about; it starts the sentence.
-        required: what the project needs there, as a noun phrase or a value.
+        what: the setting, layer, process or file in question; it starts the sentence.
+        required: what jetrl_patch needs there, as a noun phrase or a value.
         found: what is there instead, in the same form.
-        fix: what to do, as a sentence that starts with a verb; its capital letter and full stop are added.
+        fix: what to do, starting with a verb; the capital letter and the full stop are added.
     """
     return f"{what}: required {required}, found {found}. {fix[0].upper()}{fix[1:]}{'' if fix.endswith('.') else '.'}"
 
@@ -80,9 +80,9 @@ def explain(what: str, *, required: object, found: object, fix: str) -> str:
 def differences(
     what: str, *, required: Mapping[str, object], found: Mapping[str, object], fix: str, origin: str = ""
 ) -> str:
-    """``explain`` for two sets of settings: it names those that differ, and no others.
+    """``explain`` for two sets of settings, naming only those that differ.
 
-    ``origin`` says where those that were found come from.
+    ``origin`` says where the settings found come from.
 
     >>> differences("settings of a worker", required={"a": 1, "b": 2}, found={"a": 1, "b": 3}, fix="use b=2")
     'settings of a worker: required b=2, found b=3. Use b=2.'
@@ -100,9 +100,9 @@ def _same(name: str, required: Mapping[str, object], found: Mapping[str, object]
 
 
 def split_fix(message: str) -> tuple[str, str]:
-    """Back from a message to ``(finding, fix)``; the fix is empty where the message names none.
+    """Split a message into ``(finding, fix)``. The fix is empty where the message names none.
 
-    A message of ``explain`` ends in a sentence; others put the fix behind their last semicolon.
+    The fix is the last sentence of a message that ends in a full stop, else what follows its last semicolon.
     """
     finding, mark, fix = message.rpartition(". " if message.endswith(".") else "; ")
     return (finding, fix.removesuffix(".")) if mark else (message, "")

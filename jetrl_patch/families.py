@@ -1,7 +1,7 @@
-"""What is known of each model family, once: a record a family, under the ``model_type`` of its Hugging Face config.
+"""The table of model families: one record for each ``model_type`` of a Hugging Face config.
 
-A new family that is built like Llama is one short record; a field says where it differs. Whatever depends on the family
-asks the record, so no other file of the project names one. Imports neither torch nor a framework.
+A family built like Llama needs one short record, whose fields say where it differs. Code that depends on the family asks
+the record, so no other file names a family. This module imports neither torch nor a framework.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ from typing import Any, Literal
 
 __all__ = ["FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "Family", "Part", "Setting", "covering", "titles"]
 
-#: what a family may be covered for: equal bits; taking factors out of a norm; norms and MLPs fused with the quantizer; Megatron
+#: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
+#: Megatron
 Part = Literal["exact", "scaling", "fused", "megatron"]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of ``config.json`` whose value decides whether trainer and rollout agree to the last bit.
+    """A key of ``config.json`` whose value decides whether trainer and rollout are bit-equal.
 
     Attributes:
-        covered: the values for which they do; of a list, every item must be one of them.
-        reason: why no other value is covered.
+        covered: the values for which they are; every item of a list must be one of them.
+        reason: why other values are not covered.
         fix: what to do about another value; empty where only another mode helps.
     """
 
@@ -32,7 +33,7 @@ class Setting:
     fix: str = ""
 
     def problem(self, hf_config: Any) -> str:
-        """What is wrong with the configuration, empty if nothing is; a key that it lacks has no value to refuse."""
+        """What is wrong with this key of the configuration, as a phrase; empty if it is covered or missing."""
         if not hasattr(hf_config, self.key):
             return ""
         value = getattr(hf_config, self.key)
@@ -44,11 +45,11 @@ class Setting:
 
 
 _WINDOW = "the shared attention sees the whole context"
-_NO_BIAS = "transformers' model has no such bias"
-#: what holds for every family that is built like Llama
+_NO_BIAS = "the model in transformers has no such bias"
+#: for every family built like Llama
 _SETTINGS = (
     Setting("hidden_act", ("silu", "swish"), "the shared activation is SiLU"),
-    Setting("attention_dropout", (0,), "the rollout drops nothing", "set attention_dropout=0 in config.json"),
+    Setting("attention_dropout", (0,), "the rollout has no dropout", "set attention_dropout=0 in config.json"),
     Setting("use_sliding_window", (False, None), _WINDOW),
     Setting("layer_types", ("full_attention", None), _WINDOW),
     Setting("dual_chunk_attention_config", (None,), _WINDOW),
@@ -59,24 +60,24 @@ _READERS = {
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-_NOT_MEGATRON: dict[Part, str] = {"megatron": "its layers in Megatron were not compared with the rollout's"}
+_NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
 
 
 @dataclass(frozen=True)
 class Family:
-    """One family; the defaults are those of a model that is built like Llama.
+    """One model family. The defaults fit a model built like Llama.
 
     Attributes:
-        model_type: of the Hugging Face config.
-        prefix: what the names of its classes in transformers begin with.
-        title: what people call it.
-        readers: norm of a block -> the linears that read it, and nothing else does; its formula is ``w * (x / rms(x))``.
-        merged: linears that vLLM holds as one, in its order.
-        row_parallel: linears that tensor parallelism splits along K -> what K is, "attention" (heads times their width)
-            or a key of the configuration.
-        uncovered: what it is not covered for -> why, in words; it is covered for the rest.
-        settings: what of the configuration decides about equality in exact mode.
-        rollout: whose code of the model vLLM runs: its own, or that of transformers with its layers put in.
+        model_type: ``model_type`` of the Hugging Face config.
+        prefix: prefix of the family's class names in transformers.
+        title: the family's name in messages and docs.
+        readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
+        merged: groups of linears that vLLM merges into one layer, in its order.
+        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention" (number of heads times
+            head width) or a key of the configuration.
+        uncovered: part that the family is not covered for -> reason.
+        settings: keys of the configuration that decide whether exact mode is bit-equal.
+        rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
         logits_divisor: key of the number by which the trainer divides the logits.
     """
 
@@ -113,7 +114,7 @@ class Family:
         return part not in self.uncovered
 
 
-#: stands for a family without a record, where only the layout of its layers is asked for
+#: stand-in for a family without a record, where only the layout of its layers matters
 LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron"), "it has no record"))
 
 _RECORDS = (
@@ -122,7 +123,7 @@ _RECORDS = (
         "qwen3",
         "Qwen3",
         "Qwen3",
-        settings=(*_SETTINGS, Setting("attention_bias", (False,), "vLLM leaves the bias of o_proj out")),
+        settings=(*_SETTINGS, Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")),
     ),
     Family("llama", "Llama", "Llama"),
     Family(
@@ -134,7 +135,7 @@ _RECORDS = (
             *_SETTINGS,
             Setting("sliding_window", (None,), _WINDOW),
             *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
-            Setting("llama_4_scaling", (None,), "the trainer does not scale its queries"),
+            Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
         ),
     ),
     Family(
@@ -144,8 +145,8 @@ _RECORDS = (
         readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(),
         uncovered={
-            "exact": "its q, k and v, and gate and up, are one weight each, which the shared ops do not take apart",
-            "fused": "its gate and up are one weight, which the fused MLP does not take apart",
+            "exact": "its q, k and v share one weight, and so do gate and up; the shared ops do not split them",
+            "fused": "its gate and up share one weight, which the fused MLP does not split",
             **_NOT_MEGATRON,
         },
     ),
@@ -153,13 +154,13 @@ _RECORDS = (
         "seed_oss",
         "SeedOss",
         "Seed-OSS",
-        uncovered={"fused": "its MLP may drop parts of its output, which the fused MLP does not", **_NOT_MEGATRON},
+        uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_NOT_MEGATRON},
         settings=(
             *_SETTINGS,
-            Setting("residual_dropout", (0,), "the rollout drops nothing", "set residual_dropout=0 in config.json"),
-            Setting("attention_bias", (True,), "vLLM always has a bias of q, k and v"),
-            Setting("attention_out_bias", (False,), "vLLM leaves the bias of o_proj out"),
-            Setting("mlp_bias", (False,), "vLLM leaves the biases of the MLP out"),
+            Setting("residual_dropout", (0,), "the rollout has no dropout", "set residual_dropout=0 in config.json"),
+            Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
+            Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
+            Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
             Setting("is_causal", (True,), "the shared attention is causal"),
         ),
     ),
@@ -171,9 +172,9 @@ _RECORDS = (
         uncovered=_NOT_MEGATRON,
         settings=(
             *_SETTINGS,
-            Setting("layer_types", (None,), "vLLM takes it for a sign of attention sinks", "leave it out of config.json"),
+            Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
             Setting("attention_sinks", (False,), "the shared attention has no sinks"),
-            Setting("layer_rope_theta", (None,), "both sides share one table of angles"),
+            Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
             Setting("logit_scale", (1,), "the trainer divides by logits_scaling alone"),
             Setting("bias", (False,), _NO_BIAS),
         ),
@@ -182,18 +183,18 @@ _RECORDS = (
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}
 
-#: of all families: layers of one parent that vLLM holds as one, in its order
+#: for all families: sibling layers that vLLM merges into one, in its order
 MERGED = tuple(dict.fromkeys(group for family in (LLAMA_LIKE, *_RECORDS) for group in family.merged))
-#: of all families: last parts of the names of layers that a tensor-parallel rollout splits along K
+#: for all families: last name parts of the layers that a tensor-parallel rollout splits along K
 ROW_PARALLEL = frozenset(name.rpartition(".")[2] for family in (LLAMA_LIKE, *_RECORDS) for name in family.row_parallel)
 
 
 def covering(part: Part) -> dict[str, Family]:
-    """The families that are covered for ``part``, by ``model_type``."""
+    """``model_type`` -> family, for the families covered for ``part``."""
     return {name: family for name, family in FAMILIES.items() if family.covers(part)}
 
 
 def titles(families: Iterable[Family]) -> str:
-    """Their names as people write them, as a list in a sentence."""
+    """The titles of at least one family, as a list in a sentence: "A, B and C"."""
     *most, last = (family.title for family in families)
     return f"{', '.join(most)} and {last}" if most else last

@@ -1,8 +1,9 @@
-"""A replacement counts only while this process is patched; otherwise its caller gets the original.
+"""Replacements that call the original while the process is not patched.
 
-``disable()`` restores every attribute, but a caller may hold the replacement itself: a bound method, a name imported from
-another module, a class that Ray has copied. So a patch's ``make`` is marked ``@while_active``, and what it makes need not
-ask. Not marked is what must act in an unpatched process too, such as a worker that refuses a patched trainer's order.
+``disable()`` restores every attribute, but a caller may still hold the replacement: a bound method, a name imported from
+another module, a class that Ray copied. So a patch marks its ``make`` with ``@while_active``, and the replacement needs no
+check of its own. Unmarked are replacements that must act in an unpatched process too, such as the one that makes an
+unpatched worker refuse a patched trainer's command.
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ Make = Callable[[Any], Callable[..., Any]]
 
 
 def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
-    """As ``while_active``, and only in settings that are ``wanted``.
+    """Like ``while_active``, but only for settings that ``wanted`` accepts.
 
-    The question is asked at each call; a coroutine asks when it is awaited.
+    The check runs at each call; for a coroutine, when it is awaited.
     """
 
     def mark(make: Make) -> Make:
         @functools.wraps(make)
         def marked(original: Any) -> Callable[..., Any]:
-            ours = make(original)
+            replacement = make(original)
 
             def chosen() -> Any:
-                return ours if runtime.is_active() and wanted(runtime.active_config()) else original
+                return replacement if runtime.is_active() and wanted(runtime.active_config()) else original
 
-            if inspect.iscoroutinefunction(ours):
+            if inspect.iscoroutinefunction(replacement):
 
                 async def asynchronous(*args: Any, **kwargs: Any) -> Any:
                     return await chosen()(*args, **kwargs)
@@ -51,5 +52,5 @@ def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
     return mark
 
 
-#: marks a ``make`` whose replacement gives way to the original in a process that is not patched
+#: marks a ``make`` whose replacement calls the original in an unpatched process
 while_active = while_config(lambda config: True)

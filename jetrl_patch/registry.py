@@ -1,4 +1,4 @@
-"""The adapters by name, and who offers what. This is the one place that imports an adapter.
+"""The adapters by name, and the services each one offers. No other module imports an adapter.
 
 >>> registry.models().prepare_model(model, config)
 """
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 __all__ = ["ADAPTERS", "installed", "merger", "models", "platform", "resolve", "rollout", "trainer"]
 
-#: adapter -> import names of frameworks, one of which must be installed for it; in the order of application
+#: adapter -> import names of its frameworks, at least one of which must be installed; in the order of application
 ADAPTERS: dict[str, tuple[str, ...]] = {
     "transformers": ("transformers",),
     "vllm": ("vllm",),
@@ -33,7 +33,7 @@ ADAPTERS: dict[str, tuple[str, ...]] = {
 
 
 def installed() -> list[Adapter]:
-    """The adapters whose framework is here, in the order of application. Raises VersionError if there are none."""
+    """The adapters whose framework is installed, in the order of application. Raises VersionError if there are none."""
     found = [resolve(name) for name, needs in ADAPTERS.items() if any(map(is_installed, needs))]
     if not found:
         frameworks = dict.fromkeys(need for needs in ADAPTERS.values() for need in needs)
@@ -42,23 +42,26 @@ def installed() -> list[Adapter]:
                 "enable()",
                 required=f"one of {', '.join(frameworks)}",
                 found="none of them installed",
-                fix="install one, for instance: pip install 'jetrl_patch[verl]'",
+                fix="install one, for instance with `pip install 'jetrl_patch[verl]'`",
             )
         )
     return found
 
 
 def resolve(name: str) -> Adapter:
-    """An adapter by name, whether its framework is installed or not. Raises PatchError if the adapter is missing."""
+    """The adapter of this name; its framework need not be installed. Raises PatchError if the adapter is missing."""
     try:
         importlib.import_module("jetrl_patch.adapters")
     except ModuleNotFoundError as error:
         if error.name != "jetrl_patch.adapters":
             raise
         raise PatchError(
-            "jetrl_patch.adapters cannot be imported: the jetrl_patch in use is the source folder "
-            f"{os.path.dirname(__file__)}, which an ordinary install does not complete. Install the clone with "
-            "`pip install -e .`, or start Python from another folder"
+            explain(
+                "jetrl_patch.adapters",
+                required="an installed jetrl_patch",
+                found=f"the source folder {os.path.dirname(__file__)}, which holds no adapters",
+                fix="install the clone with `pip install -e .`, or start Python from another folder",
+            )
         ) from error
     path = f"jetrl_patch.adapters.{name}.adapter"
     try:
@@ -67,12 +70,12 @@ def resolve(name: str) -> Adapter:
         missing = getattr(error, "name", None)
         if missing not in (path, path.rpartition(".")[0], "ADAPTER"):
             raise
-        raise PatchError(f"{path}:ADAPTER is missing, but its framework is installed; reinstall jetrl_patch") from error
+        raise PatchError(f"{path}:ADAPTER is missing. Reinstall jetrl_patch.") from error
     return adapter
 
 
 def models() -> Models:
-    """Hugging Face models as the trainer computes them."""
+    """The service that computes Hugging Face models as the trainer does."""
     return _filled(resolve("transformers").services().models, "transformers")
 
 
@@ -82,17 +85,17 @@ def rollout() -> Rollout:
 
 
 def platform() -> Platform:
-    """What tells a CPU run from others."""
+    """The service that tells a CPU run from others."""
     return _filled(resolve("cpu").services().platform, "cpu")
 
 
 def trainer(framework: str) -> Trainer:
-    """A training framework: "verl" or "openrlhf"."""
+    """The training framework of this name: "verl" or "openrlhf"."""
     return _filled(resolve(framework).services().trainer, framework)
 
 
 def merger() -> Merger:
-    """Shards of a training checkpoint as one folder: verl's."""
+    """The service that merges the shards of a training checkpoint (verl's)."""
     return _filled(resolve("verl").services().merger, "verl")
 
 

@@ -1,4 +1,4 @@
-"""The one session of this process: applies what the adapters plan, all of it or nothing, reports, undoes."""
+"""The session of this process: apply all patches or none, report them, undo them."""
 
 from __future__ import annotations
 
@@ -36,41 +36,50 @@ __all__ = [
 ]
 
 _lock = threading.RLock()
-_session: Session | None = None  # set last: whoever sees it sees a session that stands
-_starting: Config | None = None  # the config of an enable() that is under way in this process
+_session: Session | None = None  # set last, so that a reader only ever sees a complete session
+_starting: Config | None = None  # the config of an enable() that is running in this process
 
 
 def enable(config: Config | None = None, **overrides: Any) -> Status:
-    """Put every patch in place, or leave the process as it was and say why.
+    """Apply every patch to this process, or none.
 
     Args:
-        config: the settings; without it those of the ``JETRL_*`` variables, defaults for the rest.
-        overrides: single fields of ``Config``, on top.
+        config: the settings. Without it, the ``JETRL_*`` variables and the defaults apply.
+        overrides: single fields of ``Config``; they override ``config`` and the variables.
 
-    Frameworks that are not imported yet stay unimported: their patches go in right after the import, and the import
-    fails if one does not fit. Settings are exported to ``os.environ``, so that child processes find them.
-    The same call twice does nothing the second time. Raises ConfigError, VersionError, PatchError, ConflictError.
+    Returns:
+        The same as ``status()``.
+
+    Raises:
+        ConfigError: a setting is invalid, or the installed frameworks or the device do not support it.
+        VersionError: a framework is missing or its version is not supported.
+        PatchError: a patch target is missing, or a patch failed.
+        ConflictError: the process is already enabled with other settings.
+
+    ``enable()`` imports no framework. A patch of a framework that is not imported yet is applied right after the import;
+    if it fails, the import fails and all patches are undone. The settings are exported to ``os.environ`` for child
+    processes. A second call with the same settings does nothing.
     """
     global _session, _starting
     wanted = (Config.from_env(**overrides) if config is None else config.replace(**overrides)).resolved()
     with _lock:
-        standing = _session.config if _session is not None else _starting
-        if standing is not None:
-            if standing == wanted:
+        current = _session.config if _session is not None else _starting
+        if current is not None:
+            if current == wanted:
                 return status()
             raise ConflictError(
                 differences(
                     "enable() in a process that is already enabled",
                     required=dataclasses.asdict(wanted),
-                    found=dataclasses.asdict(standing),
-                    fix="call disable() first, or give the same settings",
+                    found=dataclasses.asdict(current),
+                    fix="call disable() first, or use the same settings",
                 )
             )
         _starting = wanted
         session: Session | None = None
         try:
             session = plan(wanted, registry.installed())
-            session.apply(on_failure=_fall)
+            session.apply(on_failure=_abandon)
         except BaseException as error:
             active.end(failure=_words(error))
             if session is not None:
@@ -84,10 +93,13 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
 
 
 def disable() -> None:
-    """Undo everything, newest first: each patched attribute is again the identical object. Does nothing if off.
+    """Undo all patches, newest first, so that each attribute holds its original object again.
 
-    Raises ConflictError, with nothing undone, if somebody else has changed one of the places since. Models whose
-    layers were already converted keep their FP8 layers: only what happens from now on is as before.
+    Does nothing in a process that is not enabled. Models that were already converted keep their FP8 layers.
+
+    Raises:
+        ConflictError: other code has changed a patched attribute. Nothing is undone.
+        PatchError: an undo step failed. Everything else is undone.
     """
     global _session
     with _lock:
@@ -97,9 +109,9 @@ def disable() -> None:
         try:
             session.journal.rollback()
         except ConflictError:
-            raise  # nothing was undone: the session stands
+            raise  # nothing was undone, so the session stays
         except PatchError:
-            _session = None  # all that could be undone was
+            _session = None  # everything else was undone
             active.end()
             session.forget()
             raise
@@ -109,9 +121,9 @@ def disable() -> None:
 
 
 def activate_from_env() -> bool:
-    """What the plugin entry points call: ``enable()`` if the environment opts in, else nothing. Says which.
+    """Call ``enable()`` if the environment opts in, and return whether it does. The plugin entry points call this.
 
-    Safe to call many times; once ``enable()`` has been called in this process, that call has the last word.
+    Safe to call many times. An earlier ``enable()`` in this process takes precedence over the environment.
     """
     if not env.opted_in():
         return False
@@ -121,7 +133,7 @@ def activate_from_env() -> bool:
 
 
 def status() -> Status:
-    """What stands in this process now; ``str()`` of it is a table."""
+    """A snapshot of this process: settings, versions, patches, FP8 layers. ``str()`` of it is a table."""
     session = _session
     if session is None:
         return Status(enabled=False, config=None, pid=os.getpid(), failure=active.failure())
@@ -149,18 +161,18 @@ def status() -> Status:
 
 
 def preview(config: Config) -> list[PatchStatus]:
-    """What ``enable(config)`` would put in place, with all its checks and no change.
+    """The patches that ``enable(config)`` would apply. Runs its checks and changes nothing.
 
-    Raises ConfigError, VersionError and PatchError as ``enable`` does.
+    Raises ConfigError, VersionError and PatchError, as ``enable`` does.
     """
     session = plan(config.resolved(), registry.installed())
     return [PatchStatus(p.what.target, "waiting", p.what.reason, p.what.remove_when) for p in session.planned]
 
 
-def _fall(session: Session, error: BaseException) -> None:
-    """A patch did not fit when its module came in: the whole session goes, not this patch alone.
+def _abandon(session: Session, error: BaseException) -> None:
+    """Undo the whole session, not just one patch, when a patch fails as its module is imported.
 
-    Inside ``enable()`` there is no session yet, and ``enable()`` itself takes down what it has begun.
+    During ``enable()`` there is no session yet: ``enable()`` itself undoes what it has begun.
     """
     global _session
     with _lock:

@@ -1,7 +1,7 @@
-"""What adapters offer one another and the core, as types: an adapter gives a ``Services`` with the slots that it fills.
+"""The services that adapters offer to each other and to the core, as types.
 
-A slot is a protocol that a module satisfies by its functions, so that an adapter offers the module itself and mypy
-compares the signatures. Nothing of an adapter is imported here; ``registry.py`` finds the one that fills a slot.
+Each service is a protocol. A module implements it with its functions, so an adapter offers the module itself and mypy
+checks the signatures. No adapter is imported here; ``registry.py`` finds the adapter that offers a service.
 """
 
 from __future__ import annotations
@@ -25,48 +25,48 @@ __all__ = ["Merger", "Models", "Platform", "Rollout", "Services"]
 
 
 class Models(Protocol):
-    """Hugging Face models as the trainer computes them."""
+    """Computes Hugging Face models as the trainer does."""
 
     def prepare_model(self, model: Any, config: Config, /, rollout_tp: int, device_type: str) -> list[str]:
-        """Convert a loaded model in place; gives the names of its quantized layers."""
+        """Convert a loaded model in place and return the names of its quantized layers."""
 
     def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
-        """Take layers of a converted model out of FP8: all of them, or none and an error."""
+        """Take layers of a converted model out of FP8: all of them, or none with an error."""
 
     def score(self, job: Job, samples: Sequence[Sample], /) -> Tensor:
-        """The trainer's log-probs of sampled tokens, float32 [tokens]."""
+        """The trainer's log-probs of the sampled tokens, float32 [tokens]."""
 
 
 class Rollout(Protocol):
     """The rollout engine."""
 
     def sample(self, job: Job, /) -> list[Sample]:
-        """Tokens, and the log-probs with which the engine sampled them."""
+        """Sampled tokens with the log-probs that the engine gave them."""
 
     def kv_cache_error(self) -> JetrlError | None:
-        """The error to raise on a machine without an FP8 KV cache."""
+        """The error to raise on a machine that does not support an FP8 KV cache; None where it does."""
 
     def refuse_exact_on(self, device_type: str, /) -> None:
-        """Raise ConfigError for a device without the ops of exact mode. Imports no framework."""
+        """Raise ConfigError if the device lacks the ops of exact mode. Imports no framework."""
 
 
 class Platform(Protocol):
-    """A kind of machine."""
+    """The kind of machine a run uses."""
 
     def is_cpu_run(self, config: Config, /) -> bool:
         """Whether the run computes on the CPU."""
 
 
 class Merger(Protocol):
-    """Shards of a training checkpoint as one Hugging Face folder."""
+    """Merges the shards of a training checkpoint into one Hugging Face folder."""
 
     def merge(self, checkpoint: Path, target: Path, /) -> None:
-        """Write a BF16 Hugging Face folder. Raises ConfigError where that fails."""
+        """Write ``checkpoint`` to ``target`` as a BF16 Hugging Face folder. Raises ConfigError if that fails."""
 
 
 @dataclass(frozen=True)
 class Services:
-    """What one adapter offers; None where it does not."""
+    """The services of one adapter; None for those it does not offer."""
 
     models: Models | None = None
     rollout: Rollout | None = None

@@ -1,4 +1,4 @@
-"""What one ``enable()`` plans, does and takes back. ``runtime.py`` decides which one stands."""
+"""The plan of one ``enable()``: check it, apply it, undo it. ``runtime.py`` holds the active session."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Planned", "Session", "plan"]
 
-#: called with the session and the error when a patch fails, before the import that brought its target in fails
+#: called with the session and the error when a patch fails, before the import of its module fails
 OnFailure = Callable[["Session", BaseException], None]
 
 
 @dataclass
 class Planned:
-    """One change and what became of it."""
+    """One planned change and whether it is applied."""
 
     what: Patch | OnImport
     hook: ImportHook | None = None
@@ -36,7 +36,7 @@ class Planned:
 
 @dataclass
 class Session:
-    """The changes of one ``enable()``. ``error`` is what a patch raised, also if somebody swallowed the import."""
+    """The changes of one ``enable()``. ``error`` is what a patch raised, kept in case the importer swallows it."""
 
     config: Config
     adapters: Sequence[Adapter]
@@ -46,7 +46,7 @@ class Session:
     error: BaseException | None = None
 
     def apply(self, on_failure: OnFailure) -> None:
-        """Make all changes whose modules are here, and wait for the others."""
+        """Change the modules that are imported, and hook the imports of the others."""
         for name, value in self.config.to_env().items():
             self.journal.set_item(
                 os.environ, name, value, target=f"os.environ[{name!r}]", reason="settings for child processes"
@@ -59,7 +59,7 @@ class Session:
             raise self.error
 
     def take_down(self, error: BaseException) -> None:
-        """Undo what was done before ``error``. What cannot be undone is added to the error as a note."""
+        """Undo what was done before ``error``. A failure to undo is added to ``error`` as a note."""
         try:
             self.journal.rollback(force=True)
         except JetrlError as second:
@@ -67,7 +67,7 @@ class Session:
         self.forget()
 
     def forget(self) -> None:
-        """After the rollback: cancel what still waits, and let the adapters drop what they remember."""
+        """After the rollback, cancel the waiting hooks and let the adapters drop their state."""
         for planned in self.planned:
             if planned.hook is not None:
                 planned.hook.cancel()
@@ -92,9 +92,9 @@ class Session:
 
 
 def plan(config: Config, adapters: Sequence[Adapter]) -> Session:
-    """Everything that can be checked without changing anything: versions, settings, targets.
+    """Check versions, settings and targets without changing anything, and return the session to apply.
 
-    Targets in modules that are imported are looked up; of the others the module's file must be there.
+    In an imported module the target must exist. For other targets the module's file must exist.
     Raises VersionError, PatchError, and what the adapters' own checks raise.
     """
     versions = require_versions(dict.fromkeys(name for adapter in adapters for name in adapter.requires))
@@ -112,9 +112,10 @@ def plan(config: Config, adapters: Sequence[Adapter]) -> Session:
 def _check_target(what: Patch | OnImport) -> None:
     if not module_exists(what.module):
         root = what.module.split(".")[0]
+        version = installed_version(root)
         raise PatchError(
-            f"{what.target} is missing: {root} {installed_version(root) or ''} has no module {what.module}; "
-            f"see the supported versions with `jetrl status`"
+            f"{what.target} is missing: {root}{f' {version}' if version else ''} has no module {what.module}. "
+            f"Install a supported version of {root}; `jetrl status` lists them."
         )
     module = sys.modules.get(what.module)
     if isinstance(what, Patch) and module is not None:
@@ -127,7 +128,7 @@ def _run(what: OnImport, module: ModuleType, journal: Journal) -> None:
     except JetrlError:
         raise
     except Exception as error:
-        raise PatchError(f"{what.target} failed: {type(error).__name__}: {error}") from error
+        raise PatchError(f"The patch {what.target} failed. {type(error).__name__}: {error}") from error
 
 
 def _note(error: BaseException, text: str) -> None:

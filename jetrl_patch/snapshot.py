@@ -1,4 +1,4 @@
-"""What stands in this process, as data and as a table for people."""
+"""The state of a process, as data and as a readable table."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ __all__ = ["PatchStatus", "Status"]
 
 @dataclass(frozen=True)
 class PatchStatus:
-    """One change: its dotted target, whether it stands or waits for an import, why, and when it may go."""
+    """One change.
+
+    Attributes:
+        target: the dotted name of what is changed.
+        state: "applied", or "waiting" for the import of its module.
+        reason: why the change is needed.
+        remove_when: the upstream change that makes it obsolete.
+    """
 
     target: str
     state: Literal["applied", "waiting"]
@@ -24,9 +31,18 @@ class PatchStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """A snapshot of one process. ``failure`` tells why an earlier session of the process fell.
+    """A snapshot of one process.
 
-    ``layers`` are in FP8 now; ``guarded`` were, until the precision guard took them out.
+    Attributes:
+        enabled: whether the process is patched.
+        config: the active settings; None if it is not patched.
+        pid: the process id.
+        versions: framework -> installed version.
+        patches: the changes, applied or waiting.
+        layers: names of the layers in FP8.
+        guarded: names of the layers that the precision guard took out of FP8.
+        backend: the GEMM backend.
+        failure: why the last session of the process failed; empty if it did not.
     """
 
     enabled: bool
@@ -40,7 +56,7 @@ class Status:
     failure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain lists and dicts, for JSON or for another process."""
+        """Plain dicts, tuples and text, for JSON or another process."""
         return dataclasses.asdict(self)
 
     def __str__(self) -> str:

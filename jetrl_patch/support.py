@@ -1,7 +1,7 @@
-"""What this machine can do: ``check_*() -> (ok, reason)``, for errors, for test skips and for ``jetrl status``.
+"""Checks of this machine, ``check_*() -> (ok, reason)``, for errors, test skips and ``jetrl status``.
 
-The reason is the finding when ok (a version, a device name) and says what is missing when not. torch is imported
-only by the checks that ask for hardware.
+If ok, the reason is what was found (a version, a device name). If not, it says what is missing. Only the hardware checks
+import torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ HOPPER = (9, 0)
 
 
 def check_python() -> Check:
-    """Whether the interpreter is new enough."""
+    """Whether the Python version is supported."""
     found = ".".join(map(str, sys.version_info[:3]))
     if sys.version_info[:2] < MINIMUM_PYTHON:
         return False, f"Python {'.'.join(map(str, MINIMUM_PYTHON))} or newer is required, but this is {found}"
@@ -28,19 +28,19 @@ def check_python() -> Check:
 
 
 def check_framework(name: str) -> Check:
-    """Whether a framework of ``_versions.SUPPORTED`` is installed in a supported version; nothing is imported."""
+    """Whether a framework of ``_versions.SUPPORTED`` is installed in a supported version. Imports nothing."""
     if name not in SUPPORTED:
         return False, f"{name} is not among the supported frameworks: {', '.join(SUPPORTED)}"
     return check_version(name)
 
 
 def installed_frameworks() -> list[str]:
-    """The frameworks of the table that can be imported here, supported or not."""
+    """The frameworks of ``_versions.SUPPORTED`` that can be imported, in a supported version or not."""
     return [name for name in SUPPORTED if is_installed(name)]
 
 
 def check_compiler() -> Check:
-    """Whether the fast CPU backend can be compiled here."""
+    """Whether this machine can compile the fast CPU backend."""
     if not is_installed("torch"):
         return False, "torch is not installed"
     from jetrl_patch.native import build

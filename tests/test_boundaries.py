@@ -18,7 +18,7 @@ FRAMEWORKS = ("transformers", "vllm", "verl", "ray", "openrlhf", "deepspeed", "t
 
 
 def loaded_by(statement: str) -> set[str]:
-    """The top-level modules that stand in a fresh process after a statement."""
+    """The top-level modules loaded in a fresh process after a statement."""
     code = f"{statement}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "COV"))}
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environ, cwd="/")
@@ -27,7 +27,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def modules(*parts: str) -> list[str]:
-    """Dotted names of all modules of a folder of the core."""
+    """Dotted names of all modules in a folder of the core."""
     folder = ROOT.joinpath("jetrl_patch", *parts)
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in sorted(folder.rglob("*.py"))]
     return [name.removesuffix(".__init__") for name in names]
@@ -100,13 +100,13 @@ def test_adapters_never_import_one_another() -> None:
 
 
 def order() -> list[str]:
-    """Packages and modules from bottom to top, as the table of CONTRIBUTING.md has them."""
+    """Packages and modules from bottom to top, as the table in CONTRIBUTING.md lists them."""
     table = (ROOT / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
     return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
 def sources() -> dict[str, Path]:
-    """Dotted name, as installed -> file, of every module."""
+    """Dotted name as installed -> file, for every module."""
     found = {}
     for folder in ("jetrl_patch", "adapters"):
         for path in python_files(folder):
@@ -131,7 +131,7 @@ def graph() -> dict[str, set[str]]:
 
 
 def stand(module: str, names: Sequence[str]) -> int:
-    """The place of a module: that of the longest name in the list which it is or stands in; -1 if there is none."""
+    """The layer of a module: that of the longest listed name that is the module or contains it; -1 if there is none."""
     short = module if module == "jetrl_patch" else module.removeprefix("jetrl_patch.")
     around = [name for name in names if short == name or short.startswith(f"{name}.")]
     return list(names).index(max(around, key=len)) if around else -1

@@ -74,17 +74,17 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        ({"precision": "fp9"}, "unknown precision 'fp9'; it must be one of 'bf16', 'fp8-unified', 'fp8-rollout'"),
+        ({"precision": "fp9"}, "unknown precision 'fp9'. Set it to one of 'bf16', 'fp8-unified', 'fp8-rollout'"),
         ({"precision": "FP8-unified"}, "unknown precision"),
         ({"precision": None}, "unknown precision None"),
         ({"precision": ["bf16"]}, "unknown precision"),
         ({"precision": "fp16", "align": "exact"}, "align='exact' contradicts precision='fp16'"),
-        ({"kv_cache": "fp16"}, "unknown kv_cache 'fp16'; it must be one of 'auto', 'fp8'"),
-        ({"kv_cache": "fp8"}, "keys and values that the rollout alone rounds to FP8. Drop kv_cache"),
-        ({"head_dtype": "fp32"}, "unknown head_dtype 'fp32'; it must be one of 'auto', 'bfloat16', 'float32'"),
+        ({"kv_cache": "fp16"}, "unknown kv_cache 'fp16'. Set it to one of 'auto', 'fp8'"),
+        ({"kv_cache": "fp8"}, "keys and values that only the rollout rounds to FP8. Drop kv_cache"),
+        ({"head_dtype": "fp32"}, "unknown head_dtype 'fp32'. Set it to one of 'auto', 'bfloat16', 'float32'"),
         ({"head_dtype": "bfloat16", "precision": "fp16"}, "one 16-bit format, found two"),
         ({"align": "none"}, "unknown align 'none'"),
-        ({"align": "bits"}, "unknown align 'bits'; it must be one of 'exact', 'linear'"),
+        ({"align": "bits"}, "unknown align 'bits'. Set it to one of 'exact', 'linear'"),
         ({"precision": "bf16", "align": "exact"}, "align='exact' contradicts precision='bf16'"),
         ({"precision": "fp8-rollout", "align": "linear"}, "align='linear' contradicts precision='fp8-rollout'"),
         ({"scale_format": "e8m0"}, "unknown scale_format 'e8m0'"),
@@ -92,7 +92,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"platform": "tpu"}, "unknown platform 'tpu'"),
         ({"exclude": "mlp.gate"}, "must be a list of patterns"),
         ({"exclude": None}, "must be a list of patterns"),
-        ({"exclude": (3,)}, "which is not text"),
+        ({"exclude": (3,)}, "3, not a string. Give one pattern per entry"),
         ({"exclude": ("",)}, "empty name part"),
         ({"exclude": ("mlp..gate",)}, "empty name part"),
         ({"exclude": (".mlp",)}, "empty name part"),
@@ -106,7 +106,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": True}, "positive, finite"),
         ({"fp8_all_gather": 1}, "must be True or False"),
         ({"resume_any": 1}, "resume_any=1 must be True or False"),
-        ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'; it must be one of 'fp32', '8bit', 'fp8'"),
+        ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'. Set it to one of 'fp32', '8bit', 'fp8'"),
         ({"optimizer_states": "fp8", "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
         ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps, 0 for never"),
@@ -115,13 +115,13 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"monitor_layers": 1}, "monitor_layers=1 must be True or False"),
         ({"monitor_sqnr": "20"}, "monitor_sqnr='20' must be a finite number"),
         ({"monitor_underflow": 1.5}, "monitor_underflow=1.5 must be a share"),
-        ({"monitor_action": "halt"}, "unknown monitor_action 'halt'; it must be one of 'warn', 'stop'"),
+        ({"monitor_action": "halt"}, "unknown monitor_action 'halt'. Set it to one of 'warn', 'stop'"),
         ({"guard_sqnr": float("nan")}, "guard_sqnr=nan must be a finite number"),
         ({"guard_sqnr": 20, "monitor_every": 0}, "set monitor_every to 1 or more"),
         ({"guard_sqnr": 20, "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"guard_sqnr": 20, "backend": "te"}, "contradicts backend='te'"),
         ({"guard_sqnr": 20, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
-        ({"correction": "TIS"}, "unknown correction 'TIS'; it must be one of 'none', 'tis', 'seq-tis'"),
+        ({"correction": "TIS"}, "unknown correction 'TIS'. Set it to one of 'none', 'tis', 'seq-tis'"),
         ({"correction_bounds": 2.0}, "belongs to no correction"),
         ({"correction": "tis", "correction_bounds": "2"}, "must be one number, the cap, or two"),
         ({"correction": "tis", "correction_bounds": True}, "must be one number"),
@@ -137,7 +137,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"correction": "seq-mis", "correction_bounds": (-1.0, 2.0)}, "low must lie between 0 and high"),
         ({"correction": "mis", "correction_bounds": (1, 2, 3)}, "found 3 numbers"),
         ({"acr": True}, "acr=True with correction='none'"),
-        ({"acr": True, "correction": "seq-tis"}, "set correction='tis' or drop acr"),
+        ({"acr": True, "correction": "seq-tis"}, "Set correction='tis' or drop acr"),
         ({"acr": "yes", "correction": "tis"}, "must be True or False"),
     ],
 )
@@ -158,7 +158,7 @@ def test_it_is_frozen_and_keyword_only() -> None:
 
 def test_replace_names_unknown_settings() -> None:
     assert Config().replace(precision="bf16") == Config(precision="bf16")
-    with pytest.raises(ConfigError, match="unknown setting precison; the known ones are precision, align"):
+    with pytest.raises(ConfigError, match=r"unknown setting precison\. Use one of precision, align"):
         Config().replace(precison="bf16")
 
 
@@ -241,7 +241,8 @@ def test_empty_variables_count_as_not_set() -> None:
 @pytest.mark.parametrize(
     ("environ", "message"),
     [
-        ({"JETRL_PRECISON": "bf16"}, "unknown environment variable JETRL_PRECISON; the known ones are JETRL_ENABLED"),
+        ({"JETRL_PRECISON": "bf16"}, "JETRL_CACHE_DIR, found unknown JETRL_PRECISON. Correct the name or unset"),
+        ({"JETRL_PRECISON": "bf16"}, "environment variables: required names among JETRL_ENABLED, "),
         ({"JETRL_PRECISION": "fp9"}, "unknown precision 'fp9'"),
         ({"JETRL_ALIGN": "exact", "JETRL_PRECISION": "bf16"}, "contradicts"),
         ({"JETRL_SYNC_TIMEOUT": "five"}, "JETRL_SYNC_TIMEOUT='five' is not a number of seconds"),

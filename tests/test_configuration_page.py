@@ -1,4 +1,4 @@
-"""``docs/configuration.md`` says what the code says."""
+"""``docs/configuration.md`` agrees with the code."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_the_command_line_forms_are_understood() -> None:
         text = text.get(name, str(default))
         wanted = {"align": "linear", "exclude": ("a", "b"), "correction_bounds": (0.5, 5.0), "guard_sqnr": 20.0}
         wanted = wanted.get(name, default)
-        if name in ("smoothing", "invariant_scale"):  # no number by default
+        if name in ("smoothing", "invariant_scale"):  # None by default
             text, wanted = "0.5", 0.5
         assert split("verl", ["--set", f"{name}={text}"]).overrides == {name: wanted}
     assert split("verl", ["--fp8-unified"]).overrides == split("verl", ["--precision", "fp8-unified"]).overrides

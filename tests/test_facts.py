@@ -1,4 +1,4 @@
-"""How many product files name a family, a precision, a correction."""
+"""Limit how many product files name a family, a precision or a correction."""
 
 from __future__ import annotations
 

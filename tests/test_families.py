@@ -1,4 +1,4 @@
-"""The one table of model families: nothing else in the product names one, and what it says of classes is true."""
+"""The table of model families: no other product file names a family, and its class names are right."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from jetrl_patch.families import FAMILIES, LLAMA_LIKE, MERGED, ROW_PARALLEL, Fam
 from .test_boundaries import ROOT, loaded_by, python_files
 
 TABLE = ROOT / "jetrl_patch" / "families.py"
-#: a family and the one other file that names it, because vLLM has a class of that name
+#: family -> the one other file that names it, because vLLM has a class of that name
 NAMED_ELSEWHERE = {"llama": "adapters/vllm/ops.py"}
 
 
 def names_of(family: Family) -> re.Pattern[str]:
-    """Its model type as a word, and its class prefix where it begins one: "qwen2", "Qwen2RMSNorm", "Phi-3"."""
+    """Matches the model type as a word and the class prefix at the start of one: "qwen2", "Qwen2RMSNorm", "Phi-3"."""
     spelled = {family.prefix, family.prefix.replace("Phi3", "Phi-?3")}
     return re.compile(rf"\b({family.model_type}\b|{'|'.join(spelled)})")
 
@@ -62,7 +62,7 @@ def test_transformers_has_the_classes(family: Family) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_the_layers_are_the_models(family: Family) -> None:
-    """Norms, the linears that read them, what is merged and what is split, in a model of one block."""
+    """Norms, the linears that read them, and the merged and split linears, in a model of one block."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 

@@ -1,4 +1,4 @@
-"""The README: the one table of versions, the two commands, and the order in which it tells things."""
+"""The README: its table of versions, its two commands, and the order of its sections."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The source distribution is the repository: it builds, installs and passes tests by itself."""
+"""The source distribution equals the repository: it builds, installs and passes tests on its own."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.test_wheel import ROOT, run
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
-#: quick tests, of all kinds of files that a distribution may lack
+#: quick tests that between them read every kind of file a distribution might lack
 TESTS = ("tests/test_config.py", "tests/test_configuration_page.py", "tests/test_readme.py", "tests/docs/test_project.py",
          "tests/patching")  # fmt: skip
 
@@ -45,7 +45,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_file_of_the_repository_is_in_it(unpacked: Path) -> None:
-    kept_back = (".ci/",)  # how this repository is checked where it is hosted
+    kept_back = (".ci/",)  # the hosting service's checks
     missing = [name for name in tracked() if not (unpacked / name).exists() and not name.startswith(kept_back)]
     assert not missing
 
@@ -55,7 +55,7 @@ def test_its_tests_pass_against_the_wheel_that_it_builds(unpacked: Path, tmp_pat
     (wheel,) = tmp_path.glob("*.whl")
     target = tmp_path / "target"
     run(*PIP, "install", "--quiet", "--no-deps", "--target", str(target), str(wheel), cwd=tmp_path)
-    # -P keeps the source folder, which has no adapters, from standing before the installed package
+    # -P keeps the source folder, which has no adapters, off the path before the installed package
     code = f"import sys; sys.path[:0] = [{str(target)!r}, {str(unpacked)!r}]; import pytest; sys.exit(pytest.main(sys.argv[1:]))"
     options = ("-q", "-p", "no:cacheprovider", "-p", "no:xdist")
     said = run(sys.executable, "-P", "-c", code, *options, *TESTS, cwd=unpacked)

@@ -1,4 +1,4 @@
-"""Checks of versions and hardware, and that the table of versions is the only one."""
+"""Version and hardware checks; the table of versions is the only one."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_versions_at_the_edges(monkeypatch: pytest.MonkeyPatch, name: str, found
         required, tested = _versions.SUPPORTED[name]
         assert required in reason
         assert found in reason
-        assert f"install {name}{required} (tested: {tested})" in reason
+        assert f"Install {name}{required} (tested with {tested})." in reason
 
 
 def test_the_cpu_build_of_vllm_answers_for_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -98,9 +98,9 @@ def test_source_on_the_path_without_metadata_is_refused(monkeypatch: pytest.Monk
     monkeypatch.setattr(guards, "installed_version", lambda _: None)
     ok, reason = guards.check_version("verl")
     assert not ok
-    assert "no package metadata" in reason
+    assert "found a package without metadata" in reason
     monkeypatch.setattr(guards, "is_installed", lambda _: False)
-    assert "it is not installed" in guards.check_version("verl")[1]
+    assert "found no installation" in guards.check_version("verl")[1]
 
 
 def test_all_wrong_versions_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +117,7 @@ def test_enable_with_the_real_adapters_refuses_before_anything_changes(
     real = guards.installed_version
     monkeypatch.setattr(guards, "installed_version", lambda asked: found if asked == name else real(asked))
     environ, finders = dict(os.environ), list(sys.meta_path)
-    with pytest.raises(VersionError, match=rf"{name}>=.* is required, but {found} is installed"):
+    with pytest.raises(VersionError, match=rf"{name}: required version >=.*, found {found}\. Install {name}"):
         jetrl_patch.enable()
     assert dict(os.environ) == environ
     assert sys.meta_path == finders

@@ -1,4 +1,4 @@
-"""``enable()`` and ``disable()`` on the real packages: every touched attribute is the identical object again.
+"""``enable()`` and ``disable()`` on the real packages: every patched attribute holds its original object again.
 
 Each case runs in a process of its own, because the frameworks stay imported and one case must not prepare the next.
 """

@@ -1,4 +1,4 @@
-"""The built wheel, away from the source tree: everything is in it, and nothing else."""
+"""The built wheel, tested outside the source tree: it is complete and contains nothing else."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_the_entry_points_are_declared(target: Path) -> None:
 
 
 def test_from_the_repository_root_an_ordinary_install_is_named_as_the_trap_it_is(wheel: Path) -> None:
-    # the source folder comes first on the path and has no adapters; the editable finder is kept away by -S
+    # the source folder comes first on the path and has no adapters; -S keeps the editable finder out
     site = [path for path in sys.path if path.endswith("site-packages")]
     code = (
         f"import sys; sys.path[1:1] = {site!r}\n"

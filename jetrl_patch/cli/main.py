@@ -1,4 +1,4 @@
-"""``jetrl``: the entry of the command line. Sub-commands import what they need when they are called."""
+"""``jetrl``: the command-line entry point. Subcommands import what they need when they are called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = ["app", "main"]
 
 app = typer.Typer(
     name="jetrl",
-    help="Reinforcement learning of language models in one FP8 flow, equal to the last bit on both sides.",
+    help="RL of language models in one FP8 flow, bit-equal between rollout and trainer.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -45,19 +45,19 @@ def _root(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="print the version and exit")
     ] = False,
 ) -> None:
-    """Keep sub-commands named even while there are few of them."""
+    """Hold the options of ``jetrl`` itself."""
 
 
 @app.command(context_settings=_PASS_ON)
 def parity(context: typer.Context) -> None:
-    """Load a model into vLLM and into the trainer's form, and print how far the two are apart."""
+    """Load a model into vLLM and into the trainer, and print how far their log-probs differ."""
     command = importlib.import_module("jetrl_patch.parity.cli")
     raise typer.Exit(command.main(list(context.args)))
 
 
 @app.command(context_settings=_PASS_ON)
 def run(context: typer.Context) -> None:
-    """Run a program with the plugin on in all its processes: jetrl run --fp8-unified (-m MODULE | SCRIPT) ARGS..."""
+    """Run a program with the plugin enabled in all its processes: jetrl run --fp8-unified (-m MODULE | SCRIPT) ARGS..."""
     launch.main("run", context.args)
 
 
@@ -75,16 +75,16 @@ def openrlhf(context: typer.Context) -> None:
 
 @app.command(context_settings={"allow_interspersed_args": False})
 def doctor(
-    command: Annotated[list[str] | None, typer.Argument(help="a launch command, as it is; put -- before it")] = None,
+    command: Annotated[list[str] | None, typer.Argument(help="a complete launch command; put -- before it")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False,
-    fp8_unified: Annotated[bool, typer.Option(FLAG, help="the same as --precision with this name")] = False,
+    fp8_unified: Annotated[bool, typer.Option(FLAG, help="shorthand for --precision with this name")] = False,
     precision: Annotated[str | None, typer.Option(help=SETTINGS["precision"].help)] = None,
     align: Annotated[str | None, typer.Option(help=SETTINGS["align"].help)] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="any setting, as KEY=VALUE")] = None,
 ) -> None:
-    """Say whether a run would start here, what it lacks, and what would be changed; change nothing.
+    """Check whether a run would start here, what is missing, and what the plugin would change. Changes nothing.
 
-    With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are looked at as well.
+    With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
     The exit status is 1 if a run would not start.
     """
     from jetrl_patch.doctor.examine import examine
@@ -104,17 +104,17 @@ def doctor(
 @app.command()
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN...", help="a run's folder or its file of metrics; NAME=PATH names it")
+        list[str], typer.Argument(metavar="RUN...", help="a run's folder or metrics file; NAME=PATH names the run")
     ],
-    out: Annotated[Path, typer.Option(help="the folder for page and pictures; made if it is not there")] = Path(
+    out: Annotated[Path, typer.Option(help="folder for the page and pictures, created if missing")] = Path(
         "jetrl-report"
     ),
     title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
 ) -> None:
-    """Compare runs: one HTML page that stands alone, PNG pictures, summary.json, and a table here.
+    """Compare runs: one self-contained HTML page, PNG pictures, summary.json, and a table in the terminal.
 
-    A RUN is metrics.jsonl, the file of verl's file logger, a console log of verl or OpenRLHF, TensorBoard's event file, or
-    a folder with one of these.
+    A RUN is a metrics.jsonl, the file of verl's file logger, a console log of verl or OpenRLHF, a TensorBoard event file,
+    or a folder with one of these.
     """
     from rich.console import Console
 
@@ -122,7 +122,7 @@ def report(
 
     console = Console(highlight=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)  # a file or a pipe has no edge to wrap at
+        console = Console(highlight=False, width=200)  # do not wrap output to a file or a pipe
     command(runs, out, title, console, Console(stderr=True))
 
 
@@ -131,12 +131,12 @@ def export(
     checkpoint: Annotated[Path, typer.Argument(help="a Hugging Face folder, or a checkpoint of verl's FSDP engine")],
     out: Annotated[Path, typer.Argument(help="a new folder")],
     format_: Annotated[str, typer.Option("--format", help="bf16 or fp8")] = "bf16",
-    scale_format: Annotated[str | None, typer.Option(help="pow2 or fp32; else that of the run, or pow2")] = None,
-    exclude: Annotated[list[str] | None, typer.Option(help="a pattern of layers that stay in BF16")] = None,
+    scale_format: Annotated[str | None, typer.Option(help="pow2 or fp32; default: that of the run, else pow2")] = None,
+    exclude: Annotated[list[str] | None, typer.Option(help="a name pattern of layers that stay in BF16")] = None,
 ) -> None:
-    """Write a checkpoint as a plain BF16 one, or as block-FP8 with scales, which vLLM serves as it is.
+    """Write a checkpoint in plain BF16, or in block FP8 with scales, which vLLM serves directly.
 
-    Every tensor is read again from disk before the folder gets its name.
+    Every tensor is read back from disk before the folder gets its final name.
     """
     from rich.console import Console
 
@@ -147,7 +147,7 @@ def export(
 
 @app.command()
 def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """Print the supported versions beside the installed ones, and what the environment asks for.
+    """Print the supported and the installed versions, and the settings in the environment.
 
     The exit status is 1 if an installed framework is in a version that is not supported.
     """
@@ -180,9 +180,9 @@ def _finding(name: str, present: bool) -> tuple[str, str]:
 
 
 def main() -> None:
-    """The console script: errors of this project are one line on stderr and exit status 2."""
+    """Run the console script. A JetrlError is printed on one line of stderr, with exit status 2."""
     if sys.argv[1:2] and sys.argv[1] in launch.COMMANDS:
-        # not through click, which would drop a lone `--` and take the program's KeyboardInterrupt for its own
+        # bypass click, which would drop a lone `--` and catch the program's KeyboardInterrupt
         launch.main(sys.argv[1], sys.argv[2:])
         return
     try:

@@ -1,4 +1,4 @@
-"""The settings of a run: what they are, what can be wrong about them, how they travel as text."""
+"""The settings of a run: their table, their checks and their text form."""
 
 from jetrl_patch.config.fields import SETTINGS, from_text
 from jetrl_patch.config.settings import Config

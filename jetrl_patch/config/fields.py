@@ -1,4 +1,4 @@
-"""The settings themselves: each stands here once, with its group, its default, its words and what it does."""
+"""The settings: each one is defined here, with its group, default, choices and description."""
 
 from __future__ import annotations
 
@@ -34,127 +34,131 @@ def _words(names: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Fields:
-    """The settings, flat as users give them. ``docs/configuration.md`` has them by group, ``SETTINGS`` as data."""
+    """The settings as flat fields. ``docs/configuration.md`` lists them by group; ``SETTINGS`` has them as data."""
 
     precision: Precision = setting(
         DEFAULT, "precision", "; ".join(f"`{name}` {mode.meaning}" for name, mode in MODES.items()),
-        choices=PRECISIONS, option="NAME", help=_words(PRECISIONS), note="; setting it opts in as JETRL_ENABLED=1 does",
+        choices=PRECISIONS, option="NAME", help=_words(PRECISIONS), note="; also enables the plugin, like JETRL_ENABLED=1",
     )
     align: Align | None = setting(
         None, "exactness",
-        "`exact` makes trainer and rollout agree to the last bit, `linear` shares the FP8 linears only (Jet-RL as published). "
-        f"`None` means `exact` for {_UNIFIED} and nothing for the rest",
+        "`exact` makes trainer and rollout bit-equal, `linear` shares only the FP8 linears (Jet-RL as published). "
+        f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
         choices=get_args(Align), option="NAME", help=_words(get_args(Align)),
     )
     scale_format: ScaleFormat = setting(
-        "pow2", "precision", "`pow2` rounds scales up to powers of two, `fp32` keeps them", choices=get_args(ScaleFormat),
+        "pow2", "precision", "`pow2` rounds scales up to powers of two, `fp32` leaves them unrounded",
+        choices=get_args(ScaleFormat),
     )
     exclude: tuple[str, ...] = setting(
         (), "precision",
-        "patterns of modules that stay in BF16 on both sides. A pattern is matched part by part on whole dotted name parts, "
-        "`fnmatch` within a part: `mlp.gate` never matches `mlp.gate_up_proj`",
+        "name patterns of modules that stay in BF16 on both sides. A pattern matches whole parts of the dotted name, with "
+        "`fnmatch` wildcards within a part: `mlp.gate` does not match `mlp.gate_up_proj`",
         form=PATTERNS,
     )
     backend: Backend = setting(
         "auto", "exactness",
-        "which GEMM computes the FP8 products; the same one on both sides. `auto` is native on a CPU with a compiler, "
-        "deep_gemm or triton on Hopper, else torch, the reference; a name that cannot serve is an error",
+        "the GEMM backend for FP8 products, the same on both sides. `auto` picks `native` on a CPU with a compiler, "
+        "`deep_gemm` or `triton` on Hopper, else `torch`, the reference. A named backend that cannot run here is an error",
         choices=get_args(Backend),
     )
     platform: Platform = setting(
-        "auto", "process", "`cpu` also installs what lets verl run without an accelerator", choices=get_args(Platform),
+        "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),
     )
     sync_timeout: float = setting(
-        300.0, "sync", "seconds after which a weight sync that makes no progress is a SyncError", form=SECONDS,
+        300.0, "sync", "seconds without progress after which a weight sync raises SyncError", form=SECONDS,
     )
     fp8_all_gather: bool = setting(
         False, "sync",
-        "FSDP2 gathers the weights of FP8 layers as bytes and block scales, which is half the traffic of BF16 and the same "
-        "numbers",
+        "FSDP2 gathers the weights of FP8 layers as FP8 bytes and block scales: half the traffic of BF16, the same result",
     )
     monitor_every: int = setting(
         10, "monitor",
-        "every how many steps the FP8 layers are measured (amax, underflow, SQNR, scales, codes that moved); 0 never",
+        "interval in steps at which the FP8 layers are measured (amax, underflow, SQNR, scales, changed codes); 0 turns it "
+        "off",
         form=WHOLE, note=", in steps",
     )
     monitor_layers: bool = setting(
-        False, "monitor", "log the figures of every layer, not only the worst and the mean over layers",
+        False, "monitor", "log the figures of every layer, not only the worst layer and the mean",
     )
     monitor_sqnr: float = setting(
-        20.0, "monitor", "SQNR in dB of a layer's weight, activation or gradient below which the monitor warns", note=", in dB",
+        20.0, "monitor", "SQNR in dB of a weight, activation or gradient below which the monitor acts", note=", in dB",
     )
     monitor_underflow: float = setting(
-        0.1, "monitor", "share of a tensor's values that became zero above which the monitor warns", note=", a share",
+        0.1, "monitor", "share of a tensor's values rounded to zero above which the monitor acts", note=", a share",
     )
     monitor_action: MonitorAction = setting(
-        "warn", "monitor", "`warn` once per layer and figure, or `stop` the run", choices=get_args(MonitorAction),
+        "warn", "monitor", "beyond a threshold, `warn` once per layer and figure or `stop` the run",
+        choices=get_args(MonitorAction),
     )
     guard_sqnr: float | None = setting(
         None, "monitor",
-        "SQNR in dB below which a layer runs in BF16 on both sides from the next step on. `None`: no guard", note=", in dB",
+        "SQNR in dB below which a layer switches to BF16 on both sides from the next step on. `None`: no guard",
+        note=", in dB",
     )
     correction: Kind = setting(
         "none", "correction",
-        "the weight of a token, of ρ_t = π_old/μ, or of its product ρ over a sequence: "
+        "the importance weight of a token, from its ratio ρ_t = π_old/μ or the product ρ over the sequence: "
         f"{', '.join(f'`{name}` {found.formula}' for name, found in CORRECTIONS.items())}. `none` only measures",
         choices=KINDS, option="NAME", help=_words(KINDS),
     )
     correction_bounds: tuple[float, ...] | None = setting(
-        None, "correction", "the cap, or low and high; `None` means the default of the correction",
+        None, "correction", "the cap, or low and high. `None` means the correction's default",
         form=BOUNDS, option="BOUNDS", help="the cap, or low,high; the default depends on the correction", joint=True,
     )
     acr: bool = setting(
         False, "correction",
-        f"QuRL's adaptive clipping range on top of `{_ACR}`: where the ratio is truncated, the clip widens as much",
+        f"QuRL's adaptive clipping range on top of `{_ACR}`: where the ratio is truncated, the upper clip limit widens by "
+        "the same factor",
         option="", help=f"QuRL's adaptive clipping range, with --correction {_ACR}", joint=True,
     )
     rollout_granularity: Granularity = setting(
         "block", "rollout",
-        f"scales of {_SCALED}: `block` (weights 128x128, activations 1x128), or `channel` (one per output channel, one per "
-        "token)",
+        f"scales of {_SCALED}: `block` (weights 128x128, activations 1x128) or `channel` (weights per output channel, "
+        "activations per token)",
         choices=get_args(Granularity), joint=True,
     )
     smoothing: float | None = setting(
         None, "rollout",
-        "how much of the activations' outliers goes into the weights on export, 0 (off) to 1; the model's function stays. "
-        f"For scales per channel. `None` means {_SMOOTHED} and off for the rest",
+        "SmoothQuant's α: how far activation outliers move into the weights on export, 0 (off) to 1; the model's function does "
+        f"not change. For per-channel scales. `None` means {_SMOOTHED} and off for the other precisions",
         joint=True,
     )
     invariant_scale: float | None = setting(
         None, "rollout",
-        "QuRL's factor: q, k, v, gate and up are divided by it once before training, the norms before them multiplied, so "
-        "that an update weighs more against a quantized weight. `None`: no scaling",
+        "QuRL's scale: before training, q, k, v, gate and up are divided by it and the norms before them multiplied by it, so "
+        "that updates are larger relative to the quantized weights. `None`: no scaling",
         joint=True,
     )
     kv_cache: KvCache = setting(
         "auto", "rollout",
-        "`fp8` keeps the rollout's keys and values in FP8; `auto` in the model's dtype. Never with `align=\"exact\"`: the "
-        "trainer has no such cache",
+        "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. Not with `align=\"exact\"`: the "
+        "trainer has no KV cache",
         choices=get_args(KvCache), joint=True,
     )
     head_dtype: HeadDtype = setting(
         "auto", "precision",
-        "in which dtype both sides compute logits: `auto` is the model's, `float32` multiplies the same weights in FP32 and "
-        "rounds nothing",
+        "dtype in which both sides compute logits: `auto` is the model's, `float32` multiplies the same weights in FP32 "
+        "without rounding the logits",
         choices=get_args(HeadDtype), joint=True,
     )
     optimizer_states: OptimizerStates = setting(
         "fp32", "optimizer",
-        "how AdamW's two moments are kept: `fp32` as the framework does, `8bit` or `fp8` by torchao, in blocks of 256, about "
-        "a quarter of the memory",
+        "format of AdamW's two moments: `fp32` as the framework stores them, `8bit` or `fp8` by torchao, in blocks of 256, in "
+        "about a quarter of the memory",
         choices=get_args(OptimizerStates),
     )
     resume_any: bool = setting(
         False, "optimizer",
-        "resume a checkpoint whatever settings it was saved with; else another precision, scale format or the like in its "
+        "resume a checkpoint saved with any settings. Otherwise a different precision, scale format or the like in its "
         "`jetrl.json` is an error",
     )  # fmt: skip
 
 
-#: every setting by its name
+#: name -> setting
 SETTINGS = settings_of(Fields)
 
 
 def from_text(fields: Mapping[str, str]) -> dict[str, Any]:
-    """Fields of ``Config`` from their text, as variables carry them. Raises ConfigError for text of the wrong form."""
+    """Parse fields of ``Config`` from text, as in environment variables. Raises ConfigError for malformed text."""
     return {name: SETTINGS[name].form.read(SETTINGS[name].variable, text) for name, text in fields.items()}

@@ -1,4 +1,4 @@
-"""The precisions there are: one record each, from which settings, checks, wire and rollout derive. Imports no torch."""
+"""The table of precisions. Settings, checks, wire format and rollout all derive from its records. Imports no torch."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ E4M3 = "float8_e4m3fn"
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutFormat:
-    """How the rollout holds its quantized linears.
+    """The format of the rollout's quantized linears.
 
     Attributes:
-        name: what tables of quantizers and products call it.
-        dtype: of the weights, as torch calls it.
-        granularity: scales per block of 128x128, or per output channel and token.
-        quantization: what vLLM calls it.
-        capability: of a CUDA device that can serve it, as vLLM counts.
-        sent: the dtype that the trainer sends these weights in; "bfloat16" where the rollout quantizes them.
-        own_product: the name of its product where no FP8 backend computes it.
+        name: key in the tables of quantizers and products.
+        dtype: torch dtype of the weights.
+        granularity: scales per 128x128 block, or per output channel and token.
+        quantization: vLLM's name for the format.
+        capability: minimum compute capability of a CUDA device, in vLLM's notation (89 for 8.9).
+        sent: dtype in which the trainer sends the weights; "bfloat16" where the rollout quantizes them.
+        own_product: name of the format's product where no FP8 backend computes it.
     """
 
     name: str
@@ -49,16 +49,16 @@ class RolloutFormat:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether an FP8 backend multiplies it, under a scale format."""
+        """Whether it is FP8: an FP8 backend multiplies it, and ``scale_format`` applies."""
         return self.dtype == E4M3
 
     @property
     def is_sent(self) -> bool:
-        """Whether the trainer sends bytes and scales."""
+        """Whether the trainer sends quantized weights with their scales."""
         return self.sent == self.dtype
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """Shape of the scales of a weight ``[N, K]`` as they are sent."""
+        """Shape of the scales sent with a weight ``[N, K]``."""
         n, k = shape
         return (n, 1) if self.granularity == "channel" else (-(-n // 128), -(-k // 128))
 
@@ -72,7 +72,7 @@ _INT8 = RolloutFormat(
     own_product="int8",
 )  # fmt: skip
 
-#: by name, as tables of quantizers and products have them
+#: name -> format
 ROLLOUT_FORMATS: dict[str, RolloutFormat] = {found.name: found for found in (_BLOCK, _CHANNEL, _INT8)}
 
 
@@ -82,15 +82,15 @@ class Mode:
 
     Attributes:
         name: the value of ``Config.precision``.
-        meaning: in a line.
-        dtype: the 16-bit dtype of both sides, as torch calls it.
-        trains_fp8: whether the trainer's linears are FP8; their bytes are then what the rollout gets.
-        formats: the formats that the rollout's linears can have, the default first; none: they are not quantized.
-        align: what ``Config.align`` comes to where it is not set; only where it is not "none" can it be set.
-        smoothing: what ``Config.smoothing`` comes to where it is not set.
-        rollout_log_probs: whether the trainer takes log-probs by the rollout's formula whatever ``align`` says:
-            frameworks round them to the logits' dtype, which can be coarser than all other noise of a mode.
-        backends: the values of ``Config.backend`` that mean something here; none: all of them.
+        meaning: one line for the docs.
+        dtype: torch's name of the 16-bit dtype on both sides.
+        trains_fp8: whether the trainer's linears are FP8; the rollout then gets their bytes.
+        formats: possible formats of the rollout's linears, the default first; empty if they are not quantized.
+        align: default of ``Config.align``. If it is "none", ``align`` cannot be set.
+        smoothing: default of ``Config.smoothing``.
+        rollout_log_probs: whether the trainer always computes log-probs by the rollout's formula. Frameworks round them to
+            the logits' dtype, which can add more noise than the rest of the mode.
+        backends: allowed values of ``Config.backend``; empty allows all.
         one_granularity: why ``Config.rollout_granularity`` cannot be set, and what to do.
     """
 
@@ -107,12 +107,12 @@ class Mode:
 
     @property
     def only_measures(self) -> bool:
-        """Whether nothing is changed but what is logged."""
+        """Whether the mode changes only what is logged."""
         return not self.formats and self.dtype == "bfloat16"
 
     @property
     def scales_loss(self) -> bool:
-        """Whether training needs a loss scale, and weights may not fit: a dtype with five bits of exponent."""
+        """Whether the dtype has five exponent bits, so that training needs a loss scale and weights may overflow."""
         return self.dtype == "float16"
 
     @property
@@ -122,22 +122,22 @@ class Mode:
 
     @property
     def is_unified(self) -> bool:
-        """Whether both sides have the same linears, so that they can be aligned."""
+        """Whether both sides use the same linears and can be aligned."""
         return self.align != "none"
 
     @property
     def has_granularity(self) -> bool:
-        """Whether there is a choice of scales."""
+        """Whether ``rollout_granularity`` has a choice."""
         return len(self.formats) > 1
 
     def format(self, granularity: str) -> RolloutFormat | None:
-        """The format of the rollout's linears with these scales; the only one where there is no choice."""
+        """The rollout's format for this granularity, or the only one; None if its linears are not quantized."""
         if not self.has_granularity:
             return self.formats[0] if self.formats else None
         return next((found for found in self.formats if found.granularity == granularity), None)
 
 
-_NO_CHOICE = "only 'fp8-rollout' has a choice of scales; drop it"
+_NO_CHOICE = "only 'fp8-rollout' has a choice of granularity; drop rollout_granularity"
 
 _TABLE = (
     Mode(
@@ -152,7 +152,7 @@ _TABLE = (
         formats=(_BLOCK,),
         align="exact",
         one_granularity="the trainer's FP8 flow has 128-blocks, and the rollout must have the same; use "
-        "precision='fp8-rollout' or rollout_granularity='block'",
+        "rollout_granularity='block' or precision='fp8-rollout'",
     ),
     Mode(
         name="fp8-rollout",
@@ -165,7 +165,7 @@ _TABLE = (
         formats=(_INT8,),
         smoothing=0.5,  # measured in docs/precisions.md
         backends=("auto", "torch"),
-        one_granularity="INT8 always has one scale per output channel; drop it",
+        one_granularity="INT8 always has one scale per output channel; drop rollout_granularity",
     ),
     Mode(
         name="fp16",
@@ -176,12 +176,12 @@ _TABLE = (
     ),
 )
 
-#: what vLLM calls our quantizations
+#: vLLM's names of the plugin's quantizations
 QUANTIZATIONS = tuple(dict.fromkeys(found.quantization for found in ROLLOUT_FORMATS.values()))
 
-#: every precision by its name
+#: name -> precision
 MODES: dict[str, Mode] = {mode.name: mode for mode in _TABLE}
-#: their names, in that order
+#: the names of the precisions
 PRECISIONS = tuple(MODES)
-#: the one that is meant where none is said
+#: the default precision
 DEFAULT: Precision = "fp8-unified"

@@ -1,4 +1,4 @@
-"""What is known about one setting, in one place: the metadata of a field of ``Config``."""
+"""The metadata of one setting, which is a field of ``Config``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ __all__ = ["GROUPS", "PREFIX", "Setting", "setting", "settings_of"]
 
 PREFIX = "JETRL_"
 
-#: the groups of settings and what each is about, in the order of the documentation
+#: group of settings -> its subject, in the order of the documentation
 GROUPS = {
-    "precision": "What trains and what samples in which format, on both sides alike.",
-    "exactness": "How far the two sides agree, and which products compute it.",
-    "rollout": "Formats of the rollout alone.",
-    "sync": "How weights travel.",
-    "monitor": "What is measured of the quantized layers, and what follows from it.",
-    "correction": "Importance weights against what is left of the mismatch between trainer and rollout.",
-    "optimizer": "How the optimizer keeps its states, and which checkpoints it goes on from.",
-    "process": "Where the run takes place.",
+    "precision": "Number formats shared by trainer and rollout.",
+    "exactness": "How closely the two sides agree, and which backend computes their products.",
+    "rollout": "Number formats of the rollout only.",
+    "sync": "How weights move between processes.",
+    "monitor": "Measurements of the quantized layers, and the actions they trigger.",
+    "correction": "Importance weights against the remaining mismatch between trainer and rollout.",
+    "optimizer": "The format of the optimizer state, and which checkpoints can be resumed.",
+    "process": "The device the run uses.",
 }
 
 
@@ -30,17 +30,16 @@ class Setting:
     """One field of ``Config``.
 
     Attributes:
-        name: of the field; the variable, verl's key and the option follow from it.
-        default: where it is not given.
+        name: of the field; the variable, verl's key and the command-line option derive from it.
+        default: its default value.
         group: a key of ``GROUPS``.
-        doc: what it does, in Markdown.
-        form: how it is written as text.
-        choices: the words it can be; empty where it is no word of a few.
-        option: the placeholder of its option on the command line, ``"NAME"``; an option of a switch has none, ``""``;
-            None where only ``--set`` reaches it.
-        help: what the usage text says beside that option.
-        note: what its variable's meaning adds.
-        joint: whether it means something only beside another one, so that it is judged together with it.
+        doc: its description, in Markdown.
+        form: its text form.
+        choices: the allowed words; empty if the setting is not an enumeration.
+        option: placeholder of its command-line option, ``"NAME"``; ``""`` for a switch; None if only ``--set`` sets it.
+        help: the option's line in the usage text.
+        note: addition to the description of its variable.
+        joint: whether it depends on another setting, so that the two are checked together.
     """
 
     name: str
@@ -56,17 +55,17 @@ class Setting:
 
     @property
     def variable(self) -> str:
-        """Of the environment."""
+        """Name of the environment variable."""
         return PREFIX + self.name.upper()
 
     @property
     def flag(self) -> str:
-        """On the command line."""
+        """Name of the command-line option."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def values(self) -> str:
-        """What can be given, in Markdown."""
+        """The allowed values, in Markdown."""
         return ", ".join(f"`{choice}`" for choice in self.choices) or self.form.values
 
 
@@ -82,7 +81,7 @@ def setting(
     note: str = "",
     joint: bool = False,
 ) -> Any:
-    """A dataclass field with its metadata; the form follows from choices or the default where it is not given."""
+    """A dataclass field with its metadata. Without ``form``, the choices or the default decide it."""
     if form is None:
         form = WORD if choices else SWITCH if isinstance(default, bool) else NUMBER
     found = {
@@ -93,5 +92,5 @@ def setting(
 
 
 def settings_of(kind: type) -> dict[str, Setting]:
-    """Name -> setting, for every field of a dataclass, in their order."""
+    """Name -> setting, for the fields of a dataclass in their order."""
     return {field.name: Setting(name=field.name, **field.metadata) for field in dataclasses.fields(kind)}

@@ -1,4 +1,4 @@
-"""What the settings come to. Everything that can be wrong about them is said here, before anything changes."""
+"""``Config``: the settings with their checks, which run before anything changes, and what follows from them."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ __all__ = ["Config"]
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Fields):
-    """What this process runs in. The same object, or an equal one, must stand in every process of a run.
+    """The settings of a run, frozen and keyword-only. Every process of a run must have equal settings.
 
-    Its settings are those of ``Fields``; ``mode`` is the record of its precision.
+    The fields are those of ``jetrl_patch.config.fields.Fields``. Raises ConfigError for a value that is unknown or
+    malformed, and for settings that contradict each other.
     """
 
     def __post_init__(self) -> None:
@@ -50,17 +51,17 @@ class Config(Fields):
 
     @property
     def mode(self) -> Mode:
-        """What the precision means."""
+        """The record of the precision."""
         return MODES[self.precision]
 
     @property
     def format(self) -> RolloutFormat | None:
-        """Of the rollout's linears; None where they are not quantized."""
+        """The format of the rollout's linears; None if they are not quantized."""
         return self.mode.format(self.rollout_granularity)
 
     @property
     def resolved_align(self) -> ResolvedAlign:
-        """What ``align`` comes to: ``"exact"``, ``"linear"`` or ``"none"``."""
+        """The effective ``align``: ``"exact"``, ``"linear"`` or ``"none"``."""
         return self.mode.align if self.align is None else self.align
 
     @property
@@ -75,12 +76,12 @@ class Config(Fields):
 
     @property
     def granularity(self) -> Granularity:
-        """Of the rollout's scales, whatever the precision."""
+        """The granularity of the rollout's scales; ``rollout_granularity`` if its linears are not quantized."""
         return self.rollout_granularity if self.format is None else self.format.granularity
 
     @property
     def resolved_smoothing(self) -> float:
-        """What ``smoothing`` comes to; 0 is off."""
+        """The effective ``smoothing``; 0 is off."""
         return self.mode.smoothing if self.smoothing is None else self.smoothing
 
     @property
@@ -90,12 +91,12 @@ class Config(Fields):
 
     @property
     def same_log_probs(self) -> bool:
-        """Whether the trainer takes a token's log-prob from its logits by the rollout's formula, in FP32."""
+        """Whether the trainer computes log-probs by the rollout's formula, in FP32."""
         return self.exact or self.mode.rollout_log_probs
 
     @property
     def compute_dtype(self) -> str:
-        """The 16-bit dtype of both sides, as torch calls it."""
+        """torch's name of the 16-bit dtype on both sides."""
         return self.mode.dtype
 
     @property
@@ -110,34 +111,34 @@ class Config(Fields):
 
     @property
     def exact(self) -> bool:
-        """Whether trainer and rollout are promised to agree to the last bit."""
+        """Whether trainer and rollout must be bit-equal."""
         return self.resolved_align == "exact"
 
     def resolved(self) -> Config:
-        """The same settings in one spelling, ``align`` written out; two configs mean the same when these are equal."""
+        """The settings in canonical form, with ``align`` set explicitly. Two configs are equivalent if these are equal."""
         align = None if self.resolved_align == "none" else self.resolved_align
         head = "auto" if self.head_dtype == "bfloat16" else self.head_dtype
         return dataclasses.replace(self, align=align, head_dtype=head)
 
     def replace(self, **overrides: Any) -> Config:
-        """A copy with some fields changed. Raises ConfigError for a field that does not exist."""
+        """A copy with some fields changed. Raises ConfigError for an unknown field."""
         known = [f.name for f in dataclasses.fields(self)]
         unknown = sorted(set(overrides) - set(known))
         if unknown:
-            raise ConfigError(f"unknown setting {', '.join(unknown)}; the known ones are {', '.join(known)}")
+            raise ConfigError(f"unknown setting {', '.join(unknown)}. Use one of {', '.join(known)}.")
         return dataclasses.replace(self, **overrides)
 
     def to_env(self) -> dict[str, str]:
-        """Every variable that ``from_env`` reads, so that stale ones in an environment cannot shine through."""
-        from jetrl_patch import env  # which reads the table of settings, and so stands above this file
+        """Variable -> text for every variable that ``from_env`` reads, so that no stale value survives."""
+        from jetrl_patch import env  # here, because env imports the table of settings
 
         return {env.SWITCH: "1", **{found.variable: written(getattr(self, name)) for name, found in SETTINGS.items()}}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
-        """The settings of the ``JETRL_*`` variables (see ``jetrl_patch/env.py``), defaults for the rest.
+        """The settings of the ``JETRL_*`` variables in ``environ`` (default: ``os.environ``), with defaults for the rest.
 
-        ``overrides`` are fields that stand above the variables. Raises ConfigError for one that does not exist.
+        ``overrides`` are fields that override the variables. Raises ConfigError for an unknown field or variable.
         """
         from jetrl_patch import env
 

@@ -1,4 +1,4 @@
-"""Settings as the text that variables and command lines carry: one form for each kind of value."""
+"""The text form of settings in variables and on command lines: one form for each kind of value."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _FALSE = {"0", "false", "no", "off"}
 
 @dataclass(frozen=True)
 class Form:
-    """How one kind of value is written.
+    """The text form of one kind of value.
 
     Attributes:
-        values: what can be given, in words.
-        read: (name of the variable, text) -> value. Raises ConfigError for text of another form.
-        note: what a variable's meaning adds about it.
-        example: of its text.
+        values: the allowed values, in words.
+        read: (name of the variable, text) -> value. Raises ConfigError for malformed text.
+        note: addition to the description of a variable.
+        example: an example of the text.
     """
 
     values: str
@@ -32,7 +32,7 @@ class Form:
 
 
 def written(value: object) -> str:
-    """The value of a field as text that its form reads back; nothing for ``None``."""
+    """The value of a field as text that its form can read; empty for ``None``."""
     if value is None:
         return ""
     if isinstance(value, tuple):
@@ -43,10 +43,10 @@ def written(value: object) -> str:
 
 
 def read_switch(name: str, text: str) -> bool:
-    """A word that means on or off. Raises ConfigError for any other."""
+    """Parse a word that means on or off. Raises ConfigError for any other."""
     word = text.strip().lower()
     if word not in _TRUE | _FALSE:
-        raise ConfigError(f"{name}={text!r} is neither on nor off; write 1 or 0")
+        raise ConfigError(f"{name}={text!r} is neither on nor off. Write 1 or 0.")
     return word in _TRUE
 
 
@@ -62,7 +62,7 @@ def _bounds(variable: str, text: str) -> tuple[float, ...]:
     try:
         return tuple(map(float, text.split(",")))
     except ValueError:
-        raise ConfigError(f"{variable}={text!r} is neither a cap nor low,high") from None
+        raise ConfigError(f"{variable}={text!r} is neither a cap nor low,high. Write one or two numbers.") from None
 
 
 def _number(kind: Callable[[str], float], what: str = "number") -> Callable[[str, str], float]:

@@ -1,1 +1,1 @@
-"""Mismatch between rollout and trainer, as pure functions of tensors."""
+"""Measure and correct the mismatch between rollout and trainer, with pure functions of tensors."""

@@ -1,7 +1,7 @@
-"""What a correction did to a batch, for a framework's log.
+"""Figures on what a correction did to a batch, for a framework's logger.
 
-The weights' effective sample size counts what has a weight of its own: tokens, or sequences where a correction has one
-weight for a sequence. The other figures are over response tokens.
+The effective sample size of the weights is over tokens, or over sequences where a correction has one weight per sequence.
+The other figures are over response tokens.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ __all__ = ["Applied", "applied", "of_run"]
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """Sums over one part of a batch; parts of several processes are put together by ``parts.merge``.
+    """Sums over one part of a batch. ``parts.merge`` combines the parts of several processes.
 
     Attributes:
-        tokens: response tokens.
-        outside: of these, those whose ratio (or whose sequence's) lies outside the bounds.
-        dropped: of these, those that the correction takes out.
+        tokens: number of response tokens.
+        outside: number of tokens whose ratio, or whose sequence's ratio, is outside the bounds.
+        dropped: number of tokens that the correction drops.
         weight: sum of the weights over tokens.
-        units: what has a weight of its own: tokens or sequences.
+        units: number of units with a weight of their own: tokens or sequences.
         unit_weight, unit_square: sums of the weights and of their squares over units.
-        max_weight, min_weight: over tokens.
+        max_weight, min_weight: largest and smallest weight of a token.
     """
 
     tokens: int = 0
@@ -42,7 +42,7 @@ class Applied:
     min_weight: float = float("inf")
 
     def as_metrics(self, prefix: str = "jetrl/") -> dict[str, float]:
-        """``ess`` is 0 where every weight is 0; NaN everywhere without a token."""
+        """The figures for a logger. ``ess`` is 0 if every weight is 0; without a token every figure is NaN."""
         n, nan = self.tokens, float("nan")
         ess = self.unit_weight**2 / (self.units * self.unit_square) if self.unit_square else 0.0
         found = {
@@ -57,12 +57,13 @@ class Applied:
 
 
 def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Applied:
-    """Apply a correction to log-ratios [B, T] and sum up what it does.
+    """Apply a correction and sum up what it does.
 
     Args:
-        kind: one of ``kinds.CORRECTIONS``.
+        kind: a key of ``kinds.CORRECTIONS``.
+        log_ratio: log π_old − log μ, [B, T].
         mask: [B, T], non-zero at response tokens.
-        bounds: of the correction; None for its default ones.
+        bounds: bounds of the correction; None for its defaults.
     """
     counted = mask.bool().cpu()
     found = correct(kind, log_ratio.detach().double().cpu(), counted, bounds)
@@ -84,13 +85,15 @@ def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
 
 
 def of_run(correction: tuple[str, tuple[float, float]] | None, log_ratio: torch.Tensor, mask: torch.Tensor) -> Applied | None:
-    """What a run's correction does to log-ratios [B, T].
+    """``applied`` for the correction of a run.
 
     Args:
-        correction: kind and interval as an adapter reads them off its framework's settings; None for one without a name.
+        correction: (kind, interval), as an adapter reads them from the framework's settings; None if it has no name.
+        log_ratio: log π_old − log μ, [B, T].
+        mask: [B, T], non-zero at response tokens.
 
     Returns:
-        None where there is no correction, or one without a name.
+        The sums; None if there is no correction or it has no name.
     """
     kind, (low, high) = correction or ("none", (0.0, 0.0))
     if kind == "none":

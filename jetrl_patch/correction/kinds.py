@@ -1,6 +1,6 @@
-"""The corrections there are, one record each, and the bounds that each takes. No tensors here: settings are checked with it.
+"""The table of corrections and the check of their bounds. Imports no torch, because the settings use it.
 
-ρ_t = π_old(y_t) / μ(y_t) is the trainer's probability of a token over the rollout's, ρ = ∏ρ_t that of a sequence.
+ρ_t = π_old(y_t) / μ(y_t) is the ratio of the trainer's to the rollout's probability of a token, ρ = ∏ρ_t that of a sequence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, explain
 
 __all__ = [
     "CORRECTIONS", "DEFAULT_BOUNDS", "KINDS", "SEQUENCE_KINDS", "TRUNCATED", "Correction", "Kind", "check_bounds", "interval",
@@ -26,11 +26,11 @@ class Correction:
 
     Attributes:
         name: the value of ``Config.correction``.
-        level: whose ratio is judged: a token's, a sequence's, or the geometric mean over a sequence.
-        truncates: whether a ratio above the cap is cut down to it; else what lies outside drops out.
-        bounds: how many bounds it takes: 1 is a cap, 2 are low and high.
-        default: the bounds where none are given.
-        source: where the formula and the default bounds are from.
+        level: the ratio compared with the bounds: of a token, of a sequence, or the geometric mean over a sequence.
+        truncates: whether a ratio above the cap is truncated to it; otherwise what lies outside the bounds is dropped.
+        bounds: the allowed numbers of bounds: 1 is a cap, 2 are low and high.
+        default: the default bounds.
+        source: the source of the formula and of the default bounds.
         formula: the weight of a token.
     """
 
@@ -49,12 +49,12 @@ class Correction:
 
     @property
     def takes_acr(self) -> bool:
-        """Whether QuRL's adaptive clipping range, which makes up for what is truncated of a token, goes on top."""
+        """Whether QuRL's adaptive clipping range, which compensates for truncated token ratios, can be added."""
         return self.truncates and self.level == "token"
 
     @property
     def needs(self) -> str:
-        """Its bounds in words."""
+        """The required bounds in words."""
         words: dict[tuple[int, ...], str] = {(1,): "one number, the cap", (2,): "low and high"}
         return words.get(self.bounds, "one number, the cap, or two, low and high")
 
@@ -88,47 +88,52 @@ _TABLE = (
     ),
 )  # fmt: skip
 
-#: every correction by its name; "none" is not one of them
+#: name -> correction, without "none"
 CORRECTIONS: dict[str, Correction] = {found.name: found for found in _TABLE}
 KINDS: tuple[Kind, ...] = ("none", *(found.name for found in _TABLE))
-#: kinds with one weight for a whole sequence
+#: kinds with one weight per sequence
 SEQUENCE_KINDS = tuple(found.name for found in _TABLE if found.weighs_sequences)
-#: kinds that cut a weight down to the cap; the others drop what lies outside
+#: kinds that truncate a weight to the cap; the others drop what lies outside the bounds
 TRUNCATED = tuple(found.name for found in _TABLE if found.truncates)
-#: what a kind uses where no bounds are given
+#: kind -> default bounds
 DEFAULT_BOUNDS = {found.name: found.default for found in _TABLE}
 
 
 def check_bounds(kind: str, bounds: object) -> tuple[float, ...] | None:
-    """Bounds as they were given, as a tuple of floats; None stays None.
+    """The given bounds as a tuple of floats; None stays None.
 
     Args:
         kind: one of ``KINDS``.
-        bounds: one cap, or ``(low, high)``; a plain number is one cap.
+        bounds: a cap, as a number or a sequence of one, or ``(low, high)``.
 
-    Raises ConfigError for anything else, for bounds that no ratio can meet, and for bounds of no correction.
+    Raises ConfigError for anything else, for bounds that no ratio can meet, and for bounds without a correction.
     """
     if bounds is None:
         return None
     values = (bounds,) if isinstance(bounds, Real) else bounds
     if isinstance(values, str) or not isinstance(values, Sequence) or not all(map(_is_number, values)):
-        raise ConfigError(f"correction_bounds={bounds!r} must be one number, the cap, or two, low and high")
+        raise ConfigError(f"correction_bounds={bounds!r} must be one number, the cap, or two, low and high.")
     if kind not in CORRECTIONS:
-        raise ConfigError(f"correction_bounds={bounds!r} belongs to no correction; drop it, or set correction")
+        raise ConfigError(f"correction_bounds={bounds!r} belongs to no correction. Drop it or set correction.")
     found, correction = tuple(float(value) for value in values), CORRECTIONS[kind]
     if len(found) not in correction.bounds:
         raise ConfigError(
-            f"correction_bounds={bounds!r} with correction={kind!r}: required {correction.needs}, found {len(found)} numbers"
+            explain(
+                f"correction_bounds={bounds!r} with correction={kind!r}",
+                required=correction.needs,
+                found=f"{len(found)} number{'' if len(found) == 1 else 's'}",
+                fix="set the bounds that this correction takes, or drop correction_bounds for its defaults",
+            )
         )
     if not math.isfinite(found[-1]) or found[-1] <= 0:
-        raise ConfigError(f"correction_bounds={bounds!r}: the cap must be a positive, finite number")
+        raise ConfigError(f"correction_bounds={bounds!r}: the cap must be a positive, finite number.")
     if not 0 <= found[0] <= found[-1]:
-        raise ConfigError(f"correction_bounds={bounds!r}: low must lie between 0 and high; write low first")
+        raise ConfigError(f"correction_bounds={bounds!r}: low must lie between 0 and high. Write low first.")
     return found
 
 
 def interval(kind: str, bounds: Sequence[float] | None = None) -> tuple[float, float]:
-    """(lowest, highest) ratio that a correction leaves alone; the lowest is 0 where there is only a cap."""
+    """The (lowest, highest) ratio that a correction leaves unchanged; the lowest is 0 if there is only a cap."""
     found = CORRECTIONS[kind].default if bounds is None else tuple(bounds)
     return (found[0], found[1]) if len(found) == 2 else (0.0, found[0])
 

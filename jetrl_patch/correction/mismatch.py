@@ -1,7 +1,7 @@
-"""How far the trainer's log-probs are from those of the rollout that sampled the tokens.
+"""The mismatch between the trainer's log-probs and those of the rollout that sampled the tokens.
 
-Notation: μ the rollout's policy, π the trainer's, on the same tokens and the same weights;
-Δ = log π − log μ per token, ratio = exp(Δ). On-policy to the last bit means Δ = 0 everywhere.
+Notation: μ is the rollout's policy, π the trainer's, with the same weights on the same tokens. Δ = log π − log μ per token,
+ratio = exp(Δ). Bit-exact on-policy training means Δ = 0 everywhere.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ __all__ = ["Mismatch", "Sums", "mismatch", "sums"]
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """Figures over the tokens that the mask keeps; NaN everywhere when it keeps none.
+    """Figures over the tokens that the mask keeps. All but ``tokens`` are NaN if it keeps none.
 
     Attributes:
-        tokens: how many.
+        tokens: number of tokens.
         logp_abs_diff_mean: mean |Δ|.
         logp_abs_diff_max: max |Δ|.
-        bit_equal_fraction: share of tokens whose two float32 log-probs are the same bits.
-        k1_kl: mean −Δ, the plain estimate of KL(μ‖π) (may be negative).
-        k3_kl: mean exp(Δ) − 1 − Δ, the non-negative estimate of the same.
+        bit_equal_fraction: share of tokens whose two float32 log-probs are bit-equal.
+        k1_kl: mean −Δ, the k1 estimate of KL(μ‖π), which can be negative.
+        k3_kl: mean exp(Δ) − 1 − Δ, the k3 estimate of the same, which is never negative.
         ratio_min: smallest ratio.
         ratio_max: largest ratio.
-        ess: effective sample size as a share of the tokens: (Σr)² / (n Σr²).
+        ess: effective sample size as a share of the tokens, (Σr)² / (n Σr²).
     """
 
     tokens: int
@@ -40,13 +40,13 @@ class Mismatch:
     ess: float
 
     def as_metrics(self, prefix: str = "jetrl/") -> dict[str, float]:
-        """For a framework's logger."""
+        """The figures for a framework's logger, by metric name."""
         return {prefix + name: value for name, value in asdict(self).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """What the figures are made of, for parts of a batch that different processes hold (``parts.merge``). Empty as it is made."""
+    """The sums behind the figures, over one part of a batch. ``parts.merge`` combines parts. Empty by default."""
 
     tokens: int = 0
     abs_diff: float = 0.0
@@ -60,7 +60,7 @@ class Sums:
     min_ratio: float = float("inf")
 
     def figures(self) -> Mismatch:
-        """The figures over all of it."""
+        """The figures that follow from these sums."""
         n, nan = self.tokens, float("nan")
         return Mismatch(
             tokens=n,
@@ -76,11 +76,11 @@ class Sums:
 
 
 def sums(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Tensor) -> Sums:
-    """The sums over one part; arguments as in ``mismatch``."""
+    """The sums over one part of a batch. Arguments and errors as in ``mismatch``."""
     if not trainer_logp.shape == rollout_logp.shape == mask.shape:
         raise ValueError(
-            f"log-probs and mask must have one shape, found trainer {tuple(trainer_logp.shape)}, "
-            f"rollout {tuple(rollout_logp.shape)}, mask {tuple(mask.shape)}"
+            f"Log-probs and mask must have the same shape, found trainer {tuple(trainer_logp.shape)}, "
+            f"rollout {tuple(rollout_logp.shape)}, mask {tuple(mask.shape)}."
         )
     keep = mask.to(torch.bool)
     pi = trainer_logp.detach()[keep].to("cpu", torch.float32)
@@ -107,12 +107,12 @@ def mismatch(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch
     """Compare two sets of log-probs.
 
     Args:
-        trainer_logp: log π, any shape, float32.
-        rollout_logp: log μ, the same shape.
-        mask: the same shape, non-zero where a token counts.
+        trainer_logp: log π in nats, float32, any shape.
+        rollout_logp: log μ, same shape.
+        mask: same shape, non-zero where a token counts.
 
     Returns:
-        A ``Mismatch``; computed in float64. A NaN in a counted log-prob stays visible.
+        The figures, computed in float64. A NaN in a counted log-prob makes the figures NaN.
 
     Raises:
         ValueError: the shapes differ.

@@ -1,7 +1,7 @@
-"""Objectives that are more than a weight on the framework's own: QuRL's ACR, Precision-RL's policy gradients, GSPO.
+"""Objectives that are more than a weight on the framework's loss: QuRL's ACR, Precision-RL's policy gradients, GSPO.
 
-Each gives the loss of every token, [B, T], to be aggregated over the mask as the framework does. θ is the policy in
-training, π_old the same weights that sampled, in the trainer's arithmetic, μ the rollout; R_t = π_θ(y_t) / π_old(y_t).
+Each function returns the loss of every token, [B, T], which the framework aggregates over the mask. π_θ is the policy in
+training, π_old the policy that sampled, in the trainer's arithmetic, μ the rollout's; R_t = π_θ(y_t) / π_old(y_t).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jetrl_patch.correction.weights import correct, seq_ratio
 
 __all__ = ["acr_loss", "gspo_loss", "policy_gradient_loss", "ppo_loss"]
 
-#: log-ratios of policies are held within, as verl and OpenRLHF do it
+#: policy log-ratios are clamped to ±20, as in verl and OpenRLHF
 _SAFE = 20.0
 
 
@@ -31,11 +31,11 @@ def ppo_loss(
 
     Args:
         log_prob: log π_θ. old_log_prob: log π_old. advantages: A. All [B, T].
-        dual_clip: c, or None for none.
-        upper: upper ends of the clip, [B, T], in place of 1 + ε_high.
+        dual_clip: c; None for no dual clip.
+        upper: upper limits of the clip, [B, T], instead of 1 + ε_high.
 
     Returns:
-        The loss of each token, and bool where the clip holds back the gradient, both [B, T].
+        The loss of each token, and whether the clip blocks its gradient (bool), both [B, T].
     """
     ratio = (log_prob - old_log_prob).clamp(-_SAFE, _SAFE).exp()
     high = torch.full_like(ratio, 1 + clip_high) if upper is None else upper
@@ -59,13 +59,13 @@ def acr_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """−min(ρ, C)·min(R·A, clip(R, 1−ε, (1+ε)/r)·A), r = min(1, C/ρ): QuRL's J_ACR (arXiv 2602.13953).
 
-    Where TIS truncates ρ to C, the update of a token is scaled down by r; the clip is widened by as much. Where it does
-    not, r = 1 and this is ``tis`` on top of ``ppo_loss``, bit for bit.
+    Where TIS truncates ρ to C, it scales the update of a token down by r, so the upper clip is widened by 1/r. Elsewhere
+    r = 1, and the loss is bit-equal to ``tis`` on top of ``ppo_loss``.
 
     Args:
-        ratio: ρ_t, not truncated, [B, T].
+        ratio: ρ_t before truncation, [B, T].
         cap: C.
-        The others as in ``ppo_loss``.
+        The others are as in ``ppo_loss``.
     """
     rho = ratio.detach()
     r = (cap / rho).clamp(max=1.0)  # rho = 0 gives 1
@@ -83,10 +83,10 @@ def policy_gradient_loss(
     kind: Literal["seq-is", "seq-tis", "seq-mis"],
     cap: float = 3.0,
 ) -> torch.Tensor:
-    """−w·A·log π_θ(y_t), w made of ρ_θ = π_θ(y)/μ(y) of the sequence, detached (Precision-RL, arXiv 2510.26788).
+    """−w·A·log π_θ(y_t), with w from the sequence ratio ρ_θ = π_θ(y)/μ(y), detached (Precision-RL, arXiv 2510.26788).
 
     "PG-Seq-IS" w = ρ_θ, "PG-Seq-TIS" w = min(ρ_θ, C), "PG-Seq-MIS" w = ρ_θ·1{ρ_θ ≤ C}. All tensors [B, T].
-    verl has them as ``rollout_correction.bypass_mode`` with ``loss_type=reinforce``.
+    verl offers them as ``rollout_correction.bypass_mode`` with ``loss_type=reinforce``.
     """
     log_ratio = (log_prob - rollout_log_prob).detach()
     weights = seq_ratio(log_ratio, mask) if kind == "seq-is" else correct(kind, log_ratio, mask, (cap,)).weights
@@ -103,7 +103,7 @@ def gspo_loss(
 ) -> torch.Tensor:
     """−min(s·A, clip(s, 1−ε_low, 1+ε_high)·A), s = (π_θ(y)/π_old(y))^(1/n) (GSPO, arXiv 2507.18071, eq. 5–7).
 
-    Every token of a row carries the row's s, and with it the row's gradient; μ is not used. All tensors [B, T].
+    Every token of a row carries the row's s and so the row's gradient. μ is not used. All tensors [B, T].
     """
     counted = mask.bool()
     length = counted.sum(-1, keepdim=True).clamp(min=1)

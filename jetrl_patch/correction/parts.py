@@ -1,4 +1,4 @@
-"""Sums over parts of a batch that different processes hold, put together."""
+"""Combine sums over the parts of a batch that different processes hold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _Part = TypeVar("_Part")
 
 
 def merge(kind: type[_Part], parts: Iterable[_Part]) -> _Part:
-    """One dataclass from several: fields ``max_…`` and ``min_…`` by that, all others added. A NaN stays visible."""
+    """Merge dataclasses into one: ``max_…`` and ``min_…`` fields by maximum and minimum, others by sum. NaN propagates."""
     found = list(parts)
     names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
     return kind(**{name: _combine(name, [getattr(part, name) for part in found]) for name in names})

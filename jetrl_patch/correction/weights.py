@@ -1,12 +1,12 @@
-"""Importance weights against the mismatch between trainer and rollout, as pure functions of tensors.
+"""Importance weights that correct the mismatch between trainer and rollout, as pure functions of tensors.
 
-The rollout sampled with μ, the trainer's weights of the same moment define π_old. Legend, as in every function here:
+The rollout samples with μ; π_old is the trainer's policy with the same weights. Legend for every function here:
 
     log_ratio [B, T]   Δ_t = log π_old(y_t) − log μ(y_t)        mask [B, T]   non-zero at response tokens
     ρ_t = exp(Δ_t)     ρ = ∏ρ_t over the tokens of a row        C             cap
 
-Everything is computed in log space in float64 and detached: a weight changes the measure, not the objective. Padding
-and rows without a token get weight 0. Where Δ = 0 every weight is exactly 1. A NaN at a response token stays visible.
+Weights are computed in log space in float64 and detached: no gradient flows through them. Padding and rows without a token
+get weight 0. Where Δ = 0 every weight is exactly 1. A NaN at a response token propagates.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Corrected:
     """What a correction does to a batch.
 
     Attributes:
-        weights: [B, T], in the dtype of the log-ratios; 0 at padding and at what is dropped.
-        kept: bool [B, T]; response tokens that still count. A truncating correction keeps all of them.
-        outside: bool [B, T]; response tokens whose ratio (or whose sequence's) lies outside the bounds.
+        weights: [B, T], in the dtype of the log-ratios; 0 at padding and at dropped tokens.
+        kept: bool [B, T], the response tokens that still count. A truncating correction keeps all of them.
+        outside: bool [B, T], the response tokens whose ratio, or whose sequence's ratio, is outside the bounds.
     """
 
     weights: torch.Tensor
@@ -37,24 +37,32 @@ class Corrected:
 
 
 def ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """ρ_t as it is, 0 at padding; at most the largest finite value of the dtype. [B, T]"""
+    """The uncorrected ρ_t, [B, T]; 0 at padding, at most the largest finite value of the dtype."""
     return _cast(_tokens(log_ratio, mask).exp() * mask.bool(), log_ratio.dtype)
 
 
 def seq_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """ρ as it is at every token of a row, 0 at padding; at most the largest finite value of the dtype. [B, T]"""
+    """The uncorrected ρ at every token of its row, [B, T]; 0 at padding, at most the largest finite value of the dtype."""
     found = _cast(_products(log_ratio, mask).exp(), log_ratio.dtype)
     return torch.where(mask.bool(), found, 0.0)
 
 
 def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Corrected:
-    """The correction of a name (``kinds.CORRECTIONS`` has its formula) with the given bounds or its default ones.
+    """Apply a correction. ``kinds.CORRECTIONS`` has its formula.
 
-    ``"none"`` gives weight 1 to every response token. Raises ValueError if the shapes differ, KeyError for another name.
+    Args:
+        kind: the name of the correction; ``"none"`` gives weight 1 to every response token.
+        log_ratio: Δ_t, [B, T].
+        mask: [B, T], non-zero at response tokens.
+        bounds: the cap, or low and high; None for the correction's defaults.
+
+    Raises:
+        ValueError: the shapes differ or are not [B, T].
+        KeyError: there is no correction of this name.
     """
     if log_ratio.shape != mask.shape or log_ratio.dim() != 2:
         raise ValueError(
-            f"log-ratios and mask must be [B, T] both, found {tuple(log_ratio.shape)} and {tuple(mask.shape)}"
+            f"Log-ratios and mask must both be [B, T], found {tuple(log_ratio.shape)} and {tuple(mask.shape)}."
         )
     if kind == "none":
         kept = mask.bool()
@@ -68,17 +76,17 @@ def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
 
 
 def _tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Δ_t in float64, 0 at padding. [B, T]"""
+    """Δ_t in float64, [B, T]; 0 at padding."""
     return log_ratio.detach().double().masked_fill(~mask.bool(), 0.0)
 
 
 def _products(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """ΣΔ_t of its row at every token. [B, T]"""
+    """ΣΔ_t of the row, at each of its tokens. [B, T]"""
     return _tokens(log_ratio, mask).sum(-1, keepdim=True).expand(log_ratio.shape)
 
 
 def _means(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """ΣΔ_t / n of its row at every token. [B, T]"""
+    """ΣΔ_t / n of the row, at each of its tokens. [B, T]"""
     return _products(log_ratio, mask) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
 
 
@@ -97,13 +105,13 @@ def _truncated(log: torch.Tensor, mask: torch.Tensor, cap: float, dtype: torch.d
 
 def _dropped(log: torch.Tensor, mask: torch.Tensor, low: float, high: float, dtype: torch.dtype) -> Corrected:
     found, counted = log.exp(), mask.bool()
-    outside = counted & ((found < low) | (found > high))  # a NaN lies nowhere, so it is kept and seen
+    outside = counted & ((found < low) | (found > high))  # false for NaN, so a NaN is kept and propagates
     kept = counted & ~outside
     return Corrected(torch.where(kept, found, 0.0).to(dtype), kept, outside)
 
 
 def _as_mask(found: Corrected) -> Corrected:
-    """Weight 1 for what is kept; a NaN stays one."""
+    """Set the weight of kept tokens to 1; NaN stays NaN."""
     ones = torch.where(found.weights.isnan(), found.weights, 1.0)
     return Corrected(torch.where(found.kept, ones, 0.0).to(found.weights.dtype), found.kept, found.outside)
 

@@ -1,1 +1,1 @@
-"""``jetrl doctor``: whether a run would start here, and what would be changed, found out without changing anything."""
+"""``jetrl doctor``: check whether a run would start here and what the plugin would change, without changing anything."""

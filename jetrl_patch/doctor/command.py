@@ -1,4 +1,4 @@
-"""What a launch command starts: which framework, with which arguments, and what it asks of this plugin."""
+"""Parse a launch command: which framework it starts, with which arguments and which settings of the plugin."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _OURS = ("jetrl_patch", "jetrl_patch.cli.main")
 
 @dataclass(frozen=True)
 class Started:
-    """A command, taken apart.
+    """A parsed command.
 
     Attributes:
-        framework: "verl", "openrlhf" or None for anything else.
-        target: dotted name of the module that runs, or the path of a script.
-        arguments: what follows it.
-        overrides: fields of ``Config`` from flags of ``jetrl`` in the command.
-        by_us: whether ``jetrl`` starts it, so that the driver is patched whatever the framework.
-        environ: assignments in front of the command, also by ``env``.
+        framework: "verl", "openrlhf", or None for anything else.
+        target: dotted name of the module, or path of the script.
+        arguments: the arguments of the target.
+        overrides: fields of ``Config`` from the command's ``jetrl`` options.
+        by_us: whether ``jetrl`` starts it, which patches the driver for any framework.
+        environ: variable assignments before the command, also those of ``env``.
     """
 
     framework: str | None
@@ -39,9 +39,9 @@ class Started:
 
 
 def recognise(command: Sequence[str]) -> Started:
-    """Look for ``-m MODULE``, ``SCRIPT.py`` or ``jetrl`` behind whatever wraps it (env, torchrun, ray job submit …).
+    """Find ``-m MODULE``, ``SCRIPT.py`` or ``jetrl`` after any wrapper (env, torchrun, ray job submit …).
 
-    A single word with blanks is taken for a whole command line. Raises ConfigError for wrong options of ``jetrl``.
+    A single word with blanks is split as a whole command line. Raises ConfigError for invalid options of ``jetrl``.
     """
     words = shlex.split(command[0]) if len(command) == 1 and " " in command[0] else list(command)
     environ: dict[str, str] = {}
@@ -70,7 +70,7 @@ def _ours(words: list[str], environ: dict[str, str]) -> Started:
 
 
 def _module_of(script: str) -> str:
-    """``…/verl/trainer/main_ppo.py`` is a module that we know; any other script stays a path."""
+    """The module of a known program's script (``…/verl/trainer/main_ppo.py``); any other script stays a path."""
     dotted = ".".join(PurePath(script).with_suffix("").parts)
     return next((module for module in PROGRAMS.values() if dotted.endswith(module)), script)
 

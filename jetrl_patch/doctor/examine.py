@@ -1,4 +1,4 @@
-"""All checks in order: versions, settings, machine, patches, and the command."""
+"""Run all checks in order: versions, settings, machine, patches, and the command."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ _START = {"verl": "jetrl verl --fp8-unified …", "openrlhf": "jetrl openrlhf --
 
 
 def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
-    """Look at everything; change nothing.
+    """Check everything and change nothing.
 
     Args:
-        overrides: fields of ``Config``, as given to ``jetrl doctor``. The environment and the command fill in.
-        command: the launch command, or nothing: then machine and installation alone are looked at.
+        overrides: fields of ``Config`` given to ``jetrl doctor``; they override the command and the environment.
+        command: the launch command; if empty, only machine and installation are checked.
     """
     report = Report()
     started: Started | None = None
@@ -56,15 +56,15 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
 
 
 def _settings(report: Report, overrides: dict[str, Any], started: Started | None) -> tuple[Any, Config | None]:
-    """What the framework would be called with (None if that is not known), and ours, wherever they are asked for."""
+    """The framework's own settings (None if unknown), and the plugin's from options, environment or command."""
     environ = {**os.environ, **(started.environ if started else {})}
     given = {**(started.overrides if started else {}), **overrides}
     arguments: Any = None
     try:
         config = Config.from_env(environ, **given)
-        source = "the environment" if env.opted_in(environ) else "no setting: the defaults"
+        source = "the environment" if env.opted_in(environ) else "the defaults"
         if given:
-            source = "options, the environment for the rest"
+            source = "options, then the environment"
     except JetrlError as error:
         report.checks.append(from_error("settings", error))
         return None, None
@@ -85,14 +85,14 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
 
 
 def _arguments(report: Report, started: Started) -> Any:
-    """The framework's own configuration, or None with a check that says why not."""
+    """The framework's own configuration; None if it cannot be read, which a check then explains."""
     if started.framework is None:
-        finding = f"{started.target or 'nothing'} is not verl or OpenRLHF, so its arguments were not looked at"
+        finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
         report.checks.append(Check("command", "warning", finding))
         return None
     known = PROGRAMS[started.framework]
     if started.target != known:
-        finding = f"{started.target} is of {started.framework}, but only the arguments of {known} are understood"
+        finding = f"{started.target} belongs to {started.framework}, but only the arguments of {known} can be checked"
         report.checks.append(Check("command", "warning", finding))
         return None
     if not is_installed(started.framework):
@@ -103,32 +103,32 @@ def _arguments(report: Report, started: Started) -> Any:
     except JetrlError as error:
         report.checks.append(from_error("command", error))
         return None
-    report.checks.append(Check("command", "ok", f"{known}, {len(started.arguments)} arguments understood"))
+    report.checks.append(Check("command", "ok", f"{known}, {len(started.arguments)} arguments read"))
     return arguments
 
 
 def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool) -> Check:
-    """Whether the command, as it stands, is patched at all."""
+    """Whether the command would run patched at all."""
     name, by_environment, by_option = "switched on", env.opted_in(environ), "precision" in started.overrides
     if by_option and env.switched_off(environ):
         return Check(
-            name, "problem", f"a precision is asked for, but {env.SWITCH}=0 stands beside it", "drop one of the two"
+            name, "problem", f"the command sets a precision, but {env.SWITCH}=0 disables the plugin", "drop one of the two"
         )
     if started.overrides and not by_option and not by_environment:
-        finding = f"{', '.join(started.overrides)} without a precision, so that nothing would be patched"
+        finding = f"{', '.join(started.overrides)} without a precision, so nothing would be patched"
         return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
     if by_settings or (started.by_us and (by_environment or by_option)):
-        return Check(name, "ok", "the command asks for jetrl_patch")
+        return Check(name, "ok", "the command enables jetrl_patch")
     if by_environment and started.framework == "verl":
-        return Check(name, "ok", "the environment asks for jetrl_patch")
+        return Check(name, "ok", "the environment enables jetrl_patch")
     if by_environment:
-        finding = "the environment asks for jetrl_patch, but only vLLM and verl load it by themselves: half a run"
-        return Check(name, "problem", finding, f"start it by `{_START.get(started.framework or '', 'jetrl run …')}`")
+        finding = "the environment enables jetrl_patch, but only vLLM and verl load it: half of the run would be unpatched"
+        return Check(name, "problem", finding, f"start it with `{_START.get(started.framework or '', 'jetrl run …')}`")
     way = _START.get(started.framework or "", "jetrl run --fp8-unified …")
     return Check(
         name,
         "warning",
-        "nothing in the command asks for jetrl_patch: it would run unpatched",
+        "nothing enables jetrl_patch: the command would run unpatched",
         f"use `{way}`" + (", JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else ""),
     )
 

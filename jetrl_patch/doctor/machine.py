@@ -1,4 +1,4 @@
-"""What this machine has: accelerator, GEMM backend, compiler, flash-attn."""
+"""Check this machine: accelerator, compiler, GEMM backend, flash-attn."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["check_flash_attn", "check_machine", "is_cpu_run"]
 
 
 def is_cpu_run(config: Config) -> bool:
-    """Whether the run computes on the CPU: asked for, or the installed vLLM can do nothing else."""
+    """Whether the run computes on the CPU, by setting or because the installed vLLM is a CPU build."""
     return registry.platform().is_cpu_run(config)
 
 
 def check_machine(config: Config) -> Iterator[Check]:
-    """Device, compiler, backend, and whether exact alignment is to be had on it."""
+    """Check the device, the compiler, the backend, and whether exact alignment works on the device."""
     if not guards.is_installed("torch"):
         yield Check("device", "skipped", "torch is not installed")
         return
@@ -30,14 +30,14 @@ def check_machine(config: Config) -> Iterator[Check]:
         yield Check(
             "compiler",
             "ok" if ok else "warning",
-            found if ok else f"{found}: the FP8 products run in plain torch, many times slower",
+            found if ok else f"{found}: FP8 products run in plain torch, many times slower",
             "" if ok else "install a C compiler (gcc or clang)",
         )
     yield _backend(config, on_cpu)
     if config.exact and not on_cpu:
         try:
             registry.rollout().refuse_exact_on("cuda")
-            yield Check("exact alignment", "ok", "the kernels can run here; every engine tries them before it serves")
+            yield Check("exact alignment", "ok", "the kernels can run here; every engine tests them before it serves")
         except JetrlError as error:
             yield from_error("exact alignment", error)
 
@@ -50,7 +50,7 @@ def _device(on_cpu: bool) -> Check:
         return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
     fast, why = support.check_hopper()
     if not fast:
-        return Check("device", "warning", why, "FP8 saves memory there, not time; H100 or newer is meant")
+        return Check("device", "warning", why, "use an H100 or newer; on this GPU FP8 saves memory but no time")
     return Check("device", "ok", found)
 
 
@@ -64,21 +64,21 @@ def _backend(config: Config, on_cpu: bool) -> Check:
     except ConfigError as error:
         return from_error("GEMM backend", error)
     if name == "torch":
-        return Check("GEMM backend", "warning", "torch: the reference formulas, right and slow")
+        return Check("GEMM backend", "warning", "torch: the reference formulas, correct but slow")
     return Check("GEMM backend", "ok", name)
 
 
 def check_flash_attn(on_cpu: bool, needed_by: str) -> Check:
-    """``needed_by`` says what of the command needs flash-attn; empty where nothing does, or nothing is known."""
+    """Check flash-attn. ``needed_by`` names what in the command needs it; empty if nothing does or it is unknown."""
     if guards.is_installed("flash_attn"):
         return Check("flash-attn", "ok", guards.installed_version("flash-attn") or "installed")
     if on_cpu:
-        return Check("flash-attn", "warning", "not installed; a CPU run does without, and cannot pack samples")
+        return Check("flash-attn", "warning", "not installed; a CPU run works without it but cannot pack samples")
     if needed_by:
         return Check("flash-attn", "problem", f"not installed, but {needed_by} needs it", "install flash-attn")
     return Check(
         "flash-attn",
         "warning",
         "not installed; OpenRLHF's default attention and packed samples need it on CUDA",
-        "install flash-attn, or choose another attention and no packing",
+        "install flash-attn, or choose another attention and turn packing off",
     )

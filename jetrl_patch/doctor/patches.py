@@ -1,4 +1,4 @@
-"""Which patches would go in: the plan of ``enable()``, made and dropped."""
+"""List the patches that ``enable()`` would apply, without applying them."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["check_patches"]
 
 
 def check_patches(config: Config) -> tuple[Check, list[PatchStatus]]:
-    """Versions, settings and targets as ``enable()`` checks them. No framework is imported, nothing is changed."""
+    """Run the checks of ``enable()`` on versions, settings and targets. Imports no framework and changes nothing."""
     try:
         planned = runtime.preview(config)
     except VersionError:
-        return Check("patches", "skipped", "versions do not fit (see there)"), []
+        return Check("patches", "skipped", "a version is not supported (see above)"), []
     except JetrlError as error:
         return from_error("patches", error), []
     counts = Counter(re.split("[.:]", patch.target)[0] for patch in planned)
     parts = ", ".join(f"{number} in {name}" for name, number in counts.items())
-    return Check("patches", "ok", f"{len(planned)} would go in: {parts}"), planned
+    return Check("patches", "ok", f"{len(planned)} would be applied: {parts}"), planned

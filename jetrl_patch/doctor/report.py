@@ -1,4 +1,4 @@
-"""A finding as data, and the verdict over all of them."""
+"""Findings as data, and the verdict on all of them."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ State = Literal["ok", "warning", "problem", "skipped"]
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check.
 
     Attributes:
-        name: what, in a word or two.
-        state: "problem" stops a run, "warning" does not, "skipped" was not looked at.
+        name: what was checked, in a word or two.
+        state: "problem" stops a run, "warning" does not, "skipped" was not checked.
         finding: what was found.
-        to_do: what to do about it; empty where nothing is to be done.
+        to_do: what to do about it; empty if nothing.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Check:
 
 @dataclass
 class Report:
-    """Everything that was found."""
+    """All results."""
 
     config: Config | None = None
     checks: list[Check] = field(default_factory=list)
@@ -42,12 +42,12 @@ class Report:
 
     @property
     def problems(self) -> int:
-        """How many checks stop a run."""
+        """Number of checks that stop a run."""
         return sum(check.state == "problem" for check in self.checks)
 
     @property
     def verdict(self) -> str:
-        """One line."""
+        """Whether a run would start, in one line."""
         number = self.problems
         if not number:
             return "a run would start"
@@ -65,5 +65,5 @@ class Report:
 
 
 def from_error(name: str, error: BaseException) -> Check:
-    """A problem from one of our errors, whose last part says what to do (see ``errors.explain``)."""
+    """A problem from a JetrlError, whose last part says what to do (see ``errors.split_fix``)."""
     return Check(name, "problem", *split_fix(str(error)))

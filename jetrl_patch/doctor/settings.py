@@ -1,4 +1,4 @@
-"""The framework's own settings, judged by its adapter (``jetrl_patch.trainer.interface.Trainer``)."""
+"""Check the framework's own settings with its adapter (``jetrl_patch.trainer.interface.Trainer``)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["check_settings"]
 
 
 def check_settings(framework: str, settings: Any, config: Config) -> Iterator[Check]:
-    """Each setting that cannot be kept, the model, and what would be changed. ``settings`` is changed."""
+    """Check each setting and the model, and list what the plugin would change. Modifies ``settings``."""
     found = [from_error(f"{framework} setting", error) for error in _problems(framework, settings, config)]
     yield from found
     if not found:
-        yield Check(f"{framework} settings", "ok", "nothing in them stands against ours")
+        yield Check(f"{framework} settings", "ok", "no conflict with the plugin's settings")
     yield _model(*registry.trainer(framework).model_path(settings))
     changes = registry.trainer(framework).complete(settings, config)
     yield Check(f"{framework} changes", "ok", "; ".join(changes) or "nothing would be changed")
@@ -30,7 +30,7 @@ def _problems(framework: str, settings: Any, config: Config) -> Iterator[BaseExc
         yield from registry.trainer(framework).problems(settings, config)
     except JetrlError as error:
         yield error
-    except Exception as error:  # a broken config.json, a missing key: the framework would stumble over it as well
+    except Exception as error:  # a broken config.json or a missing key would stop the framework as well
         yield ConfigError(f"{type(error).__name__}: {' '.join(str(error).split())}")
 
 
@@ -40,6 +40,6 @@ def _model(path: str, setting: str) -> Check:
     return Check(
         "model",
         "warning",
-        f"{path!r} is no local folder, so its family and its tensor-parallel split were not checked",
-        f"download it and give its folder as {setting}",
+        f"{path!r} is not a local folder, so the model's family and its tensor-parallel split were not checked",
+        f"download it and set {setting} to its folder",
     )

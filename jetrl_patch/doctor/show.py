@@ -1,4 +1,4 @@
-"""A report as a table in the terminal."""
+"""Print a report as a table in the terminal."""
 
 from __future__ import annotations
 

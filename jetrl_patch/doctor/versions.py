@@ -1,4 +1,4 @@
-"""Versions found against the one table of supported versions; nothing is imported."""
+"""Check installed versions against the table of supported ones. Nothing is imported."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from jetrl_patch.support import check_framework, check_python
 
 __all__ = ["FRAMEWORKS", "check_versions"]
 
-#: what a run needs besides torch, transformers and vllm
+#: framework -> what its runs need besides torch, transformers and vllm
 FRAMEWORKS = {"verl": ("verl", "ray"), "openrlhf": ("openrlhf", "ray", "deepspeed")}
 _ALWAYS = ("torch", "transformers", "vllm")
 
 
 def check_versions(framework: str | None) -> Iterator[Check]:
-    """One check for Python and each package. ``framework`` is the one of the command, None if there is no command.
+    """Check Python and each package. ``framework`` is that of the command, None without a command.
 
-    A version out of range stops ``enable()`` whatever runs; a package that is missing stops the runs that need it.
+    An unsupported version stops every ``enable()``; a missing package stops only the runs that need it.
     """
     ok, found = check_python()
     yield Check("python", "ok" if ok else "problem", found, "" if ok else "use a newer Python")
@@ -41,10 +41,10 @@ def check_versions(framework: str | None) -> Iterator[Check]:
 
 
 def _deepspeed(needed: bool) -> Check:
-    """DeepSpeed has no range of ours: OpenRLHF's version decides about it."""
+    """Check DeepSpeed, for which jetrl_patch has no range: OpenRLHF's version decides."""
     found = guards.installed_version("deepspeed")
     if found is not None:
         return Check("deepspeed", "ok", found)
     if not needed:
         return Check("deepspeed", "skipped", "not installed; only OpenRLHF needs it")
-    return Check("deepspeed", "problem", "OpenRLHF trains by it, but it is not installed", "install deepspeed")
+    return Check("deepspeed", "problem", "not installed, but OpenRLHF trains with it", "install deepspeed")

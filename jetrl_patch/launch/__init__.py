@@ -1,1 +1,1 @@
-"""``jetrl run``: a program as it is, in this process, with the plugin on if it is asked for."""
+"""``jetrl run``: run an unmodified program in this process, with the plugin enabled if requested."""

@@ -1,8 +1,8 @@
-"""Splitting a command line into our options and the program's own arguments, which stay as they are.
+"""Split a command line into jetrl's options and the program's arguments, which stay unchanged.
 
-argparse and click both take a lone ``--`` out of what they pass on, so this is done by hand: our options come first,
-the program follows, and everything behind it belongs to the program, with one exception: ``--fp8-unified`` is taken
-out wherever it stands before a lone ``--``.
+argparse and click both drop a lone ``--`` from what they pass on, so this module parses by hand. jetrl's options come
+first, then the program; everything after it belongs to the program. One exception: ``--fp8-unified`` is taken out
+wherever it appears before a lone ``--``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jetrl_patch.errors import ConfigError, explain
 
 __all__ = ["PROGRAMS", "Launch", "split"]
 
-#: the default precision, asked for by a flag of its own
+#: the flag for the default precision
 FLAG = f"--{SETTINGS['precision'].default}"
 _OPTIONS = [found for found in SETTINGS.values() if found.option is not None]
 _VALUED = (*(found.flag for found in _OPTIONS if found.option), "--set")
@@ -31,14 +31,14 @@ PROGRAMS = {"verl": "verl.trainer.main_ppo", "openrlhf": "openrlhf.cli.train_ppo
 
 @dataclass(frozen=True)
 class Launch:
-    """What a command line asks for.
+    """A parsed command line.
 
     Attributes:
-        target: a module's name, or the path of a script.
-        is_module: which of the two.
-        arguments: the program's own, byte for byte.
-        overrides: fields of ``Config`` that were given.
-        help: whether only our usage is wanted.
+        target: the name of a module or the path of a script.
+        is_module: whether ``target`` is a module.
+        arguments: the program's arguments, byte for byte.
+        overrides: fields of ``Config`` set by options.
+        help: whether only jetrl's usage text is wanted.
     """
 
     target: str = ""
@@ -49,9 +49,9 @@ class Launch:
 
 
 def split(command: str, words: Sequence[str]) -> Launch:
-    """The words behind ``jetrl COMMAND``, where the command is "run" or a key of ``PROGRAMS``.
+    """Parse the words after ``jetrl COMMAND``, where the command is "run" or a key of ``PROGRAMS``.
 
-    Raises ConfigError for a missing program, an unknown option before it, an unknown or contradictory setting.
+    Raises ConfigError for a missing program, an unknown option before it, or an unknown or contradictory setting.
     """
     settings = _Settings()
     short = PROGRAMS.get(command, "")
@@ -68,14 +68,14 @@ def split(command: str, words: Sequence[str]) -> Launch:
 
 
 class _Settings:
-    """Fields of ``Config`` with the option that each came from."""
+    """Fields of ``Config``, each with the option that set it."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
         self._sources: dict[str, str] = {}
 
     def add(self, name: str, value: Any, source: str) -> None:
-        """Note a setting. Raises ConfigError if it was given before with another value."""
+        """Record a setting. Raises ConfigError if an earlier option gave it another value."""
         if name in self.values and self.values[name] != value:
             raise ConfigError(
                 explain(
@@ -86,11 +86,13 @@ class _Settings:
         self._sources[name] = source
 
     def take(self, option: str, value: str) -> None:
-        """One of our options with its value."""
+        """Record an option with its value."""
         if option == "--set":
             name, equals, text = value.partition("=")
             if not equals:
-                raise ConfigError(f"--set {value}: required key=value, found no '='; write --set key=value")
+                raise ConfigError(
+                    explain(f"--set {value}", required="key=value", found="no '='", fix="write --set key=value")
+                )
             self.add(name, _parse(name, text, f"--set {value}"), f"--set {value}")
         else:
             name = option.removeprefix("--").replace("-", "_")
@@ -98,7 +100,7 @@ class _Settings:
 
 
 def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bool) -> int | None:
-    """Read our options at the head; the index of what follows them, or None if help is asked for."""
+    """Read jetrl's leading options. Returns the index of the word after them, or None if help is asked for."""
     at = 0
     while at < len(words) and words[at].startswith("-"):
         word = words[at]
@@ -109,7 +111,9 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
         elif option in _VALUED:
             if not equals:
                 if at + 1 == len(words):
-                    raise ConfigError(f"{option}: required a value, found the end of the line")
+                    raise ConfigError(
+                        explain(option, required="a value", found="the end of the line", fix=f"write {option} VALUE")
+                    )
                 at, value = at + 1, words[at + 1]
             settings.take(option, value)
             at += 1
@@ -125,14 +129,14 @@ def _take_options(words: Sequence[str], settings: _Settings, stop_at_unknown: bo
                     "jetrl run",
                     required=f"one of {', '.join((*_SWITCHES, *_VALUED))} before the program",
                     found=word,
-                    fix="put the program's own arguments behind it",
+                    fix="put the program's own arguments after the program",
                 )
             )
     return at
 
 
 def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
-    """``(target, is_module, index of the first argument)``."""
+    """Read the program: ``(target, is_module, index of its first argument)``."""
     is_module = at < len(words) and words[at] == "-m"
     at += is_module
     if at >= len(words) or not words[at]:
@@ -141,18 +145,20 @@ def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
                 "jetrl run",
                 required="-m MODULE or a script",
                 found="neither",
-                fix="write for instance: jetrl run --fp8-unified -m verl.trainer.main_ppo ...",
+                fix="write, for instance, `jetrl run --fp8-unified -m verl.trainer.main_ppo ...`",
             )
         )
     return words[at], is_module, at + 1
 
 
 def _parse(name: str, text: str, source: str) -> Any:
-    """A field of ``Config`` from text, as its variable would be read. Only ``exclude`` can be empty."""
+    """Parse a field of ``Config`` from text, as from its variable. Only ``exclude`` can be empty."""
     if name not in SETTINGS:
-        raise ConfigError(f"{source}: unknown setting {name!r}; the known ones are {', '.join(SETTINGS)}")
+        raise ConfigError(f"{source}: unknown setting {name!r}. Use one of {', '.join(SETTINGS)}.")
     if not text.strip() and name != "exclude":
-        raise ConfigError(f"{source}: required a value of {name}, found none; write one or leave the option out")
+        raise ConfigError(
+            explain(source, required=f"a value of {name}", found="none", fix="add a value or drop the option")
+        )
     try:
         if SETTINGS[name].joint:
             return from_text({name: text})[name]

@@ -1,4 +1,4 @@
-"""``jetrl run``, ``jetrl verl``, ``jetrl openrlhf``: split, enable, say what was done, run."""
+"""``jetrl run``, ``jetrl verl`` and ``jetrl openrlhf``: parse the command line, enable the plugin, run the program."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ COMMANDS = ("run", *PROGRAMS)
 
 
 def _options() -> str:
-    """A line for each option that is a setting's own, and one for all of them."""
-    lines = [(FLAG, "FP8 on both sides; may also stand among ARGS, before a lone --")]
+    """The usage text's lines on options: one for each setting with an option of its own, and one for ``--set``."""
+    lines = [(FLAG, "FP8 on both sides; can also be given among ARGS, before a lone --")]
     for found in SETTINGS.values():
         if found.option is not None:
             lines.append((f"{found.flag} {found.option}".strip(), found.help))
@@ -33,19 +33,20 @@ usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
        jetrl verl [OPTIONS] ARGS...          the same as: jetrl run -m {PROGRAMS["verl"]}
        jetrl openrlhf [OPTIONS] ARGS...      the same as: jetrl run -m {PROGRAMS["openrlhf"]}
 
-Run a program with the plugin on in every process of it. Without a precision the program runs as it is.
+Run a program with the plugin enabled in all its processes. Without a precision the program runs unpatched.
 
 {_options()}
-  -h, --help                   this text (behind `jetrl verl` and `jetrl openrlhf`: that of the program)
+  -h, --help                   show this text (after `jetrl verl` or `jetrl openrlhf`: the program's help)
 
-ARGS reach the program byte for byte. JETRL_* variables count as well; an option has the last word.
+ARGS reach the program byte for byte. Options override JETRL_* variables.
 """
 
 
 def main(command: str, words: Sequence[str]) -> None:
     """Run the program of a command line; ``command`` is one of ``COMMANDS``.
 
-    What goes wrong before it starts is one line and exit status 2; from then on everything is the program's own.
+    An error before the program starts is printed on one line, with exit status 2. After that, output and exit status are
+    the program's own.
     """
     try:
         launch = split(command, words)
@@ -62,14 +63,14 @@ def main(command: str, words: Sequence[str]) -> None:
 
 
 def _wanted(launch: Launch) -> bool:
-    """Whether the plugin is asked for. Raises ConfigError for settings without a precision to which they belong."""
+    """Whether the plugin is requested. Raises ConfigError for settings given without a precision."""
     if "precision" in launch.overrides:
         if env.switched_off():
             raise ConfigError(
                 explain(
                     "jetrl",
                     required=f"precision {launch.overrides['precision']}",
-                    found=f"{env.SWITCH}=0 in the environment, which switches the plugin off",
+                    found=f"{env.SWITCH}=0 in the environment, which disables the plugin",
                     fix="drop one of the two",
                 )
             )
@@ -81,7 +82,7 @@ def _wanted(launch: Launch) -> bool:
             explain(
                 "jetrl",
                 required=", ".join(f"{name}={value!r}" for name, value in launch.overrides.items()),
-                found="no precision, so that nothing would be patched",
+                found="no precision, so nothing would be patched",
                 fix="add --fp8-unified or --precision NAME",
             )
         )
@@ -89,7 +90,7 @@ def _wanted(launch: Launch) -> bool:
 
 
 def _enable(overrides: dict[str, Any]) -> None:
-    """Patch this process and tell on stderr what stands: one line per patch; of several ranks only the first tells."""
+    """Patch this process and list the patches on stderr, one per line. Of several ranks only rank 0 prints."""
     from jetrl_patch import runtime
 
     status = runtime.enable(**overrides)

@@ -1,6 +1,6 @@
-"""Running a program in this process as ``python SCRIPT`` and ``python -m MODULE`` would.
+"""Run a program in this process, as ``python SCRIPT`` or ``python -m MODULE`` would.
 
-In this process, because then exit status, signals, standard streams and process id are the program's own.
+Staying in this process keeps exit status, signals, standard streams and process id the program's own.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["prepare", "run"]
 
 
 def prepare(target: str, is_module: bool) -> None:
-    """Put the program's folder at the head of ``sys.path``, and raise ConfigError if there is no such program.
+    """Put the program's folder first on ``sys.path``. Raises ConfigError if there is no such program.
 
-    Nothing is imported to find that out.
+    The check imports nothing.
     """
-    if not getattr(sys.flags, "safe_path", False):  # else Python has put no folder there
+    if not getattr(sys.flags, "safe_path", False):  # with safe_path Python adds no folder
         folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
-        sys.path[0] = folder  # until now the folder of the `jetrl` command
+        sys.path[0] = folder  # replaces the folder of the `jetrl` command
     if not is_module and not os.path.exists(target):
         raise ConfigError(explain("jetrl run", required=target, found="no such file", fix="give a script, or -m MODULE"))
     if is_module and not _module_exists(target):
-        fix = "install it, or start from the folder that holds it"
+        fix = "install it, or start from the folder that contains it"
         raise ConfigError(explain("jetrl run", required=f"-m {target}", found="no such module", fix=fix))
 
 
 def run(target: str, is_module: bool, arguments: Sequence[str]) -> None:
-    """Run it as ``__main__``. What it raises, SystemExit included, comes out of here as it is."""
+    """Run the program as ``__main__``. Its exceptions, SystemExit included, propagate unchanged."""
     sys.argv[:] = [target, *arguments]
     if is_module:
         runpy.run_module(target, run_name="__main__", alter_sys=True)
@@ -47,7 +47,7 @@ def run(target: str, is_module: bool, arguments: Sequence[str]) -> None:
 
 
 def _run_script(path: str) -> None:
-    """As ``runpy.run_path``, but ``__file__`` is absolute, as it is under ``python SCRIPT``; sys.argv[0] is as given."""
+    """Like ``runpy.run_path``, but with an absolute ``__file__``, as under ``python SCRIPT``; ``sys.argv[0]`` is as given."""
     main = ModuleType("__main__")
     main.__file__ = os.path.abspath(path)
     main.__loader__ = SourceFileLoader("__main__", main.__file__)

@@ -1,1 +1,1 @@
-"""AdamW whose two moments are kept in 8 bits or FP8, by torchao; a framework imports the class by its path."""
+"""AdamW with 8-bit or FP8 moments by torchao. A framework imports the class by its dotted path."""

@@ -1,11 +1,11 @@
-"""AdamW with torchao's compact states, for whatever a framework gives an optimizer.
+"""AdamW with torchao's quantized optimizer state, for parameters sharded in any way.
 
-torchao's own class keeps a state in the parameter's shape, and in FP32 where the number of values is no multiple of a
-block. A framework's shards are seldom one: FSDP1 and ZeRO flatten parameters, FSDP2 cuts them unevenly. Blocks run over
-the flattened values anyway, so here a state is [blocks, block_size], and what is left over (less than a block) stays in
-FP32 beside it. States are plain tensors also where the parameter is a DTensor: the update works on each value alone.
+torchao's own class gives a state the parameter's shape, and keeps it in FP32 if the number of values is not a multiple of
+the block size. Shards seldom have such a size: FSDP1 and ZeRO flatten parameters, FSDP2 splits them unevenly. Blocks run
+over the flattened values anyway, so here a state is [blocks, block_size], and the rest (less than a block) stays in FP32
+in a state of its own. States are plain tensors even for a DTensor parameter, because the update is elementwise.
 
-Shape legend: n values of this process's part of a parameter, B the block size (256), n = blocks * B + rest.
+Shape legend: n values in this process's shard of a parameter, B the block size (256), n = blocks * B + rest.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from torchao.optim.adam import single_param_adam
 
 __all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8", "state_bytes"]
 
-#: parts with fewer values stay in FP32, as in bitsandbytes and torchao
+#: shards with fewer values keep their state in FP32, as in bitsandbytes and torchao
 SMALLEST = 4096
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, signed
 
 
 class _OnShards(torch.optim.Optimizer):
-    """What both classes share; beside one of torchao's, which brings the quantization."""
+    """The step that both classes share. The torchao base class provides the quantization."""
 
     block_size: int
     bf16_stochastic_round: bool
     _subclass_zeros: Callable[..., Tensor]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch does it: torchao makes the learning rate a tensor, which schedulers and logs do not expect."""
+        """Call torch's method. torchao's makes the learning rate a tensor, which schedulers and loggers do not expect."""
         torch.optim.Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient. Raises NotImplementedError with ``amsgrad``."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
             if group["amsgrad"]:
-                raise NotImplementedError("amsgrad has a third state, which is not kept here; leave it off")
+                raise NotImplementedError("amsgrad needs a third state, which this optimizer does not keep. Turn amsgrad off.")
             for parameter in group["params"]:
                 if parameter.grad is not None and _local(parameter).numel():
                     self._update(parameter, group)
@@ -66,7 +66,7 @@ class _OnShards(torch.optim.Optimizer):
             state["step"] = torch.tensor(0.0)
             for name, signed in _MOMENTS:
                 if blocks:
-                    shape = p_n.new_empty(1).expand(blocks, B)  # tells shape, dtype and device; takes no memory
+                    shape = p_n.new_empty(1).expand(blocks, B)  # carries shape, dtype and device; takes no memory
                     state[name] = self._subclass_zeros(shape, signed, B)
                 if n > cut:
                     state[name + "_rest"] = torch.zeros_like(p_n[cut:])
@@ -92,15 +92,15 @@ class _OnShards(torch.optim.Optimizer):
 
 
 class AdamW8bit(_OnShards, _AdamW8bit):
-    """Moments as 8-bit codes of a dynamic map (arXiv 2110.02861), one FP32 scale for 256."""
+    """AdamW with moments as 8-bit codes of a dynamic map (arXiv 2110.02861), one FP32 scale per 256 values."""
 
 
 class AdamWFp8(_OnShards, _AdamWFp8):
-    """Moments as e4m3, one FP32 scale for 256."""
+    """AdamW with moments in e4m3, one FP32 scale per 256 values."""
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-    """Bytes of this process's moments as they are kept, and what FP32 would take for them. Steps are not counted."""
+    """Bytes of this process's moments: (as stored, the same in FP32). Step counters are not included."""
     kept = values = 0
     for state in optimizer.state.values():
         for name, tensor in state.items():
@@ -120,13 +120,13 @@ def _plain_parts(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _local(tensor: Tensor) -> Tensor:
-    """This process's part of a tensor, detached; a view."""
+    """This process's shard of a tensor, as a detached view."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 @functools.cache
 def _update_on(device_type: str) -> Any:
-    """torchao's update: one compiled kernel on a GPU; on a CPU operation by operation, which needs no compiler."""
+    """torchao's update: one compiled kernel on a GPU; eager on a CPU, which needs no compiler."""
     if device_type == "cpu":
         return single_param_adam
     return torch.compile(single_param_adam, fullgraph=True, dynamic=False)

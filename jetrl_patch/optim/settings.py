@@ -1,4 +1,4 @@
-"""Which class keeps the optimizer's states as asked, and whether it can be had. Imports no torch."""
+"""The optimizer class for each ``optimizer_states``, and the checks it needs. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ __all__ = ["CLASSES", "MODULE", "REQUIRED", "check_installed", "check_options"]
 MODULE = "jetrl_patch.optim.adamw"
 #: ``Config.optimizer_states`` -> the class in ``MODULE``
 CLASSES = {"8bit": "AdamW8bit", "fp8": "AdamWFp8"}
-#: what ``pip install`` needs for it
+#: the requirement for ``pip install``
 REQUIRED = "torchao>=0.18,<0.19"
-#: what these classes take besides lr, betas and weight_decay
+#: options of these classes besides lr, betas and weight_decay
 OPTIONS = ("eps", "block_size", "bf16_stochastic_round")
 
 
 def check_installed(states: str) -> None:
-    """Raise ConfigError where torchao is missing."""
+    """Raise ConfigError if torchao is not installed."""
     if not is_installed("torchao"):
         raise ConfigError(
             explain(
                 f"optimizer_states={states!r}",
-                required=f"torchao, which has these states ({REQUIRED})",
-                found="it is not installed",
+                required=REQUIRED,
+                found="no installed torchao",
                 fix="install it with `pip install 'jetrl_patch[optim]'`, or leave optimizer_states at 'fp32'",
             )
         )
 
 
 def check_options(states: str, options: Mapping[str, object], where: str) -> None:
-    """Raise ConfigError for options of another optimizer, which these classes would not know.
+    """Raise ConfigError for options that these classes do not have.
 
     Args:
-        where: the framework's name of the setting.
+        states: the value of ``optimizer_states``.
+        options: the framework's optimizer options.
+        where: the framework's name for that setting.
     """
     unknown = sorted(set(options) - set(OPTIONS))
     if unknown:
@@ -44,6 +46,6 @@ def check_options(states: str, options: Mapping[str, object], where: str) -> Non
                 f"{where} with optimizer_states={states!r}",
                 required=f"options of torchao's AdamW ({', '.join(OPTIONS)})",
                 found=", ".join(unknown),
-                fix="leave them out",
+                fix="remove them",
             )
         )

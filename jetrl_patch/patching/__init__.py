@@ -1,1 +1,1 @@
-"""The patch engine: journal, import hooks, guards. It knows neither torch nor any framework."""
+"""The patch engine: journal, import hooks, version guards. It imports neither torch nor a framework."""

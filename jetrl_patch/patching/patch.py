@@ -1,4 +1,4 @@
-"""A patch as data, and how one goes in."""
+"""A patch as data, and how it is applied."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl_patch.errors import PatchError
+from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
 __all__ = ["OnImport", "Patch", "apply_patch", "find_target"]
@@ -17,15 +17,15 @@ __all__ = ["OnImport", "Patch", "apply_patch", "find_target"]
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute.
+    """One attribute to replace.
 
     Attributes:
-        module: dotted module that holds the target; it is not imported for the patch's sake.
+        module: dotted name of the module that holds the target. The patch does not import it.
         attr: path inside the module: ``"function"``, ``"Class.method"``.
-        make: gets the original, gives the replacement. For a staticmethod or classmethod it gets the plain
-            function, and the plain function it gives is wrapped the same way. A property arrives and leaves as such.
-        reason: why this is here, and what it does not cover.
-        remove_when: the upstream change that makes it superfluous.
+        make: original -> replacement. For a staticmethod or classmethod both are the plain function, which is wrapped
+            again afterwards. A property is passed as a property.
+        reason: what goes wrong without the patch, and what the patch does not cover.
+        remove_when: the upstream change that makes the patch obsolete.
         upstream: a link to the upstream report or change, if there is one.
     """
 
@@ -44,9 +44,9 @@ class Patch:
 
 @dataclass(frozen=True)
 class OnImport:
-    """Something to do with a module once it is imported that is no replaced attribute: an entry in a registry.
+    """A change to make once a module is imported, other than replacing an attribute: for instance a registry entry.
 
-    ``apply(module, journal)`` makes its changes through the journal.
+    ``apply(module, journal)`` makes its changes through the journal. The other attributes are those of ``Patch``.
     """
 
     module: str
@@ -63,9 +63,9 @@ class OnImport:
 
 
 def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:
-    """``(owner, name, original)`` of ``module.attr``; the original is the raw entry, found by the MRO for a class.
+    """``(owner, name, original)`` of ``module.attr``. For a class the original is the raw entry, looked up along the MRO.
 
-    Raises PatchError with the dotted path of the first part that is not there.
+    Raises PatchError with the dotted path of the first part that is missing.
     """
     *path, name = attr.split(".")
     owner: Any = module
@@ -73,23 +73,23 @@ def find_target(module: types.ModuleType, attr: str) -> tuple[Any, str, Any]:
     for part in path:
         owner = _get(owner, part, done)
         done = f"{done}.{part}"
-    original = _get(owner, name, done)  # through getattr, so that a lazy module loads what it promises
+    original = _get(owner, name, done)  # getattr makes a lazy module load the attribute
     if inspect.isclass(owner):
         original = inspect.getattr_static(owner, name)
     return owner, name, original
 
 
 def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal) -> None:
-    """Replace the target by what ``patch.make`` builds from it. Raises PatchError with the target's name."""
+    """Replace the target with what ``patch.make`` returns for it. Raises PatchError with the target's name."""
     owner, name, original = find_target(module, patch.attr)
     wrapped_in = type(original) if isinstance(original, (staticmethod, classmethod)) else None
     function = original.__func__ if wrapped_in is not None else original
     try:
         replacement = patch.make(function)
     except Exception as error:
-        raise PatchError(f"{patch.target} could not be built: {type(error).__name__}: {error}") from error
+        raise PatchError(f"The patch of {patch.target} failed. {type(error).__name__}: {error}") from error
     if replacement is None:
-        raise PatchError(f"{patch.target}: the patch gave None instead of a replacement")
+        raise PatchError(explain(patch.target, required="a replacement", found="None", fix="return one from make"))
     if isinstance(replacement, types.FunctionType) and isinstance(function, types.FunctionType):
         _look_like(replacement, function)
     if wrapped_in is not None and not isinstance(replacement, (staticmethod, classmethod)):
@@ -98,7 +98,7 @@ def apply_patch(patch: Patch, module: types.ModuleType, journal: Journal) -> Non
 
 
 def _look_like(replacement: types.FunctionType, original: types.FunctionType) -> None:
-    """Name, docstring and ``__wrapped__`` of the original, unless the patch has seen to it."""
+    """Copy name, docstring and ``__wrapped__`` from the original, unless the patch did so."""
     if not hasattr(replacement, "__wrapped__"):
         functools.update_wrapper(replacement, original)
 
@@ -108,7 +108,8 @@ def _get(owner: Any, name: str, done: str) -> Any:
         return getattr(owner, name)
     except AttributeError:
         kind = "module" if isinstance(owner, types.ModuleType) else type(owner).__name__
+        root = done.split(".")[0]
         raise PatchError(
-            f"{done}.{name} is missing: the {kind} {done} has no attribute {name!r}; "
-            f"this version of {done.split('.')[0]} does not fit, see the supported versions with `jetrl status`"
+            f"{done}.{name} is missing: the {kind} {done} has no attribute {name!r}. "
+            f"Install a supported version of {root}; `jetrl status` lists them."
         ) from None

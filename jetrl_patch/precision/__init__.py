@@ -1,1 +1,1 @@
-"""FP16 on both sides, the rollout's KV cache, and the dtype of ``lm_head``."""
+"""FP16 on both sides, the dtype of the rollout's KV cache, and the dtype of ``lm_head``."""

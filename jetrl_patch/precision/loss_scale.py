@@ -1,12 +1,12 @@
-"""The loss scale of FP16 training, watched: which steps were skipped, and when a run can no longer be trained so.
+"""Watch the loss scale of FP16 training: count skipped steps, and stop a run that cannot train.
 
-The scaling itself is the framework's (torch's ``GradScaler``, DeepSpeed's ``DynamicLossScaler``):
+The framework does the scaling (torch's ``GradScaler``, DeepSpeed's ``DynamicLossScaler``):
 
     scale(loss).backward() → unscale → clip → a NaN or Inf gradient? skip and halve the scale : step
     after n good steps in a row: double the scale
 
-A skipped step now and then is how the scale finds its place. What must not happen is a run in which every step is skipped
-while rewards, lengths and times look alive: this is an error here.
+An occasional skipped step is how the scale adapts. A run that skips every step learns nothing while rewards, lengths and
+times still look normal, so it is an error here.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["GROWTH_INTERVAL", "SMALLEST", "LossScale", "at_smallest"]
 
 #: good steps after which the scale is doubled (Precision-RL, arXiv 2510.26788)
 GROWTH_INTERVAL = 400
-#: a gradient that overflows below this scale is no matter of scaling
+#: smallest useful scale: a gradient that overflows below it has another cause
 SMALLEST = 1.0
-#: skipped steps in a row after which a run stops
+#: skipped steps in a row that stop a run
 PATIENCE = 20
 
 
 class LossScale:
-    """Figures of one optimizer.
+    """The loss scale and the skipped steps of one optimizer.
 
     Attributes:
         scale: the loss scale of the next step; None before the first.
@@ -39,14 +39,14 @@ class LossScale:
         self.in_a_row = 0
 
     def note(self, *, skipped: bool, scale: float) -> None:
-        """After each optimizer step.
+        """Record an optimizer step. Call it after each one.
 
         Args:
-            skipped: whether its gradients held a NaN or Inf.
-            scale: of the next step.
+            skipped: whether the step was skipped because its gradients held NaN or Inf.
+            scale: the loss scale of the next step.
 
         Raises:
-            PrecisionError: a gradient that overflows even at the smallest scale; too many skipped steps in a row.
+            PrecisionError: gradients overflow even at the smallest scale, or too many steps in a row were skipped.
         """
         self.scale = scale
         if not skipped:
@@ -59,8 +59,8 @@ class LossScale:
         if self.in_a_row >= self.patience:
             raise PrecisionError(
                 f"FP16 training: {self.in_a_row} optimizer steps in a row were skipped because their gradients held NaN or "
-                f"Inf (loss scale now {scale:g}), so nothing is learned; look at the loss and the weights for NaN, lower "
-                f"the learning rate, or use precision='bf16'"
+                f"Inf (loss scale now {scale:g}), so nothing is learned. Check the loss and the weights for NaN, lower the "
+                f"learning rate, or use precision='bf16'."
             )
 
     def figures(self) -> dict[str, float]:
@@ -69,9 +69,9 @@ class LossScale:
 
 
 def at_smallest(in_a_row: int) -> PrecisionError:
-    """The error for gradients that no scale brings into FP16's range."""
+    """The error for gradients that overflow FP16 at any loss scale."""
     return PrecisionError(
         f"FP16 training: gradients held NaN or Inf at the smallest loss scale ({SMALLEST:g}), after {in_a_row} skipped steps "
-        f"in a row; no loss scale helps against it: an activation or the loss itself is beyond FP16's range, or NaN. Use "
-        f"precision='bf16'"
+        f"in a row. An activation or the loss itself is NaN or beyond FP16's range, which no loss scale fixes. Use "
+        f"precision='bf16'."
     )

@@ -1,4 +1,4 @@
-"""What can be wrong about ``kv_cache`` and ``head_dtype``, said before anything starts."""
+"""Check ``kv_cache`` and ``head_dtype`` before anything starts."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["check_precision"]
 
 
 def check_precision(config: Config) -> None:
-    """Raise ConfigError for settings that contradict each other."""
+    """Raise ConfigError if these settings contradict ``align`` or ``precision``."""
     if config.kv_cache == "fp8" and config.exact:
         raise ConfigError(
             explain(
                 "kv_cache='fp8' with align='exact'",
                 required="a trainer whose attention equals the rollout's",
-                found="keys and values that the rollout alone rounds to FP8",
+                found="keys and values that only the rollout rounds to FP8",
                 fix="drop kv_cache, or use align='linear'",
             )
         )

@@ -1,4 +1,4 @@
-"""Random batches, and every correction once more: one number after the other, in Python."""
+"""Random batches, and a scalar reference of every correction in plain Python."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import torch
 from hypothesis import strategies as st
 
-#: log-ratios of a mild mismatch, of a broken one, exact agreement, and both ends
+#: log-ratio scales: mild mismatch, severe mismatch, exact agreement, and both extremes
 LOG_RATIOS = (
     st.floats(-0.25, 0.25, width=32)
     | st.floats(-3, 3, width=32)
@@ -17,7 +17,7 @@ LOG_RATIOS = (
 
 @st.composite
 def batches(draw: st.DrawFn, values: st.SearchStrategy[float] = LOG_RATIOS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-ratios and mask, [B, T] float32 and int64; rows may be empty."""
+    """Log-ratios (float32) and mask (int64), both [B, T]; rows may be empty."""
     rows, width = draw(st.integers(1, 4)), draw(st.integers(1, 6))
     cell = st.lists(values, min_size=width, max_size=width)
     marks = st.lists(st.integers(0, 1), min_size=width, max_size=width)
@@ -27,7 +27,7 @@ def batches(draw: st.DrawFn, values: st.SearchStrategy[float] = LOG_RATIOS) -> t
 
 
 def by_hand(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, low: float, high: float) -> list[list[float]]:
-    """Weights by the definition, as plain floats: 0 at padding and at what is dropped."""
+    """Weights by their definition, as plain floats: 0 at padding and at dropped tokens."""
     rows = []
     for values, marks in zip(log_ratio.tolist(), mask.tolist()):
         chosen = [value for value, mark in zip(values, marks) if mark]

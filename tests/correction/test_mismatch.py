@@ -1,4 +1,4 @@
-"""Mismatch figures on cases that can be worked out by hand."""
+"""Mismatch figures on cases that can be computed by hand."""
 
 import math
 

@@ -57,7 +57,7 @@ def test_acr_is_tis_where_nothing_is_truncated(change, advantages, log_ratio) ->
 
 
 def test_acr_widens_the_clip_by_what_is_truncated() -> None:
-    """ρ = 4, C = 2: r = ½, so the clip ends at 2.56 instead of 1.28, and R = 2 still has a gradient of size C·A·R."""
+    """ρ = 4, C = 2: r = ½, so the clip ends at 2.56 instead of 1.28, and R = 2 still has the gradient C·A·R."""
     log_prob = torch.tensor([[math.log(2.0)]], requires_grad=True)
     old, advantages, rho = torch.zeros(1, 1), torch.ones(1, 1), torch.tensor([[4.0]])
     acr_loss(log_prob, old, advantages, rho, 2.0, 0.2, 0.28)[0].sum().backward()

@@ -1,4 +1,4 @@
-"""Every correction against its definition, worked out number by number."""
+"""Every correction against its scalar definition."""
 
 from __future__ import annotations
 
@@ -71,9 +71,9 @@ def test_plain_ratios(batch: Any) -> None:
 
 
 def test_what_fits_no_correction_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"must be \[B, T\] both, found \(2, 3\) and \(2, 4\)"):
+    with pytest.raises(ValueError, match=r"must both be \[B, T\], found \(2, 3\) and \(2, 4\)"):
         correct("tis", torch.zeros(2, 3), torch.ones(2, 4))
-    with pytest.raises(ValueError, match=r"must be \[B, T\]"):
+    with pytest.raises(ValueError, match=r"must both be \[B, T\]"):
         correct("tis", torch.zeros(3), torch.ones(3))
     with pytest.raises(KeyError):
         correct("sis", torch.zeros(2, 3), torch.ones(2, 3))

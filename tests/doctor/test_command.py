@@ -1,4 +1,4 @@
-"""Launch commands as people write them, taken apart."""
+"""Parsing launch commands as users write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``jetrl doctor``: what it must find, and that it changes nothing."""
+"""``jetrl doctor``: it finds these problems and changes nothing."""
 
 from __future__ import annotations
 
@@ -80,8 +80,8 @@ def test_a_version_out_of_range(monkeypatch: pytest.MonkeyPatch, name: str) -> N
     monkeypatch.setattr(guards, "installed_version", lambda asked: "0.0.1" if asked == name else real(asked))
     found = doctor(status=1)
     check = named(found, name)
-    assert check["state"] == "problem" and "0.0.1 is installed" in check["finding"]
-    assert check["to_do"].startswith(f"install {name}>=")
+    assert check["state"] == "problem" and "found 0.0.1" in check["finding"]
+    assert check["to_do"].startswith(f"Install {name}>=")
     assert found["verdict"] == "a run would NOT start: 1 problem"
     assert named(found, "patches")["state"] == "skipped" and not found["patches"]
 
@@ -89,7 +89,7 @@ def test_a_version_out_of_range(monkeypatch: pytest.MonkeyPatch, name: str) -> N
 def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     real = guards.installed_version
     monkeypatch.setattr(guards, "installed_version", lambda asked: "0.0.1" if asked == "openrlhf" else real(asked))
-    found = doctor("--", *verl(model), status=1)  # as enable() would
+    found = doctor("--", *verl(model), status=1)  # enable() refuses this too
     assert named(found, "openrlhf")["state"] == "problem"
     with pytest.raises(VersionError, match="openrlhf"):
         runtime.preview(Config())
@@ -106,7 +106,7 @@ def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 def test_a_missing_part_of_every_run(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     without(monkeypatch, name)
     check = named(doctor(status=1), name)
-    assert check["state"] == "problem" and "it is not installed" in check["finding"]
+    assert check["state"] == "problem" and "found no installation" in check["finding"]
 
 
 @pytest.mark.parametrize("name", ["verl", "openrlhf"])
@@ -114,7 +114,7 @@ def test_a_missing_framework_stops_its_own_runs_only(monkeypatch: pytest.MonkeyP
     without(monkeypatch, name)
     commands = {"verl": verl(model), "openrlhf": openrlhf(model)}
     found = doctor("--", *commands.pop(name), status=1)
-    assert named(found, name)["state"] == "problem" and "it is not installed" in named(found, name)["finding"]
+    assert named(found, name)["state"] == "problem" and "found no installation" in named(found, name)["finding"]
     for rest in ([], next(iter(commands.values()))):
         assert named(doctor("--", *rest, status=0), name)["state"] == "warning"
 
@@ -161,7 +161,7 @@ def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("gpu")
 def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    check = named(doctor(status=1), "exact alignment")  # this machine has none
+    check = named(doctor(status=1), "exact alignment")  # this machine has no CUDA device
     assert check["state"] == "problem" and check["to_do"] == "Use align='linear' on CUDA"
     monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "Some GPU"))
     assert named(doctor(status=0), "exact alignment")["state"] == "ok"
@@ -203,14 +203,14 @@ def test_options_that_are_wrong(words: tuple[str, ...]) -> None:
 
 def test_a_verl_run_that_would_start(model: Path) -> None:
     found = doctor("--", "JETRL_PRECISION=fp8-unified", *verl(model), status=0)
-    assert named(found, "command")["finding"] == "verl.trainer.main_ppo, 2 arguments understood"
+    assert named(found, "command")["finding"] == "verl.trainer.main_ppo, 2 arguments read"
     assert named(found, "switched on")["state"] == named(found, "verl settings")["state"] == "ok"
     assert f"{R}.enforce_eager=True, which was False" in named(found, "verl changes")["finding"]
     assert named(found, "model")["finding"] == str(model)
 
 
 def test_the_runs_of_the_end_to_end_tests_would_start(tmp_path: Path) -> None:
-    """They do start: see ``tests/verl/test_e2e.py`` and its like for OpenRLHF."""
+    """These commands do start: see ``tests/verl/test_e2e.py`` and its OpenRLHF counterpart."""
     config_of("qwen3").save_pretrained(tmp_path / "model")
     doctor("--", "JETRL_PRECISION=fp8-unified", *verl_command(tmp_path, "/tmp/jr"), status=0)
     doctor("--", "jetrl", "openrlhf", "--fp8-unified", *openrlhf_arguments(tmp_path), status=0)
@@ -278,7 +278,7 @@ def test_a_configuration_folder_of_the_users_own(tmp_path: Path, model: Path) ->
         "defaults: [ppo_trainer, jetrl: unified, _self_]\n"
         f"jetrl: {{align: linear}}\n{R.split('.')[0]}: {{rollout: {{name: vllm}}, model: {{path: {model}}}}}\n"
     )
-    # in a process of its own: hydra imports verl for this, without plugins
+    # in a separate process: hydra imports verl for this, without plugins
     command = [sys.executable, "-m", "jetrl_patch", "doctor", "--json", "--", "python", "-m", "verl.trainer.main_ppo"]
     command += [f"--config-path={tmp_path}", "--config-name=mine"]
     done = subprocess.run(command, capture_output=True, text=True, cwd="/")

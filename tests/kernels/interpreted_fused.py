@@ -11,7 +11,8 @@ import pytest
 import torch
 import triton
 
-from jetrl_patch.adapters.transformers import fused, modules
+from jetrl_patch.adapters.transformers import fused
+from jetrl_patch.exact import modules
 from jetrl_patch.exact import dispatch
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.backends import get_backend

@@ -1,4 +1,4 @@
-"""Which words are ours and which are the program's."""
+"""Which words belong to jetrl and which to the program."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.launch.arguments import FLAG, PROGRAMS, split
 
-#: words that a careless splitter would take for something: ours, Python's, click's, nothing at all
+#: words that a careless parser would take for an option of jetrl, Python or click, or would drop
 TRICKY = [
     "",
     "-",
@@ -28,7 +28,7 @@ WORDS = st.lists(st.one_of(st.sampled_from([*TRICKY, FLAG]), st.text()))
 
 
 def without_flag(words):
-    """What is to arrive: the flag is taken out before a lone ``--``, and nothing else."""
+    """The words that must reach the program: only the flag before a lone ``--`` is taken out."""
     end = words.index("--") if "--" in words else len(words)
     return tuple([word for word in words[:end] if word != FLAG] + words[end:])
 
@@ -108,12 +108,12 @@ def test_set_gives_each_field_its_type(item, name, value):
         (["--align", "none", "x.py"], "unknown align 'none'"),
         (
             ["--correction", "tiss", "x.py"],
-            "--correction tiss: unknown correction 'tiss'; it must be one of 'none', 'tis'",
+            "--correction tiss: unknown correction 'tiss'. Set it to one of 'none', 'tis'",
         ),
         (["--correction-bounds", "two", "x.py"], "--correction-bounds two: JETRL_CORRECTION_BOUNDS='two' is neither"),
         (["--set", "acr=perhaps", "x.py"], "neither on nor off"),
         (["--set", "exclude", "x.py"], "found no '='"),
-        (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'; the known ones are precision, align, scale_format"),
+        (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'. Use one of precision, align, scale_format"),
         (["--set", "sync_timeout=soon", "x.py"], "--set sync_timeout=soon: "),
         (["--set", "sync_timeout=-1", "x.py"], "must be a positive"),
         (["--set", "align=", "x.py"], "required a value of align"),

@@ -1,4 +1,4 @@
-"""``jetrl run`` as a process: arguments, exit status, signals, environment."""
+"""``jetrl run`` as a real process: arguments, exit status, signals, environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 JETRL = [str(Path(sys.executable).with_name("jetrl")), "run"]
-#: prints what a program can see of how it was started
+#: a program that prints what it can see of how it was started
 DUMP = """
 import json, os, sys
 mine = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "wrapt", "vllm", "verl", "ray"))
@@ -73,7 +73,7 @@ def test_a_program_without_a_precision_finds_what_python_gives_it(folder, words)
     ours = seen(start(folder, words))
     theirs = seen(start(folder, words, command=[sys.executable]))
     for found in (ours, theirs):
-        found["path"] = os.path.realpath(folder / found["path"])  # runpy leaves that of a folder relative
+        found["path"] = os.path.realpath(folder / found["path"])  # runpy leaves a folder's path relative
     assert ours == theirs
 
 

@@ -1,4 +1,4 @@
-"""AdamW with compact states against torchao's own and torch's, on whole parameters and on shards of any size."""
+"""AdamW with quantized state against torchao's and torch's, on whole parameters and on shards of any size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.1}
 
 
 def gradients(steps: int, n: int, seed: int = 0) -> list[torch.Tensor]:
-    """Of very different sizes, with whole blocks of zeros."""
+    """Gradients of very different magnitudes, with whole blocks of zeros."""
     generator = torch.Generator().manual_seed(seed)
     found = [
         torch.randn(n, generator=generator) * 10.0 ** torch.randint(-6, 3, (n,), generator=generator)
@@ -40,7 +40,7 @@ def run(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, grads: list[t
 
 @pytest.mark.parametrize(("ours", "theirs"), CLASSES)
 def test_the_same_numbers_as_torchaos_class_on_whole_blocks(ours, theirs):
-    """Bit for bit in torchao's own terms: its update, run operation by operation on its own states."""
+    """Bit-equal to torchao's own update, run eagerly on its own states."""
     start, grads = torch.randn(32, 256), gradients(5, 32 * 256)
     a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
     found = run(ours([a], **OPTIONS), a, grads)
@@ -53,7 +53,7 @@ def test_the_same_numbers_as_torchaos_class_on_whole_blocks(ours, theirs):
 @settings(max_examples=12, deadline=None)
 @given(n=st.integers(SMALLEST - 2, SMALLEST + 600), seed=st.integers(0, 1000))
 def test_what_is_left_over_is_adamw_itself(kind, n, seed):
-    """Values beyond the last whole block, and small parts, have FP32 states: equal to a straightforward AdamW."""
+    """Values after the last whole block, and small shards, have FP32 state: equal to a plain AdamW."""
     start, grads = torch.randn(n, generator=torch.Generator().manual_seed(seed)), gradients(3, n, seed)
     a, b = (torch.nn.Parameter(start.clone()) for _ in range(2))
     optimizer = kind([a], **OPTIONS)
@@ -69,7 +69,7 @@ def test_what_is_left_over_is_adamw_itself(kind, n, seed):
 
 @pytest.mark.parametrize("kind", [AdamW8bit, AdamWFp8])
 def test_shards_of_whole_blocks_add_up_to_the_whole(kind):
-    """A rank's part has the numbers of the whole where the cut falls between blocks."""
+    """A rank's shard gets the same values as the whole parameter if the split falls between blocks."""
     start, grads = torch.randn(64 * 256), gradients(4, 64 * 256)
     whole = torch.nn.Parameter(start.clone())
     expected = run(kind([whole], **OPTIONS), whole, grads)

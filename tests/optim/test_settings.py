@@ -1,4 +1,4 @@
-"""``optimizer_states`` in the frameworks' own settings: what is written there, and what is refused."""
+"""``optimizer_states`` in the frameworks' settings: what is written and what is refused."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_verl_imports_the_class_that_its_own_setting_names(base, states, name): 
     verl.prepare(verl_config, config)
     for section in (verl_config.actor_rollout_ref.actor, verl_config.critic):
         assert (section.optim.optimizer_impl, section.optim.optimizer) == ("jetrl_patch.optim.adamw", name)
-    verl.prepare(verl_config, config)  # the trainer loop checks what the driver has written
+    verl.prepare(verl_config, config)  # the trainer loop checks what the driver wrote
     own = verl_config.actor_rollout_ref.actor.optim
     chosen = FSDPOptimizerConfig(lr=0.25, optimizer=own.optimizer, optimizer_impl=own.optimizer_impl, weight_decay=0.5)
     built = build_optimizer([torch.nn.Parameter(torch.ones(3))], chosen)
@@ -73,7 +73,7 @@ def test_what_deepspeed_cannot_do_is_refused(changes, says):
 
 def test_without_torchao_there_is_one_clear_error(base, monkeypatch):  # noqa: F811
     monkeypatch.setattr(module, "is_installed", lambda name: False)
-    says = r"optimizer_states='8bit': required torchao.* found it is not installed. .*jetrl_patch\[optim\]"
+    says = r"optimizer_states='8bit': required torchao>=.*, found no installed torchao\. .*jetrl_patch\[optim\]"
     with pytest.raises(ConfigError, match=says):
         verl.check(base(), STATES)
     with pytest.raises(ConfigError, match=says):

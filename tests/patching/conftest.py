@@ -1,4 +1,4 @@
-"""A framework that nobody has imported yet, and adapters for it in the place of the real ones."""
+"""A fake framework that is not imported yet, and fake adapters that replace the real ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from jetrl_patch.adapters.base import Adapter
 
 @pytest.fixture
 def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A package ``fakefw`` with modules ``a`` and ``b`` that nobody has imported yet."""
+    """A package ``fakefw`` with modules ``a`` and ``b``, not imported yet."""
     root = tmp_path / "fakefw"
     root.mkdir()
     (root / "__init__.py").write_text("")
@@ -40,7 +40,7 @@ def framework(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
 
 @pytest.fixture
 def use(monkeypatch: pytest.MonkeyPatch, framework: Path) -> Callable[..., None]:
-    """Put these adapters in the place of the real ones."""
+    """Replace the real adapters with these."""
 
     def put(*adapters: Adapter) -> None:
         monkeypatch.setattr(registry, "ADAPTERS", {str(i): ("fakefw",) for i in range(len(adapters))})
@@ -51,7 +51,7 @@ def use(monkeypatch: pytest.MonkeyPatch, framework: Path) -> Callable[..., None]
 
 @pytest.fixture
 def environment() -> Iterator[dict[str, str]]:
-    """The environment before; it must be the same afterwards."""
+    """The environment before the test; the test must leave it unchanged."""
     before = dict(os.environ)
     yield before
     runtime.disable()

@@ -1,4 +1,4 @@
-"""An adapter and patches for a framework that the tests make themselves."""
+"""An adapter and patches for the fake framework."""
 
 from __future__ import annotations
 

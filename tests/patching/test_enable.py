@@ -1,4 +1,4 @@
-"""What enable starts from, and what stops it: the environment, settings, versions, threads, missing adapters."""
+"""What ``enable()`` reads and what stops it: environment, settings, versions, threads, missing adapters."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_opting_in_by_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch)
     assert runtime.activate_from_env() is True
     assert runtime.active_config() == Config(precision="fp8-rollout")
     monkeypatch.setenv("JETRL_PRECISION", "bf16")
-    assert runtime.activate_from_env() is True  # the session that stands has the last word
+    assert runtime.activate_from_env() is True  # the active session takes precedence
     assert runtime.active_config() == Config(precision="fp8-rollout")
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
     runtime.disable()
@@ -53,7 +53,7 @@ def test_settings_that_are_wrong_change_nothing(use: Any, environment: dict[str,
 def test_enable_from_inside_an_enable_that_is_under_way(use: Any) -> None:
     class Nested(Fake):
         def on_apply(self, config: Config, journal: Journal) -> None:
-            assert runtime.activate_from_env() is True  # what a plugin does that is loaded right now
+            assert runtime.activate_from_env() is True  # as a plugin that loads at this moment does
             runtime.enable(config)
             with pytest.raises(ConflictError, match=r"required sync_timeout=1\.0, found sync_timeout=300\.0\. Call"):
                 runtime.enable(config, sync_timeout=1.0)
@@ -93,7 +93,7 @@ def test_layers_and_backend_are_reported(use: Any) -> None:
 
 def test_require_active(use: Any) -> None:
     use(Fake(ALL))
-    with pytest.raises(NotPatchedError, match=rf"the worker \(pid {os.getpid()}\) should be patched and is not"):
+    with pytest.raises(NotPatchedError, match=rf"the worker \(pid {os.getpid()}\): required .*, found an unpatched one"):
         runtime.require_active("the worker")
     with pytest.raises(NotPatchedError):
         runtime.active_config()
@@ -124,7 +124,7 @@ def test_unsupported_versions_stop_before_anything_changes(
     adapter = Needs(ALL)
     use(adapter)
     required = guards.SUPPORTED[dist][0]
-    with pytest.raises(VersionError, match=rf"{dist}{required} is required, but .*{found}.*install {dist}"):
+    with pytest.raises(VersionError, match=rf"{dist}: required version {required}, found .*{found}.*\. Install {dist}"):
         runtime.enable()
     assert adapter.calls == []
 

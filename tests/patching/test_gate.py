@@ -1,4 +1,4 @@
-"""Replacements that give way to the original where the process is not patched, also when somebody kept hold of them."""
+"""Replacements call the original in an unpatched process, even through a reference kept from before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jetrl_patch.adapters.base import Config, Patch
 from jetrl_patch.gate import while_active, while_config
 from tests.patching.fakes import Fake
 
-#: patched attributes whose replacement runs in an unpatched process too, or asks for a setting of its own
+#: patched attributes whose replacement also runs in an unpatched process, or checks a setting itself
 UNMARKED = {
     "WorkerWrap.update_weight": "an order of a patched trainer is an error there",
     "WorkerWrap.update_weight_cuda_ipc": "an order of a patched trainer is an error there",

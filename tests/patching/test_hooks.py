@@ -1,4 +1,4 @@
-"""Post-import hooks: modules already there, modules to come, failures, cancellation, order, threads."""
+"""Post-import hooks: imported modules, later imports, failures, cancellation, order, threads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _numbers = itertools.count()
 
 @pytest.fixture
 def make_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeModule]:
-    """Write a module with a name that no other test uses; gives the name."""
+    """Write a module under a name that no other test uses, and return the name."""
     monkeypatch.syspath_prepend(str(tmp_path))
     names: list[str] = []
 

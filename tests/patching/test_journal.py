@@ -1,4 +1,4 @@
-"""The journal: raw entries, NOTSET, opposite order, conflicts."""
+"""The journal: raw entries, NOTSET, reverse order, conflicts."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_conflict_undoes_nothing_and_names_the_place() -> None:
         journal.rollback()
     assert "second.a" not in str(error.value)
     assert (first.a, second.a) == (theirs, 2)  # nothing was undone
-    first.a = 2  # the other one took his change back
+    first.a = 2  # the other change is reverted
     journal.rollback()
     assert (first.a, second.a) == (1, 1)
 

@@ -1,4 +1,4 @@
-"""How one patch goes in: descriptors, missing targets, names."""
+"""Applying one patch: descriptors, missing targets, names."""
 
 from __future__ import annotations
 
@@ -127,9 +127,9 @@ def test_a_patch_that_cannot_be_built(module: types.ModuleType) -> None:
     def make(_: Any) -> Any:
         raise KeyError("oops")
 
-    with pytest.raises(PatchError, match=r"fake_framework\.function could not be built: KeyError"):
+    with pytest.raises(PatchError, match=r"The patch of fake_framework\.function failed\. KeyError"):
         apply_patch(patch("function", make), module, Journal())
-    with pytest.raises(PatchError, match="gave None"):
+    with pytest.raises(PatchError, match="required a replacement, found None"):
         apply_patch(patch("function", lambda _: None), module, Journal())
 
 

@@ -57,7 +57,7 @@ def test_a_second_enable_works(use: Any, environment: dict[str, str]) -> None:
         runtime.disable()
         assert load("a").function is original
     runtime.enable()
-    assert load("b").Heir.static() == "loud static b"  # the hook of the third session, and only that one
+    assert load("b").Heir.static() == "loud static b"  # only the hook of the third session
 
 
 def test_a_module_imported_after_disable_is_untouched(use: Any) -> None:
@@ -72,7 +72,7 @@ def test_same_call_twice_does_nothing_another_config_raises(use: Any) -> None:
     use(adapter)
     runtime.enable(precision="fp8-unified")
     runtime.enable(precision="fp8-unified")
-    runtime.enable(Config(precision="fp8-unified", align="exact"))  # what None comes to
+    runtime.enable(Config(precision="fp8-unified", align="exact"))  # the default made explicit
     assert adapter.calls.count("on_apply") == 1
     assert load("a").function() == "loud a"
     with pytest.raises(ConflictError, match=r"required .*'linear'.*found .*'exact'.*disable"):
@@ -165,7 +165,7 @@ def test_a_hook_that_fails_is_named(use: Any) -> None:
     hook = OnImport(module="fakefw.b", name="table", apply=lambda *_: {}["x"], reason="an entry")
     use(Fake((), [hook]))
     runtime.enable()
-    with pytest.raises(PatchError, match=r"fakefw\.b:table failed: KeyError"):
+    with pytest.raises(PatchError, match=r"fakefw\.b:table failed\. KeyError"):
         load("b")
     assert not runtime.is_active()
 

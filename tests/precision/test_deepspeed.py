@@ -1,4 +1,4 @@
-"""OpenRLHF's optimizer steps under DeepSpeed's own loss scaler: what is counted, and what its last word becomes."""
+"""OpenRLHF's optimizer steps under DeepSpeed's loss scaler: the counted steps, and the error at the smallest scale."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jetrl_patch.errors import PrecisionError
 
 @pytest.fixture
 def on(monkeypatch):
-    """As in a run with precision='fp16', without patching this process."""
+    """Act as in a run with precision='fp16', without patching this process."""
     monkeypatch.setattr(precision, "scales_loss", lambda: True)
     reset()
     yield
@@ -22,7 +22,7 @@ def on(monkeypatch):
 
 
 class Engine:
-    """The part of a DeepSpeed engine that steps: its own scaler, two micro-batches a step."""
+    """The stepping part of a DeepSpeed engine: its own scaler, two micro-batches per step."""
 
     def __init__(self, scale: float = 2.0**16) -> None:
         from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -42,7 +42,7 @@ class Engine:
 
 
 def step(engine: Engine, overflow: bool, actor: bool = True) -> None:
-    """One call of the patched method, through an Actor or not."""
+    """Call the patched method once, through an Actor or directly."""
     model = SimpleNamespace(model=engine) if actor else engine
     original = lambda self, optimizer, model, scheduler, name="model": engine.step(overflow)  # noqa: E731
     precision.optimizer_step(original)(None, None, model, None, name="actor")

@@ -1,4 +1,4 @@
-"""The FP32 ``lm_head``: against FP64, row by row, its gradients, and under autocast."""
+"""The FP32 ``lm_head``: against FP64, row by row, gradients, and under autocast."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_every_mode_widens_the_head_of_a_model(config):
     assert (plain.dtype, logits.dtype) == (dtype, torch.float32)
     assert set(model.state_dict()) == names and isinstance(model.lm_head, nn.Linear)
     assert model.lm_head.weight is model.get_input_embeddings().weight
-    if not config.quantized_rollout:  # twice changes nothing
+    if not config.quantized_rollout:  # a second call changes nothing
         prepare_model(model, config)
         assert torch.equal(model(input_ids=torch.arange(6)[None]).logits, logits)
 

@@ -1,4 +1,4 @@
-"""What verl's and OpenRLHF's settings and vLLM's arguments come to in FP16, with an FP8 KV cache and an FP32 head."""
+"""The settings of verl, OpenRLHF and vLLM for FP16, for an FP8 KV cache and for an FP32 head."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_vllm_arguments(monkeypatch):
     assert set_arguments(KV).kv_cache_dtype == "fp8"
     wide = set_arguments(LINEAR_HEAD, hf_overrides={"a": 1})
     assert wide.hf_overrides == {"a": 1, "head_dtype": "float32"}
-    assert set_arguments(Config(head_dtype="float32")).hf_overrides == {}  # exact mode brings its own head
+    assert set_arguments(Config(head_dtype="float32")).hf_overrides == {}  # exact mode has its own head
     for config, changes in (
         (KV, {"kv_cache_dtype": "fp8_e5m2"}),
         (LINEAR_HEAD, {"hf_overrides": {"head_dtype": "model"}}),
