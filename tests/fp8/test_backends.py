@@ -105,7 +105,7 @@ def test_a_gpu_without_a_fast_backend_is_told_once(machine, sm, caplog):
         ("te", {"te": "2.2.0"}, "needs transformer_engine 2.3 or newer, and 2.2.0 is installed"),
         ("te", {"te": "2.20.2", "cuda": "12.8"}, "need CUDA 12.9 or newer"),
         ("native", {}, "required a CPU, found device type 'cuda'"),
-        ("cutlass", {}, "choose one of auto, native, torch, deep_gemm, triton, cublaslt, te"),
+        ("cutlass", {}, "Choose one of auto, native, torch, deep_gemm, triton, cublaslt, te"),
     ],
 )
 def test_a_name_that_cannot_serve(machine, name, setup, match):
