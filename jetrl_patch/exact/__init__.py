@@ -1,1 +1,1 @@
-"""What makes trainer and rollout agree outside the FP8 linears: one function per op, called by both sides."""
+"""Ops that make trainer and rollout agree outside the FP8 linears: one function per op, called by both sides."""

@@ -1,4 +1,4 @@
-"""SiLU and product as Hugging Face rounds them: bf16(bf16(silu(gate)) * up)."""
+"""SiLU(gate) * up with the rounding of Hugging Face models: bf16(bf16(silu(gate)) * up)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class _SiluMul(torch.autograd.Function):
             from jetrl_patch.kernels import elementwise
 
             y = elementwise.silu_mul(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
-        else:  # element by element: no reduction, nothing that could depend on a neighbour
+        else:  # elementwise: without a reduction, no element can depend on a neighbour
             exact = g.double()
             y = (exact * torch.sigmoid(exact)).to(torch.bfloat16) * u
         ctx.save_for_backward(g, u)
@@ -39,6 +39,6 @@ class _SiluMul(torch.autograd.Function):
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    """BF16 [..., K] from gate and up [..., K] (computed from their BF16 values)."""
+    """SiLU(gate) * up, BF16 [..., K], computed from the BF16 values of gate and up [..., K]."""
     result: Tensor = _SiluMul.apply(gate, up)
     return result

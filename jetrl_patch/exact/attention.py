@@ -1,8 +1,8 @@
 """Causal attention with the rollout's forward and an ordinary backward.
 
 Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
-online softmax over fixed blocks of keys in the Triton kernel, ``kernels.attention``). A row of a packed training batch,
-of a prefill, of a chunk of one and of a decode step therefore has the same bits.
+online softmax over fixed blocks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same bits
+in a packed training batch, a prefill, a chunk of a prefill and a decode step.
 Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
-#: Up to so many scores the backward pads all sequences into one batch; above, it walks through them.
+#: Up to this many scores, the backward pads all sequences into one batch; above, it processes them one by one.
 _BATCHED_SCORES = 1 << 26
 
 
@@ -29,12 +29,12 @@ def attention_paged(
     query_start_loc: Tensor,
     scale: float,
 ) -> Tensor:
-    """The rollout's attention (no gradient).
+    """Attention of the rollout over a paged cache (no gradient).
 
     Args:
-        q_THD: BF16 [T, H, D]; queries of request r are rows query_start_loc[r] : query_start_loc[r + 1] and
-            stand at the end of its keys.
-        k_cache, v_cache: BF16 [blocks, block size, KH, D], any strides but the last.
+        q_THD: BF16 [T, H, D]; rows query_start_loc[r] : query_start_loc[r + 1] are the queries of request r, at
+            the last positions of its keys.
+        k_cache, v_cache: BF16 [blocks, block size, KH, D]; the last dimension is contiguous, other strides are free.
         block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
 
     Returns:
@@ -165,10 +165,10 @@ def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Te
 
     Args:
         q_THD: [T, H, D]; k_TKD, v_TKD: [T, KH, D], KH divides H; computed from their BF16 values.
-        cu_seqlens: int32 [R + 1], the first is 0 and the last T. scale: usually D ** -0.5.
+        cu_seqlens: int32 [R + 1], from 0 to T. scale: usually D ** -0.5.
 
     Returns:
-        BF16 [T, H, D]; gradients in FP32, rounded to the inputs' dtypes.
+        BF16 [T, H, D]. Gradients are computed in FP32 and rounded to the inputs' dtypes.
     """
     result: Tensor = _VarlenAttention.apply(q_THD, k_TKD, v_TKD, cu_seqlens, scale)
     return result

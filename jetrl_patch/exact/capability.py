@@ -1,4 +1,4 @@
-"""What the exact ops need of a GPU: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.support``."""
+"""GPU requirements of the exact ops: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.support``."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import importlib.util
 
 import torch
 
-#: BF16 tensor cores, and what Triton compiles for
+#: the oldest capability with BF16 tensor cores that Triton compiles for
 LEAST = (8, 0)
 
 
 def check_exact_cuda() -> tuple[bool, str]:
-    """Whether the kernels that trainer and rollout share can run here; starts none."""
+    """Whether the Triton kernels that trainer and rollout share can run here. Launches none."""
     if not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no CUDA device"
     if torch.version.hip is not None:
-        return False, f"they were written for NVIDIA GPUs, and this torch was built for ROCm {torch.version.hip}"
+        return False, f"a torch built for ROCm {torch.version.hip}"
     found = torch.cuda.get_device_capability()
     if found < LEAST:
         return False, f"compute capability {found[0]}.{found[1]}, below 8.0"

@@ -1,10 +1,10 @@
-"""Can trainer and rollout agree to the last bit for this model? Asked of the record of its family."""
+"""Check, by its family's record, whether exact mode covers a model."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact.rope import rope_parameters
 from jetrl_patch.families import FAMILIES, Family, covering
 
@@ -15,11 +15,10 @@ _WAY_OUT = 'use align="linear" (shared FP8 linears, a small mismatch), or precis
 
 
 def check_family(hf_config: Any) -> Family:
-    """The record of the model's family.
+    """Return the record of the model's family.
 
     Raises:
-        ModelError: for another family, or a setting of a supported one that is not covered; says which, and
-            the way out.
+        ModelError: the family, or a setting of the model, is not covered. The message names it and the alternatives.
     """
     model_type = getattr(hf_config, "model_type", None)
     covered = covering("exact")
@@ -27,7 +26,12 @@ def check_family(hf_config: Any) -> Family:
         known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
         why = f" ({known.uncovered['exact']})" if known else ""
         raise ModelError(
-            f'align="exact" covers the model families {", ".join(covered)}, found model_type={model_type!r}{why}; {_WAY_OUT}'
+            explain(
+                'align="exact"',
+                required=f"one of the model families {', '.join(covered)}",
+                found=f"model_type={model_type!r}{why}",
+                fix=_WAY_OUT,
+            )
         )
     family = covered[model_type]
     problems = []
@@ -43,5 +47,8 @@ def check_family(hf_config: Any) -> Family:
         problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(_ROPE_TYPES)})")
     if problems:
         ways = "".join(f"{fix}, or " for fix in dict.fromkeys(s.fix for s in broken if s.fix))
-        raise ModelError(f'align="exact" does not cover this {model_type} model: {"; ".join(problems)}; {ways}{_WAY_OUT}')
+        fix = ways + _WAY_OUT
+        raise ModelError(
+            f'align="exact" does not cover this {model_type} model: {"; ".join(problems)}. {fix[0].upper()}{fix[1:]}.'
+        )
     return family

@@ -1,7 +1,7 @@
-"""Which implementation serves: C kernels on the CPU, Triton kernels on CUDA, or FP64 torch formulas anywhere.
+"""Choose the implementation of the exact ops: C kernels on the CPU, Triton kernels on CUDA, or FP64 torch formulas anywhere.
 
-Each gives a row the same bits whatever stands beside it; they do not give each other's bits, so a run uses one on both
-sides (the choice follows from ``Config.backend`` and the kind of device).
+With each of them a row's bits do not depend on the rest of the batch. Their bits differ from one another, so a run uses
+one implementation on both sides, chosen by ``Config.backend`` and the device type.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _chosen: dict[str, str] = {}
 
 
 def configure(backend: str, device_type: str = "cpu") -> str:
-    """Fix the implementation for ``Config.backend``; returns "native", "triton" or "torch".
+    """Choose and store the implementation for ``Config.backend``; returns "native", "triton" or "torch".
 
-    On CUDA the ops are Triton's whichever backend multiplies in FP8; ``backend="torch"`` asks for the slow formulas.
+    On CUDA every backend uses the Triton ops, except ``backend="torch"``, which uses the slow formulas.
 
     Raises:
-        ConfigError: no such backend here, or a GPU on which the ops cannot run.
+        ConfigError: the backend cannot run here, or the ops cannot run on this GPU.
     """
     chosen = choose_backend(backend, device_type)
     if device_type != "cpu":
@@ -35,7 +35,7 @@ def configure(backend: str, device_type: str = "cpu") -> str:
 
 
 def implementation(tensor: Tensor) -> str:
-    """What serves this tensor: "native", "triton" or "torch"."""
+    """The implementation for this tensor's device: "native", "triton" or "torch"."""
     kind = tensor.device.type
     if kind not in _chosen:
         configure("auto", kind)

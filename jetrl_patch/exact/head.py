@@ -1,4 +1,4 @@
-"""BF16 linear layers whose rows do not depend on their neighbours: ``lm_head``, and layers kept out of FP8."""
+"""BF16 linear layers with independent rows: ``lm_head``, and layers kept out of FP8."""
 
 from __future__ import annotations
 
@@ -57,17 +57,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 
     """Y = bf16(X W^T), then + bias in BF16.
 
     Args:
-        x: [..., K]. weight: [N, K]. bias: [N]. splits: ranges of K that a tensor-parallel rollout adds.
+        x: [..., K]. weight: [N, K]. bias: [N]. splits: number of ranges of K whose FP32 sums a tensor-parallel rollout adds.
 
     Returns:
-        BF16 [..., N]. Gradients by ordinary BF16 products.
+        BF16 [..., N]. Gradients use ordinary BF16 products.
     """
     result: Tensor = _Linear.apply(x, weight, splits)
     return result if bias is None else result + bias.to(torch.bfloat16)
 
 
 def partial_sum(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """The unrounded FP32 product of a row-parallel rank, [M, N]; no gradient."""
+    """The unrounded FP32 product [M, N] of a row-parallel rank (no gradient)."""
     return _product(x_MK, w_NK, torch.float32)
 
 
@@ -94,11 +94,11 @@ class _Fp32Head(torch.autograd.Function):
 
 
 def head_linear_fp32(x: Tensor, w_VK: Tensor) -> Tensor:
-    """Logits FP32 [..., V] of BF16 hidden states [..., K] and weight [V, K]: the unrounded sum. Gradients in FP32."""
+    """FP32 logits [..., V], the unrounded sum, of BF16 hidden states [..., K] and weight [V, K]. Gradients in FP32."""
     result: Tensor = _Fp32Head.apply(x, w_VK)
     return result
 
 
 def head_linear(x_MK: Tensor, w_VK: Tensor) -> Tensor:
-    """Logits BF16 [..., V] of hidden states [..., K] and the live ``lm_head`` weight [V, K]."""
+    """BF16 logits [..., V] of hidden states [..., K] and the live ``lm_head`` weight [V, K]."""
     return linear(x_MK, w_VK)

@@ -1,4 +1,4 @@
-"""The log-prob of a token, defined once: log-softmax in FP32 of the logits after temperature."""
+"""The single definition of a token's log-prob: log-softmax in FP32 of the logits after temperature."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 def token_log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """FP32 log-probs [...] of ``labels`` [...] under ``logits`` [..., V].
 
-    The logits go to FP32 first and are divided there, as vLLM's sampler does; verl divides in BF16 and
-    takes another formula per dtype. ``temperature`` is a number or a tensor that broadcasts against [..., 1].
+    The logits are converted to FP32 before the division, as in vLLM's sampler; verl divides in BF16 and uses a
+    different formula for each dtype. ``temperature`` is a number or a tensor that broadcasts against [..., 1].
 
-    On CUDA too this is vLLM's own formula: torch's log-softmax, one block of threads a row, whose size follows from V. It
+    On CUDA this is also vLLM's own formula: torch's log-softmax, one thread block per row, whose size depends on V. It
     groups a row's elements by the row's alignment to 16 bytes, which is the same for all rows if V is a multiple of 4 (or
-    at most 1024); for other vocabularies the trial of ``exact.trial`` decides.
+    at most 1024). For other vocabularies ``exact.trial`` tests it on the machine.
     """
     x = logits.float()
     if x.is_cuda and not isinstance(temperature, Tensor):
-        # a number would become a product with its reciprocal there; vLLM divides by a tensor
+        # CUDA multiplies by the reciprocal of a number; vLLM divides by a tensor
         temperature = torch.full((), temperature, dtype=torch.float32, device=x.device)
     if isinstance(temperature, Tensor) or temperature != 1.0:
         x = x / temperature

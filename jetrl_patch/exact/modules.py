@@ -1,6 +1,7 @@
-"""Exact counterparts of the modules of a Hugging Face model, in the trainer and where vLLM runs its code: classes are swapped.
+"""Exact counterparts of Hugging Face modules, for the trainer and for vLLM where it runs Hugging Face code.
 
-A swapped module keeps its parameters, its name and its place; ``isinstance`` with the original class holds.
+``swap`` changes a module's class in place. The module keeps its parameters and name, and stays an instance of its
+original class.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from jetrl_patch.exact import ops
 
 
 class ExactNorm:
-    """RMSNorm: one kernel with the rollout."""
+    """RMSNorm with the rollout's kernel."""
 
     weight: Tensor
     variance_epsilon: float
@@ -25,7 +26,7 @@ class ExactNorm:
 
 
 class ExactMLP:
-    """Gated MLP: one SiLU-and-product with the rollout."""
+    """Gated MLP with the rollout's SiLU(gate) * up."""
 
     gate_proj: nn.Module
     up_proj: nn.Module
@@ -36,7 +37,7 @@ class ExactMLP:
 
 
 class ExactRotary:
-    """cos and sin from the table that the rollout uses too, grown when a longer position is met."""
+    """cos and sin from the rollout's table, which grows when a larger position occurs."""
 
     config: Any
     _jetrl_table: tuple[Tensor, Tensor] | None = None
@@ -48,14 +49,14 @@ class ExactRotary:
             size = max(needed, self.config.max_position_embeddings)
             self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size)
         cos, sin = self._jetrl_table
-        if cos.device != x.device:  # computed on the CPU on both sides, then kept where it is used
+        if cos.device != x.device:  # both sides compute it on the CPU, then keep it on the device
             self._jetrl_table = cos, sin = cos.to(x.device), sin.to(x.device)
         cos, sin = cos[position_ids], sin[position_ids]
         return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
 
 
 class ExactEmbedding:
-    """The residual stream starts in BF16, whatever dtype the master weights have."""
+    """Embedding in BF16, the residual stream's dtype, whatever the dtype of the master weights."""
 
     weight: Tensor
 
@@ -64,7 +65,7 @@ class ExactEmbedding:
 
 
 class ExactLinear:
-    """A BF16 linear layer (``lm_head``, or one kept out of FP8) whose rows do not depend on their neighbours."""
+    """A BF16 linear layer with independent rows: ``lm_head``, or a layer kept out of FP8."""
 
     weight: Tensor
     bias: Tensor | None
@@ -78,7 +79,7 @@ _made: dict[tuple[type, type], type] = {}
 
 
 def swap(module: nn.Module, behaviour: type) -> None:
-    """Give ``module`` the forward of ``behaviour``, in place; doing it twice changes nothing."""
+    """Give ``module`` the forward of ``behaviour``, in place. A second call changes nothing."""
     original = type(module)
     if issubclass(original, behaviour):
         return

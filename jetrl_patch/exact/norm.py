@@ -23,7 +23,7 @@ class _RMSNorm(torch.autograd.Function):
             from jetrl_patch.kernels import norm
 
             y, rstd = norm.rms_norm(x_MK, w_K, eps)
-        else:  # sums in FP64: their order shows in FP32 once in about 10^8 rows
+        else:  # FP64 sums: their order changes the FP32 result in about one row in 10^8
             exact = x_MK.double()
             rstd = (exact.pow(2).mean(-1) + eps).rsqrt().float()
             y = w_K * (x_MK.float() * rstd.unsqueeze(-1)).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""The exact ops in one place; each stands in a module of its own."""
+"""All exact ops in one namespace. Each is defined in its own module."""
 
 from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.exact.attention import attention_paged, attention_varlen

@@ -1,4 +1,4 @@
-"""Rotary embedding: one table of cosines and sines for both sides, applied in the rounding order of Hugging Face."""
+"""Rotary embedding: one table of cosines and sines for both sides, applied in Hugging Face's rounding order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jetrl_patch.native import ops
 
 
 def rope_parameters(hf_config: Any) -> dict[str, Any]:
-    """``rope_type``, ``rope_theta`` and the rest, from whichever of its two spellings the config uses."""
+    """``rope_type``, ``rope_theta`` and the rest, from either of the config's two spellings."""
     found = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
     found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
     found.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
@@ -23,8 +23,11 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 def rope_frequencies(hf_config: Any) -> Tensor:
     """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
 
-    Computed from the config on both sides: a module's buffer may have been rounded to BF16 on its way. Always on the CPU,
-    whatever the default device is: powers on a GPU have other last bits.
+    Both sides compute it from the config, because a module's buffer may have been rounded to BF16. It is always computed
+    on the CPU, whatever the default device, because powers on a GPU differ in the last bits.
+
+    Raises:
+        ValueError: the rope type is another one.
     """
     rope = rope_parameters(hf_config)
     dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
@@ -35,7 +38,7 @@ def rope_frequencies(hf_config: Any) -> Tensor:
     if rope["rope_type"] == "linear":
         return inv_freq / factor
     if rope["rope_type"] != "llama3":
-        raise ValueError(f"rope type {rope['rope_type']!r} is not covered; expected default, linear or llama3")
+        raise ValueError(f"rope type: expected default, linear or llama3, found {rope['rope_type']!r}")
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     context = rope["original_max_position_embeddings"]
     wavelength = 2 * math.pi / inv_freq
@@ -49,8 +52,8 @@ def rope_frequencies(hf_config: Any) -> Tensor:
 def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
     """cos and sin of position * inv_freq, BF16 [positions, D/2].
 
-    The angle is the FP32 product that Hugging Face forms. Its cosine is taken in FP64: there the last bit,
-    which may depend on how a vectorized loop cuts the table, is far below the rounding to BF16.
+    The angle is Hugging Face's FP32 product. Its cosine is computed in FP64, where the last bit, which may depend
+    on how a vectorized loop splits the table, is far below the rounding to BF16.
     ``scaling`` is the ``attention_scaling`` of the rope type.
     """
     p = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
@@ -61,8 +64,8 @@ def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tupl
 def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate [T, h, D] BF16 by the tables [P, D/2] at ``positions`` [T]: bf16(bf16(x cos) + bf16(rotate_half(x) sin)).
 
-    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables; its
-    operations round one by one, so both give the same bits.
+    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables. Each of its
+    operations rounds separately, so both give the same bits.
     """
     serves = implementation(x_ThD)
     if serves == "native":

@@ -1,8 +1,7 @@
-"""Do the exact ops keep their promise on this very machine? Tried before a rollout serves.
+"""Test on this machine, before a rollout serves, that the exact ops do not depend on the batch.
 
-The ops are built so that a row's bits depend on that row alone; what a compiler makes of them on a GPU that the project
-has not seen is another matter, so each op's decode rows are compared with the same rows of a packed batch. The CPU's are
-proven by tests.
+The ops are written so that a row's bits depend on that row alone. A compiler may break this on an untested GPU, so the
+trial compares each op's decode rows with the same rows of a packed batch. The test suite proves the CPU implementations.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.backends.row_equality import Verdict
 
-#: lengths of the packed sequences; no multiples of a tile, one longer than many blocks of keys
+#: lengths of the packed sequences: tile edges, partial tiles, and one of many key blocks
 LENGTHS = (1, 33, 130, 64, 517, 8, 1025)
-#: (first row, rows) of a batch that are computed apart
+#: (first row, rows) of the parts of a batch that are computed separately
 PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
-#: tokens of a block of the trial's cache
+#: tokens per block of the trial's cache
 PAGE = 16
-#: columns of ``lm_head`` and rows of the log-softmax that are tried; no choice is made by either
+#: columns of ``lm_head`` and rows of the log-softmax in the trial; no kernel is selected by either
 COLUMNS, SCORED = 4096, 64
 
 _proven: set[tuple[object, ...]] = set()
@@ -55,7 +54,7 @@ class _Trial:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def rows(self, call: Callable[[slice], Tensor], total: int) -> Verdict:
-        """``call`` computes a range of rows; all at once must give what parts give."""
+        """Compare ``call``, which computes a range of rows, on the whole batch and on parts of it."""
         whole = call(slice(0, total))
         for start, count in PARTS:
             part = slice(start, start + count)
@@ -74,7 +73,7 @@ class _Trial:
         return self.rows(lambda part: ops.silu_mul(*both[part].chunk(2, 1)), self.tokens)
 
     def rotary(self) -> Verdict:
-        """Against Hugging Face's expression too: that is what the trainer runs."""
+        """Compare also with Hugging Face's expression, which the trainer runs."""
         x = self.random(self.tokens, self.sizes.heads, self.sizes.head_dim)
         frequencies = 1e4 ** (-torch.arange(0, self.sizes.head_dim, 2) / self.sizes.head_dim)
         cos, sin = (t.to(self.device) for t in ops.rotary_table(frequencies, self.tokens))
@@ -100,7 +99,7 @@ class _Trial:
         return self.rows(lambda part: ops.token_log_probs(logits[part], labels[part], 0.7), SCORED)
 
     def attention(self) -> Verdict:
-        """The trainer's packed sequences; then, through a paged cache, one-token steps, chunks, and each sequence alone."""
+        """Compare packed sequences with decode steps, chunks and prompts over a paged cache, and with each sequence alone."""
         s, scale = self.sizes, self.sizes.head_dim**-0.5
         ends = [0, *itertools.accumulate(self.lengths)]
         q = self.random(self.tokens, s.heads, s.head_dim)
@@ -129,7 +128,7 @@ class _Trial:
         return Verdict(True, "equal bits in decode steps, chunks, prompts and packed batches")
 
     def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-        """A cache with the sequences' blocks in random order; what nobody wrote is NaN."""
+        """A paged cache with the sequences' blocks in random order and NaN in unwritten slots."""
         needs = [-(-n // PAGE) for n in self.lengths]
         order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
         table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
@@ -155,7 +154,7 @@ def _equal(a: Tensor, b: Tensor, otherwise: str) -> Verdict:
 def compare_ops(
     sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS
 ) -> Iterator[tuple[str, Verdict]]:
-    """Each op's name and verdict, on any device. Reads results back: not for a graph that is being captured."""
+    """Yield each op's name and verdict, on any device. Reads results back, so do not call it during graph capture."""
     trial = _Trial(sizes, device, lengths)
     tried: dict[str, Callable[[], Verdict]] = {
         "attention": trial.attention,
@@ -170,15 +169,15 @@ def compare_ops(
     for name, call in tried.items():
         try:
             yield name, call()
-        except Exception as error:  # a compiler or a driver raises what it likes
+        except Exception as error:  # a compiler or driver may raise anything
             yield name, Verdict(False, f"{type(error).__name__}: {error}")
 
 
 def require_exact_ops(sizes: Sizes, device: torch.device) -> None:
-    """Once a process for each model's sizes and device; nothing is done on a CPU.
+    """Run ``compare_ops`` once per process for each device and set of sizes; never on a CPU.
 
     Raises:
-        ModelError: an op depends on its batch, or cannot run, so what is sampled would not be what is trained.
+        ModelError: an op depends on its batch or cannot run, so rollout and trainer would disagree.
     """
     key = (*sizes, str(device))
     if device.type == "cpu" or key in _proven:

@@ -1,1 +1,1 @@
-"""The FP8 flow of the linear layers: quantizers, the three GEMMs, ``Fp8Linear`` and the swap (torch only)."""
+"""FP8 linear layers: quantizers, the three GEMMs, ``Fp8Linear`` and the in-place swap (torch only)."""

@@ -1,8 +1,8 @@
-"""FP8 with one scale per output channel and per token, as a format of the rollout beside the 128-blocks.
+"""FP8 with one scale per output channel and per token: a rollout format, as an alternative to 128-blocks.
 
 For a row x:  s = max(amax, 1e-10) / 448 in FP32 (rounded up to a power of two in scale format "pow2");
-q = RNE-saturate(x / s) to e4m3fn. The product is the block product whose scales do not change along K, so every
-GEMM backend computes it as it is:  Y = round(Σ_kb fma(dot128(qX, qW), sX · sW, acc)).
+q = RNE-saturate(x / s) to e4m3fn. The product is the block product with scales that are constant along K, so every
+GEMM backend computes it unchanged:  Y = round(Σ_kb fma(dot128(qX, qW), sX · sW, acc)).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["fprop", "quantize_rows"]
 
 
 def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Weights [N, K] or activations [M, K] -> e4m3fn of the same shape and FP32 scales [rows, 1]."""
+    """Quantize weights [N, K] or activations [M, K] to e4m3fn of the same shape and FP32 scales [rows, 1]."""
     x = x_MK.float()
     scale_M1 = scale_from_amax(x.abs().amax(-1, keepdim=True), scale_format)
     return (x / scale_M1).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_M1
@@ -32,7 +32,7 @@ def fprop(
     scale_format: ScaleFormat,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """Quantize a BF16 activation per token and multiply, [M, N] in BF16 or FP32 (an unrounded partial sum)."""
+    """Quantize a BF16 activation per token and multiply. Returns [M, N] in BF16 or FP32 (an unrounded partial sum)."""
     q_MK, s_M1 = quantize_rows(x_MK, scale_format)
     G = groups(x_MK.shape[1])
     return backend.gemm(q_MK, _along_K(s_M1, G), w_NK, _along_K(s_N1, G), out_dtype)

@@ -1,4 +1,4 @@
-"""Swap the linear layers of a Hugging Face model to ``Fp8Linear``, in place."""
+"""Convert the linear layers of a Hugging Face model to ``Fp8Linear``, in place."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
@@ -14,30 +14,36 @@ from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
 
 
 def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
-    """Names of the modules that become FP8, in the model's order, and of TransformerEngine's that are.
+    """Names of the FP8 layers in model order: those to convert, and TransformerEngine's own.
 
     Raises:
         ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, or a layer is
-            already quantized by somebody else.
+            neither a plain ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA).
     """
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_te_linear(m)}
     chosen = [name for name in linears if is_quantized(name, exclude)]
     if not chosen:
         raise ModelError(
-            f"{type(model).__name__} has no nn.Linear to quantize: looked for layers inside `layers.N.`, found "
-            f"{len(linears)} linear layers in all, exclude={list(exclude)}"
+            f"{type(model).__name__} has no nn.Linear to quantize: none of its {len(linears)} linear layers is in a "
+            f"transformer block (`layers.N.`) and left over by exclude={list(exclude)}. "
+            "Exclude fewer layers, or check that the model is a decoder."
         )
     for pattern in exclude:
         if not any(not is_quantized(name, (pattern,)) and is_quantized(name, ()) for name in linears):
             raise ModelError(
-                f"exclude pattern {pattern!r} matches no FP8 layer; patterns match whole parts of names such as {chosen[0]!r}"
+                f"exclude pattern {pattern!r} matches no FP8 layer. "
+                f"Drop it, or write whole parts of a module name such as {chosen[0]!r}."
             )
     foreign = [n for n in chosen if type(linears[n]) not in (nn.Linear, Fp8Linear) and not is_te_linear(linears[n])]
     if foreign:
         kinds = sorted({type(linears[name]).__name__ for name in foreign})
         raise ModelError(
-            f"{len(foreign)} layers are not plain nn.Linear but {', '.join(kinds)} (first: {foreign[0]}); "
-            "switch the other quantization or adapter off, or exclude these layers"
+            explain(
+                "FP8 layers",
+                required="plain nn.Linear",
+                found=f"{len(foreign)} of type {', '.join(kinds)} (first: {foreign[0]})",
+                fix="switch off the other quantization or LoRA, or exclude these layers with exclude=",
+            )
         )
     return chosen
 
@@ -49,21 +55,21 @@ def swap_linears(
     backend: str = "torch",
     k_splits: int = 1,
 ) -> list[str]:
-    """Turn every selected layer into an ``Fp8Linear``; parameters and names stay what they were.
+    """Turn every selected layer into an ``Fp8Linear``. Parameters and names do not change.
 
-    TransformerEngine's layers stay what they are: they compute in this format by themselves, or are refused.
+    TransformerEngine's layers are left as they are: they already compute in this format, or are refused.
 
-    Works on meta tensors and on ZeRO-3's emptied parameters: nothing is read from the weights here.
+    Works on meta tensors and on ZeRO-3's emptied parameters, because it reads no weight.
 
     Args:
-        backend: a name from ``fp8.backends``, already chosen.
-        k_splits: tensor parallel size of the rollout.
+        backend: a resolved name from ``fp8.backends``, not "auto".
+        k_splits: the rollout's tensor-parallel size.
 
     Returns:
         The names of the FP8 modules.
 
     Raises:
-        ModelError: as ``select_layers`` and ``transformer_engine.left_alone``; a split that cuts a block.
+        ModelError: as ``select_layers`` and ``transformer_engine.left_alone``, or ``k_splits`` cuts a block.
     """
     names = select_layers(model, exclude)
     modules = dict(model.named_modules())

@@ -1,8 +1,9 @@
-"""FSDP2 gathers the weights of ``Fp8Linear`` layers as FP8 bytes and block scales: about half the traffic of BF16.
+"""FP8 all-gather for FSDP2: ``Fp8Linear`` weights travel as FP8 bytes and block scales, about half the traffic of BF16.
 
-Each rank quantizes its shard once per value, from BF16 as the layer would, and the layer computes with the bytes as
-they arrive. Since blocks of 128 rows stay within a shard, they are those of the whole weight. Masters, optimizer,
-gradients and checkpoints see the full-precision shard. The two hooks are FSDP2's extension point for such tensors.
+Each rank quantizes its shard once per update, from the BF16 value as the layer would, and the layer computes with the
+gathered bytes. No shard cuts a block of 128 rows, so bytes and scales equal those of the whole weight. Master weights,
+optimizer, gradients and checkpoints see the full-precision shard. ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
+are FSDP2's extension point for such tensors.
 
 Shape legend: N output features, K input features, G = ceil(K / 128), n = N / ranks.
 """
@@ -21,7 +22,7 @@ from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.formats import FP8, ScaleFormat
 
 _aten = torch.ops.aten
-#: what makes another tensor of the same kind; every view does too
+#: operators whose result is an ``Fp8Shard`` again, as is every view
 _KEPT = {
     _aten.clone.default,
     _aten.empty_like.default,
@@ -29,21 +30,21 @@ _KEPT = {
     _aten._to_copy.default,
     _aten._pin_memory.default,
 }
-#: what FSDP2 does with a gathered weight on its way into the layer
+#: operators that FSDP2 applies to a gathered weight before the layer reads it
 _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.as_strided.default}
 
 
 class _Writes:
-    """How often the memory behind a tensor and its views was written."""
+    """Number of writes to the memory that a tensor and its views share."""
 
     count = 0
 
 
 class Fp8Shard(torch.Tensor):
-    """A weight [N, K] or a shard of it [n, K], full precision, that FSDP2 gathers in FP8.
+    """A full-precision weight [N, K], or a shard of it [n, K], that FSDP2 gathers in FP8.
 
-    Everything else works on the plain tensor inside. Its versions are counted here, because those of a tensor inside
-    a DTensor stand still. Saved to a file it is a plain tensor.
+    Every other operation works on the plain tensor inside. Writes are counted here, because the ``_version`` of a tensor
+    inside a DTensor does not advance. It pickles as a plain tensor.
     """
 
     plain: Tensor
@@ -72,7 +73,7 @@ class Fp8Shard(torch.Tensor):
         self._cached: tuple[int, Tensor, Tensor] | None = None
 
     def quantized(self) -> tuple[Tensor, Tensor]:
-        """e4m3 [n, K] and block scales [ceil(n/128), G], made once for each value."""
+        """e4m3 [n, K] and block scales [ceil(n/128), G], computed once after each write."""
         if self._cached is None or self._cached[0] != self.writes.count:
             w = self.plain.detach().to(torch.bfloat16).contiguous()
             self._cached = (self.writes.count, *get_backend(self.backend_name).quantize_weight(w, self.scale_format))
@@ -81,19 +82,21 @@ class Fp8Shard(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Any]:
-        """What this rank sends: its bytes and its scales."""
+        """This rank's contribution: its bytes and its scales."""
         q, s_blocks = self.quantized()
         return (q.view(torch.uint8), s_blocks), None
 
     def fsdp_post_all_gather(
         self, gathered: tuple[Tensor, ...], metadata: Any, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, ...]] | None:
-        """The whole weight; ``out`` is the one of the last time, whose memory was filled again."""
+        """The whole weight. ``out`` is the previous result, whose memory FSDP2 has refilled."""
         q_bytes, s_blocks = gathered
         if out is None:
             return Fp8Gathered(q_bytes.view(FP8), s_blocks, param_dtype), (q_bytes, s_blocks)
         if not isinstance(out, Fp8Gathered) or out.q.data_ptr() != q_bytes.data_ptr():
-            raise ModelError("FSDP2 gathered a weight in FP8 into another memory than the layer reads")
+            raise ModelError(
+                "FSDP2 gathered an FP8 weight into a buffer that the layer does not read. Set fp8_all_gather=False."
+            )
         return None
 
     @classmethod
@@ -128,7 +131,7 @@ class Fp8Shard(torch.Tensor):
 
 
 class Fp8Gathered(torch.Tensor):
-    """A weight [N, K] that exists as bytes and scales only; nothing but ``Fp8Linear`` can read it."""
+    """A weight [N, K] that exists only as bytes and scales; only ``Fp8Linear`` can read it."""
 
     q: Tensor
     s_blocks: Tensor
@@ -149,14 +152,14 @@ class Fp8Gathered(torch.Tensor):
         weight = args[0]
         if func in _SAME_VALUE and (len(args) == 1 or tuple(args[1]) == tuple(weight.shape)):
             return cls(weight.q, weight.s_blocks, weight.dtype)
-        if func is _aten.zeros_like.default:  # the gradient of a layer that took no part in a step
+        if func is _aten.zeros_like.default:  # the gradient of a layer that the step did not use
             return torch.zeros(weight.shape, dtype=weight.dtype, device=weight.device)
         raise ModelError(
             explain(
-                f"{func} on a weight that was gathered in FP8",
-                required="Fp8Linear as the only reader",
-                found=str(func),
-                fix="leave the layer out with exclude=, or set fp8_all_gather=False",
+                "a weight gathered in FP8",
+                required="Fp8Linear as its only reader",
+                found=f"the operator {func}",
+                fix="keep the layer in BF16 with exclude=, or set fp8_all_gather=False",
             )
         )
 

@@ -1,4 +1,4 @@
-"""Which layers' weights FSDP2 gathers in FP8 (``gather.py``)."""
+"""Select the layers whose weights FSDP2 gathers in FP8 (``gather.py``)."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ logger = logging.getLogger(__name__)
 
 
 def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[str]:
-    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8; call it before ``fully_shard``.
+    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8. Call it before ``fully_shard``.
 
-    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is gathered in BF16 as before, and
-    quantized by every rank; one line in the log says which. On one rank nothing is gathered and nothing is done.
+    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is still gathered in BF16 and
+    quantized by every rank; one log line names these layers. With one shard there is no all-gather, so this does nothing.
 
     Args:
-        shards: over how many ranks a weight is sharded.
+        shards: the number of ranks that a weight is sharded over.
 
     Returns:
-        The names of the layers that are gathered in FP8.
+        The names of the layers gathered in FP8.
     """
     if shards == 1:
         return []
@@ -46,8 +46,8 @@ def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[s
         done.append(name)
     if left and not (dist.is_initialized() and dist.get_rank()):
         logger.warning(
-            "jetrl_patch: %d of %d FP8 layers are gathered in BF16, because %d shards of their rows are not whole "
-            "blocks of %d: %s",
+            "jetrl_patch: %d of %d FP8 layers are gathered in BF16, because %d equal shards of their rows would cut "
+            "a block of %d: %s",
             len(left), len(left) + len(done), shards, BLOCK, ", ".join(left),
         )  # fmt: skip
     return done

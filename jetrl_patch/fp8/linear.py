@@ -1,9 +1,9 @@
-"""``Fp8Linear``: FProp, DGrad and WGrad in FP8, FP8 activations saved for backward.
+"""``Fp8Linear``: FProp, DGrad and WGrad in FP8, with FP8 activations saved for backward.
 
-Formula: Jet-RL (arXiv 2601.14243, section 4); the three GEMMs stand in the table of ``backends.base``.
-Shape legend as there. Backward holds the weight itself, as ``F.linear`` does, and takes its bytes again: a sharded
-model frees the weight after a layer's forward and gathers it before its backward, and bytes kept in between would
-be a whole model in FP8 on every rank.
+Formula: Jet-RL (arXiv 2601.14243, section 4). The table in ``backends.base`` gives the three GEMMs and the shape legend.
+Autograd saves the weight itself, as ``F.linear`` does, and backward asks for its FP8 bytes again: a sharded model frees
+the weight after a layer's forward and gathers it before its backward, so bytes kept in between would add up to a whole
+FP8 model on every rank.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class QuantizedWeight:
 
 @dataclass
 class Fp8State:
-    """How a layer quantizes, and the last weight it quantized. Not part of the state dict."""
+    """A layer's quantization settings and its last quantized weight. Not part of the state dict."""
 
     scale_format: ScaleFormat
     backend_name: str
@@ -52,13 +52,13 @@ class Fp8State:
         return get_backend(self.backend_name)
 
     def quantized(self, weight: Tensor) -> QuantizedWeight:
-        """The bytes and scales of ``weight`` [N, K], from the cache while its content stands."""
+        """The bytes and scales of ``weight`` [N, K], cached while its content is unchanged."""
         if isinstance(weight, Fp8Gathered):
             return QuantizedWeight(weight.q, weight.s_blocks)
         if isinstance(weight, Fp8Shard):  # not sharded, or not yet
             return QuantizedWeight(*weight.quantized())
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
-        # The key is the content: an optimizer, a checkpoint or an EMA may write by any road.
+        # The key is the content: an optimizer, a checkpoint or an EMA may write in ways that leave no other trace.
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
@@ -69,14 +69,14 @@ class Fp8State:
 
 
 class _LastActivation(threading.local):
-    """q, k and v (gate and up) read the same tensor: it is quantized and saved once."""
+    """The last quantized input: q, k and v (or gate and up) read the same tensor, so it is quantized and saved once."""
 
     source: weakref.ref[Tensor] | None = None
     key: tuple[Any, ...] = ()
     value: tuple[Tensor, Tensor] | None = None
 
     def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> tuple[Tensor, Tensor]:
-        if x.is_inference():  # such tensors have no version to compare
+        if x.is_inference():  # inference tensors have no version to compare
             return state.backend.quantize_activation(x_MK, state.scale_format)
         key = (x._version, state.backend_name, state.scale_format)
         if self.source is not None and self.source() is x and self.key == key and self.value is not None:
@@ -86,7 +86,7 @@ class _LastActivation(threading.local):
         return value
 
     def keep(self, x: Tensor, value: tuple[Tensor, Tensor], state: Fp8State) -> None:
-        """Take ``value`` for ``x`` until ``x`` changes, goes away or another tensor is quantized."""
+        """Cache ``value`` for ``x`` until ``x`` changes or is freed, or another tensor is quantized."""
         self.key = (x._version, state.backend_name, state.scale_format)
         self.value = value
         self.source = weakref.ref(x, self._forget)
@@ -100,11 +100,11 @@ _last_activation = _LastActivation()
 
 
 def hand_over(x: Tensor, quantized: tuple[Tensor, Tensor], state: Fp8State) -> None:
-    """For a producer that quantized ``x`` [..., K] while it made it: the next layers that read it take these bytes.
+    """Pass on the bytes of ``x`` [..., K], which its producer quantized, to the layers that read ``x`` next.
 
-    ``quantized`` is what ``state.backend.quantize_activation`` gives for ``x`` [M, K], bit for bit.
+    ``quantized`` must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
     """
-    if not x.is_inference():  # such tensors have no version to compare
+    if not x.is_inference():  # inference tensors have no version to compare
         _last_activation.keep(x, quantized, state)
 
 
@@ -116,10 +116,10 @@ class _Fp8Matmul(torch.autograd.Function):
         q_MK, s_MG = _last_activation.quantize(x, x_MK, state)
         y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits)
         if bias is not None:
-            y_MN += bias.to(torch.bfloat16)  # after the one rounding, in BF16: the order of the contract
+            y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
         ctx.save_for_backward(q_MK, s_MG, weight)
         ctx.state = state
-        # The parameter that has main_grad: a checkpoint's hooks may hand back another tensor of the same value.
+        # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return y_MN.view(*x.shape[:-1], y_MN.shape[1])
@@ -159,9 +159,9 @@ _outside_of_graphs = _apply
 
 
 def keep_gathered_out_of_graphs() -> None:
-    """Let layers whose weight is gathered in FP8 break a compiled graph; called where such weights are made.
+    """Make layers with an FP8-gathered weight break the compiled graph. Called when such weights are created.
 
-    Not at import: ``torch.compiler.disable`` loads the whole compiler, and with it a variable into the environment.
+    Not done at import: ``torch.compiler.disable`` loads the whole compiler, which sets an environment variable.
     """
     global _outside_of_graphs
     if _outside_of_graphs is _apply:
@@ -169,20 +169,20 @@ def keep_gathered_out_of_graphs() -> None:
 
 
 def has_main_grad(weight: Any) -> bool:
-    """Does the framework keep an FP32 gradient of this weight to add to (Megatron's ``main_grad``)?
+    """Whether the framework accumulates this weight's gradient in FP32 (Megatron's ``main_grad``).
 
-    Megatron-FSDP's parameters are left to their own hooks: there it is made anew in every backward.
+    Megatron-FSDP's parameters do not count: it creates ``main_grad`` anew in every backward, and its own hooks fill it.
     """
     main = getattr(weight, "main_grad", None)
     return isinstance(main, Tensor) and main.dtype == torch.float32 and not hasattr(weight, "__fsdp_param__")
 
 
 def add_to_main_grad(weight: Any, dw: Tensor) -> Tensor | None:
-    """Add an FP32 WGrad [N, K] to ``weight.main_grad`` and say so, as Megatron's fused accumulation does.
+    """Add an FP32 WGrad [N, K] to ``weight.main_grad`` and set its flag, as Megatron's fused accumulation does.
 
     Returns:
-        What autograd gets in its place: where hooks look at ``grad_added_to_main_grad``, a gradient that keeps them
-        running on the backward thread and whose values nobody reads (zeros under ``zero_out_wgrad``); else None.
+        The gradient for autograd. For a weight with ``grad_added_to_main_grad``, a dummy that makes the hooks run on
+        the backward thread and whose values nobody reads (zeros under ``zero_out_wgrad``); otherwise None.
     """
     weight.main_grad.add_(dw)
     if not hasattr(weight, "grad_added_to_main_grad"):
@@ -193,8 +193,9 @@ def add_to_main_grad(weight: Any, dw: Tensor) -> Tensor | None:
 
 
 class Fp8Linear(nn.Linear):
-    """``nn.Linear`` whose GEMMs run in FP8. Made by swapping a layer's class in place: parameters, names,
-    meta tensors, FSDP and ZeRO see the layer they knew.
+    """``nn.Linear`` whose GEMMs run in FP8.
+
+    Created by changing a layer's class in place, so parameters, names, meta tensors, FSDP and ZeRO are unaffected.
 
     Input [..., K] of any float dtype (quantized from BF16), output [..., N] BF16.
     """
@@ -203,7 +204,7 @@ class Fp8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling():
-            if isinstance(self.weight, (Fp8Gathered, Fp8Shard)):  # bytes have no gradient that a graph could hold
+            if isinstance(self.weight, (Fp8Gathered, Fp8Shard)):  # a graph cannot hold the gradient of bytes
                 return _outside_of_graphs(input, self.weight, self.bias, self.fp8)
             state = self.fp8
             return traced.linear(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)

@@ -1,12 +1,12 @@
-"""RMSNorm and SiLU * up that quantize what they make: the FP8 layers behind them find their rows ready.
+"""RMSNorm and SiLU * up fused with quantization: the FP8 layers that follow reuse the bytes.
 
 | operation        | one kernel reads      | and writes                                   | hands over |
 | RMSNorm          | x BF16 [M, K], w [K]  | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M] | (q, s)     |
 | SiLU(gate) * up  | gate, up BF16 [M, K]  | y BF16 [M, K], q e4m3, s [M, G]              | (q, s)     |
 
-y is ``exact.norm``'s or ``exact.activation``'s, and (q, s) is ``quantize_activation(y)``, bit for bit: what is saved is a
-pass over y, and launches. Backward is that of the exact operations. Hugging Face's own norm sums in FP32, so its last bit
-may differ from this one's; only ``align="linear"`` puts these in its place, which promises equal linears and no more.
+y equals that of ``exact.norm`` or ``exact.activation``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion
+saves a pass over y and kernel launches. Backward is that of the exact ops. Hugging Face's own norm sums in FP32, so its
+last bit may differ; these replace it only under ``align="linear"``, which promises equal linears and nothing more.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["available", "rms_norm", "silu_mul"]
 
 
 def available(backend: str, device_type: str) -> bool:
-    """The one place that decides whether a model's norms and activations are fused: a GPU, and a backend with kernels."""
+    """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. Decided only here."""
     return device_type == "cuda" and hasattr(get_backend(backend), "producers")
 
 
 def _kernels(state: Fp8State, *inputs: Tensor) -> Any | None:
-    """The fused kernels if they take these inputs, which is BF16. A compiler fuses a norm by itself."""
+    """The fused kernels if they accept these inputs (BF16 only), else None. Under torch.compile Inductor fuses the norm."""
     if torch.compiler.is_compiling():
         return None
     from jetrl_patch.fp8.backends.gpu import GpuBackend
@@ -77,10 +77,10 @@ class _MultipliedRows(_SiluMul):
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:
-    """RMSNorm of x [..., K], BF16, its rows handed over; None where the kernel does not take these inputs.
+    """RMSNorm of x [..., K] in BF16, handing over the quantized rows; None if the kernel does not accept these inputs.
 
     Args:
-        state: how the layers behind it quantize.
+        state: quantization settings of the layers that read the result.
     """
     kernels = _kernels(state, x, weight)
     if kernels is None or x.shape[-1] > kernels.WIDEST:
@@ -91,7 +91,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor |
 
 
 def silu_mul(gate: Tensor, up: Tensor, state: Fp8State) -> Tensor | None:
-    """SiLU(gate) * up, [..., K] BF16, its rows handed over; None where the kernel does not take these inputs."""
+    """SiLU(gate) * up, BF16 [..., K], handing over the quantized rows; None if the kernel does not accept these inputs."""
     kernels = _kernels(state, gate, up)
     if kernels is None:
         return None

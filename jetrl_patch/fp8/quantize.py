@@ -1,9 +1,9 @@
-"""The quantizers, written to be read: these lines are the contract, and every faster one must equal them bit for bit.
+"""The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit.
 
 Shape legend: M tokens, N output features, K input features, G = ceil(K / 128).
-For a group with values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
+For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
 With scale format "pow2", s is rounded up to a power of two; then q * s is exact in BF16.
-A NaN or Inf in a group makes its scale NaN or Inf and stays visible.
+A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from jetrl_patch.fp8.formats import AMAX_FLOOR, BLOCK, FP8, FP8_MAX, ScaleFormat
 
 
 def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
-    """The scale of a group, FP32, same shape as ``amax``.
+    """FP32 scales of groups, in the shape of ``amax``.
 
-    "pow2" works on the exponent bits: ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
+    "pow2" rounds the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
     """
     scale = amax.float().clamp(min=AMAX_FLOOR) / FP8_MAX
     if scale_format == "fp32":
@@ -29,11 +29,11 @@ def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
 
 
 def _to_fp8(scaled: Tensor) -> Tensor:
-    return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN: always clamp
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN, so always clamp
 
 
 def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """1x128 groups along K, for FProp (x) and DGrad (output gradients along N).
+    """Quantize in 1x128 groups along the last dimension: x along K for FProp, output gradients along N for DGrad.
 
     Args:
         x_MK: BF16 [M, K], any K.
@@ -48,7 +48,7 @@ def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor
 
 
 def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """128x1 groups along M: the operands of WGrad, which contracts over tokens.
+    """Quantize in 128x1 groups along M: the operands of WGrad, which contracts over tokens.
 
     Returns:
         e4m3fn [M, K] and FP32 scales [ceil(M / 128), K].
@@ -58,7 +58,7 @@ def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
 
 def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """128x128 blocks. An FP32 master is rounded to BF16 first, so that all who see the BF16 value get the same bytes.
+    """Quantize in 128x128 blocks. An FP32 master is rounded to BF16 first, so its bytes are those of the BF16 weight.
 
     Returns:
         e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
@@ -72,7 +72,7 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
 
 def expand_weight_scale(s_blocks: Tensor, rows: int) -> Tensor:
-    """Block scales [ceil(N / 128), G] as per-row scales [N, G]: any slice of rows then keeps its scales."""
+    """Expand block scales [ceil(N / 128), G] to per-row scales [N, G], so that any slice of rows keeps its scales."""
     return s_blocks.repeat_interleave(BLOCK, 0)[:rows].contiguous()
 
 

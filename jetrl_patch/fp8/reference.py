@@ -1,7 +1,7 @@
-"""The oracle: the three GEMMs of a linear layer in FP64, slow and order-independent.
+"""The oracle: the three GEMMs of a linear layer in FP64, slow and independent of summation order.
 
-A product of two e4m3fn values needs 8 bits and a 128-term dot of them fewer than FP64 holds, so the dot of a
-block is exact and no order of summation can change it. Shape legend as in ``quantize``.
+A product of two e4m3fn values needs 8 bits, and a dot product of 128 of them fewer than FP64 holds. The dot product
+of a block is therefore exact in any order. Shape legend as in ``quantize``.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ def fprop(
 ) -> Tensor:
     """Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
 
-    Design: precision contract. ``s_NG`` are per-row weight scales [N, G]. ``splits`` > 1 adds the FP32
-    partial sums of as many equal ranges of K in ascending order (a tensor-parallel rollout's all-reduce).
+    ``s_NG`` holds per-row weight scales [N, G]. ``splits`` > 1 adds the FP32 partial sums of that many equal
+    ranges of K in ascending order, as a tensor-parallel rollout's all-reduce does.
     """
     check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     (M, K), N = q_MK.shape, w_NK.shape[0]
@@ -31,7 +31,7 @@ def fprop(
         for k in range(start, min(start + step, K), BLOCK):
             dot = x[:, k : k + BLOCK] @ w[:, k : k + BLOCK].t()
             scale = (s_MG[:, k // BLOCK, None] * s_NG[None, :, k // BLOCK]).double()
-            acc = (acc + dot * scale).float().double()  # FP32 accumulator, one rounding a block: an fma
+            acc = (acc + dot * scale).float().double()  # FP32 accumulator, one rounding per block: an fma
         partial = acc.float()
         out = partial if out is None else out + partial
     assert out is not None

@@ -1,8 +1,8 @@
-"""``Fp8Linear`` inside a compiled graph: opaque operators, because backends call libraries that cannot be traced.
+"""``Fp8Linear`` inside a compiled graph, as opaque operators: backends call libraries that cannot be traced.
 
-Shape legend as in ``backends.base``. Quantizing the input is an operator of its own, so that layers that read the
-same tensor share it. A weight is quantized anew in every call: a graph knows no cache. Weight gradients are returned
-as they are, also where the framework has ``main_grad``; its hooks add them then.
+Shape legend as in ``backends.base``. Quantizing the input is a separate operator, so layers that read the same tensor
+share it. A graph has no cache, so the weight is quantized in every call. Weight gradients are returned to autograd even
+where the framework has ``main_grad``; its hooks then add them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jetrl_patch.fp8.quantize import expand_weight_scale
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str, splits: int) -> Tensor:
-    """As ``Fp8Linear.forward``, in operators that a graph can hold."""
+    """``Fp8Linear.forward`` as operators that a graph can hold."""
     x_MK = x.reshape(-1, x.shape[-1])
     q_MK, s_MG = _quantize(x_MK.detach(), backend, scale_format)
     y_MN: Tensor = _linear(x_MK, q_MK, s_MG, weight, bias, backend, scale_format, splits)
@@ -42,7 +42,7 @@ def _(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("jetrl_patch::fp8_linear", mutates_args=())
 def _linear(
-    x_MK: Tensor,  # not read: the input that the gradient belongs to
+    x_MK: Tensor,  # not read: autograd attaches the input gradient to it
     q_MK: Tensor,
     s_MG: Tensor,
     weight: Tensor,
@@ -56,7 +56,7 @@ def _linear(
     s_NG = expand_weight_scale(s_blocks, weight.shape[0])
     y_MN = kind.gemm(q_MK, s_MG, q_NK, s_NG, torch.bfloat16, splits)
     if bias is not None:
-        y_MN += bias.to(torch.bfloat16)  # here, not in the graph: fused with what follows it would not be rounded
+        y_MN += bias.to(torch.bfloat16)  # not in the graph: fused with the next op, the sum would not be rounded
     return y_MN
 
 
@@ -99,7 +99,7 @@ def _backward(
         dw = kind.wgrad(g_MN, q_MK, s_MG, form, weight.dtype)
     if wanted[2]:
         db = g_MN.float().sum(0).to(b_dtype)
-    dx, dw, db = (g_MN.new_empty(0) if t is None else t for t in (dx, dw, db))  # an operator returns tensors
+    dx, dw, db = (g_MN.new_empty(0) if t is None else t for t in (dx, dw, db))  # an operator cannot return None
     return dx, dw, db
 
 

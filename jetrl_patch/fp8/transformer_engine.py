@@ -1,13 +1,13 @@
-"""TransformerEngine's linears and tensors: recognised by their classes' modules, left alone, taken as they are.
+"""TransformerEngine's linear layers and tensors: recognized by their classes' modules, and used unchanged.
 
-Nothing here imports TransformerEngine, except what asks its quantizer for bytes. With the recipe ``Float8BlockScaling`` its
-layers compute in the format of this project: e4m3, weights in 128x128 blocks, activations 1x128, the three GEMMs in FP8.
+Only the functions that call its quantizer import TransformerEngine. With the recipe ``Float8BlockScaling`` its layers
+compute in this project's format: e4m3, weights in 128x128 blocks, activations in 1x128 groups, all three GEMMs in FP8.
 A quantized weight [N, K] holds ``rowwise_data`` uint8 [N, K] and ``rowwise_scale_inv`` FP32 [ceil(N/128), C], where C is
-ceil(K/128) rounded up to a multiple of 4; the columns beyond ceil(K/128) are padding.
+ceil(K/128) rounded up to a multiple of 4; columns from ceil(K/128) on are padding.
 
-Its formula is  scale = 448 / amax (1 where amax is 0);  q = e4m3(x * scale);  s = 1 / scale,  with "pow2" scale rounded down to a
-power of two. Bytes and scales are then those of ``quantize.py``, but for the scale of a block of zeros; with "fp32" about
-one byte in a thousand differs by a rounding, so there only TransformerEngine's own bytes will do.
+Its formula is  scale = 448 / amax (1 where amax is 0);  q = e4m3(x * scale);  s = 1 / scale.  With "pow2", scale is rounded
+down to a power of two, and bytes and scales equal those of ``quantize.py``, except for the scale of an all-zero block.
+With "fp32" about one byte in a thousand differs by a rounding, so only TransformerEngine's own bytes are right.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ __all__ = [
 ]
 
 PACKAGE = "transformer_engine"
-#: its modules with GEMMs; Megatron's ``TEColumnParallelLinear`` and the like are subclasses of them
+#: its modules with GEMMs; Megatron's ``TEColumnParallelLinear`` and similar classes derive from them
 LINEARS = ("Linear", "LayerNormLinear", "LayerNormMLP", "GroupedLinear")
 _E4M3 = "kFloat8E4M3"
 _RECIPE = "Float8BlockScaling"
 
 
 def _has_base(kind: type, *names: str) -> bool:
-    """Does a class of TransformerEngine, of one of these names (any, without one), stand in the MRO?"""
+    """Whether the MRO contains a TransformerEngine class with one of ``names`` (any of its classes if none is given)."""
     return any(c.__module__.split(".")[0] == PACKAGE and (not names or c.__name__ in names) for c in kind.__mro__)
 
 
 def is_te_linear(module: nn.Module) -> bool:
-    """Is it one of TransformerEngine's layers with a GEMM? They are no ``nn.Linear``."""
+    """Whether the module is a TransformerEngine layer with a GEMM. These are not ``nn.Linear``."""
     return _has_base(type(module), *LINEARS)
 
 
 def is_te_tensor(tensor: object) -> bool:
-    """Is it one of TransformerEngine's quantized tensors, of whatever recipe?"""
+    """Whether the tensor is one of TransformerEngine's quantized tensors, of any recipe."""
     return _has_base(type(tensor))
 
 
 def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
-    """Is it ``Float8BlockScaling`` in the format of this run?
+    """Require the recipe ``Float8BlockScaling`` in this run's format.
 
     Args:
-        recipe: an object of ``transformer_engine.common.recipe``; None where there is none.
-        where: a layer's name or the like, for the error.
+        recipe: an object of ``transformer_engine.common.recipe``, or None.
+        where: the layer or place that the error names.
 
     Raises:
-        ModelError: another recipe, another format or block, or none at all, with which the layer multiplies in BF16.
+        ModelError: the recipe, its format or its block is another one, or there is none, so the layer computes in BF16.
     """
     found = None
     if recipe is None:
-        found = "no recipe, with which it multiplies in BF16"
+        found = "no recipe, so it computes in BF16"
     elif not _has_base(type(recipe), _RECIPE):
         found = type(recipe).__name__
     else:
@@ -91,18 +91,18 @@ def check_recipe(recipe: Any, scale_format: ScaleFormat, where: str) -> None:
         raise ModelError(
             explain(
                 f"TransformerEngine in {where}",
-                required=f"recipe {_RECIPE}, e4m3, 128x128 weights, scale_format={scale_format!r}",
+                required=f"recipe {_RECIPE}, e4m3, 128x128 weight blocks, scale_format={scale_format!r}",
                 found=found,
-                fix=f"use that recipe, with NVTE_FP8_BLOCK_SCALING_FP32_SCALES={scales} set before TransformerEngine is imported",
+                fix=f"use that recipe, and set NVTE_FP8_BLOCK_SCALING_FP32_SCALES={scales} before TransformerEngine is imported",
             )
         )
 
 
 def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backend: str) -> bool:
-    """Are these FP8 layers TransformerEngine's, to be left as they are? False: all are plain ones.
+    """Whether the FP8 layers are TransformerEngine's and stay unchanged. False: all are plain ``nn.Linear``.
 
     Raises:
-        ModelError: some of both; another recipe or none; ``backend`` is not the one that these layers compute with.
+        ModelError: the layers are of both kinds, the recipe is wrong, or ``backend`` does not compute this kind.
     """
     te = [name for name, module in layers.items() if is_te_linear(module)]
     plain = [name for name in layers if name not in set(te)]
@@ -110,25 +110,26 @@ def left_alone(layers: Mapping[str, nn.Module], scale_format: ScaleFormat, backe
         raise ModelError(
             explain(
                 "FP8 layers",
-                required="all of TransformerEngine or all nn.Linear, so that one backend computes them",
+                required="all of TransformerEngine or all nn.Linear, because one backend computes them",
                 found=f"{len(te)} of TransformerEngine (first: {te[0]}), {len(plain)} others (first: {plain[0]})",
-                fix="convert all of them, or leave the others in BF16 on both sides with exclude=",
+                fix="convert all of them, or keep the others in BF16 on both sides with exclude=",
             )
         )
     if bool(te) != (backend == "te"):
+        asked = "nn.Linear layers" if te else "TransformerEngine's layers"
         found = f"TransformerEngine's layers (first: {te[0]})" if te else f"nn.Linear (first: {plain[0]})"
-        fix = 'use backend="te"' if te else 'use another backend; "cublaslt" is the same GEMM'
-        raise ModelError(explain(f"backend={backend!r}", required="the layers that it computes", found=found, fix=fix))
+        fix = 'use backend="te"' if te else 'use another backend, such as "cublaslt", which is the same GEMM'
+        raise ModelError(explain(f"backend={backend!r}", required=asked, found=found, fix=fix))
     for name in te:
         check_recipe(getattr(layers[name], "fp8_meta", {}).get("recipe"), scale_format, f"layer {name}")
     return bool(te)
 
 
 def require_te_linears(model: nn.Module, expected: int) -> list[str]:
-    """Names of TransformerEngine's layers in the transformer blocks, where nothing else may hold a matrix.
+    """Names of TransformerEngine's layers in the transformer blocks, where no other module may hold a matrix.
 
     Raises:
-        ModelError: a block has another matrix, which would stay in BF16 and say nothing, or not ``expected`` of these.
+        ModelError: a block has another matrix, which would silently stay in BF16, or there are not ``expected`` layers.
     """
     te: list[str] = []
     others: list[str] = []
@@ -140,7 +141,7 @@ def require_te_linears(model: nn.Module, expected: int) -> list[str]:
         raise ModelError(
             explain(
                 f"layers of {type(model).__name__}",
-                required=f"{expected} layers of TransformerEngine in its transformer blocks and no other matrix",
+                required=f"{expected} layers of TransformerEngine in the transformer blocks and no other matrix",
                 found=f"{len(te)}{shown}",
                 fix="use Megatron's transformer_engine implementation for a dense model",
             )
@@ -149,14 +150,14 @@ def require_te_linears(model: nn.Module, expected: int) -> list[str]:
 
 
 def take(layer: str, weight: Any, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """The bytes and scales of a ``Float8BlockwiseQTensor`` as they are, the padding of the scales cut off.
+    """The bytes and scales of a ``Float8BlockwiseQTensor``, unchanged except that the padding of the scales is cut off.
 
     Returns:
         e4m3fn [N, K] and FP32 [ceil(N/128), ceil(K/128)].
 
     Raises:
-        SyncError: naming the layer: another kind of tensor, block, dtype or orientation; scales that are no powers of
-            two in "pow2"; a NaN or Inf.
+        SyncError: the tensor is of another class, block, dtype or orientation, a scale is not a power of two in
+            "pow2", or there is a NaN or Inf. The message names the layer.
     """
     if not _has_base(
         type(weight), "Float8BlockwiseQTensor", "Float8BlockwiseQTensorStorage", "Float8BlockwiseQTensorBase"
@@ -167,7 +168,7 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> tuple[Tensor, Te
     dtype = getattr(have["fp8_dtype"], "name", str(have["fp8_dtype"]))
     block = getattr(have["quantizer"], "block_len", BLOCK)
     if q is None or s is None:
-        raise _cannot_take(layer, "row-wise data", "column-wise data alone")
+        raise _cannot_take(layer, "row-wise data", "only column-wise data")
     if not have["is_2D_scaled"] or block != BLOCK or dtype != _E4M3:
         found = f"{dtype} in {f'{block}x{block} blocks' if have['is_2D_scaled'] else f'1x{block} groups'}"
         raise _cannot_take(layer, "e4m3 in 128x128 blocks", found)
@@ -176,12 +177,12 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> tuple[Tensor, Te
     N, K = q.shape
     G = groups(K)
     if s.dtype != torch.float32 or tuple(s.shape) not in ((groups(N), G), (groups(N), -(-G // 4) * 4)):
-        asked = f"FP32 scales [{groups(N)}, {G}], padded to multiples of 4 columns or not"
+        asked = f"FP32 scales [{groups(N)}, {G}], with or without padding to a multiple of 4 columns"
         raise _cannot_take(layer, asked, f"{s.dtype} {list(s.shape)}")
     s_blocks = s[:, :G].contiguous()
     if bool(((q & 0x7F) == 0x7F).any()) or not bool(torch.isfinite(s_blocks).all()):
         raise SyncError(
-            f"{layer} holds NaN or Inf, so nothing was synced; look at the last optimizer step that made it so"
+            f"{layer} holds NaN or Inf, so no weight was synced. Check the loss and gradients of the last optimizer step."
         )
     if scale_format == "pow2" and bool((s_blocks.view(torch.int32) & 0x7FFFFF).any()):
         raise _cannot_take(layer, 'power-of-two scales (scale_format="pow2")', "other scales")
@@ -189,17 +190,22 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
 
 def quantize_weight(layer: str, weight_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """What TransformerEngine computes with where its parameters are BF16: the same quantizer on the same values.
+    """Quantize a BF16 parameter as TransformerEngine's layer does: its own quantizer on the same values.
 
-    Raises SyncError as ``take``.
+    Raises:
+        SyncError: as ``take``.
     """
     return take(layer, _quantizer(scale_format, 2)(weight_NK.to(torch.bfloat16).contiguous()), scale_format)
 
 
 def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """1x128 groups by TransformerEngine's quantizer: e4m3fn [M, K] and FP32 [M, G]; its scales are [G, M padded to 4].
+    """Quantize in 1x128 groups with TransformerEngine's quantizer, whose scales are [G, M padded to 4].
 
-    Raises ModelError where it gives another shape.
+    Returns:
+        e4m3fn [M, K] and FP32 [M, G].
+
+    Raises:
+        ModelError: the quantizer returns other shapes.
     """
     M, K = x_MK.shape
     have = _quantizer(scale_format, 1)(x_MK.contiguous()).get_metadata()
@@ -230,5 +236,5 @@ def _quantizer(scale_format: ScaleFormat, dims: int) -> Any:
 
 
 def _cannot_take(layer: str, asked: str, found: str) -> SyncError:
-    fix = "use fp8_recipe=blockwise, or BF16 parameters, which the sync quantizes"
+    fix = "use fp8_recipe=blockwise, or keep the parameters in BF16, which the sync then quantizes"
     return SyncError(explain(f"TransformerEngine's weight of {layer}", required=asked, found=found, fix=fix))

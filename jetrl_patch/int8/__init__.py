@@ -1,1 +1,1 @@
-"""The INT8 flow of a rollout: one scale per row, exact integer products (torch only)."""
+"""INT8 linear layers of a rollout: one scale per row, exact integer products (torch only)."""

@@ -1,9 +1,9 @@
-"""The INT8 product: exact in int32, then scaled, then rounded once to BF16.
+"""The INT8 product: an exact int32 sum, scaled, and rounded once to BF16.
 
     Y [M, N] = round(sX · (sW · FP32(Σ_k qX · qW)))
 
-The integer sum has no rounding and so no order: a row's result cannot depend on its neighbours, on the kernel or on
-the device. The order of the two scales is that of vLLM's CUTLASS epilogue.
+The integer sum has no rounding, so its order does not matter: a row's result cannot depend on its neighbours, the kernel
+or the device. The order of the two scales is that of vLLM's CUTLASS epilogue.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.int8.quantize import INT8_MAX, quantize_rows
 
 __all__ = ["MAX_K", "check_width", "choose", "fprop", "int_mm", "product", "reference_mm"]
 
-#: the widest layer whose integer sum fits into int32 whatever its values are
+#: the largest K whose integer sum fits in int32 for all values
 MAX_K = (2**31 - 1) // INT8_MAX**2
 
 #: int8 [M, K], int8 [N, K] -> int32 [M, N]
@@ -28,17 +28,17 @@ IntMM = Callable[[Tensor, Tensor], Tensor]
 
 
 def reference_mm(q_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """The sum in FP64, which holds every integer up to 2**53."""
+    """The integer product computed in FP64, which represents every integer up to 2**53."""
     return (q_MK.double() @ w_NK.double().t()).to(torch.int32)
 
 
 def int_mm(q_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """torch's integer product: VNNI and AMX on a CPU, cuBLASLt on CUDA (which wants multiples of 8 and M > 16).
+    """torch's integer product: VNNI and AMX on a CPU, cuBLASLt on CUDA (which needs multiples of 8 and M > 16).
 
-    On CUDA the widths are padded with zeros, which add nothing. That branch was not run on a GPU yet.
+    On CUDA, operands are padded with zeros, which do not change the sum. That branch has not yet run on a GPU.
     """
     (M, K), N = q_MK.shape, w_NK.shape[0]
-    if M == 0 or K == 1:  # torch 2.13 on a CPU gives other numbers for K = 1
+    if M == 0 or K == 1:  # torch 2.13 on a CPU returns wrong results for K = 1
         return reference_mm(q_MK, w_NK)
     if q_MK.device.type == "cuda":
         k = -K % 8
@@ -47,7 +47,7 @@ def int_mm(q_MK: Tensor, w_NK: Tensor) -> Tensor:
 
 
 def choose(name: str, device_type: str) -> IntMM:
-    """``int_mm`` where it is right on this machine, else the reference; "torch" asks for the reference."""
+    """``int_mm`` if it is correct on this machine, otherwise the reference. ``name="torch"`` selects the reference."""
     if name == "torch" or (device_type == "cpu" and not _is_right_here()):
         return reference_mm
     return int_mm
@@ -55,7 +55,7 @@ def choose(name: str, device_type: str) -> IntMM:
 
 @functools.lru_cache(maxsize=1)
 def _is_right_here() -> bool:
-    """On CPUs without VNNI an int8 kernel may add pairs of products in saturating int16: the extremes show it."""
+    """Test extreme values: without VNNI, a CPU's int8 kernel may add pairs of products in saturating int16."""
     signs = torch.tensor([1, 1, -1, 1, -1, -1, 1, 1], dtype=torch.int8).repeat(64)
     x = (signs * INT8_MAX).repeat(16, 1)
     x[::2] = INT8_MAX
@@ -65,21 +65,25 @@ def _is_right_here() -> bool:
 def product(
     q_MK: Tensor, s_M1: Tensor, w_NK: Tensor, s_N1: Tensor, out_dtype: torch.dtype, mm: IntMM = reference_mm
 ) -> Tensor:
-    """[M, N] in BF16, or in FP32 as the unrounded partial sum of a tensor-parallel rank."""
+    """Multiply quantized operands. Returns [M, N] in BF16, or in FP32 the unrounded partial sum of a tensor-parallel rank."""
     return (s_M1 * (s_N1.t() * mm(q_MK, w_NK).float())).to(out_dtype)
 
 
 def fprop(
     x_MK: Tensor, w_NK: Tensor, s_N1: Tensor, out_dtype: torch.dtype = torch.bfloat16, mm: IntMM = reference_mm
 ) -> Tensor:
-    """Quantize a BF16 activation per token and multiply: what a rollout's linear layer does."""
+    """Quantize a BF16 activation per token and multiply, as a rollout's linear layer does."""
     return product(*quantize_rows(x_MK), w_NK, s_N1, out_dtype, mm)
 
 
 def check_width(name: str, K: int) -> None:
-    """Raise ModelError for a layer whose integer sum might overflow."""
+    """Raise ModelError for a layer whose integer sum could overflow."""
     if K > MAX_K:
         raise ModelError(
-            f"{name} is {K} wide, and an INT8 sum over more than {MAX_K} does not fit into int32; leave it in BF16 by "
-            f"exclude=['{name.rsplit('.', 1)[-1]}'], or use precision='fp8-rollout'"
+            explain(
+                f"INT8 layer {name}",
+                required=f"an input width of at most {MAX_K}, so that its sum fits in int32",
+                found=f"width {K}",
+                fix=f"keep it in BF16 with exclude=['{name.rsplit('.', 1)[-1]}'], or use precision='fp8-rollout'",
+            )
         )

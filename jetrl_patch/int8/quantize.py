@@ -1,9 +1,9 @@
-"""The INT8 quantizer, written to be read: these lines are the contract.
+"""The reference INT8 quantizer. This code is the contract.
 
 Weights have one scale per output channel and activations one per token; with K last, both are one scale per row.
 For a row x:  amax = max |x|;  s = max(amax, 1e-10) / 127 in FP32;  q = clamp(RNE(x / s), -127, 127).
-Symmetric: there is no zero point, and -128 is not used. A NaN or Inf in a row makes its scale NaN or Inf, and with
-that every result of the row NaN: it stays visible.
+Symmetric: there is no zero point, and -128 is unused. A NaN or Inf in a row makes its scale NaN or Inf and every
+result of the row NaN, so it stays visible.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ INT8_MAX = 127
 
 
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
-    """Weights [N, K] or activations [M, K] of any float dtype -> int8 of the same shape and FP32 scales [rows, 1]."""
+    """Quantize weights [N, K] or activations [M, K] of any float dtype to int8 of the same shape and FP32 scales [rows, 1]."""
     x = x_MK.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / INT8_MAX
-    # what is not finite has no integer; the row's scale, which is not finite either, says so
+    # a non-finite value has no integer; the row's scale, also non-finite, keeps it visible
     steps = (x / scale).round().nan_to_num(0.0).clamp(-INT8_MAX, INT8_MAX)
     return steps.to(torch.int8), scale
 

@@ -1,1 +1,1 @@
-"""C kernels for the CPU: the fast, row-independent half of the exact flow (compiled at first use)."""
+"""C kernels for the CPU: fast, row-independent forward ops, compiled at first use."""

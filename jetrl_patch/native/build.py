@@ -1,7 +1,7 @@
 """Compile ``kernels.c`` for this machine at first use and keep the result in the user's cache.
 
-The library is named by a hash of the source, the compiler and the processor, so a new release, a new
-compiler or another machine behind the same home directory never picks up a stale file.
+The file name contains a hash of the source, the compiler and the processor, so a new release, a new compiler or
+another machine with the same home directory never loads a stale library.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import tempfile
 from pathlib import Path
 
 from jetrl_patch.env import read_variable
-from jetrl_patch.errors import JetrlError
+from jetrl_patch.errors import JetrlError, explain
 
 SOURCE = Path(__file__).with_name("kernels.c")
-# Contraction to FMA is wanted and decided at compile time, so every caller gets the same bits.
+# The compiler contracts a * b + c to FMA. That is fixed at compile time, so every caller gets the same bits.
 FLAGS = (
     "-O3",
     "-march=native",
@@ -33,7 +33,7 @@ FLAGS = (
 
 
 def compiler() -> str | None:
-    """The C compiler to use, or None: ``$CC``, gcc, clang, cc."""
+    """The first C compiler found among ``$CC``, gcc, clang and cc, or None."""
     for name in (os.environ.get("CC"), "gcc", "clang", "cc"):
         found = shutil.which(name) if name else None
         if found:
@@ -42,7 +42,7 @@ def compiler() -> str | None:
 
 
 def available() -> tuple[bool, str]:
-    """Can the kernels be built and loaded here? Compiles them when that was not done yet."""
+    """Whether the kernels can be built and loaded here, and why not. Compiles them if necessary."""
     try:
         library()
     except (JetrlError, OSError) as error:
@@ -55,13 +55,17 @@ def library() -> ctypes.CDLL:
     """The loaded kernels.
 
     Raises:
-        JetrlError: no compiler was found, or it refused the source.
+        JetrlError: there is no compiler, or compilation failed.
     """
     cc = compiler()
     if cc is None:
         raise JetrlError(
-            "the native CPU kernels need a C compiler: required gcc, clang or cc on PATH (or CC), found none. "
-            'Install one, or choose backend="torch" (slower, the same contract).'
+            explain(
+                "C compiler for the native CPU kernels",
+                required="gcc, clang or cc on PATH, or CC",
+                found="none",
+                fix='install one, or use backend="torch" (slower, the same contract)',
+            )
         )
     target = _cache_dir() / f"kernels-{_fingerprint(cc)}.so"
     if not target.exists():
@@ -82,7 +86,7 @@ def _fingerprint(cc: str) -> str:
 
 
 def _processor() -> str:
-    """What ``-march=native`` depends on: the processor's model and feature flags."""
+    """The processor's model and feature flags, on which ``-march=native`` depends."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -93,11 +97,11 @@ def _processor() -> str:
 def _compile(cc: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     wide = ("-mprefer-vector-width=512",) if "avx512f" in _processor() else ()
-    # Several processes may start at once: each compiles into its own file, the rename is atomic.
+    # Several processes may start at once. Each compiles to its own file, and the rename is atomic.
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        for openmp in (("-fopenmp",), ()):  # a compiler without OpenMP gives the same bits on one thread
+        for openmp in (("-fopenmp",), ()):  # without OpenMP the kernels run on one thread, with the same bits
             command = [cc, *FLAGS, *wide, *openmp, str(SOURCE), "-o", scratch, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0:
@@ -105,7 +109,7 @@ def _compile(cc: str, target: Path) -> None:
                 return
         raise JetrlError(
             f"{cc} could not compile {SOURCE.name}:\n{result.stderr.strip()}\n"
-            'Repair the compiler, or choose backend="torch" (slower, the same contract).'
+            'Repair the compiler, or use backend="torch" (slower, the same contract).'
         )
     finally:
         Path(scratch).unlink(missing_ok=True)

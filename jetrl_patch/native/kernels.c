@@ -1,8 +1,9 @@
-/* CPU kernels of the exact FP8 flow.
+/* CPU kernels of the exact FP8 mode.
  *
- * One rule holds for every function: the bits of an output row depend on the inputs of that row
- * alone. Sums run in a fixed order, the tile a row falls into only decides when it is computed, and
- * threads split rows or columns, never a sum. So decoding one token and training on a packed batch give the same bits.
+ * One rule holds for every function of the forward pass: the bits of an output row depend on that row's inputs alone
+ * (jetrl_quantize_tokens and jetrl_quantize_blocks have groups of 128 rows). Sums run in a fixed order. A row's tile only
+ * decides when the row is computed, and threads split rows or columns, never a sum. So decoding one token and training
+ * on a packed batch give the same bits.
  *
  * Legend: M tokens, N output features, K input features, G = ceil(K/128) groups, T query tokens,
  * H query heads, D head width, L keys. All matrices are row-major; `ld*` is the row stride in elements.
@@ -29,13 +30,13 @@ static inline uint32_t as_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); r
 
 static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
 
-static inline uint16_t to_bf16(float f) {  /* round to nearest even; a NaN stays a NaN */
+static inline uint16_t to_bf16(float f) {  /* round to nearest even; NaN stays NaN */
     uint32_t b = as_bits(f);
     uint32_t r = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
     return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)r;
 }
 
-static inline float lane_sum(v16 a) {  /* one fixed tree */
+static inline float lane_sum(v16 a) {  /* a fixed summation tree */
     float t[8], u[4];
     for (int i = 0; i < 8; i++) t[i] = a[i] + a[i + 8];
     for (int i = 0; i < 4; i++) u[i] = t[i] + t[i + 4];
@@ -56,14 +57,14 @@ static inline uint8_t encode_e4m3(float y) {  /* saturating round to nearest eve
 
 static inline float decode_e4m3(uint8_t q) {
     uint32_t a = q & 0x7fu;
-    /* No FP32 subnormal is formed on the way: some libraries switch them off for the whole process. */
+    /* No intermediate is an FP32 subnormal: some libraries disable those for the whole process. */
     float v = a < 8u ? (float)(int32_t)a * 0x1p-9f : as_float((a << 20) + (120u << 23));
     v = a == 0x7fu ? as_float(0x7fc00000u) : v;
     return q & 0x80u ? -v : v;
 }
 
 static inline float scale_of(uint32_t amax_bits, int pow2) {
-    /* Bits of non-negative floats order like integers, and NaN sorts above everything: it survives. */
+    /* The bits of non-negative floats order like integers, and NaN is above all of them, so the maximum keeps it. */
     float amax = as_float(amax_bits);
     float s = (amax_bits < 0x2edbe6ffu ? 1e-10f : amax) / 448.0f;
     if (pow2) {
@@ -165,7 +166,7 @@ void jetrl_dequantize(const uint8_t *q, const float *s, int64_t lds, int64_t M, 
     }
 }
 
-/* A 64-bit fingerprint of `bytes` bytes: tells whether a weight has changed since it was quantized. */
+/* A 64-bit fingerprint of `bytes` bytes, which shows whether a weight has changed since it was quantized. */
 uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
     uint64_t lane[8], tail[8] = {0};
     for (int i = 0; i < 8; i++) lane[i] = 0x9e3779b97f4a7c15ull * (uint64_t)(i + 1);
@@ -187,10 +188,10 @@ uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
 }
 
 /* ---- GEMM: Y [M,N] = X [M,K] * W [N,K]^T ---------------------------------------------------
- * A lane is an output column. For each column tile the weights of one group of K are widened to FP32 and
- * transposed, [k][column]; then dot += x[m][k] * w[k][lane] over ascending k, one FMA each, and after
- * the group total = fma(dot, sX * sW, total) (FP8), or total = dot carried on (BF16). The order of an
- * element's sum is k = 0, 1, 2, ... whatever tile it falls into. */
+ * A SIMD lane is an output column. For each column tile, the weights of one group of K are widened to FP32 and
+ * transposed to [k][column]. Then dot += x[m][k] * w[k][lane] over ascending k, one FMA each. After the group,
+ * total = fma(dot, sX * sW, total) for FP8; for BF16 one dot runs over all groups. Every element is summed in the
+ * order k = 0, 1, 2, ..., whatever its tile. */
 
 #define MR 8      /* rows of the register tile */
 #define NT 32     /* columns of a tile: two vectors */
@@ -235,7 +236,7 @@ static inline void transpose_halves(h16 r[16]) {
     }
 }
 
-/* Columns n0.. of W, k in [k0, k0 + 16): wt[k][column] in FP32; zeros outside N and K. */
+/* Widen up to NT columns of W for k in [k0, k0 + 16) to wt[k][column] in FP32, with zeros outside N and K. */
 static void widen_weights(const void *w, int64_t ldw, int64_t n, int64_t k0, int64_t k_end, int fp8, float *wt) {
     for (int half = 0; half < NT; half += 16) {
         const int64_t k_count = k_end - k0 < 16 ? k_end - k0 : 16;
@@ -255,7 +256,7 @@ static void widen_weights(const void *w, int64_t ldw, int64_t n, int64_t k0, int
     }
 }
 
-/* rows x NT columns over one group of K. dot starts at zero and is scaled into `total` (FP8), or carries it on. */
+/* rows x NT columns over one group of K. FP8: dot starts at zero and is scaled into `total`; BF16: dot continues `total`. */
 static inline __attribute__((always_inline)) void tile(
     const int rows, const float *x, int64_t ldx, const float *wt, int64_t k_count, const float *sx, int64_t ldsx,
     const float *sw, float *total) {
@@ -286,9 +287,8 @@ static inline __attribute__((always_inline)) void tile(
 }
 
 /* X: e4m3 with scales sx [M,G] (fp8 = 1) or bf16 (fp8 = 0); W likewise with per-row scales sw [N,G].
- * `splits` > 1: the partial sums of `splits` equal ranges of K, added in ascending order, as the ranks
- * of a tensor-parallel rollout add theirs. out: FP32 (bf16 = 0) or BF16, rounded once. Returns 0, or 1
- * when memory ran out. */
+ * `splits` > 1 adds the partial sums of `splits` equal ranges of K in ascending order, as the ranks of a
+ * tensor-parallel rollout do. out: FP32 (bf16 = 0) or BF16, rounded once. Returns 0, or 1 if out of memory. */
 int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64_t ldw, const float *sw,
                int64_t ldsw, int64_t M, int64_t N, int64_t K, int fp8, int splits, int bf16, void *out,
                int threads) {
@@ -349,9 +349,9 @@ int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64
     return failed;
 }
 
-/* ---- what stands between the linears ------------------------------------------------------ */
+/* ---- ops between the linears -------------------------------------------------------------- */
 
-static inline v16 exp16(v16 x) {  /* exp in FP32, about 1 ulp; below -87.3 it is 0, above 88 inf; NaN stays NaN */
+static inline v16 exp16(v16 x) {  /* FP32 exp, accurate to about 1 ulp: 0 below -87.3, inf above 88, NaN for NaN */
     const v16 zero = {0};
     v16 c = x;
     i16 low = x < -87.3f, high = x > 88.0f, nan = x != x;
@@ -435,11 +435,11 @@ void jetrl_rotary(const uint16_t *x, int64_t ldx, const uint16_t *cos, const uin
         }
 }
 
-/* Causal attention over a paged or a plain cache. Request r owns queries q_start[r]..q_start[r+1]-1, the last
- * of its seq_lens[r] positions. Key j of request r stands at
+/* Causal attention over a paged or contiguous cache. Request r has the queries q_start[r]..q_start[r+1]-1, which are
+ * the last of its seq_lens[r] positions. Key j of request r is at
  *   base + block_table[r*ldb + j/BS]*block_stride + (j%BS)*token_stride + head*head_stride.
- * Scores, weights and sums in FP32, keys ascending, two passes, one rounding to BF16. lse [T,H] may be NULL.
- * Returns 0, or 1 when memory ran out. */
+ * Scores, weights and sums are FP32 over ascending keys, in two passes, with one rounding to BF16. lse [T,H] may be
+ * NULL. Returns 0, or 1 if out of memory. */
 int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, const uint16_t *vc, int64_t block_stride,
                     int64_t token_stride, int64_t head_stride, const int32_t *block_table, int64_t ldb, int64_t BS,
                     const int32_t *seq_lens, const int32_t *q_start, int64_t R, int64_t H, int64_t KH, int64_t D,

@@ -1,4 +1,4 @@
-"""Torch tensors in, torch tensors out: thin, checked calls into the C kernels. No autograd here.
+"""Thin, checked wrappers of the C kernels for torch tensors, without autograd.
 
 Shape legend: M tokens, N output features, K input features, G = ceil(K/128); T query tokens,
 H query heads, KH key/value heads, D head width, R requests.
@@ -28,19 +28,19 @@ def _long(value: int) -> ctypes.c_int64:
 
 
 def _threads(work: int) -> int:
-    """Threads for so many multiply-adds: below about 20 microseconds of work a second thread costs more."""
+    """Threads for ``work`` multiply-adds: below about 20 microseconds of work a second thread costs more than it saves."""
     return torch.get_num_threads() if work > 1_000_000 else 1
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """A CPU matrix whose rows are dense (any row stride)."""
+    """The tensor with a contiguous last dimension (any row stride). Raises TypeError if it is not a CPU ``dtype`` tensor."""
     if tensor.dtype != dtype or tensor.device.type != "cpu":
         raise TypeError(f"{name}: expected a CPU {dtype} tensor, found {tensor.dtype} on {tensor.device}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _sized(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """The kernels read memory by the sizes that they are told."""
+    """The tensor, if it has this shape, which tells the kernel what memory to read. Raises ValueError otherwise."""
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
     return tensor
@@ -48,11 +48,11 @@ def _sized(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
 
 def _checked(status: int) -> None:
     if status:
-        raise MemoryError("the native kernels could not allocate their scratch memory")
+        raise MemoryError("The native kernels could not allocate scratch memory. Use shorter sequences or smaller batches.")
 
 
 def quantize_rows(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    """1x128 groups along K. Returns e4m3 [M, K] and FP32 scales [M, G]."""
+    """Quantize BF16 [M, K] in 1x128 groups along K. Returns e4m3 [M, K] and FP32 scales [M, G]."""
     x_MK = _rows(x_MK, _BF16, "x")
     M, K = x_MK.shape
     q_MK = torch.empty(M, K, dtype=FP8)
@@ -64,7 +64,7 @@ def quantize_rows(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_tokens(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    """128x1 groups along M. Returns e4m3 [M, K] and FP32 scales [ceil(M/128), K]."""
+    """Quantize BF16 [M, K] in 128x1 groups along M. Returns e4m3 [M, K] and FP32 scales [ceil(M/128), K]."""
     x_MK = _rows(x_MK, _BF16, "x")
     M, K = x_MK.shape
     q_MK = torch.empty(M, K, dtype=FP8)
@@ -76,7 +76,7 @@ def quantize_tokens(x_MK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
 
 
 def quantize_blocks(w_NK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
-    """128x128 blocks. Returns e4m3 [N, K] and FP32 scales [ceil(N/128), G]."""
+    """Quantize BF16 [N, K] in 128x128 blocks. Returns e4m3 [N, K] and FP32 scales [ceil(N/128), G]."""
     w_NK = _rows(w_NK, _BF16, "w")
     N, K = w_NK.shape
     q_NK = torch.empty(N, K, dtype=FP8)
@@ -88,7 +88,7 @@ def quantize_blocks(w_NK: Tensor, pow2: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtype: torch.dtype) -> Tensor:
-    """q * s in FP32, then ``dtype`` (BF16 is exact for power-of-two scales). Returns [M, K].
+    """Compute q * s [M, K] in FP32 and convert to ``dtype`` (BF16 is exact for power-of-two scales).
 
     ``scale[m // row_group, k // col_group]`` belongs to ``q[m, k]``.
     """
@@ -104,7 +104,7 @@ def dequantize(q_MK: Tensor, scale: Tensor, row_group: int, col_group: int, dtyp
 
 
 def fingerprint(tensor: Tensor) -> int:
-    """64-bit fingerprint of a contiguous tensor's bytes."""
+    """A 64-bit fingerprint of a contiguous CPU tensor's bytes."""
     if tensor.device.type != "cpu":
         raise TypeError(f"weight: expected a CPU tensor, found one on {tensor.device}")
     function: Any = library().jetrl_fingerprint
@@ -115,7 +115,7 @@ def fingerprint(tensor: Tensor) -> int:
 def fp8_gemm(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
 ) -> Tensor:
-    """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc); FP32 or rounded once to BF16."""
+    """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc), in FP32 or rounded once to BF16."""
     check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
     w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
@@ -133,7 +133,7 @@ def fp8_gemm(
 
 
 def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Y [M, N] = X W^T with BF16 operands and FP32 sums in ascending K; FP32, or rounded once to BF16."""
+    """Y [M, N] = X W^T with BF16 operands and FP32 sums over ascending K, in FP32 or rounded once to BF16."""
     x_MK, w_NK = _rows(x_MK, _BF16, "x"), _rows(w_NK, _BF16, "w")
     (M, K), N = x_MK.shape, w_NK.shape[0]
     _sized(w_NK, (N, K), "w")
@@ -148,7 +148,7 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
 
 
 def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns y [M, K] BF16 and 1/rms [M] FP32."""
+    """RMSNorm over K, y = bf16(w * bf16(x / rms(x))). Returns y [M, K] BF16 and 1/rms [M] FP32."""
     x_MK, weight = _rows(x_MK, _BF16, "x").contiguous(), _rows(weight, _BF16, "weight")
     M, K = x_MK.shape
     _sized(weight, (K,), "weight")
@@ -160,7 +160,7 @@ def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
 
 
 def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
-    """bf16(bf16(silu(gate)) * up), [M, K]; rows may be strided halves of one tensor."""
+    """bf16(bf16(silu(gate)) * up), [M, K]; gate and up may be strided halves of one tensor."""
     gate_MK, up_MK = _rows(gate_MK, _BF16, "gate"), _rows(up_MK, _BF16, "up")
     M, K = gate_MK.shape
     _sized(up_MK, (M, K), "up")
@@ -196,16 +196,16 @@ def attention(
     scale: float,
     want_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of [T, H, D] queries over caches [blocks, block size, KH, D] (any strides but the last).
+    """Causal attention of queries [T, H, D] over caches [blocks, block size, KH, D] with a contiguous last dimension.
 
     ``block_table`` int32 [R, B], ``seq_lens`` int32 [R] (keys so far), ``query_start`` int32 [R + 1].
-    Returns the output [T, H, D] BF16 and, if wanted, the log-sum-exp [T, H] FP32.
+    Returns the output [T, H, D] BF16 and, with ``want_lse``, the log-sum-exp [T, H] FP32.
     """
     T, H, D = q_THD.shape
     if q_THD.stride(2) != 1 or q_THD.stride(1) != D:
         q_THD = q_THD.contiguous()
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError("k_cache and v_cache need the same strides and a dense last dimension")
+        raise ValueError("k_cache and v_cache need equal strides and a contiguous last dimension.")
     block_table, seq_lens, query_start = block_table.contiguous(), seq_lens.contiguous(), query_start.contiguous()
     out = torch.empty(T, H, D, dtype=_BF16)
     lse = torch.empty(T, H, dtype=torch.float32) if want_lse else None

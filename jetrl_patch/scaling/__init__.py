@@ -1,1 +1,1 @@
-"""Scales that move between a norm and the linears that read it, and change nothing in exact arithmetic (torch only)."""
+"""Factors moved between a norm and the linears that read it; the function is the same in exact arithmetic (torch only)."""

@@ -1,10 +1,10 @@
-"""Which linears read which norm: where a factor of the norm's output can be taken out of one and put into the other.
+"""Groups of a norm and the linears that read it, between which a factor can be moved without changing the function.
 
     norm(x) = x̂ · g        W norm(x) = (W · f) (norm(x) / f)        with f a number, or one number per channel
 
-Only linears that read the norm, and nothing else that does, may stand in a group; the record of the model's family says
-which they are (``families.Family.readers``), and that its norms are ``x̂ · g`` (not ``1 + g``) and stand before the linears.
-``o_proj`` and ``down_proj`` read no norm and are in none.
+A group needs a norm that only linears read. The record of the model's family lists them (``families.Family.readers``) and
+states that its norms are ``x̂ · g`` (not ``x̂ · (1 + g)``) and precede the linears. ``o_proj`` and ``down_proj`` read no
+norm, so they are in no group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.families import covering
 
 __all__ = ["Group", "groups_of"]
@@ -20,28 +20,32 @@ __all__ = ["Group", "groups_of"]
 
 @dataclass(frozen=True)
 class Group:
-    """Names of one norm's weight and of the weights that read it, in the order in which they are sent."""
+    """The names of a norm's weight and of the weights that read it, in the order of the model's parameters."""
 
     norm: str
     readers: tuple[str, ...]
 
 
 def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Group]:
-    """The groups among a model's parameters.
+    """Find the groups among a model's parameters.
 
     Args:
-        names: of the parameters, as Hugging Face calls them.
+        names: the parameters' Hugging Face names.
         family: ``model_type`` of the model's configuration.
-        asked: what wants to know, for the error.
+        asked: the setting that the error names, with its value.
 
     Raises:
-        ModelError: another family, where a factor might change the model's function.
+        ModelError: the family is not covered, so moving a factor might change the model's function.
     """
     covered = covering("scaling")
     if family not in covered:
         raise ModelError(
-            f"{asked} is known to change nothing for the model families {', '.join(covered)}, found "
-            f"model_type={family!r}; switch it off (smoothing=0, or no invariant_scale)"
+            explain(
+                asked,
+                required=f"one of the model families {', '.join(covered)}, whose function it keeps",
+                found=f"model_type={family!r}",
+                fix="switch it off: set smoothing=0, or drop invariant_scale",
+            )
         )
     known = dict.fromkeys(names)
     found = []

@@ -1,11 +1,11 @@
 """QuRL's update-aware scaling: WX = (W / s)(sX), applied once before training (arXiv 2602.13953).
 
-An update of a step is far smaller than a step of the rollout's format. With s > 1 the weights of q, k, v, gate and up
-become smaller and the norms before them greater by as much: the function stays, and an update weighs s times more
-against the weight that is quantized. ``o_proj``, ``down_proj`` and biases stay as they are.
+An optimizer update is far smaller than the spacing of the rollout's format. With s > 1 the weights of q, k, v, gate and
+up shrink and the norms before them grow by the factor s. The function is unchanged, and an update is s times larger
+relative to the quantized weight. ``o_proj``, ``down_proj`` and biases do not change.
 
-The model's configuration remembers the factor (``config.json`` of everything that is saved from it), so that a
-checkpoint of a scaled model is not scaled again.
+The model's configuration records the factor, and so does every ``config.json`` saved from it, so that a checkpoint of a
+scaled model is not scaled again.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ RECORD = "jetrl_invariant_scale"
 
 @torch.no_grad()
 def scale_once(model: Any, scale: float) -> bool:
-    """Scale a loaded Hugging Face model in place, whole or already partitioned by ZeRO-3; False if it was scaled before.
+    """Scale a loaded Hugging Face model in place, whole or partitioned by ZeRO-3. Returns False if it was already scaled.
 
-    Exact where ``scale`` is a power of two; else each weight is rounded once in the dtype that it is held in.
+    Exact if ``scale`` is a power of two; otherwise each weight is rounded once in its own dtype.
 
     Raises:
-        ModelError: a family whose function might change. ConfigError: the checkpoint was scaled by another factor.
+        ModelError: the family is not covered, so its function might change.
+        ConfigError: the checkpoint was scaled by another factor.
     """
     if check_record(model.config, scale):
         return False
@@ -44,38 +45,38 @@ def scale_once(model: Any, scale: float) -> bool:
 
 
 def check_record(hf_config: Any, scale: float) -> bool:
-    """Whether a model with this configuration is scaled already. Raises ConfigError if it was by another factor."""
+    """Whether a model with this configuration is already scaled. Raises ConfigError if the factor was another one."""
     recorded = getattr(hf_config, RECORD, None)
     if recorded is not None and recorded != scale:
         raise ConfigError(
             explain(
                 f"invariant_scale={scale:g}",
-                required="a checkpoint that is not scaled, or by the same factor",
+                required="an unscaled checkpoint, or one scaled by the same factor",
                 found=f"{RECORD}={recorded} in its config.json",
-                fix=f"use invariant_scale={recorded}, or the checkpoint from before",
+                fix=f"use invariant_scale={recorded}, or the unscaled checkpoint",
             )
         )
     return recorded is not None
 
 
 def _local(parameter: Any) -> torch.Tensor:
-    """This process's part: under ZeRO-3 the parameter itself is empty and ``ds_tensor`` holds a slice of it."""
+    """This process's part. Under ZeRO-3 the parameter itself is empty, and ``ds_tensor`` holds its slice."""
     found: torch.Tensor = getattr(parameter, "ds_tensor", parameter).data
     return found
 
 
 def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
-    """The weights of a training checkpoint are loaded over a model: was it scaled as the model was?
+    """Check that a training checkpoint, whose weights replace the model's, was scaled as the model was.
 
-    Without ``invariant_scale`` the model's configuration takes the checkpoint's record, so that what is saved later says
-    what the weights are.
+    If the model was built without ``invariant_scale``, its configuration takes over the checkpoint's record, so that
+    later saves describe their weights correctly.
 
     Args:
-        recorded: the factor that the checkpoint names, None if it names none.
-        where: the checkpoint, for the error.
+        recorded: the checkpoint's factor, or None if it records none.
+        where: the checkpoint that the error names.
 
     Raises:
-        ConfigError: the model was scaled when it was built, and the checkpoint is not, or by another factor.
+        ConfigError: the model was scaled when it was built, and the checkpoint is unscaled or has another factor.
     """
     built = getattr(hf_config, RECORD, None)
     if built is None and recorded is not None:
@@ -85,7 +86,7 @@ def take_over(hf_config: Any, recorded: float | None, where: str) -> None:
             explain(
                 f"resuming from {where}",
                 required=f"weights with invariant_scale={built}",
-                found=f"a checkpoint with {recorded}",
+                found="no invariant_scale" if recorded is None else f"invariant_scale={recorded}",
                 fix=f"resume with invariant_scale={recorded}: the factor is chosen once, before training"
                 if recorded is not None
                 else "resume without invariant_scale: the factor is chosen once, before training",

@@ -1,4 +1,4 @@
-"""What the trainer's forward shows of the activations behind its norms: max |X| per channel, since the last sync."""
+"""Record max |X| per channel of the norms' outputs in the trainer's forward, since the last sync."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["Observer"]
 
 
 class Observer:
-    """Watches norms from the first ``start()``. The figures are no part of the model's state.
+    """Observes norms from the first ``start()``. Its figures are not part of the model's state.
 
     Args:
-        norms: name of a norm's weight -> the module; sharding keeps the objects.
-        widths: name of a norm's weight -> channels.
+        norms: name of a norm's weight -> the module, which sharding does not replace.
+        widths: name of a norm's weight -> number of channels.
     """
 
     def __init__(self, norms: Mapping[str, nn.Module], widths: Mapping[str, int]) -> None:
@@ -28,25 +28,25 @@ class Observer:
         self._agreed: dict[str, Tensor] = {}
 
     def start(self) -> None:
-        """Begin to watch; a model that is never exported (a reference) is never watched."""
+        """Start observing. A model that is never exported (a reference model) is never observed."""
         if not self._hooks:
             for name, norm in self._norms.items():
                 self._hooks.append(norm.register_forward_hook(self._hook(name)))
 
     def seen(self, name: str) -> Tensor | None:
-        """The figures [K] that all ranks agreed on; None before the first forward."""
+        """The figures [K] agreed on by all ranks; None before the first forward."""
         return self._agreed.get(name)
 
     @torch.no_grad()
     def agree(self) -> None:
-        """Take what was seen since the last call, as the maximum over all ranks. Every rank must call it.
+        """Reduce the figures since the last call to their maximum over all ranks. Every rank must call it.
 
-        Without a forward since then, the figures before stand.
+        If there was no forward since the last call, the previous figures remain.
         """
         flat = torch.cat([self._of(name) for name in self._norms]) if self._norms else torch.zeros(0)
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             if torch.distributed.get_backend() == "nccl":
-                flat = flat.cuda()  # nothing may have been seen yet, with the parameters offloaded
+                flat = flat.cuda()  # zeros may be on the CPU: no forward yet, and parameters offloaded
             torch.distributed.all_reduce(flat, torch.distributed.ReduceOp.MAX)
         parts = flat.split([self._widths[name] for name in self._norms]) if self._norms else ()
         for name, part in zip(self._norms, parts, strict=True):
@@ -68,7 +68,7 @@ class Observer:
             if not x_MK.shape[0]:
                 return
             amax_K = torch.linalg.vector_norm(x_MK, math.inf, 0).float()  # max |x|, without a copy of |x|
-            amax_K = amax_K.nan_to_num(0.0, 0.0, 0.0)  # a NaN is reported where it is computed with
+            amax_K = amax_K.nan_to_num(0.0, 0.0, 0.0)  # NaN and Inf are reported where they arise, not here
             before = self._now.get(name)
             self._now[name] = amax_K if before is None else torch.maximum(before, amax_K)
 

@@ -1,13 +1,13 @@
-"""SmoothQuant without a calibrated checkpoint: outliers move from activations into weights, at export only.
+"""SmoothQuant without calibration: at export only, outliers move from activations into weights.
 
-For channel j of a norm's output, with X what the linears read and W their weights (all of a group, stacked):
+For channel j of a norm's output X, which the linears of a group read, with their weights stacked in W:
 
     f_j = max|X_j|^α / max|W_j|^(1-α)            norm' = norm / f,  W' = W · f        (SmoothQuant, arXiv 2211.10438)
 
-max|X_j| is what the trainer's own forward showed since the last sync; before there was one, |g_j| of the norm stands
-for it (the normalized x̂ is taken as alike in all channels). Factors are brought to a geometric mean of one, which
-per-row scales do not see, and rounded to powers of two: then dividing and multiplying are exact in BF16, and the
-smoothed model computes the same bits as the model before it is quantized. The trainer's parameters stay as they are.
+max|X_j| is observed in the trainer's forward since the last sync. Before the first forward, |g_j| of the norm replaces
+it, on the assumption that the normalized x̂ is similar in all channels. Factors are divided by their geometric mean, to
+which per-row scales are insensitive, and rounded to powers of two. Multiplication and division are then exact in BF16, so
+before quantization the smoothed model computes the same bits. The trainer's parameters do not change.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from jetrl_patch.scaling.observe import Observer
 __all__ = ["Smoother", "factors", "smoothed"]
 
 NamedTensor = tuple[str, Tensor]
-#: a factor is at most 2**±_MOST: far inside BF16's range, and far outside of what a model asks for
+#: factors are clamped to 2**±_MOST: far inside BF16's range, and far beyond what a model needs
 _MOST = 12
 
 
 def factors(norm_K: Tensor, weights: Sequence[Tensor], seen_K: Tensor | None, alpha: float) -> Tensor:
-    """The factors [K] of one group, FP32 powers of two; 1 where a channel is zero on either side.
+    """The factors [K] of one group, FP32 powers of two; 1 for a channel that is zero or not finite on either side.
 
     Args:
         norm_K: the norm's weight [K].
-        weights: of the linears that read it, each [N, K].
-        seen_K: max |X| per channel as observed, or None.
-        alpha: how much of the difficulty moves, in [0, 1].
+        weights: the weights of the linears that read it, each [N, K].
+        seen_K: observed max |X| per channel, or None.
+        alpha: SmoothQuant's migration strength, in [0, 1].
     """
     x = (norm_K.abs() if seen_K is None else seen_K.to(norm_K.device)).float()
     w = torch.stack([weight.abs().amax(0).float() for weight in weights]).amax(0)
@@ -53,13 +53,13 @@ def smoothed(
     alpha: float,
     seen: Callable[[str], Tensor | None],
 ) -> Iterator[NamedTensor]:
-    """A stream of weights with every group smoothed. Holds one group at a time, as copies in BF16.
+    """Smooth every group in a stream of weights. Holds BF16 copies of a group until it is complete.
 
     Args:
         weights: ``(name, full tensor)`` in any order.
-        seen: max |X| per channel behind a norm (by the name of its weight), or None.
+        seen: name of a norm's weight -> max |X| per channel of the norm's output, or None.
 
-    A weight that is not finite stays so, for whoever checks the stream.
+    A non-finite weight stays non-finite, so that a later check of the stream finds it.
     """
     member = {name: group for group in groups for name in (group.norm, *group.readers)}
     held: dict[str, Tensor] = {}
@@ -68,11 +68,11 @@ def smoothed(
         if group is None:
             yield name, weight
             continue
-        held[name] = weight.detach().to(torch.bfloat16, copy=True)  # the framework may let go of its tensor
+        held[name] = weight.detach().to(torch.bfloat16, copy=True)  # the framework may free its tensor
         del weight
         if all(part in held for part in (group.norm, *group.readers)):
             yield from _smooth(group, held, alpha, seen(group.norm))
-    yield from held.items()  # of groups that did not come whole: the sync names what is missing
+    yield from held.items()  # incomplete groups: the sync names the missing weights
 
 
 def _smooth(group: Group, held: dict[str, Tensor], alpha: float, seen_K: Tensor | None) -> Iterator[NamedTensor]:
@@ -83,10 +83,10 @@ def _smooth(group: Group, held: dict[str, Tensor], alpha: float, seen_K: Tensor 
 
 
 class Smoother:
-    """The smoothing of one model's export.
+    """Smooths the exports of one model.
 
     Args:
-        alpha: in (0, 1].
+        alpha: SmoothQuant's migration strength, in (0, 1].
     """
 
     def __init__(self, groups: Sequence[Group], alpha: float, observer: Observer) -> None:
@@ -94,15 +94,16 @@ class Smoother:
 
     @classmethod
     def of(cls, model: Any, shapes: Mapping[str, tuple[int, ...]], alpha: float) -> Smoother:
-        """For a Hugging Face model whose tensors are sent under the names of ``shapes``.
+        """Create the smoother of a Hugging Face model whose tensors are sent under the names of ``shapes``.
 
-        Raises ModelError for a family where dividing a norm might change the function.
+        Raises:
+            ModelError: the family is not covered, so dividing a norm might change the function.
         """
         groups = groups_of(shapes, model.config.model_type, f"smoothing={alpha:g}")
         norms = {group.norm: model.get_submodule(group.norm.removesuffix(".weight")) for group in groups}
         return cls(groups, alpha, Observer(norms, {group.norm: shapes[group.norm][0] for group in groups}))
 
     def apply(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """``smoothed`` with what was seen; watching begins with the first export."""
+        """``smoothed`` with the observed figures. Observation starts at the first export."""
         self.observer.start()
         return smoothed(weights, self.groups, self.alpha, self.observer.seen)

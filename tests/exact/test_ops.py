@@ -1,4 +1,4 @@
-"""Every exact op: a row in any company has the same bits, the value is right, and so is the gradient."""
+"""Every exact op: a row's bits do not depend on the batch, and value and gradient are correct."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_norm_is_hugging_faces(width):
     xf = x.float()
     hf = w * (xf * torch.rsqrt(xf.pow(2).mean(-1, keepdim=True) + 1e-6)).to(BF16)
     equal = (ops.rms_norm(x, w, 1e-6) == hf).float().mean()
-    assert equal > 0.995  # the sum of squares may round differently, nothing else
+    assert equal > 0.995  # only the sum of squares may round differently
 
 
 def test_silu_mul_is_hugging_faces():
@@ -133,7 +133,7 @@ def test_prefill_chunks_and_decode_equal_training(heads, kv_heads, width):
         tables.append(F.pad(table, (0, 12 - need)))
     table = torch.stack(tables)
     generator = torch.Generator().manual_seed(4)
-    for _ in range(6):  # some requests decode, some prefill a chunk, some wait
+    for _ in range(6):  # requests decode, prefill a chunk or wait
         seen = torch.tensor([int(torch.randint(1, n + 1, (1,), generator=generator)) for n in lengths])
         fresh = torch.tensor([int(torch.randint(0, int(n) + 1, (1,), generator=generator)) for n in seen])
         rows = torch.cat([torch.arange(int(cu[r] + seen[r] - fresh[r]), int(cu[r] + seen[r])) for r in range(len(lengths))])

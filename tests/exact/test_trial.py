@@ -1,4 +1,4 @@
-"""The trial of the exact ops: it passes what keeps the promise, and names what does not."""
+"""The trial of the exact ops passes correct ops and names one that depends on its batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_ops_that_keep_the_promise_pass(backend, monkeypatch):
 
 
 def paged_with_another_sum(original):
-    def attention_paged(q, *args):  # as a kernel that splits long contexts: right, and one bit off here and there
+    def attention_paged(q, *args):  # like a kernel that splits long contexts: correct up to single bits
         return original(q.roll(1, 1), *args).roll(-1, 1)
 
     return attention_paged
@@ -92,7 +92,7 @@ def test_what_a_gpu_must_have(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.version, "hip", "6.3")
     assert capability.check_exact_cuda() == (
-        False, "they were written for NVIDIA GPUs, and this torch was built for ROCm 6.3",
+        False, "a torch built for ROCm 6.3",
     )  # fmt: skip
 
 

@@ -32,7 +32,7 @@ QUANTIZED = {"calls": 0}
 
 
 def make(gathered: bool, sharded: bool = True):
-    """A small Qwen2 with FP32 masters that are no BF16 values; the layers that are gathered in FP8."""
+    """A small Qwen2 whose FP32 masters are not BF16 values, and the names of its layers gathered in FP8."""
     model = build("qwen2", num_hidden_layers=2).float().train()
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
@@ -69,7 +69,7 @@ def equal(left, right) -> bool:
 
 
 def train(model, steps: int = 3):
-    """Losses, logits, gradients and weights of a few steps of two micro-batches each; bytes gathered and weights quantized."""
+    """Run a few steps of two micro-batches: losses, logits, gradients, weights, bytes gathered and weights quantized."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=FOREACH)
     found, GATHERED["bytes"], QUANTIZED["calls"] = [], 0, 0
     for step in range(steps):
@@ -86,7 +86,7 @@ def train(model, steps: int = 3):
 
 
 def against_one_process(facts):
-    """Sharded in BF16 mixed precision, against one process that sees the same micro-batches."""
+    """Sharded training in BF16 mixed precision, against one process with the same micro-batches."""
     model, _ = make(gathered=False)
     rank, world = dist.get_rank(), dist.get_world_size()
     loss, logits = loss_of(model, tokens(0, rank))
@@ -124,7 +124,7 @@ def gathered_bytes_are_those_of_the_whole_weight(model, names) -> bool:
 
 
 def checkpoints(facts, model, optimizer):
-    """Sharded files hold plain tensors, DCP and full state dicts go back and forth between both kinds of model."""
+    """Sharded files hold plain tensors; DCP and full state dicts load into both kinds of model."""
     values = [full(p.detach()) for p in model.parameters()]
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
@@ -134,7 +134,7 @@ def checkpoints(facts, model, optimizer):
         type(t.to_local()) is torch.Tensor for t in read.values() if isinstance(t, DTensor)
     )
     other, names = make(gathered=True)
-    loss_of(other, tokens(0, 0))  # so that stale bytes could be used
+    loss_of(other, tokens(0, 0))  # fills the cache, so that stale bytes would show
     other.load_state_dict(read)
     facts["torch.save"] = equal([full(p.detach()) for p in other.parameters()], values)
     facts["bytes after a load"] = gathered_bytes_are_those_of_the_whole_weight(other, names)
@@ -205,7 +205,7 @@ def main() -> None:
         print("FACTS " + json.dumps(every), flush=True)
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # threads of gloo's groups may outlive the interpreter, which then aborts
+    os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ B = 128
 
 
 def of(module: str) -> Any:
-    """Put a class where TransformerEngine has it."""
+    """Give a class the module path that it has in TransformerEngine."""
 
     def move(kind: type) -> type:
         kind.__module__ = f"transformer_engine.{module}"
@@ -40,7 +40,7 @@ class Format(enum.Enum):
 
 @of("pytorch.tensor.float8_blockwise_tensor")
 class Float8BlockwiseQTensor:
-    """[N, K] as uint8 with scales, or with any of its parts replaced."""
+    """A quantized [N, K]: uint8 bytes with scales; ``but`` replaces any of its parts."""
 
     def __init__(self, shape: tuple[int, int], **parts: Any) -> None:
         self.shape = torch.Size(shape)
@@ -147,7 +147,7 @@ class Linear(TransformerEngineBaseModule):
 
 @of("pytorch.module.layernorm_linear")
 class LayerNormLinear(Linear):
-    """The real one is no subclass of ``Linear``; nothing depends on it."""
+    """The real class does not derive from ``Linear``; nothing depends on that."""
 
 
 @of("pytorch.attention.dot_product_attention")
@@ -156,7 +156,7 @@ class DotProductAttention(nn.Module):
 
 
 class TELayerNormColumnParallelLinear(LayerNormLinear):
-    """As Megatron's: a subclass outside of TransformerEngine."""
+    """As Megatron's: a subclass defined outside TransformerEngine."""
 
 
 class TERowParallelLinear(Linear):
@@ -164,7 +164,7 @@ class TERowParallelLinear(Linear):
 
 
 def install(monkeypatch: Any) -> None:
-    """Make the quantizer importable where TransformerEngine has it."""
+    """Make the quantizer importable from its path in TransformerEngine."""
     dotted = "transformer_engine.pytorch.tensor.float8_blockwise_tensor"
     parts = dotted.split(".")
     for end in range(1, len(parts) + 1):

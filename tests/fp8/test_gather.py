@@ -1,4 +1,4 @@
-"""The FP8 all-gather: what a shard is and what it refuses, and FSDP2 on two ranks with and without it."""
+"""The FP8 all-gather: properties of a shard, and FSDP2 on two ranks with and without it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shard(n=128, K=256):
 
 
 def current(weight):
-    """Whether the bytes are those of the values as they are now."""
+    """Whether the bytes match the current values."""
     q, s = quantize.quantize_weight(weight.plain, "pow2")
     ours = weight.quantized()
     return torch.equal(ours[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(ours[1], s)
@@ -147,7 +147,7 @@ def test_two_ranks(backend, optimizer):
         assert facts.pop("least dB against one batch") > SQNR_GEMM
         before, after = facts.pop("bytes")
         assert facts.pop("layers") == 10
-        # once a step for each shard (10) and whole weight (4); the reference backend keeps none of the latter
+        # once per step for each shard (10) and whole weight (4); the reference backend does not cache the latter
         assert facts.pop("quantized") == {"native": 3 * 14, "torch": 3 * 10 + 3 * 2 * 2 * 4}[backend]
         # embedding, head, norms, biases and the four cut layers stay in BF16
         assert after < 0.8 * before

@@ -1,4 +1,4 @@
-"""FProp against the oracle and against itself in other company; DGrad and WGrad against FP64."""
+"""FProp against the oracle and against itself in other batches; DGrad and WGrad against FP64."""
 
 from __future__ import annotations
 

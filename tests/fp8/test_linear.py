@@ -1,4 +1,4 @@
-"""``Fp8Linear``: gradients, what it saves, what it caches, and the in-place swap."""
+"""``Fp8Linear``: gradients, saved tensors, caching, and the in-place swap."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_saved_bytes():
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
 def test_no_weight_is_kept_for_backward_but_the_parameter_itself(backend):
-    """What FSDP and ZeRO-3 need: bytes held between forward and backward would be the whole model on every rank."""
+    """FSDP and ZeRO-3 need this: bytes held between forward and backward would add up to the whole model on every rank."""
     layer = make(256, 128, backend=backend)
     x = torch.randn(8, 256, requires_grad=True)
     saved = []
@@ -83,7 +83,7 @@ def test_no_weight_is_kept_for_backward_but_the_parameter_itself(backend):
 
 
 def test_backward_reads_the_weight_where_it_is_gathered_again():
-    """FSDP's way: the storage is emptied after forward and filled again before backward, the version stands."""
+    """As FSDP does: storage is emptied after forward and refilled before backward, and the version does not change."""
     results = []
     for gathered in (False, True):
         layer = make(256, 128, backend="torch", bias=False)
@@ -131,7 +131,7 @@ def test_weight_is_quantized_once_per_value(monkeypatch):
         layer(x).float().sum().backward()
     assert len(calls) == 1
     with torch.no_grad():
-        layer.weight[3, 5] += 1.0  # any road: no optimizer, no version to rely on
+        layer.weight[3, 5] += 1.0  # a write without an optimizer or a version to rely on
     layer(x)
     layer.weight.data.view(-1)[7] = 3.0
     layer(x)
@@ -233,7 +233,7 @@ def test_a_split_that_cuts_a_block_is_refused_with_the_layers():
 
 
 def test_training_from_scratch_ends_near_bf16():
-    """Teacher and student: the loss in FP8 ends within 2% of the BF16 loss."""
+    """Teacher and student: the final FP8 loss is within 2% of the BF16 loss."""
     losses = {}
     for kind in ("bf16", "fp8"):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""Operands that do not fit are refused by every backend that can run here, before any memory is read."""
+"""Every backend that can run here refuses mismatched operands before it reads any memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BACKENDS = {
     "native": lambda: get_backend("native"),
     "torch": lambda: get_backend("torch"),
     "cublaslt": CublasLtBackend,
-    "deep_gemm": lambda: object.__new__(DeepGemmBackend),  # its library is not reached
+    "deep_gemm": lambda: object.__new__(DeepGemmBackend),  # never calls its library
 }
 
 

@@ -1,4 +1,4 @@
-"""The quantizers: the reference against plain arithmetic, every backend against the reference, bit for bit."""
+"""The quantizers, bit for bit: the reference against plain arithmetic, every backend against the reference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ["quantize_activation", "quantize_tokens", "quantize_weight"]
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bytes; any NaN equals any NaN."""
+    """Equal bytes, where any NaN equals any NaN."""
     nan = torch.isnan(a.float())
     return a.shape == b.shape and bool(
         (nan == torch.isnan(b.float())).all() and torch.equal(a.float()[~nan], b.float()[~nan])
@@ -35,7 +35,7 @@ def values(kind: str, shape: tuple[int, int]) -> torch.Tensor:
         x = x * 1e-12
     elif kind == "zeros":
         x = x * (torch.rand(shape, generator=generator) < 0.05)
-    elif kind == "powers":  # values and amax right on and next to powers of two and FP8 midpoints
+    elif kind == "powers":  # values and amax at and next to powers of two and FP8 midpoints
         x = torch.exp2(torch.randint(-12, 9, shape, generator=generator).float()) * torch.tensor(
             [1.0, 1.0625, 0.9375, 1.125, 1.1875, 1.75]
         )[torch.randint(0, 6, shape, generator=generator)]
@@ -61,7 +61,7 @@ def test_every_bf16_value_is_rounded_as_torch_rounds():
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     every = every[every.float().abs() <= FP8_MAX]
     rows = torch.zeros(every.numel(), 128, dtype=torch.bfloat16)
-    rows[:, 0] = FP8_MAX  # scale 1: the values themselves are rounded
+    rows[:, 0] = FP8_MAX  # scale 1, so the values themselves are rounded
     rows[:, 1] = every
     q, s = get_backend("native").quantize_activation(rows, "fp32")
     assert bool((s == 1).all())

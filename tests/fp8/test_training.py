@@ -1,4 +1,4 @@
-"""``Fp8Linear`` in training as frameworks run it: main gradients, checkpointing, compiled graphs, no waiting on the host."""
+"""``Fp8Linear`` as frameworks train it: main gradients, activation checkpointing, compiled graphs, no host sync."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_main_gradients_are_fp32_sums(backend):
         inputs.append(torch.equal(x.grad, other.grad))
     assert torch.equal(layer.weight.main_grad, total) and all(inputs)
     assert not torch.equal(total, total.to(torch.bfloat16).float())
-    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16  # only there to run the hooks
+    assert layer.weight.grad is not None and layer.weight.grad.dtype == torch.bfloat16  # exists only to run the hooks
 
 
 def test_main_gradients_of_a_layer_whose_input_needs_none():
@@ -91,7 +91,7 @@ def test_main_gradients_of_a_layer_whose_input_needs_none():
     for x, g in batches(1):
         layer(x.detach()).backward(g)
         other(x.detach()).backward(g)
-    assert layer.weight.grad is None  # nobody asked for a stand-in
+    assert layer.weight.grad is None  # no hook needs a dummy gradient
     assert torch.equal(layer.weight.main_grad, other.weight.grad)
 
 
@@ -236,7 +236,7 @@ def test_a_compiled_graph_quantizes_a_shared_input_once():
 
 
 def test_the_rollouts_product_is_one_operator():
-    """A compiled rollout sees ``fprop`` as it stands; inside, the same numbers."""
+    """A compiled rollout sees ``fprop`` as one operator, with the same results."""
     layer = make()
     w = layer.fp8.quantized(layer.weight)
     (x, _), *_ = batches(1)
@@ -254,7 +254,7 @@ def test_the_rollouts_product_is_one_operator():
 
 
 class NothingIsReadBack(TorchDispatchMode):
-    """Refuses what makes the host wait for the device."""
+    """Refuses operators that make the host wait for the device."""
 
     REFUSED = ("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::equal")
 

@@ -1,4 +1,4 @@
-"""TransformerEngine's layers are recognised and left alone or refused, and their bytes are taken as they are."""
+"""TransformerEngine's layers are recognized and left unchanged or refused, and their bytes are used unchanged."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_blockwise_linears_are_left_alone(scale_format):
 @pytest.mark.parametrize(
     ("recipe", "found"),
     [
-        (None, "found no recipe, with which it multiplies in BF16"),
+        (None, "found no recipe, so it computes in BF16"),
         (te.DelayedScaling(), "found DelayedScaling"),
         (te.MXFP8BlockScaling(), "found MXFP8BlockScaling"),
         (te.Float8BlockScaling(pow2=False), "found Float8BlockScaling with fp8_quant_fwd_inp.power_2_scale=False"),
@@ -130,7 +130,7 @@ def test_the_backend_must_be_the_one_that_computes_the_layers():
 
 def test_a_block_must_hold_nothing_else():
     model = te_model()
-    assert len(transformer_engine.require_te_linears(model, 4)) == 4  # the router's gate is none of them
+    assert len(transformer_engine.require_te_linears(model, 4)) == 4  # the router's gate does not count
     with pytest.raises(ModelError, match=r"required 8 layers .* found 4."):
         transformer_engine.require_te_linears(model, 8)
     model.layers[0].local = nn.Linear(4, 4)
@@ -151,7 +151,7 @@ def test_bytes_and_scales_are_taken_as_they_are(n, k, scale_format):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(0, 10**6), st.integers(-20, 20))
 def test_power_of_two_scales_give_the_contracts_bytes(n, k, seed, exponent):
-    """Why BF16 parameters may be quantized by either formula in "pow2"."""
+    """In "pow2" either formula may quantize BF16 parameters."""
     w = (weight(n, k, seed).float() * 2.0**exponent).bfloat16()
     q, s = transformer_engine.take("l", te.quantized(w), "pow2")
     ours, scales = quantize.quantize_weight(w, "pow2")
@@ -173,7 +173,7 @@ GOOD = te.quantized(weight())
     ("wrong", "match"),
     [
         (te.MXFP8Tensor((256, 384)), "required a Float8BlockwiseQTensor, found MXFP8Tensor"),
-        (GOOD.but(rowwise_data=None), "column-wise data alone"),
+        (GOOD.but(rowwise_data=None), "only column-wise data"),
         (GOOD.but(is_2D_scaled=False), "found kFloat8E4M3 in 1x128 groups"),
         (GOOD.but(fp8_dtype=te.DType.kFloat8E5M2), "found kFloat8E5M2 in 128x128 blocks"),
         (GOOD.but(quantizer=type("Q", (), {"block_len": 64})()), "in 64x64 blocks"),

@@ -4,7 +4,7 @@ Unquantized: Y = X W^T from the unrounded FP64 product; it shows what FP8 itself
 operands, so it shows the GEMM alone.
 """
 
-#: (GEMM, scale format) -> least SQNR in dB against the product of the unquantized operands
+#: (GEMM, scale format) -> minimum SQNR in dB against the product of the unquantized operands
 SQNR_UNQUANTIZED = {
     ("fprop", "pow2"): 27.0,
     ("fprop", "fp32"): 27.0,
@@ -13,21 +13,21 @@ SQNR_UNQUANTIZED = {
     ("wgrad", "pow2"): 25.0,  # x is quantized twice: 1x128 when saved, 128x1 in backward
     ("wgrad", "fp32"): 25.0,
 }
-#: least SQNR in dB against the FP64 product of the same quantized operands, BF16 output
+#: minimum SQNR in dB against the FP64 product of the same quantized operands, BF16 output
 SQNR_GEMM = 48.0
 #: share of BF16 outputs of the native FProp that equal the oracle's
 NATIVE_EQUALS_ORACLE = 0.995
 #: share of BF16 outputs of the Triton FProp, interpreted (FP32 dots), that equal the oracle's
 KERNEL_EQUALS_ORACLE = 0.999
-#: least SQNR in dB of a kernel's FP32 sums, interpreted, against the FP64 product of the same operands
+#: minimum SQNR in dB of a kernel's FP32 sums, interpreted, against the FP64 product of the same operands
 SQNR_KERNEL_FP32 = 120.0
-#: least SQNR in dB of the attention kernels, BF16 in and out, against FP64: output, and gradients (which round P and dS)
+#: minimum SQNR in dB of the attention kernels, BF16 in and out, against FP64: output, and gradients (which round P and dS)
 SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT = 48.0, 45.0
-#: saved bytes of an Fp8Linear over those of a BF16 nn.Linear
+#: maximum ratio of bytes saved by an Fp8Linear to those saved by a BF16 nn.Linear
 SAVED_BYTES_RATIO = 0.55
-#: least cosine between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor
+#: minimum cosine similarity between a whole model's FP8 gradients and its BF16 gradients, tensor by tensor
 GRADIENT_COSINE = 0.9
-#: least SQNR in dB of a whole model's gradients against FP64: all layers in FP8, and all but one in BF16
+#: minimum SQNR in dB of a whole model's gradients against FP64: all layers in FP8, and all but one in BF16
 SQNR_MODEL_GRADIENT = {"fp8": 8.0, "bf16": 25.0}
 
 

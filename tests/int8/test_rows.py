@@ -1,4 +1,4 @@
-"""Quantizers and products with one scale per row, against computations that share no line with them."""
+"""Quantizers and products with one scale per row, against independent computations."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_no_rows() -> None:
 @settings(max_examples=40)
 @given(ROWS, st.integers(1, 30))
 def test_the_int8_linear_rounds_once(drawn: tuple[int, int, int, float, bool], n: int) -> None:
-    """Against numpy in FP32, where both scales are multiplied in the stated order, and BF16 by bits."""
+    """Against numpy: FP32 with the scales multiplied in the stated order, and BF16 rounding on the bits."""
     x = rows(drawn)
     w = torch.randn(n, x.shape[1], generator=torch.Generator().manual_seed(n))
     q, s = (t.numpy() for t in quantize_rows(x))
@@ -110,7 +110,7 @@ def test_the_int8_linear_rounds_once(drawn: tuple[int, int, int, float, bool], n
 
 @given(ROWS, st.sampled_from(["pow2", "fp32"]))
 def test_fp8_rows_against_every_e4m3_value(drawn: tuple[int, int, int, float, bool], scale_format: str) -> None:
-    """Each code is a nearest one among all 256 of the format."""
+    """Each code is a nearest one among the format's 256."""
     x = rows(drawn)
     q, s = channel.quantize_rows(x, scale_format)  # type: ignore[arg-type]
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()

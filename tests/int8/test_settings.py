@@ -1,4 +1,4 @@
-"""Settings of rollout formats and scales: what they come to, and what contradicts what."""
+"""Settings of rollout formats and scales: their resolved values and their contradictions."""
 
 from __future__ import annotations
 

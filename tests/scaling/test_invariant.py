@@ -1,4 +1,4 @@
-"""QuRL's invariant scale: the same function, applied once, wherever the weights lie."""
+"""QuRL's invariant scale keeps the function, and is applied once wherever the weights are."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def test_an_unknown_family_is_refused_untouched() -> None:
     model = build("qwen3")
     model.config.model_type = "gemma"
     before = copy.deepcopy(model.state_dict())
-    with pytest.raises(ModelError, match=r"invariant_scale=1\.5 is known to change nothing .*found model_type='gemma'"):
+    with pytest.raises(ModelError, match=r"invariant_scale=1\.5: required one of the model .*found model_type='gemma'"):
         scale_once(model, 1.5)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
@@ -118,19 +118,19 @@ def test_the_policy_is_scaled_and_the_reference_stays(precision: Any) -> None:
         assert getattr(model.config, RECORD, None) == (None if reference else 2.0)
         results[reference] = logits(model)
         sent[reference] = dict(source.stream(model.named_parameters(), SyncStats()))
-    assert torch.equal(results[False], results[True])  # also the FP8 flow: its scales move by the same power
+    assert torch.equal(results[False], results[True])  # also in FP8: its scales change by the same power of two
     name = "model.layers.0.mlp.up_proj.weight"
     assert (
         torch.equal(sent[False][name].view(torch.uint8), sent[True][name].view(torch.uint8))
         or precision == "fp8-rollout"
     )
     norm = "model.layers.0.post_attention_layernorm.weight"
-    if precision != "int8-rollout":  # smoothing brings factors to a mean of one
+    if precision != "int8-rollout":  # smoothing normalizes the factors' mean to one
         assert torch.equal(sent[False][norm], 2 * sent[True][norm])
 
 
 def test_an_update_that_int8_did_not_see_is_seen() -> None:
-    """QuRL's reason: the same update of W moves more codes of W / s."""
+    """QuRL's purpose: the same update of W changes more codes of W / s."""
     torch.manual_seed(0)
     weight = torch.randn(256, 256)
     update = 2e-3 * torch.randn(256, 256).sign()
@@ -191,7 +191,7 @@ def test_a_resumed_verl_run(tmp_path: Any, active: None, built: Any, saved: Any,
     if error is None:
         assert loaded == [str(tmp_path)] and getattr(fresh, RECORD, None) == saved
     load(SimpleNamespace(), str(tmp_path))  # a critic
-    load(engine, str(tmp_path / "nothing"))  # from before, or elsewhere
+    load(engine, str(tmp_path / "nothing"))  # an older checkpoint, or another tool's
 
 
 @pytest.mark.parametrize(("built", "saved", "error"), BUILT_AND_SAVED)

@@ -1,4 +1,4 @@
-"""Smoothing on export: the same function, fewer errors, and nothing held or sent that should not be."""
+"""Smoothing on export: the same function, smaller quantization errors, and nothing held or sent in excess."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def source_of(model: Any, config: Config = INT8) -> Source:
 
 
 def exported(model: Any, source: Source) -> dict[str, torch.Tensor]:
-    """What is sent, in BF16 and before it is quantized."""
+    """The exported weights, in BF16 and before quantization."""
     assert source.smoother is not None
     source.agree()
     return dict(source.smoother.apply(model.named_parameters()))
 
 
 def with_outliers(family: str = "qwen3", channels: int = 4, size: float = 50.0, **options: Any) -> Any:
-    """A model whose residual stream has a few channels far above the rest, as large models have."""
+    """A model whose residual stream has a few outlier channels, as in large models."""
     model = build(family, **options)
     with torch.no_grad():
         for layer in model.model.layers:
@@ -63,11 +63,11 @@ def logits(model: Any) -> torch.Tensor:
     ],
 )
 def test_it_is_the_identity_to_the_last_bit(family: str, options: dict[str, Any], observe: bool) -> None:
-    """In FP64 and, because factors are powers of two, in BF16: for every family that may be smoothed."""
+    """In FP64 and, because factors are powers of two, in BF16, for every family that may be smoothed."""
     model = other(family) if family in ("mistral", "phi3") else with_outliers(family, **options)
     held = {name: p.detach().clone() for name, p in model.named_parameters()}
     source = source_of(model)
-    exported(model, source)  # the first export; from now on the forward is watched
+    exported(model, source)  # the first export starts observation
     before = logits(model)
     if not observe:
         source = source_of(model)
@@ -130,7 +130,7 @@ def test_factors_of_nothing_usable() -> None:
 
 
 def int8_error(model: Any, smoothing: float, observe: bool = True) -> float:
-    """Mean |Δ log-prob| of a model whose linears are INT8 as in the rollout, against itself in BF16."""
+    """Mean |Δ log-prob| between a model with the rollout's INT8 linears and the same model in BF16."""
     reference = logits(model).float().log_softmax(-1)
     weights = {name: p.detach() for name, p in model.named_parameters()}
     if smoothing:
@@ -152,13 +152,13 @@ def int8_error(model: Any, smoothing: float, observe: bool = True) -> float:
 
 
 def test_outliers_hurt_int8_and_smoothing_heals() -> None:
-    """Channels that the norm makes large, and channels that only the forward shows to be large."""
+    """Channels that the norm's weight makes large, and channels whose size only the forward reveals."""
     model = with_outliers(size=30.0)
     plain, by_weights, by_forward = int8_error(model, 0), int8_error(model, 0.5, observe=False), int8_error(model, 0.5)
     assert by_forward < 0.7 * plain and by_weights < 0.8 * plain, (plain, by_weights, by_forward)
     hidden = build("qwen3")
     with torch.no_grad():
-        hidden.model.embed_tokens.weight[:, :3] *= 40.0  # large in x̂ itself; the norm's weight says nothing
+        hidden.model.embed_tokens.weight[:, :3] *= 40.0  # large in x̂ itself, which the norm's weight does not show
     plain, by_weights, by_forward = (
         int8_error(hidden, 0),
         int8_error(hidden, 0.5, observe=False),
@@ -231,7 +231,7 @@ def test_another_family_is_refused_with_the_way_out() -> None:
     model = build("qwen3")
     model.config.model_type = "gemma2"
     with pytest.raises(
-        ModelError, match=r"smoothing=0\.5 is known to change nothing for .*qwen3, found model_type='gemma2'"
+        ModelError, match=r"smoothing=0\.5: required one of the model .*qwen3.*, found model_type='gemma2'"
     ):
         source_of(model)
     assert source_of(model, Config(precision="int8-rollout", smoothing=0)).smoother is None
@@ -248,12 +248,12 @@ def test_a_reference_model_is_never_watched() -> None:
 
 
 def test_what_the_observer_keeps() -> None:
-    """The maximum since the last time, over all forwards; the figures before stand while nothing is seen."""
+    """The maximum over all forwards since the last call; the previous figures remain if there was none."""
     from jetrl_patch.scaling.observe import Observer
 
     norm = torch.nn.Identity()
     observer = Observer({"n": norm}, {"n": 3})
-    norm(torch.full((1, 3), 100.0))  # before it watches
+    norm(torch.full((1, 3), 100.0))  # before observation starts
     observer.start()
     observer.agree()
     assert observer.seen("n") is None

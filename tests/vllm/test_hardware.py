@@ -36,7 +36,7 @@ def rollout(backend):
         ("triton", (8, 0), "13.0", r"needs compute capability 9\.0 \(Hopper\), and this device has 8\.0"),
         ("deep_gemm", (8, 9), "13.0", r"this device has 8\.9"),
         ("cublaslt", (9, 0), "12.8", r"need CUDA 12\.9 or newer, and this torch was built with CUDA 12\.8"),
-        ("native", (9, 0), "13.0", "is for the CPU"),
+        ("native", (9, 0), "13.0", "required a CPU, found device type 'cuda'"),
     ],
 )
 def test_both_sides_say_the_same(side, backend, sm, cuda, match, monkeypatch):

@@ -1,4 +1,4 @@
-"""GEMM backends: one is chosen by name for a run and used on both sides."""
+"""GEMM backends. A run chooses one by name and uses it on both sides."""
 
 from __future__ import annotations
 
@@ -24,37 +24,38 @@ _CLASSES = {
     "cublaslt": ("cublaslt", "CublasLtBackend"),
     "te": ("te", "TeBackend"),
 }
-#: what "auto" takes on a GPU, best first; cuBLASLt and TransformerEngine only by name
+#: what "auto" tries on a GPU, best first; cuBLASLt and TransformerEngine are used only if named
 _PREFERRED = ("deep_gemm", "triton")
 
 
 def choose_backend(name: str, device_type: str) -> str:
-    """The backend's name for ``Config.backend`` on this kind of device.
+    """Resolve ``Config.backend`` to a backend's name for this device type.
 
-    "auto" takes the C kernels on a CPU that has a compiler, DeepGEMM on Hopper where it is installed, else the Triton
-    kernels there, and the torch reference everywhere else. The choice is part of the manifest of every weight sync, so
-    two processes that chose differently do not go on.
+    "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed, otherwise the Triton
+    kernels on Hopper, and the torch reference everywhere else. Every weight sync's manifest contains the choice, so
+    processes that chose differently stop.
 
     Raises:
-        ConfigError: an unknown name, or one that cannot serve here.
+        ConfigError: the name is unknown, or the backend cannot run here.
     """
     from jetrl_patch.fp8.backends.capability import CHECKS
     from jetrl_patch.native import build
 
     if name not in ("auto", "native", "torch", *CHECKS):
-        raise ConfigError(f"backend={name!r} is unknown; choose one of auto, native, torch, {', '.join(CHECKS)}")
+        raise ConfigError(f"backend={name!r} is unknown. Choose one of auto, native, torch, {', '.join(CHECKS)}.")
     if name == "torch":
         return name
     if device_type != "cpu":
         if name == "native":
-            raise ConfigError(f'backend="native" is for the CPU, found device type {device_type!r}; use "torch"')
+            found = f"device type {device_type!r}"
+            raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
         return _on_gpu(name)
     if name in CHECKS:
         found = f"device type {device_type!r}"
         raise ConfigError(explain(f"backend={name!r}", required="a CUDA device", found=found, fix='use "native" or "torch"'))
     ok, reason = build.available()
     if not ok and name == "native":
-        raise ConfigError(f'backend="native" was asked for, but {reason}')
+        raise ConfigError(f"backend={name!r} cannot run here: {reason}")
     return "native" if ok else "torch"
 
 
@@ -70,23 +71,23 @@ def _on_gpu(name: str) -> str:
     ok, reason = CHECKS[name]()
     if not ok:
         fix = 'use backend="auto" or "torch"'
-        raise ConfigError(explain(f"backend={name!r}", required="one that serves on this device", found=reason, fix=fix))
+        raise ConfigError(explain(f"backend={name!r}", required="a backend that runs on this device", found=reason, fix=fix))
     return name
 
 
 @functools.cache
 def _say_slow(reasons: str) -> None:
-    """Once a process: the run is right, and no faster than BF16."""
+    """Warn once per process: results are correct, but no faster than BF16."""
     logger.warning(
-        'backend="auto": no fast FP8 backend serves this GPU (%s); the torch reference computes, in FP64 and slowly', reasons
+        'backend="auto": no fast FP8 backend serves this GPU (%s); the slow FP64 torch reference is used instead', reasons
     )
 
 
 def get_backend(name: str) -> Backend:
-    """The backend called ``name``, as ``choose_backend`` gave it; one instance a process."""
+    """The backend ``name``, as returned by ``choose_backend``; one instance per process."""
     if name not in _LOADED:
         if name not in _CLASSES:
-            raise ConfigError(f"no GEMM backend is called {name!r}; there are {', '.join(_CLASSES)}")
+            raise ConfigError(f"no GEMM backend is called {name!r}. Choose one of {', '.join(_CLASSES)}.")
         module, kind = _CLASSES[name]
         _LOADED[name] = getattr(importlib.import_module(f"jetrl_patch.fp8.backends.{module}"), kind)()
     return _LOADED[name]

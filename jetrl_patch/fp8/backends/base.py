@@ -1,4 +1,4 @@
-"""What a backend offers: the quantizers and the three GEMMs of a linear layer.
+"""The interface of a backend: the quantizers and the three GEMMs of a linear layer.
 
 Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). Operands are row-major.
 
@@ -19,7 +19,7 @@ from jetrl_patch.fp8.formats import ScaleFormat
 
 
 class Backend(ABC):
-    """A row of an FProp result must depend on that row alone; DGrad and WGrad are the trainer's own."""
+    """Base class. Each row of an FProp result must depend only on its own input row; DGrad and WGrad run only in the trainer."""
 
     name: str
 
@@ -39,23 +39,23 @@ class Backend(ABC):
     def gemm(
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
     ) -> Tensor:
-        """FProp on quantized operands, BF16 or FP32 (an unrounded partial sum) [M, N]; see ``reference.fprop``."""
+        """FProp on quantized operands: [M, N] in BF16 or FP32 (an unrounded partial sum). See ``reference.fprop``."""
 
     @abstractmethod
     def dgrad(
         self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
     ) -> Tensor:
-        """dX [M, K] from the BF16 output gradient [M, N], which is quantized here in 1x128 groups along N."""
+        """dX [M, K] from the BF16 output gradient [M, N], which this method quantizes in 1x128 groups along N."""
 
     @abstractmethod
     def wgrad(
         self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
     ) -> Tensor:
-        """dW [N, K]; the saved FP8 activation is requantized from 1x128 to 128x1, dY is quantized 128x1."""
+        """dW [N, K]. Requantizes the saved FP8 activation from 1x128 to 128x1 groups and quantizes dY in 128x1 groups."""
 
     @abstractmethod
     def fingerprint(self, w_NK: Tensor) -> int | None:
-        """A value that changes with the weight's bytes, or None where computing one costs more than quantizing."""
+        """A value that changes with the weight's bytes, or None if it would cost more than quantizing or stop the stream."""
 
     def gradients(
         self,
@@ -67,7 +67,7 @@ class Backend(ABC):
         scale_format: ScaleFormat,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> tuple[Tensor, Tensor]:
-        """``dgrad`` and ``wgrad`` at once, in these dtypes: where both are wanted, dY need be read only once."""
+        """``dgrad`` and ``wgrad`` together, in ``dtypes``. A backend may override this to read dY only once."""
         dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
         return dx, self.wgrad(g_MN, q_MK, s_MG, scale_format, dtypes[1])
 
@@ -80,6 +80,6 @@ class Backend(ABC):
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
     ) -> Tensor:
-        """Quantize a BF16 activation [M, K] and multiply: what a rollout's linear layer does."""
+        """Quantize a BF16 activation [M, K] and multiply, as a rollout's linear layer does."""
         q_MK, s_MG = self.quantize_activation(x_MK, scale_format)
         return self.gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)

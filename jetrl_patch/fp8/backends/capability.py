@@ -1,6 +1,6 @@
-"""What each GPU backend needs: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.support``.
+"""Requirements of each GPU backend: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.support``.
 
-The reason is the finding when ok and says what is missing when not. Nothing here starts a kernel.
+The reason describes what was found if ok, and what is missing otherwise. No check launches a kernel.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from jetrl_patch.patching.guards import installed_version
 
 Check = tuple[bool, str]
 
-#: FP8 ``wgmma`` and the block-scaled kernels of these libraries: Hopper and nothing else (8.9 multiplies in another
-#: order, 10.0 takes other scales)
+#: FP8 ``wgmma`` and the block-scaled kernels of these libraries exist only on Hopper (8.9 accumulates in another
+#: order, 10.0 uses other scales)
 CAPABILITY = (9, 0)
 #: the first cuBLASLt with block scales
 CUDA_OF_CUBLASLT = (12, 9)
-#: the first TransformerEngine with the recipe Float8BlockScaling (Megatron asks for the same)
+#: the first TransformerEngine with the recipe Float8BlockScaling (Megatron requires the same)
 TE_OF_BLOCKWISE = (2, 3)
-#: DeepGEMM as it may be installed, and as CUDA builds of vLLM bring it (the order in which vLLM looks)
+#: DeepGEMM as a package of its own and as bundled with CUDA builds of vLLM, in vLLM's search order
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 
 
@@ -49,7 +49,7 @@ def check_triton() -> Check:
 
 
 def check_cublaslt() -> Check:
-    """Whether ``torch.nn.functional.scaled_mm`` takes block scales here."""
+    """Whether ``torch.nn.functional.scaled_mm`` accepts block scales here."""
     ok, reason = check_hopper()
     if not ok:
         return ok, reason
@@ -62,7 +62,7 @@ def check_cublaslt() -> Check:
 
 
 def check_deep_gemm() -> Check:
-    """Whether a DeepGEMM that has the kernels can be imported here."""
+    """Whether a DeepGEMM with kernels can be imported here."""
     ok, reason = check_hopper()
     if not ok:
         return ok, reason
@@ -71,7 +71,7 @@ def check_deep_gemm() -> Check:
 
 
 def check_te() -> Check:
-    """Whether TransformerEngine is there in a version with block scaling, and cuBLASLt, which computes its products."""
+    """Whether TransformerEngine has block scaling, and cuBLASLt, which computes its products, is usable."""
     version = installed_version("transformer_engine")
     if version is None:
         return False, "transformer_engine is not installed"
@@ -90,7 +90,7 @@ CHECKS: dict[str, Callable[[], Check]] = {
 
 
 def find_deep_gemm() -> tuple[Any, str]:
-    """The DeepGEMM module and its name, or None and why: the package of that name on PyPI has no kernels in it."""
+    """The DeepGEMM module and its name, or None and why. The PyPI package of that name contains no kernels."""
     reasons = []
     for name in DEEP_GEMM:
         if not _found(name):
@@ -98,7 +98,7 @@ def find_deep_gemm() -> tuple[Any, str]:
             continue
         try:
             module = importlib.import_module(name)
-        except Exception as error:  # a broken installation raises what it likes
+        except Exception as error:  # a broken installation may raise anything
             reasons.append(f"{name} cannot be imported ({type(error).__name__}: {error})")
             continue
         if callable(getattr(module, "fp8_gemm_nt", None)):

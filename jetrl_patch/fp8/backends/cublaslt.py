@@ -6,8 +6,8 @@
 | 1x128   | [M, K/128], strides (1, M) | [N, K/128], strides (1, N)                                             |
 | 128x128 |                          | [L, N/128], strides (1, L), L = K/128 rounded up to 4 (older torch reads past less) |
 
-FProp takes 1x128 for the weight too: the interface's scales are per row, and any slice of rows then stays right. cuBLASLt
-chooses its kernel by shape, so nothing promises that rows are independent: ``row_equality`` decides on the machine.
+FProp uses 1x128 for the weight too: the interface has per-row scales, so any slice of rows stays correct. cuBLASLt chooses
+its kernel by shape and does not guarantee that rows are independent; ``row_equality`` tests it on the machine.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 from jetrl_patch.fp8.operands import check_fprop
 
-#: the number of rows of a is a multiple of this
+#: ``scaled_mm`` requires a's row count to be a multiple of this
 HEIGHT = 8
 
 
 class CublasLtBackend(GpuBackend):
-    """Widths that are no multiples of 16 are refused; rows are padded to multiples of 8."""
+    """Refuses widths that are not multiples of 16, and pads rows to a multiple of 8."""
 
     name = "cublaslt"
     columns = True
@@ -54,7 +54,7 @@ class CublasLtBackend(GpuBackend):
 
 
 def _product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """a b^T with scales of 1x128 on both sides."""
+    """a b^T with 1x128 scales on both sides."""
     check_widths(CublasLtBackend.name, a_MK.shape[1], b_NK.shape[0])
     return _scaled_mm(a_MK, sa_MG, b_NK, _columns(sb_NG), F.ScalingType.BlockWise1x128, out_dtype)
 
@@ -72,5 +72,5 @@ def _scaled_mm(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb: Tensor, recipe_b: 
 
 
 def _columns(s: Tensor) -> Tensor:
-    """The same scales [R, G] with the rows contiguous, strides (1, R); no copy where they are so already."""
+    """The scales [R, G] with adjacent rows, strides (1, R); no copy if they already have this layout."""
     return s.t().contiguous().t()

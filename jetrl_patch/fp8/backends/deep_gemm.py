@@ -1,4 +1,4 @@
-"""DeepGEMM on Hopper, as installed or as CUDA builds of vLLM bring it.
+"""DeepGEMM on Hopper, installed separately or bundled with a CUDA build of vLLM.
 
 ``fp8_gemm_nt((a [M, K], sa [M, K/128]), (b [N, K], sb), d [M, N], c)``, all row-major with K contiguous:
 
@@ -6,7 +6,7 @@
 | (1, 128, 128) | [N/128, K/128]   | BF16 | none                     | FProp, DGrad                   |
 | (1, 1, 128)   | [N, K/128]       | FP32 | required, d adds to it   | FP32 partial sums, WGrad       |
 
-Scales of rows are read with the rows adjacent, strides (1, M); other layouts go through a kernel of its own first.
+Row scales are read with adjacent rows, strides (1, M); DeepGEMM converts other layouts with an extra kernel.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
 
 
 class DeepGemmBackend(GpuBackend):
-    """The module is looked for when the backend is made."""
+    """Looks for the module on construction."""
 
     name = "deep_gemm"
     columns = True
@@ -34,7 +34,7 @@ class DeepGemmBackend(GpuBackend):
     def __init__(self) -> None:
         module, reason = find_deep_gemm()
         if module is None:
-            raise ConfigError(f'backend="deep_gemm" was asked for, but {reason}; use a CUDA build of vLLM, or "triton"')
+            raise ConfigError(f'backend="deep_gemm" cannot run here: {reason}. Use a CUDA build of vLLM, or backend="triton".')
         self._module: Any = module
 
     def gemm(
@@ -75,17 +75,17 @@ class DeepGemmBackend(GpuBackend):
         return in_one_launch(s_NG)
 
     def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
-        """The FP32 product of operands with a scale per row and group."""
+        """The FP32 product of operands with one scale per row and group."""
         d = a.new_zeros(a.shape[0], b.shape[0], dtype=torch.float32)
         self._module.fp8_gemm_nt((a, sa), (b, sb), d, c=d, recipe=ROWS)
         return d
 
 
 def block_scales(s_NG: Tensor) -> Tensor:
-    """Per-row scales [N, G] as block scales [ceil(N/128), G].
+    """Convert per-row scales [N, G] to block scales [ceil(N/128), G].
 
-    A block whose rows have different scales (a slice of rows that began inside a block) cannot be told so: its scale
-    becomes NaN, which stays visible, instead of a wrong number. Nothing is read back for that.
+    A block whose rows have different scales (a slice of rows that starts inside a block) has no block scale. It gets NaN,
+    which stays visible, rather than a wrong number, and needs no read-back to the host.
     """
     N, G = s_NG.shape
     whole = N // BLOCK * BLOCK

@@ -1,6 +1,6 @@
-"""What the GPU backends have in common: the quantizers, and the operands of the gradients' products.
+"""Code shared by the GPU backends: the quantizers, and the operands of the DGrad and WGrad products.
 
-A subclass multiplies operands that are quantized already; nothing here waits for the device. Shape legend as in ``base``.
+Subclasses multiply quantized operands. Nothing here synchronizes with the device. Shape legend as in ``base``.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 
 
 class GpuBackend(Backend):
-    """Quantizes; ``gemm``, ``dgrad_product`` and ``wgrad_product`` are the subclass's."""
+    """Quantizes; subclasses implement ``gemm``, ``dgrad_product`` and ``wgrad_product``."""
 
-    #: the products read activation scales [M, G] with the rows adjacent, strides (1, M)
+    #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M)
     columns = False
 
     @abstractmethod
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """dX [M, K] from e4m3 dY with groups along N and the weight in its blocks; BF16 or FP32."""
+        """dX [M, K], BF16 or FP32, from e4m3 dY with groups along N and the weight in its blocks."""
 
     @abstractmethod
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """dW [N, K] from transposed operands, M a multiple of 128, scales [M/128, N] and [M/128, K]; BF16 or FP32."""
+        """dW [N, K], BF16 or FP32, from transposed operands with M a multiple of 128 and scales [M/128, N] and [M/128, K]."""
 
     def quantizers(self, x: Tensor) -> Any:
-        """``jetrl_patch.kernels.quantize`` where it runs; None leaves the formulas of ``fp8.quantize``."""
+        """``jetrl_patch.kernels.quantize`` if it can run for ``x``; None selects the formulas of ``fp8.quantize``."""
         return _kernels() if x.device.type == "cuda" else None
 
     def producers(self, x: Tensor) -> Any:
-        """``jetrl_patch.kernels.producers`` where the quantizers run; None leaves a norm and an activation as they are."""
+        """``jetrl_patch.kernels.producers`` if the quantizers can run for ``x``; None leaves norm and activation unfused."""
         return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.producers")
 
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -65,7 +65,7 @@ class GpuBackend(Backend):
         return kernels.quantize_weight(w_NK, scale_format)
 
     def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        """As ``quantize_tokens``, but e4m3 [K, M] with M padded by zeros to whole groups: the layout of WGrad."""
+        """As ``quantize_tokens``, but in WGrad's layout: e4m3 [K, M], with M zero-padded to whole groups."""
         kernels = self.quantizers(x_MK)
         if kernels is not None:
             return kernels.quantize_tokens(x_MK, scale_format, turned=True, pad=True)
@@ -82,7 +82,7 @@ class GpuBackend(Backend):
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
     ) -> Tensor:
-        """One opaque operator in a compiled graph: the libraries' calls and TMA descriptors cannot be traced."""
+        """As the base class, but one opaque operator in a compiled graph: library calls and TMA descriptors cannot be traced."""
         if torch.compiler.is_compiling():
             return _fprop(x_MK, w_NK, s_NG, self.name, scale_format, out_dtype, splits)
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
@@ -109,7 +109,7 @@ class GpuBackend(Backend):
         scale_format: ScaleFormat,
         dtypes: tuple[torch.dtype, torch.dtype],
     ) -> tuple[Tensor, Tensor]:
-        """Reads dY once and writes both of its layouts."""
+        """As the base class, but reads dY once and writes both of its layouts."""
         kernels = self.quantizers(g_MN)
         if kernels is None:
             return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes)
@@ -128,10 +128,10 @@ class GpuBackend(Backend):
         return self.wgrad_product(g_NM, sg, *x, written(out_dtype)).to(out_dtype)
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
-        """None: the weight is quantized in every forward pass, 3 bytes an element.
+        """None: the weight is quantized in every forward pass, which moves 3 bytes per element.
 
-        Reading a fingerprint back would stop the stream, and no key on the host is safe: FSDP2 gathers new values into the
-        same parameter and storage without a new version (``_unsafe_preserve_version_counter``), and so does ``.data``.
+        Reading a fingerprint back would stall the stream, and no host-side key is safe: FSDP2 gathers new values into the
+        same parameter and storage without a new version (``_unsafe_preserve_version_counter``), and so do writes by ``.data``.
         """
         return None
 
@@ -142,17 +142,17 @@ def _kernels() -> Any:
 
 
 def written(out_dtype: torch.dtype) -> torch.dtype:
-    """The dtype that a kernel writes for a result in ``out_dtype``: BF16, or FP32 for everything wider or other."""
+    """The dtype that a kernel writes for a result in ``out_dtype``: BF16 for BF16, otherwise FP32."""
     return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
 
 
 def turned(q: Tensor) -> Tensor:
-    """A row-major copy of the transpose of an e4m3 matrix: the libraries want the contraction contiguous."""
+    """The transpose of an e4m3 matrix, copied row-major: the libraries need a contiguous contraction dimension."""
     return q.view(torch.uint8).t().contiguous().view(FP8)
 
 
 def check_widths(backend: str, *widths: int) -> None:
-    """Raises ModelError for matrices whose rows do not start at multiples of 16 bytes: the libraries read them by TMA."""
+    """Raise ModelError for widths that are not multiples of 16: TMA loads need rows that start at multiples of 16 bytes."""
     wrong = [width for width in widths if width % 16]
     if wrong:
         raise ModelError(
@@ -160,7 +160,7 @@ def check_widths(backend: str, *widths: int) -> None:
                 f"backend={backend!r}",
                 required="widths that are multiples of 16",
                 found=", ".join(map(str, wrong)),
-                fix='use backend="triton", or leave the layer in BF16 with exclude=',
+                fix='use backend="triton", or keep the layer in BF16 with exclude=',
             )
         )
 

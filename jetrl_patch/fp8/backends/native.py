@@ -11,7 +11,7 @@ from jetrl_patch.native import ops
 
 
 class NativeBackend(Backend):
-    """Rows are independent by construction: see ``kernels.c``."""
+    """Rows are independent by construction (see ``kernels.c``)."""
 
     name = "native"
 
@@ -45,7 +45,7 @@ class NativeBackend(Backend):
         x = ops.dequantize(q_MK, s_MG, 1, BLOCK, torch.bfloat16)
         x = ops.dequantize(*self.quantize_tokens(x, scale_format), BLOCK, 1, exact)  # [M, K]
         g = ops.dequantize(*self.quantize_tokens(g_MN, scale_format), BLOCK, 1, exact)  # [M, N]
-        if out_dtype == torch.float32:  # keep the FP32 sums: BF16 operands are exact in FP32 too
+        if out_dtype == torch.float32:  # keep the FP32 sums; BF16 operands are exact in FP32
             g, x = g.float(), x.float()
         return torch.mm(g.t(), x).to(out_dtype)
 
@@ -54,5 +54,5 @@ class NativeBackend(Backend):
 
 
 def _exact_dtype(scale_format: ScaleFormat) -> torch.dtype:
-    """The dtype in which q * s is exact, or nearly: 4 significant bits times a power of two fit BF16."""
+    """A dtype for q * s: BF16 is exact for "pow2" (4 significant bits times a power of two); "fp32" needs FP32, rounded once."""
     return torch.bfloat16 if scale_format == "pow2" else torch.float32

@@ -1,4 +1,4 @@
-"""The torch backend: the reference formulas as they stand, on any device. Slow, and always there."""
+"""The torch backend: the reference formulas, unchanged, on any device. Slow, but always available."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetrl_patch.fp8.formats import ScaleFormat
 
 
 class TorchBackend(Backend):
-    """FP64 inside a block (order-independent, so rows cannot depend on their neighbours)."""
+    """Sums each block in FP64, exactly and in any order, so rows cannot depend on their neighbours."""
 
     name = "torch"
 

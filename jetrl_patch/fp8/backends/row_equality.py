@@ -1,8 +1,8 @@
-"""May a backend serve a rollout? Only if a row's bits do not depend on what stands beside it, on this very machine.
+"""Test on this machine that a row's bits do not depend on the rest of the batch, before a backend serves a rollout.
 
-A rollout decodes M = 1 to a few hundred rows, the trainer multiplies thousands at once: the same rows must come out equal
-bit for bit, and so must the sum of a tensor-parallel rollout's partial products. A library that picks its kernel by M can
-break both, by version, by device and by shape, so it is tried before it serves. The CPU backends are proven by tests.
+A rollout decodes M = 1 to a few hundred rows, and the trainer multiplies thousands at once. The same rows must be equal
+bit for bit, and so must the sum of a tensor-parallel rollout's partial products. A library that selects its kernel by M
+can break both, depending on version, device and shape. The test suite proves the CPU backends.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from jetrl_patch.fp8.backends.base import Backend
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
-#: rows of a decode batch; up to 32 the Triton backend quantizes and multiplies in one launch
+#: rows of decode batches; up to 32 rows the Triton backend quantizes and multiplies in one launch
 DECODED = (1, 7, 32, 64, 256)
-#: rows of a training batch; no multiple of a tile
+#: rows of a training batch; not a multiple of a tile
 TRAINED = 2056
-#: where in the training batch the decoded rows stand
+#: positions of the decoded rows in the training batch
 OFFSETS = (0, 129)
 
 _PROVEN: set[tuple[str, str, int, int, str]] = set()
 
 
 class Verdict(NamedTuple):
-    """Whether all rows were equal, and in words what was compared or what differed."""
+    """Whether all rows were equal, and a description of what was compared or what differed."""
 
     ok: bool
     found: str
@@ -42,9 +42,9 @@ def compare_rows(
     trained: int = TRAINED,
     decoded: tuple[int, ...] = DECODED,
 ) -> Verdict:
-    """Multiply a batch whole and in parts, in BF16 and FP32, with a weight [N, K] of this ``shape``; any device.
+    """Compare products of a whole batch and of its parts, in BF16 and FP32, for a weight [N, K] of this ``shape``.
 
-    Where K is an even number of 128-blocks, also in two ranges of K, against the sum of their partial products.
+    If K is an even number of 128-blocks, also compare a product with ``splits=2`` and the sum of two partial products.
     """
     N, K = shape
     generator = torch.Generator(device).manual_seed(N + K)
@@ -80,7 +80,7 @@ def compare_rows(
         both = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.float32, 2)[:7]
         unequal = _unequal(sums[0] + sums[1], both)
         if unequal:
-            return Verdict(False, f"{unequal} of {both.numel()} values differ between two ranges of K and two ranks' sums")
+            return Verdict(False, f"{unequal} of {both.numel()} values differ between splits=2 and the sum of two ranks")
     return Verdict(True, f"rows at M = {', '.join(map(str, decoded))} equal those at M = {trained}")
 
 
@@ -92,12 +92,12 @@ def _unequal(a: Tensor, b: Tensor) -> int:
 def require_row_equality(
     backend: Backend, shape: tuple[int, int], device: torch.device, scale_format: ScaleFormat = "pow2"
 ) -> None:
-    """Once a process for each backend, device and shape; nothing is done on a CPU.
+    """Run ``compare_rows`` once per process for each backend, device, shape and scale format; never on a CPU.
 
-    Call it before a CUDA graph is captured: it reads a verdict back.
+    Call it before a CUDA graph is captured, because it reads the verdict back to the host.
 
     Raises:
-        ModelError: rows depend on their neighbours, so what is sampled would not be what is trained.
+        ModelError: rows depend on their neighbours, so rollout and trainer would disagree.
     """
     key = (backend.name, str(device), *shape, scale_format)
     if device.type == "cpu" or key in _PROVEN:

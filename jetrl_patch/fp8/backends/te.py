@@ -1,8 +1,8 @@
-"""What TransformerEngine computes with, for a rollout beside a trainer of its layers: its quantizer and cuBLASLt.
+"""The rollout's counterpart of TransformerEngine's layers: TransformerEngine's quantizer and cuBLASLt.
 
-The trainer's layers are TransformerEngine's own and are left alone; this class serves the engine under the same name, so
-that the two sides' terms are equal. TransformerEngine's GEMM for ``Float8BlockScaling`` is cuBLASLt's with block scales.
-With power-of-two scales the project's quantizers give the same bytes; with FP32 scales its own quantizer is asked.
+The trainer keeps TransformerEngine's own layers. The rollout uses this backend under the same name, so both sides report
+equal settings. TransformerEngine's GEMM for ``Float8BlockScaling`` is cuBLASLt's with block scales. With power-of-two
+scales this project's quantizers give the same bytes; with FP32 scales this backend calls TransformerEngine's quantizer.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jetrl_patch.fp8.transformer_engine import quantize_rows
 
 
 class TeBackend(CublasLtBackend):
-    """For a rollout only: ``swap_linears`` refuses it for ``nn.Linear``."""
+    """For the rollout only; ``swap_linears`` refuses it for ``nn.Linear``."""
 
     name = "te"
 

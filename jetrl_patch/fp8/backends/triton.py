@@ -1,4 +1,4 @@
-"""The project's own Triton kernels on Hopper: the formula of the contract as it stands, in FP8 ``wgmma``."""
+"""This project's Triton kernels for Hopper: the contract's formula in FP8 ``wgmma``."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jetrl_patch.fp8.formats import ScaleFormat
 
 
 class TritonBackend(GpuBackend):
-    """Rows are independent by construction: see ``kernels.gemm``. triton is imported by the first product."""
+    """Rows are independent by construction (see ``kernels.gemm``). The first product imports triton."""
 
     name = "triton"
 
     def quantizers(self, x: Tensor) -> Any:
-        return importlib.import_module("jetrl_patch.kernels.quantize")  # one way for all of it, or a clear error
+        return importlib.import_module("jetrl_patch.kernels.quantize")  # always these kernels: no fallback to torch
 
     def gemm(
         self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
@@ -28,7 +28,7 @@ class TritonBackend(GpuBackend):
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
     def few(self) -> int:
-        """Up to so many rows are quantized and multiplied in one launch."""
+        """The largest M for which one launch quantizes and multiplies."""
         from jetrl_patch.kernels import gemm_decode
 
         return gemm_decode.FEW
@@ -42,8 +42,8 @@ class TritonBackend(GpuBackend):
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
     ) -> Tensor:
-        """Few rows are quantized within the product: one launch, the same bits (``kernels.gemm_decode``)."""
-        # A rollout's ranks hold one range of K each, so splits are the trainer's.
+        """As the base class. Few rows are quantized inside the product: one launch, the same bits (``kernels.gemm_decode``)."""
+        # Only the trainer has splits > 1: each rank of a rollout holds one range of K.
         if splits == 1 and not torch.compiler.is_compiling() and x_MK.shape[0] <= self.few():
             from jetrl_patch.kernels import gemm_decode
 
