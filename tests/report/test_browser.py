@@ -115,14 +115,14 @@ def test_switching_a_run_off_changes_charts_axes_and_tables(page: Any) -> None:
     usual.uncheck()
     assert lines(page, "reward") == lines(page, "mismatch-mean") == ["0"]
     assert column(page, "Summary", "run") == ["exact"]
-    assert len(column(page, "What a step is made of", "run")) == 1
+    assert len(column(page, "Parts of a step", "run")) == 1
     assert "60" not in marks(page, "reward")  # the steps of the other run are gone from the axis
     usual.check()
     assert lines(page, "reward") == ["0", "1"]
     assert "60" in marks(page, "reward") or "50" in marks(page, "reward")
     page.get_by_role("button", name="None").click()
     assert lines(page, "reward") == []
-    assert page.get_by_text("none of the runs that are switched on has this").first.is_visible()
+    assert page.get_by_text("no visible run has this metric").first.is_visible()
     page.get_by_role("button", name="All").click()
     assert lines(page, "accuracy") == ["0", "1"]
 
@@ -138,7 +138,7 @@ def test_zero_has_a_place_of_its_own_below_the_smallest_decade(page: Any) -> Non
 
 
 def test_tables_sort_numbers_as_numbers(page: Any) -> None:
-    page.get_by_text("Worst value of every layer").click()
+    page.get_by_text("Worst value per layer").click()
     for title in ("sqnr db", "saturation"):  # 31 … 3 and 1 … 1e-11: other orders among words
         shuffled = [float(value) for value in column(page, "Layers", title)]
         click_head(page, "Layers", title)

@@ -156,16 +156,16 @@ def test_a_last_line_that_was_cut_off_is_left_out(folder: Path) -> None:
         file.write('{"precision": "bf16", "ali')
     notes: list[str] = []
     assert [summarize(run) for run in read_runs(path, notes=notes)] == whole
-    assert notes == [f"{path}, line 37: cut off; the 36 lines before it are used"]
+    assert notes == [f"{path}, line 37: truncated; the 36 lines before it are used"]
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("{broken", "line 2: not JSON"),
-        ("[1, 2]", "line 2: required an object, found list"),
-        ('{"step": 1, "data": {}}', "line 2: precision, align"),
-        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: neither"),
+        ("[1, 2]", "line 2: required a JSON object, found list"),
+        ('{"step": 1, "data": {}}', "line 2: a record needs precision and align"),
+        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: a record needs step and data"),
     ],
 )
 def test_a_wrong_line_is_an_error_that_names_it(tmp_path: Path, line: str, says: str) -> None:

@@ -57,7 +57,7 @@ def test_verls_console_log_with_rays_colours_and_prefixes(tmp_path: Path) -> Non
     data = run.steps[1]
     assert data["actor/pg_loss"] == -1.5e-05
     assert math.isnan(data["a"]) and data["b"] == math.inf and data["c"] == -math.inf and data["d"] == 3.0
-    assert notes == [f"{tmp_path / 'run.log'}, line 4: cut off; the lines before it are used"]
+    assert notes == [f"{tmp_path / 'run.log'}, line 4: truncated; the lines before it are used"]
 
 
 @pytest.mark.slow  # importing verl
@@ -127,10 +127,10 @@ def test_a_step_written_twice_has_the_later_figures(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "required at least one step"),
-        ('{"step": 1, "da', "line 1: cut off"),
-        ('{"hello": 1}\n', 'line 1: required an object with "step" and "data".*found the names hello'),
-        ('{"step": 1.5, "data": {}}\n', "line 1: required the step as an integer"),
-        ('{"_step": "one", "a": 1}\n', "line 1: required the step as an integer"),
+        ('{"step": 1, "da', "line 1: truncated"),
+        ('{"hello": 1}\n', 'line 1: required an object with "step" and "data".*found an object with hello'),
+        ('{"step": 1.5, "data": {}}\n', "line 1: required an integer step"),
+        ('{"_step": "one", "a": 1}\n', "line 1: required an integer step"),
         ("\xff\xfe\x00 no text at all\n", "required at least one step"),
         ("[1, 2]\n", "found list"),
     ],
@@ -153,7 +153,7 @@ def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
     verl_file(tmp_path / "one.jsonl")
     assert find_file(tmp_path).name == "one.jsonl"
     verl_file(tmp_path / "two.jsonl")
-    with pytest.raises(ReportError, match=r"found one\.jsonl, two\.jsonl. Name the file itself"):
+    with pytest.raises(ReportError, match=r"found one\.jsonl, two\.jsonl. Give the path of the file"):
         find_file(tmp_path)
     verl_file(tmp_path / "metrics.jsonl")
     assert find_file(tmp_path).name == "metrics.jsonl"
