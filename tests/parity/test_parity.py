@@ -63,13 +63,13 @@ def test_contradictions(precisions: list[str], aligns: list[str], said: str) -> 
 
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no config\.json there"):
+    with pytest.raises(ModelError, match=r"no config\.json in it"):
         cli.main(["--model", str(tmp_path)])
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="does not read as JSON"):
+    with pytest.raises(ModelError, match="is not valid JSON"):
         cli.main(["--model", str(tmp_path)])
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="no weights"):
+    with pytest.raises(ModelError, match="required weights"):
         cli.main(["--model", str(tmp_path)])
 
 
@@ -103,7 +103,7 @@ def test_prompts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another model's"):
         prompts.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
     file.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no prompt"):
+    with pytest.raises(ConfigError, match="contains no prompts"):
         prompts.make_prompts(str(file), tokenize, count=1, **common)
 
 
