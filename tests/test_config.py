@@ -109,7 +109,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'; it must be one of 'fp32', '8bit', 'fp8'"),
         ({"optimizer_states": "fp8", "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
-        ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps, 0 for never"),
+        ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps; 0 turns the monitor off"),
         ({"monitor_every": 2.5}, "monitor_every=2.5 must be a whole number"),
         ({"monitor_every": True}, "monitor_every=True must be a whole number"),
         ({"monitor_layers": 1}, "monitor_layers=1 must be True or False"),

@@ -113,7 +113,7 @@ def test_a_guard_beside_a_tensor_parallel_rollout_is_refused() -> None:
     trainer = Trainer(monitor_every=1, guard_sqnr=20.0)
     config = jetrl_patch.status().config
     assert config is not None
-    says = "required a rollout whose engines hold whole layers, found tensor parallel size 2"
+    says = "required rollout tensor parallel size 1, found 2"
     with pytest.raises(ConfigError, match=says):
         convert(build("qwen3"), config, trainer.source.shapes, rollout_tp=2, device_type="cpu")
     with pytest.raises(ConfigError, match=says):
@@ -254,7 +254,7 @@ def test_the_guard_takes_ill_layers_out_with_their_partners_and_for_good() -> No
         metrics, manifest = trainer.sync()
     assert manifest.guarded == (LAYER, *gate_up) and metrics["jetrl/scale/activation_slice_sqnr_min"] > 26
     said = [line for line in trainer.source.take_lines() if line.startswith("precision guard")]
-    assert len(said) == 2 and "gate_proj: one layer with the others in vLLM" in said[0] and LAYER in said[1]
+    assert len(said) == 2 and "gate_proj: fused with the others in vLLM" in said[0] and LAYER in said[1]
 
 
 def test_a_layer_that_cannot_leave_fp8_is_a_sync_error_and_nothing_changes() -> None:
