@@ -97,7 +97,7 @@ def test_empty_batches():
     ("change", "error", "match"),
     [
         (lambda x, q, s: (x.float(), q, s, "pow2"), TypeError, "required torch.bfloat16, found torch.float32"),
-        (lambda x, q, s: (x.t(), q, s, "pow2"), ValueError, "adjacent elements"),
+        (lambda x, q, s: (x.t(), q, s, "pow2"), ValueError, "contiguous rows"),
         (lambda x, q, s: (x.repeat(22, 1), q, s, "pow2"), ValueError, "at most 64 rows, found 66"),
         (lambda x, q, s: (x[:, :128], q, s, "pow2"), ValueError, "differ in K"),
         (lambda x, q, s: (x, q.view(torch.uint8), s, "pow2"), TypeError, "W: expected"),

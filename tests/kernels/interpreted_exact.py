@@ -209,7 +209,7 @@ def test_the_differentiable_ops_use_the_kernels(kernels):
 
 def test_what_has_no_kernel_is_refused():
     q, k = rand(3, 2, 80), rand(3, 1, 80)
-    with pytest.raises(ModelError, match=r"heads of width 64 or 128, found 80. Use align='linear'"):
+    with pytest.raises(ModelError, match=r"head dimension 64 or 128, found 80. Use align='linear'"):
         attention.attention_varlen(q, k, k, ends([3]), 1.0)
     with pytest.raises(ModelError, match="RMSNorm up to width 16384"):
         norm.rms_norm(rand(1, 16500), rand(16500), 1e-6)

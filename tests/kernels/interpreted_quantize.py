@@ -197,7 +197,7 @@ def test_empty_batches():
         (lambda x: kernels.quantize_rows(x.float(), "pow2"), TypeError, "x: required torch.bfloat16, found torch.float32"),
         (lambda x: kernels.quantize_weight(x.half(), "pow2"), TypeError, "bfloat16 or torch.float32, found torch.float16"),
         (lambda x: kernels.quantize_rows(x[None], "pow2"), ValueError, r"two dimensions, found \[1, 4, 256\]"),
-        (lambda x: kernels.quantize_both(x.t(), "pow2"), ValueError, r"adjacent elements, found strides \[1, 256\]"),
+        (lambda x: kernels.quantize_both(x.t(), "pow2"), ValueError, r"contiguous rows, found strides \[1, 256\]"),
         (lambda x: kernels.quantize_tokens(x, "pow4"), ValueError, "pow2 or fp32, found 'pow4'"),
         (lambda x: requantize_tokens(x, torch.ones(4, 2), "pow2"), TypeError, "required torch.float8_e4m3fn"),
         (lambda x: requantize_tokens(x.to(FP8), torch.ones(4, 3), "pow2"), ValueError, r"\[4, 2\] on cpu, found .*\[4, 3\]"),
