@@ -187,7 +187,7 @@ def test_a_part_that_fails_or_runs_out_of_time_is_told(machine, tiny, monkeypatc
     monkeypatch.setitem(gpu.PARTS, "gradients", ("Gradients", failing, 0.5))
     with Console(file=(tmp_path / "screen").open("w")) as console:
         tables = gpu.measure(machine, ["products", "gradients"], 1e-9, console)
-        assert len(tables["products"][1]) == 1 and tables["products"][2] == "The time of this part ended after 1 rows."
+        assert len(tables["products"][1]) == 1 and tables["products"][2] == "Time ran out after 1 rows."
         tables = gpu.measure(machine, ["gradients"], 100, console)
     assert tables["gradients"][2] == "This part failed after 1 rows: RuntimeError: out of memory"
     assert "out of memory" in report.markdown("Gradients", [], tables["gradients"][2])
@@ -205,7 +205,7 @@ def measured(ours="deep_gemm", speed=2.0, **changes):
             for head in heads
             for name, ms in both
         ],
-        "decode": [{"model": m.name, "M": 64, "backend": name, "us a block": us} for m in MODELS for name, us in both],
+        "decode": [{"model": m.name, "M": 64, "backend": name, "us per block": us} for m in MODELS for name, us in both],
         "quantizers": [
             {"backend": ours, "quantizer": "activation 1x128", "M, K": "16384, 3584", "of the copy": 0.9},
             {"backend": ours, "quantizer": parts.TWO_LAYOUTS, "M, K": "16384, 3584", "of the copy": 0.95},
