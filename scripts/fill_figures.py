@@ -44,7 +44,7 @@ def compare_table(arms: list[dict[str, Any]]) -> str:
     tokens = sum(a["tokens"] for a in arms)
     lines += [
         "",
-        f"{len(arms)} runs of the example, {len(arms) // len(modes)} seeds a mode, {first['steps']} steps each, {tokens:,} "
+        f"{len(arms)} runs of the example, {len(arms) // len(modes)} seeds per mode, {first['steps']} steps each, {tokens:,} "
         f"tokens in all; {versions(first['versions'])}; two CPU cores. A sync sends {max(sent):.2f}× the BF16 bytes of the FP8 "
         "layers. Command: `make compare`.",
     ]
@@ -84,7 +84,7 @@ def openrlhf_table(folder: Path) -> str:
     tokens = sum(arm["tokens"] for _, arm in arms)
     lines += [
         "",
-        f"The example's task, one seed, {arms[0][1]['steps']} steps a mode, {tokens:,} tokens in all; accuracy from the first "
+        f"The example's task, one seed, {arms[0][1]['steps']} steps per mode, {tokens:,} tokens in all; accuracy from the first "
         f"evaluation (step 5) to the last; {versions(arms[0][1]['versions'])}; two CPU cores. "
         'Command: `make demo-openrlhf ARGS="--compare"`.',
     ]

@@ -114,7 +114,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"monitor_every": True}, "monitor_every=True must be a whole number"),
         ({"monitor_layers": 1}, "monitor_layers=1 must be True or False"),
         ({"monitor_sqnr": "20"}, "monitor_sqnr='20' must be a finite number"),
-        ({"monitor_underflow": 1.5}, "monitor_underflow=1.5 must be a share"),
+        ({"monitor_underflow": 1.5}, "monitor_underflow=1.5 must be between 0 and 1"),
         ({"monitor_action": "halt"}, "unknown monitor_action 'halt'; it must be one of 'warn', 'stop'"),
         ({"guard_sqnr": float("nan")}, "guard_sqnr=nan must be a finite number"),
         ({"guard_sqnr": 20, "monitor_every": 0}, "set monitor_every to 1 or more"),

@@ -32,7 +32,7 @@ class Peaks(NamedTuple):
 
 #: an H200: BF16 as measured elsewhere with cuBLAS, FP8 from NVIDIA's datasheet, copies as measured elsewhere
 H200 = Peaks(bf16=790.0, fp8=1979.0, fp8_wgrad=1979.0, bandwidth=4300.0)
-#: the same with what FP8 kernels have been published to reach on Hopper
+#: the same, with published FP8 kernel results on Hopper
 PUBLISHED = H200._replace(fp8=1250.0, fp8_wgrad=1000.0)
 
 

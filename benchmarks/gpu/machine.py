@@ -29,7 +29,7 @@ class Machine:
     cache: int = 0
     #: TFLOP/s of BF16 and FP8, GB/s of a copy (read + written); measured first
     ceilings: dict[str, float] = field(default_factory=dict)
-    #: side of the matrices that the ceilings are measured with
+    #: side length of the matrices for the ceilings
     side: int = 8192
 
     def random(self, *shape: int) -> torch.Tensor:

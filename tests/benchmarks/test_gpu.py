@@ -1,4 +1,4 @@
-"""``make bench-gpu`` without a GPU: what it says, the floors it computes, and every part on tiny shapes of a CPU."""
+"""``make bench-gpu`` without a GPU: its message, the computed floors, and every part on tiny shapes on the CPU."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
     monkeypatch.setattr(type(backend), "quantize_activation", lambda *args: done.append(1) or original(*args))
     machine.backends = {"torch": backend}
     list(parts.layers(machine, TINY, (16,)))
-    # of each of four layers: two timed steps (input, output gradient), and the forward pass whose bytes are counted
+    # per layer, of four: two timed steps (input, output gradient), and the forward pass whose saved bytes are counted
     assert len(done) == 4 * (2 * 2 + 1)
 
 
@@ -194,7 +194,7 @@ def test_a_part_that_fails_or_runs_out_of_time_is_told(machine, tiny, monkeypatc
 
 
 def measured(ours="deep_gemm", speed=2.0, **changes):
-    """Tables as a run would leave them, in which FP8 is ``speed`` times as fast as BF16; never written anywhere."""
+    """Tables as a run would produce them, with FP8 ``speed`` times as fast as BF16; never written to disk."""
     heads: list = [{"model": model.name, "linear": linear.name, "M": 16384} for model in MODELS for linear in model.linears]
     both = [("bf16", speed), (ours, 1.0), ("triton", 1.0)]
     rows = {
@@ -285,7 +285,7 @@ def test_the_shares_of_time_leave_room():
 
 
 def test_the_page_says_whether_it_was_measured():
-    """Until a run has filled it there is no figure on the page; after one, there is a JSON file with the same figures."""
+    """Before the first run the page has no figures; after it, a JSON file holds the same figures."""
     page = ROOT / "docs" / "benchmarks" / "h200.md"
     if page.with_suffix(".json").exists():
         assert "Command: `python -m benchmarks.gpu" in page.read_text()

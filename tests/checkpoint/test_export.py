@@ -1,4 +1,4 @@
-"""Exports read by others: tensor by tensor, by transformers, and in the terms of vLLM's own FP8 method."""
+"""Exports as other software reads them: tensor by tensor, in transformers, and with vLLM's FP8 method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.models import save
 
 
 class Lines:
-    """A console that remembers."""
+    """A console that records its lines."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -57,7 +57,7 @@ def config(folder: Path) -> dict:
 
 
 def straightforward(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block by block, in Python."""
+    """A plain Python quantizer, block by block."""
     rows, columns = -(-w.shape[0] // 128), -(-w.shape[1] // 128)
     q, s = torch.empty(w.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     for i in range(rows):
@@ -165,7 +165,7 @@ def test_vllms_own_fp8_method_wants_these_names_shapes_and_layers(qwen3, tmp_pat
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             skipped = is_layer_skipped(f"model.layers.{layer}.{name}", parsed.ignored_layers, packed)
             assert skipped == (layer == 0)
-    # the parameters that vLLM registers for a block-quantized layer, by its own code and without its kernels
+    # the parameters that vLLM's own code registers for a block-quantized layer, without its kernels
     method = fp8.Fp8LinearMethod.__new__(fp8.Fp8LinearMethod)
     method.block_quant, method.weight_block_size, method.act_q_static = True, [128, 128], False
     method.is_scale_e8m0, method.activation_quant_key, method.weight_quant_key = False, None, None
@@ -218,7 +218,7 @@ def test_what_is_there_is_not_overwritten(qwen3, tmp_path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
 @pytest.mark.parametrize("format", ["bf16", "fp8"])
 def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(copy, tmp_path, bad, format):
-    """3.4e38 is finite in FP32 and not in BF16."""
+    """3.4e38 is finite in FP32 but not in BF16."""
     found = {name: value.float() for name, value in tensors(copy).items()}
     found["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
     save_file(found, copy / SINGLE, metadata={"format": "pt"})
@@ -304,7 +304,7 @@ def test_tied_embeddings_and_odd_widths(tmp_path):
 
 
 def test_another_value_on_disk_is_found(qwen3, tmp_path, monkeypatch):
-    """Whatever writes a shard, the reading tells."""
+    """Verification detects a shard that was written incorrectly."""
     import safetensors.torch
 
     def save_wrongly(held, path, **options):

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its run, and which differences stop a resumed one."""
+"""The record of a checkpoint's settings, and the differences that prevent resuming."""
 
 from __future__ import annotations
 

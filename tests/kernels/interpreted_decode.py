@@ -1,6 +1,6 @@
-"""FProp of few rows in one launch: the bits of the quantizer followed by the product.
+"""FProp of a few rows in one launch: bit-equal to the quantizer followed by the product.
 
-Run by ``test_gemm.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_wrong_operands(change, error, match):
 
 
 def test_the_benchmarks_run_on_this_backend():
-    """Every call that ``make bench-gpu`` times on Triton, once."""
+    """Run every call that ``make bench-gpu`` times on Triton once."""
 
     def once(calls):
         for call in calls.values():

@@ -1,4 +1,4 @@
-"""The command: what it measures, what it refuses, and its exit status."""
+"""``jetrl parity``: measurements, errors and exit status."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_prompts(tmp_path: Path) -> None:
 
 
 def result(job: Job, **figures: Any) -> dict[str, Any]:
-    """What a mode's process answers; the arithmetic of the exit status needs no engine."""
+    """A stand-in for the result of a mode's process, since testing the exit status needs no engine."""
     found = dict.fromkeys(KEYS, 0.0)
     found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10}
     return found | {"bit_equal_fraction": 1.0, **figures}
@@ -146,7 +146,7 @@ def test_an_error_of_the_child_keeps_its_kind(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything at once, each mode in a process of its own."""
+    """The complete command, with each mode in its own process."""
     model = models.save(tmp_path / "m", "qwen3")
     file = tmp_path / "out.json"
     status = cli.main(["--model", model, "--tokens", "256", "--length", "16", "--json", str(file)])

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing is fetched, nothing fails, and everything that can be clicked does what it says."""
+"""The page in a real browser: it fetches nothing, raises no error, and every control works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 
 
 def run_file(path: Path, seed: int, first: int, exact: bool) -> Path:
-    """A run of 40 steps as verl's file logger writes it, by an OpenRLHF-like or verl-like hand; ``first`` is its first step."""
+    """A run of 40 steps in the format of verl's file logger, starting with step ``first``."""
     chance, lines = random.Random(seed), []
     for step in range(first, first + 40):
         data = {
@@ -72,7 +72,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, page_file: Path) -> Iterator[Any]:
-    """The open page; at the end nothing may have been said on the console, thrown or fetched."""
+    """The open page; at the end, the console must be empty and nothing thrown or fetched."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     opened, troubles = context.new_page(), []
     opened.on("console", lambda message: troubles.append(message.text))
@@ -139,7 +139,7 @@ def test_zero_has_a_place_of_its_own_below_the_smallest_decade(page: Any) -> Non
 
 def test_tables_sort_numbers_as_numbers(page: Any) -> None:
     page.get_by_text("Worst value per layer").click()
-    for title in ("sqnr db", "saturation"):  # 31 … 3 and 1 … 1e-11: other orders among words
+    for title in ("sqnr db", "saturation"):  # 31 … 3 and 1 … 1e-11 would sort differently as text
         shuffled = [float(value) for value in column(page, "Layers", title)]
         click_head(page, "Layers", title)
         falling = [float(value) for value in column(page, "Layers", title)]
@@ -148,7 +148,7 @@ def test_tables_sort_numbers_as_numbers(page: Any) -> None:
         assert [float(value) for value in column(page, "Layers", title)] == falling[::-1]
         assert page.locator("th[aria-sort]", has_text=title).get_attribute("aria-sort") == "ascending"
     assert page.locator("th[aria-sort]").count() == 1
-    click_head(page, "Layers", "layer")  # words, but in the order of the model
+    click_head(page, "Layers", "layer")  # text, but in model order
     assert column(page, "Layers", "layer") == [f"{n:06d}" for n in range(12) for _ in range(2)]
 
 

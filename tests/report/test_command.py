@@ -1,4 +1,4 @@
-"""``jetrl report`` as it is typed: what it writes, what it warns of, and what it refuses."""
+"""The ``jetrl report`` command: output, warnings and errors."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_share_says_100_percent_only_when_it_is() -> None:
 
 
 def test_nan_stays_visible(tmp_path: Path) -> None:
-    """verl's file logger writes NaN as null; a step with it must not vanish from the figures."""
+    """verl's file logger writes NaN as null; such a step must not disappear from the summary."""
     records = [step("fp8-unified", "exact", 0, n, 0.0) for n in range(4)]
     records[2]["data"] |= {"jetrl/logp_abs_diff_max": None, "jetrl/bit_equal_fraction": None}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))

@@ -1,4 +1,4 @@
-"""What runs leave on a disk, read: each format of both frameworks, names, and what is wrong with a file."""
+"""Reading the files of runs: every format of both frameworks, run names, and invalid files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def verl_file(path: Path) -> Path:
 
 
 def test_the_file_of_verls_file_logger(tmp_path: Path) -> None:
-    orjson = pytest.importorskip("orjson")  # verl writes by it: NaN becomes null
+    orjson = pytest.importorskip("orjson")  # used by verl's logger: NaN becomes null
     lines = [{"step": 1, "data": {"critic/score/mean": math.nan}}, {"step": 2, "data": {"critic/score/mean": 0.5}}]
     (tmp_path / "run.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     (run,) = read_runs(tmp_path / "run.jsonl")
@@ -47,7 +47,7 @@ def test_verls_console_log_with_rays_colours_and_prefixes(tmp_path: Path) -> Non
         "\x1b[36m(TaskRunner pid=7)\x1b[0m step:0 - val-core/words/acc/mean@1:np.float64(0.25)\n"
         "\x1b[36m(TaskRunner pid=7)\x1b[0m step:1 - critic/score/mean:0.5 - actor/pg_loss:-1.5e-05 - "
         "a:nan - b:np.float64(inf) - c:-inf - d:np.int32(3)\n"
-        "step:2 - critic/score/mean:0.7"  # cut off: it may have been 0.75
+        "step:2 - critic/score/mean:0.7"  # truncated: it may have been 0.75
     )
     (tmp_path / "run.log").write_text(text)
     notes: list[str] = []
@@ -117,7 +117,7 @@ def test_only_wanted_metrics_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_step_written_twice_has_the_later_figures(tmp_path: Path) -> None:
-    """A run that was resumed from a checkpoint writes some steps again."""
+    """A run resumed from a checkpoint writes some steps again."""
     records = [{"step": s, "data": {"reward": v}} for s, v in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25))]
     (run,) = read_runs(write_lines(tmp_path / "a.jsonl", records))
     assert run.reward == [(1, 0.1), (2, 0.25), (3, 0.3)]
