@@ -196,7 +196,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
     """Return (key/value heads, query heads per key/value head). Raises TypeError, ValueError, ModelError."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dtype != torch.bfloat16:
-            raise TypeError(f"attention {name}: expected torch.bfloat16, found {t.dtype}")
+            raise TypeError(explain(f"attention {name}", required="torch.bfloat16", found=t.dtype, fix="convert it first"))
     H, D = q.shape[-2:]
     kv_heads = k.shape[-2]
     if k.shape != v.shape or k.shape[-1] != D or H % kv_heads:
@@ -207,7 +207,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
 
 def _integers(name: str, t: Tensor) -> Tensor:
     if t.dtype != torch.int32:
-        raise TypeError(f"attention {name}: expected torch.int32, found {t.dtype}")
+        raise TypeError(explain(f"attention {name}", required="torch.int32", found=t.dtype, fix="convert it first"))
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
