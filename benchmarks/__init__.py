@@ -1,1 +1,1 @@
-"""Speed, always as a ratio against a BF16 baseline measured in the same run."""
+"""Speed benchmarks, always relative to a BF16 baseline measured in the same run."""

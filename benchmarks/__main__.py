@@ -1,4 +1,4 @@
-"""``make bench``: print the tables, and write them with machine and versions to ``docs/benchmarks/cpu.md``."""
+"""``make bench``: print the tables; with ``--write``, also write them with machine and versions (``docs/benchmarks/cpu.md``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from benchmarks import linear, step
 from jetrl_patch._versions import VERSION
 
 PARTS = {
-    "gemm": ("GEMMs of a linear layer, quantization included", linear.gemms),
+    "gemm": ("GEMMs of a linear layer, including quantization", linear.gemms),
     "quantizers": ("Quantizers", linear.quantizers),
-    "step": ("Training step of the demo's model", step.training_steps),
+    "step": ("Training step of the demo model", step.training_steps),
 }
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """The processor's name, as reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -31,12 +31,12 @@ def processor() -> str:
 
 
 def shown(value: object) -> str:
-    """Numbers with three significant digits."""
+    """Format a number with three significant digits."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def markdown(title: str, rows: list[dict[str, object]]) -> str:
-    """One table."""
+    """One table as Markdown."""
     names = list(rows[0])
     lines = [f"## {title}", "", "| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
     lines += ["| " + " | ".join(shown(row[name]) for name in names) + " |" for row in rows]
@@ -45,7 +45,7 @@ def markdown(title: str, rows: list[dict[str, object]]) -> str:
 
 def main(argv: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="only this part (may be repeated)")
+    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="run only this part; may be repeated")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
     args = parser.parse_args(None if argv is None else list(argv))
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""The linear layer on the CPU: FProp, the gradients and the quantizers, per shape."""
+"""The linear layer on the CPU: FProp, DGrad, WGrad and the quantizers, by shape."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHAPES = [(1, 1024, 1024), (8, 1024, 1024), (64, 1024, 1024), (512, 768, 256), (
 
 
 def gemms() -> Iterator[dict[str, object]]:
-    """Time of each GEMM with its quantization over that of the BF16 GEMM of the same shape."""
+    """Time of each GEMM with its quantization, relative to the BF16 GEMM of the same shape."""
     backend = get_backend("native")
     for M, N, K in SHAPES:
         x, w = torch.randn(M, K).to(torch.bfloat16), torch.randn(N, K).to(torch.bfloat16)
@@ -43,7 +43,7 @@ def gemms() -> Iterator[dict[str, object]]:
 
 
 def quantizers() -> Iterator[dict[str, object]]:
-    """Throughput of the quantizers over that of a copy of the same BF16 matrix."""
+    """Time of the quantizers relative to a copy of the same BF16 matrix."""
     backend = get_backend("native")
     for M, K in ((64, 1024), (2048, 1024), (4096, 4096)):
         x = torch.randn(M, K).to(torch.bfloat16)

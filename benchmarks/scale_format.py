@@ -1,7 +1,7 @@
-"""Which scale format is the default? Measure both and write ``docs/scale_formats.md``.
+"""Compare the scale formats and write ``docs/scale_formats.md``.
 
-Three things: the quantization error of weights and activations of the example's model, the mismatch between
-trainer and rollout when only the linears are shared, and the loss of training from scratch by cross-entropy.
+Measures the quantization error of weights and activations of the example's model, the mismatch between trainer and rollout
+when they share only the linears, and the loss of training from scratch with cross-entropy.
 Run: ``python -m benchmarks.scale_format`` (a few minutes on two cores, longer with more steps).
 """
 
@@ -29,22 +29,22 @@ from jetrl_patch.fp8.layers import is_quantized
 
 FORMATS = ("pow2", "fp32")
 REASON = """
-`"pow2"` is the default. With it every dequantized value is exact in BF16, and the order in which scales are multiplied
-cannot change a result. Exact mode and the kernels of other libraries can agree on that; with FP32 scales, one byte in a
-thousand of theirs differs. The table shows the cost. `"fp32"` rounds less and is the better choice where only the linears
-are shared. The choice is part of every weight sync, so both sides always have the same one.
+`"pow2"` is the default. With it, every dequantized value is exact in BF16, and the order in which scales are multiplied
+cannot change a result. Exact mode and the kernels of other libraries then agree on every byte; with FP32 scales, one byte in
+a thousand differs. The table shows the cost. `"fp32"` has less quantization error and is the better choice when only the
+linears are shared. The format is part of every weight sync, so both sides always use the same one.
 """
 PAGE = Path(__file__).parents[1] / "docs" / "scale_formats.md"
 
 
 def sqnr(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Signal over quantization error in dB."""
+    """Signal-to-quantization-noise ratio in dB."""
     error = (value.double() - reference.double()).pow(2).sum()
     return float(10 * torch.log10(reference.double().pow(2).sum() / error))
 
 
 def quantization_error() -> dict[str, tuple[float, float]]:
-    """SQNR in dB of (weights, activations), the mean over the FP8 layers of the example's checkpoint."""
+    """SQNR in dB of (weights, activations), averaged over the FP8 layers of the example's checkpoint."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(warm_start.CHECKPOINT, dtype=torch.bfloat16)
@@ -70,7 +70,7 @@ def quantization_error() -> dict[str, tuple[float, float]]:
 
 
 def mismatch(tokens: int) -> dict[str, dict[str, Any]]:
-    """``jetrl parity`` with shared linears only, per format."""
+    """``jetrl parity`` with only the linears shared, for each format."""
     result = {}
     for scale_format in track(FORMATS, "mismatch with shared linears"):
         with tempfile.NamedTemporaryFile(suffix=".json") as file:
@@ -82,7 +82,7 @@ def mismatch(tokens: int) -> dict[str, dict[str, Any]]:
 
 
 def from_scratch(convert: Callable[[torch.nn.Module], object], steps: int, seed: int, label: str) -> float:
-    """Mean cross-entropy of the last tenth of the steps, trained from scratch on the example's answers."""
+    """Train from scratch on the example's answers; return the mean cross-entropy over the last tenth of the steps."""
     tokenizer = build_tokenizer()
     model = warm_start.build_model(tokenizer, seed)
     convert(model)

@@ -1,4 +1,4 @@
-"""A whole training step of the demo's model: log-probs, forward, backward, AdamW; FP8 against BF16."""
+"""A complete training step of the demo model (log-probs, forward, backward, AdamW), FP8 vs. BF16."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODES = {
 
 
 def training_steps(batch_size: int = 64) -> Iterator[dict[str, object]]:
-    """Milliseconds a step, and the ratio to BF16, on one thread."""
+    """Milliseconds per step and the ratio to BF16, on one thread."""
     tokenizer = build_tokenizer()
     prompts = {q: warm_start.prompt_ids(tokenizer, q) for q in task.split()[0][:256]}
     ids, labels = warm_start.batch(tokenizer, prompts, batch_size, 0.5, random.Random(0))
@@ -47,4 +47,4 @@ def training_steps(batch_size: int = 64) -> Iterator[dict[str, object]]:
     best = best_of(steps, seconds=6.0, rounds=5)
     jetrl_patch.disable()
     for name, seconds in best.items():
-        yield {"mode": name, "tokens": ids.numel(), "ms a step": seconds * 1e3, "ratio to BF16": seconds / best["bf16"]}
+        yield {"mode": name, "tokens": ids.numel(), "ms per step": seconds * 1e3, "ratio to BF16": seconds / best["bf16"]}

@@ -1,4 +1,4 @@
-"""Interleaved timing: candidate and baseline take turns, so a busy machine slows both."""
+"""Interleaved timing: candidate and baseline take turns, so that a busy machine slows both."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 
 
 def best_of(functions: Mapping[str, Callable[[], object]], seconds: float = 0.3, rounds: int = 7) -> dict[str, float]:
-    """Seconds a call takes, the best of ``rounds`` rounds in which every function runs about ``seconds / rounds``.
+    """Seconds per call: the best of ``rounds`` rounds, in each of which every function runs for about ``seconds / rounds``.
 
-    Time is that of the process (all its threads), so other programs on the machine do not count.
+    This is process time (all threads), so other programs on the machine do not count.
     """
     repeats = {}
     for name, function in functions.items():

@@ -1,17 +1,17 @@
-"""Print how many product files name each model family, precision and correction, and which.
+"""Count the product files that name each model family, precision and correction, and list them.
 
-Run: ``python scripts/count_facts.py``; the exit status is 1 if one of them is named in more files than its limit. A fact that
-stands in a record is named where the record is, and where something exists for it alone; everything else asks the record.
+Run: ``python scripts/count_facts.py``. The exit status is 1 if a fact is named in more files than its limit. Only the file
+with a fact's record, and files that exist for that fact alone, should name it; all other code queries the record.
 
-Product files are the modules of ``jetrl_patch/`` and ``adapters/``. What counts as naming, anywhere in a file (code, text,
-comments) or in its path:
+Product files are the modules of ``jetrl_patch/`` and ``adapters/``. A name counts anywhere in a file (code, text, comments)
+or in its path:
 
-- a family: its ``model_type`` as a word (``qwen2``, ``"qwen2"``), or its classes' prefix (``Qwen2MLP``); of two families whose
-  names begin alike the longer one counts;
-- ``int8`` and ``fp16``: these letters in any identifier or word, ``float16`` included; not ``uint8`` and ``bfloat16``;
-- ``fp8-unified`` and ``fp8-rollout``: the literal; other precisions compute in FP8 too, so that the letters alone say nothing;
-- ``bf16``: where it is said to be the precision (``precision="bf16"``), since every mode has tensors in BF16;
-- a correction: its name as a word in any case, with ``-`` or ``_``; beside these files each framework may have one mapping.
+- a family: its ``model_type`` as a word (``qwen2``, ``"qwen2"``) or the prefix of its classes (``Qwen2MLP``); if one family's
+  name is a prefix of another's, the longer one counts;
+- ``int8`` and ``fp16``: as part of any identifier or word, including ``float16`` but not ``uint8`` and ``bfloat16``;
+- ``fp8-unified`` and ``fp8-rollout``: the literal only, since other precisions use FP8 too;
+- ``bf16``: as a precision only (``precision="bf16"``), since every mode has BF16 tensors;
+- a correction: its name as a word in any case, with ``-`` or ``_``. One mapping per framework is exempt.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from jetrl_patch.correction.kinds import CORRECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: how many files may name one
+#: maximum number of files that may name one
 LIMITS = {"family": 2, "precision": 12, "correction": 3}
-#: the mappings of corrections to a framework's own, which do not count
+#: mappings to the frameworks' own corrections, which are exempt
 MAPPINGS = ("adapters/verl/correction.py", "adapters/openrlhf/correction.py")
 
 _SPECIAL = {
@@ -40,19 +40,19 @@ _SPECIAL = {
 
 
 def precision_patterns() -> dict[str, re.Pattern[str]]:
-    """Precision -> what names it."""
+    """Precision -> pattern that matches its name."""
     return {name: re.compile(_SPECIAL.get(name, re.escape(name)), re.IGNORECASE) for name in PRECISIONS}
 
 
 def correction_patterns() -> dict[str, re.Pattern[str]]:
-    """Correction -> what names it."""
+    """Correction -> pattern that matches its name."""
     return {
         name: re.compile(rf"(?<![\w-]){name.replace('-', '[-_]')}(?![\w-])", re.IGNORECASE) for name in CORRECTIONS
     }
 
 
 def family_patterns(names: Iterable[str]) -> dict[str, re.Pattern[str]]:
-    """Family (a ``model_type``) -> what names it."""
+    """Family (a ``model_type``) -> pattern that matches its name."""
     every = sorted(names)
     found = {}
     for name in every:
@@ -69,7 +69,7 @@ def _prefix(name: str) -> str:
 
 
 def families() -> tuple[str, ...]:
-    """The families there are; none without their table."""
+    """The known families; none if their table is missing."""
     if importlib.util.find_spec("jetrl_patch.families") is None:
         return ()
     table = importlib.import_module("jetrl_patch.families")
@@ -77,18 +77,18 @@ def families() -> tuple[str, ...]:
 
 
 def product_files() -> dict[str, str]:
-    """Path from the root -> path and text of every product file."""
+    """Relative path -> path and text of every product file."""
     paths = [path for folder in ("jetrl_patch", "adapters") for path in sorted((ROOT / folder).rglob("*.py"))]
     return {(name := path.relative_to(ROOT).as_posix()): f"{name}\n{path.read_text()}" for path in paths}
 
 
 def named_in(pattern: re.Pattern[str], files: dict[str, str]) -> list[str]:
-    """The files in which a pattern is found."""
+    """The files that match a pattern."""
     return [name for name, text in files.items() if pattern.search(text)]
 
 
 def counted() -> dict[str, dict[str, list[str]]]:
-    """Kind of fact -> fact -> the product files that name it, mappings left out."""
+    """Kind of fact -> fact -> the product files that name it, without the exempt mappings."""
     files = product_files()
     others = {name: text for name, text in files.items() if name not in MAPPINGS}
     return {

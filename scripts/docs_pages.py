@@ -1,4 +1,4 @@
-"""Hooks of MkDocs: documents of the top level become pages of the site, and no page loads anything from a network."""
+"""MkDocs hooks: turn top-level documents into pages of the site, and keep pages from loading anything over the network."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mkdocs.utils import get_relative_url
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: file of the repository -> page of the site
+#: file in the repository -> page of the site
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
@@ -23,10 +23,10 @@ _LINK = re.compile(r"(\]\()([^)\s#:]+)(#[^)\s]*)?\)")
 
 
 def rewritten(text: str, source: str) -> str:
-    """Relative links of a file of the repository as links between pages; a link to anything else stays and fails strictly.
+    """Turn relative links of a repository file into links between pages; others stay and fail in strict mode.
 
     Args:
-        source: where the text stands in the repository.
+        source: the file's path in the repository.
     """
 
     def page(match: re.Match[str]) -> str:
@@ -39,7 +39,7 @@ def rewritten(text: str, source: str) -> str:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that have no file under docs/."""
+    """Add the pages whose files are outside docs/."""
     for source, page in PAGES.items():
         if not (ROOT / "docs" / page).exists():
             text = (ROOT / source).read_text(encoding="utf-8")
@@ -48,6 +48,6 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:
-    """Material's search loads a script from a network where a page is opened as a file; assets/worker.js takes its place."""
+    """Use assets/worker.js, because Material's search loads a script over the network if a page is opened as a file."""
     script = get_relative_url("assets/worker.js", page.url)
     return output.replace('src="https://unpkg.com/iframe-worker/shim"', f'src="{script}"')

@@ -1,7 +1,7 @@
-"""Write the tables of ``docs/configuration.md`` from the table of settings, that of variables and verl's presets.
+"""Write the tables of ``docs/configuration.md`` from the settings, the environment variables and verl's presets.
 
-Run: ``python scripts/fill_configuration.py``. Tables stand between ``<!-- name -->`` and ``<!-- /name -->``; a test
-compares them with what this script would write.
+Run: ``python scripts/fill_configuration.py``. Tables go between ``<!-- name -->`` and ``<!-- /name -->``. A test compares
+them with this script's output.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HEAD = (
 
 
 def meanings() -> dict[str, str]:
-    """Field -> what is said about it."""
+    """Field -> its description."""
     return {name: found.doc for name, found in SETTINGS.items()}
 
 
@@ -41,7 +41,7 @@ def row(found: Setting) -> str:
 
 
 def options() -> str:
-    """One table for each group of settings."""
+    """One table per group of settings."""
     parts = []
     for group, about in GROUPS.items():
         rows = [row(found) for found in SETTINGS.values() if found.group == group]
@@ -50,14 +50,14 @@ def options() -> str:
 
 
 def variables() -> str:
-    """The variables that are no field of ``Config``."""
+    """The variables that are not fields of ``Config``."""
     lines = ["| variable | meaning |", "| --- | --- |"]
     lines += [f"| `{name}` | {text} |" for name, text in env.VARIABLES.items() if name not in env.FIELDS]
     return "\n".join(lines)
 
 
 def presets() -> str:
-    """The presets of verl's hydra."""
+    """The Hydra presets for verl."""
     lines = ["| preset | sets |", "| --- | --- |"]
     for name, chosen in PRESETS.items():
         lines.append(f"| `+jetrl={name}` | {', '.join(f'`{k}: {v}`' for k, v in chosen.items())} |")
@@ -65,7 +65,7 @@ def presets() -> str:
 
 
 def filled(text: str) -> str:
-    """The page with its tables written anew."""
+    """The page with its tables rewritten."""
     for name, table in (("options", options()), ("variables", variables()), ("presets", presets())):
         pattern = rf"<!-- {name} -->.*?<!-- /{name} -->"
         assert len(re.findall(pattern, text, flags=re.DOTALL)) == 1, name

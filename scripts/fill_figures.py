@@ -1,8 +1,8 @@
-"""Write the measured figures into README.md and docs/, from finished comparisons and ``jetrl parity --json``.
+"""Write measured figures into README.md and docs/, from finished comparisons and ``jetrl parity --json``.
 
 Run: ``python scripts/fill_figures.py --verl outputs/compare --parity parity.json --openrlhf outputs/demo-openrlhf``, or with
-some of them (``make compare``, ``jetrl parity``, ``make demo-openrlhf ARGS=--compare``). Tables stand between
-``<!-- name -->`` and ``<!-- /name -->``; the pictures go to ``docs/assets/``.
+some of these options. The inputs come from ``make compare``, ``jetrl parity`` and ``make demo-openrlhf ARGS=--compare``.
+Tables go between ``<!-- name -->`` and ``<!-- /name -->``, pictures to ``docs/assets/``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PAGES = (ROOT / "README.md", ROOT / "docs" / "exactness.md", ROOT / "docs" / "op
 
 
 def compare_table(arms: list[dict[str, Any]]) -> str:
-    """One row a mode, averaged over seeds; the largest difference and the smallest share are over all."""
+    """One row per mode: means over seeds, and the largest difference and smallest share of any seed."""
     modes: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for arm in arms:
         align = "" if arm["align"] == "none" else f', `align="{arm["align"]}"`'
@@ -44,7 +44,7 @@ def compare_table(arms: list[dict[str, Any]]) -> str:
     tokens = sum(a["tokens"] for a in arms)
     lines += [
         "",
-        f"{len(arms)} runs of the example, {len(arms) // len(modes)} seeds a mode, {first['steps']} steps each, {tokens:,} "
+        f"{len(arms)} runs of the example, {len(arms) // len(modes)} seeds per mode, {first['steps']} steps each, {tokens:,} "
         f"tokens in all; {versions(first['versions'])}; two CPU cores. A sync sends {max(sent):.2f}× the BF16 bytes of the FP8 "
         "layers. Command: `make compare`.",
     ]
@@ -52,7 +52,7 @@ def compare_table(arms: list[dict[str, Any]]) -> str:
 
 
 def parity_table(modes: list[dict[str, Any]]) -> str:
-    """One row a mode of ``jetrl parity``."""
+    """One row per mode of ``jetrl parity``."""
     lines = ["| mode | tokens | mean abs Δlogp | max | bit-equal |", "| --- | --- | --- | --- | --- |"]
     for m in modes:
         align = "" if m["align"] == "none" else f', `align="{m["align"]}"`'
@@ -64,7 +64,7 @@ def parity_table(modes: list[dict[str, Any]]) -> str:
 
 
 def openrlhf_table(folder: Path) -> str:
-    """One row a mode of ``make demo-openrlhf ARGS=--compare``, with what a weight sync takes."""
+    """One row per mode of ``make demo-openrlhf ARGS=--compare``, with the cost of a weight sync."""
     from jetrl_patch.report import read_runs, summarize
 
     lines = [
@@ -84,7 +84,7 @@ def openrlhf_table(folder: Path) -> str:
     tokens = sum(arm["tokens"] for _, arm in arms)
     lines += [
         "",
-        f"The example's task, one seed, {arms[0][1]['steps']} steps a mode, {tokens:,} tokens in all; accuracy from the first "
+        f"The example's task, one seed, {arms[0][1]['steps']} steps per mode, {tokens:,} tokens in all; accuracy from the first "
         f"evaluation (step 5) to the last; {versions(arms[0][1]['versions'])}; two CPU cores. "
         'Command: `make demo-openrlhf ARGS="--compare"`.',
     ]
@@ -92,17 +92,17 @@ def openrlhf_table(folder: Path) -> str:
 
 
 def figure(value: float) -> str:
-    """A difference: exact zeros stand out."""
+    """Format a difference, with exact zeros highlighted."""
     return "**0**" if value == 0 else f"{value:.1e}"
 
 
 def versions(found: dict[str, str]) -> str:
-    """The frameworks that matter, with their versions."""
+    """The versions of the main frameworks."""
     return ", ".join(f"{name} {found[name]}" for name in NAMED if name in found)
 
 
 def fill(text: str, name: str, table: str) -> str:
-    """Put the table between its marks; a page without them stays as it is."""
+    """Put the table between its marks; a page without them is unchanged."""
     block = f"<!-- {name} -->\n{table}\n<!-- /{name} -->"
     pattern = re.compile(rf"<!-- {name} -->(?:.*?<!-- /{name} -->)?", re.DOTALL)
     return pattern.sub(lambda _: block, text, count=1)
@@ -110,9 +110,9 @@ def fill(text: str, name: str, table: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--verl", type=Path, help="folder of make compare")
+    parser.add_argument("--verl", type=Path, help="output folder of make compare")
     parser.add_argument("--parity", type=Path, help="output of jetrl parity --json")
-    parser.add_argument("--openrlhf", type=Path, help="folder of make demo-openrlhf with --compare")
+    parser.add_argument("--openrlhf", type=Path, help="output folder of make demo-openrlhf ARGS=--compare")
     args = parser.parse_args()
     tables = {}
     if args.verl:

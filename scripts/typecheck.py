@@ -1,6 +1,6 @@
-"""mypy on the package as it is installed: ``adapters/`` stands there as ``jetrl_patch.adapters``.
+"""Run mypy on the package as installed, where ``adapters/`` is ``jetrl_patch.adapters``.
 
-mypy does not follow the mapping of an editable install, so the tree is put together from links in ``build/``.
+mypy does not follow the mapping of an editable install, so this script builds the tree from symbolic links in ``build/``.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Speed on a Hopper GPU, against BF16 and against ceilings measured in the same run. Nothing here needs one to be imported."""
+"""Speed on a Hopper GPU, relative to BF16 and to ceilings measured in the same run. Importing it needs no GPU."""

@@ -1,7 +1,7 @@
 """``make bench-gpu``: measure the FP8 linears on a Hopper GPU and write ``docs/benchmarks/h200.md`` and ``.json``.
 
-Needs a Hopper GPU and a CUDA build of torch; says so in one line and exits 1 without. ARGS: ``--part NAME`` (may be repeated;
-writes ``h200-NAME.md``), ``--seconds N`` for the whole run, ``--write PAGE``.
+Needs a Hopper GPU and a CUDA build of torch; otherwise it prints one line and exits with 1. ARGS: ``--part NAME`` (may be
+repeated; writes ``h200-NAME.md``), ``--seconds N`` for the whole run, ``--write PAGE``.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from jetrl_patch.fp8.backends import capability
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "benchmarks" / "h200.md"
-#: name -> title, function, share of the time
+#: name -> title, function, share of the time budget
 PARTS: dict[str, tuple[str, Callable[[Machine], Iterator[dict[str, Any]]], float]] = {
-    "rows": ("May a backend serve a rollout?", parts.rows, 0.16),
+    "rows": ("Batch invariance: backends that may serve a rollout", parts.rows, 0.16),
     "layers": ("A linear layer, forward and backward", parts.layers, 0.18),
     "products": ("FProp, quantized operands", parts.products, 0.24),
-    "decode": ("Decoding: the linears of a block, quantization included", launches.decode, 0.08),
-    "quantizers": ("Quantizers against a copy", parts.quantizers, 0.08),
+    "decode": ("Decoding: the linears of a block, including quantization", launches.decode, 0.08),
+    "quantizers": ("Quantizers vs. a copy", parts.quantizers, 0.08),
     "blocks": ("A block without attention, forward and backward", block.blocks, 0.06),
-    "profile": ("Where a block's step goes", block.profiles, 0.06),
-    "gradients": ("DGrad and WGrad, quantization included", parts.gradients, 0.14),
+    "profile": ("Kernels of a block's step", block.profiles, 0.06),
+    "gradients": ("DGrad and WGrad, including quantization", parts.gradients, 0.14),
 }
-#: seconds for all parts; with the start, the ceilings and one late row a part, a run stays under nine minutes
+#: seconds for all parts; with start-up, ceilings and one late row per part, a run takes less than nine minutes
 SECONDS = 420.0
 FAILED = "This part failed"
-TARGETS = "What a run must show"
+TARGETS = "Targets"
 Tables = dict[str, tuple[str, Sequence[dict[str, Any]], str]]
 
 
 def measure(machine: Machine, names: Sequence[str], seconds: float, console: Console) -> Tables:
-    """Ceilings first, then the parts, each within its share of the time, then the floors from the ceilings."""
+    """Measure the ceilings, then the parts within their shares of the time, and compute the floors from the ceilings."""
     tables: Tables = {"ceilings": ("Ceilings of this device", machines.measure_ceilings(machine), "")}
     report.show(console, *tables["ceilings"][:2])
     whole = sum(PARTS[name][2] for name in names)
@@ -56,9 +56,9 @@ def measure(machine: Machine, names: Sequence[str], seconds: float, console: Con
                 for row in run(machine):
                     rows.append(row)
                     if budget.spent:
-                        note = f"The time of this part ended after {len(rows)} rows."
+                        note = f"Time ran out after {len(rows)} rows."
                         break
-        except Exception as error:  # the other parts are still worth their time; the page says it, and so does the exit status
+        except Exception as error:  # the other parts still run; the page and the exit status show the failure
             note = f"{FAILED} after {len(rows)} rows: {type(error).__name__}: {error}".splitlines()[0]
             console.print(f"{title}: {note}", markup=False)
         if rows:
@@ -74,15 +74,15 @@ def measure(machine: Machine, names: Sequence[str], seconds: float, console: Con
 
 
 def page_of(names: Sequence[str] | None) -> Path:
-    """The page of a whole run; one of its own for parts, so that they do not replace it."""
+    """The page of a complete run, or a separate page if only some parts run."""
     return PAGE if not names else PAGE.with_stem("-".join([PAGE.stem, *dict.fromkeys(names)]))
 
 
 def main(argv: Iterable[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
-    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="only this part (may be repeated)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="for all parts together")
-    parser.add_argument("--write", type=Path, help="the page; the figures go to a .json beside it")
+    parser.add_argument("--part", choices=sorted(PARTS), action="append", help="run only this part; may be repeated")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="time budget of all parts together")
+    parser.add_argument("--write", type=Path, help="the page to write; the figures go to a .json file beside it")
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = parser.parse_args(arguments)
     if args.seconds <= 0:

@@ -1,4 +1,4 @@
-"""A transformer block without its attention, forward and backward: timed, and taken apart kernel by kernel."""
+"""Forward and backward of a transformer block without attention: timed, and profiled by kernel."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 EPS, FORMAT = 1e-6, "pow2"
-#: steps that are profiled, and kernels that are listed of each
+#: profiled steps, and kernels listed per step
 STEPS, TOP = 3, 12
 
 
 class Block(nn.Module):
-    """norm, qkv, o, norm, gate and up, SiLU * up, down, with both residuals. What o reads are the queries.
+    """norm, qkv, o, norm, gate and up, SiLU * up, down, with both residuals; o reads the queries in place of attention.
 
     Args:
-        backend: its linears are FP8; None is BF16. fused: norms and SiLU * up hand over quantized rows.
+        backend: backend of the FP8 linears; None means BF16.
+        fused: whether norms and SiLU * up return quantized rows.
     """
 
     def __init__(self, model: Model, device: torch.device, backend: str | None, fused: bool) -> None:
@@ -55,7 +56,7 @@ class Block(nn.Module):
         y = producers.rms_norm(x, self.norms[i], EPS, self.state) if self.fused and self.state else None
         if y is not None:
             return y
-        wide = x.float()  # as transformers computes it
+        wide = x.float()  # as in transformers
         return self.norms[i] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
@@ -74,7 +75,7 @@ def _step(block: Block, x: Tensor, g: Tensor) -> None:
 
 
 def blocks(machine: Machine, models: Sequence[Model] = MODELS, M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
-    """A step of a block in BF16, with FP8 linears, and with its norms and activation fused into the quantization."""
+    """A block's step in BF16, with FP8 linears, and with norms and activation fused into the quantization."""
     for model in models:
         x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
         made = _blocks(machine, model)
@@ -89,7 +90,7 @@ def blocks(machine: Machine, models: Sequence[Model] = MODELS, M: int = TRAIN[-1
 
 
 def profiles(machine: Machine, models: Sequence[Model] = MODELS[:1], M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
-    """The kernels of a block's step by torch's profiler, longest first: time, calls and share of the step."""
+    """The kernels of a block's step from torch's profiler, longest first: time, calls and share of the step."""
     cuda = machine.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
     for model in models:

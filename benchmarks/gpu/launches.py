@@ -1,4 +1,4 @@
-"""Decoding: all linears of a block one after another, from BF16, and the Triton backend with one launch a layer or two."""
+"""Decoding: all linears of a block in sequence, from BF16; the Triton backend with one launch per layer and with two."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from jetrl_patch.fp8.backends.triton import TritonBackend
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 FORMAT = "pow2"
-#: what the kernel of one launch is tried with, up to the most that it takes
+#: batch sizes for the one-launch kernel, up to its maximum
 ONE_LAUNCH_ROWS = (1, 7, 64)
 
 
 class OneLaunch(TritonBackend):
-    """Quantizes within the product as far as the kernel goes."""
+    """Quantizes within the product up to the kernel's maximum of rows."""
 
     def few(self) -> int:
         return 64
@@ -33,17 +33,17 @@ class TwoLaunches(TritonBackend):
 
 
 def one_launch(machine: Machine) -> dict[str, Backend]:
-    """The Triton backend that always takes one launch, where Triton serves."""
+    """The Triton backend with one launch per layer, if Triton is available."""
     return {"triton, one launch": OneLaunch()} if "triton" in machine.backends else {}
 
 
 def two_launches(machine: Machine) -> dict[str, Backend]:
-    """The Triton backend that never does, where Triton serves."""
+    """The Triton backend with two launches per layer, if Triton is available."""
     return {"triton, two launches": TwoLaunches()} if "triton" in machine.backends else {}
 
 
 def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = DECODE) -> Iterator[dict[str, object]]:
-    """The four linears of a block, quantization included: what a decoding step multiplies in every block."""
+    """The four linears of a block with quantization: the products of one block in a decoding step."""
     for model in models:
         turns = copies(sum(N * K for _, N, K in model.linears), machine.cache)
         weights = [[machine.random(N, K) for _ in range(turns)] for _, N, K in model.linears]
@@ -61,7 +61,7 @@ def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
             times = machine.timer(calls)
             for name, timed in times.items():
                 yield {
-                    "model": model.name, "M": M, "backend": name, "us a block": timed.seconds * 1e6,
+                    "model": model.name, "M": M, "backend": name, "us per block": timed.seconds * 1e6,
                     "BF16 / this": times["bf16"].seconds / timed.seconds,
                     "note": timed.error or ("" if timed.graph else "launching included"),
                 }  # fmt: skip

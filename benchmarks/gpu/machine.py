@@ -1,4 +1,4 @@
-"""What a run measures on: the device, its ceilings, the backends that serve, versions for the record."""
+"""The machine of a run: device, measured ceilings, available backends, versions."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ NAMED = ("torch", "triton", "vllm", "deep_gemm", "jetrl_patch")
 
 @dataclass
 class Machine:
-    """Passed to every part; a test makes one of a CPU and a clock of its own."""
+    """Passed to every part; tests construct one from a CPU and their own clock."""
 
     device: torch.device
     timer: Callable[[Mapping[str, Call]], dict[str, Timed]]
     backends: dict[str, Backend]
-    #: why the others do not serve
+    #: why the other backends are unavailable
     missing: dict[str, str] = field(default_factory=dict)
     #: bytes of the L2 cache
     cache: int = 0
     #: TFLOP/s of BF16 and FP8, GB/s of a copy (read + written); measured first
     ceilings: dict[str, float] = field(default_factory=dict)
-    #: side of the matrices that the ceilings are measured with
+    #: side length of the matrices for the ceilings
     side: int = 8192
 
     def random(self, *shape: int) -> torch.Tensor:
@@ -38,7 +38,7 @@ class Machine:
 
 
 def this_machine() -> Machine:
-    """The GPU of this process, with every backend that its check lets through."""
+    """The GPU of this process, with every backend that passes its check."""
     serving, missing = {}, {}
     for name, check in capability.CHECKS.items():
         ok, reason = check()
@@ -51,7 +51,7 @@ def this_machine() -> Machine:
 
 
 def measure_ceilings(machine: Machine) -> list[dict[str, object]]:
-    """The fastest that this device did today: a large BF16 product, a large FP8 product without blocks, a large copy."""
+    """The ceilings of this device: a large BF16 product, a large FP8 product without block scales, a large copy."""
     side, one = machine.side, torch.ones((), device=machine.device)
     a, b = machine.random(side, side), machine.random(side, side)
     qa, qb = a.to(FP8), b.to(FP8)
@@ -73,7 +73,7 @@ def measure_ceilings(machine: Machine) -> list[dict[str, object]]:
 
 
 def versions() -> dict[str, str]:
-    """Hardware and software of this run."""
+    """Hardware and software versions of this run."""
     found = {"machine": platform.machine(), "python": platform.python_version()}
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(0)

@@ -1,4 +1,4 @@
-"""What is measured: products, gradients, quantizers, row equality, whole layers. Every part yields table rows."""
+"""The parts of a run: products, gradients, quantizers, row equality, whole layers. Each part yields table rows."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ TWO_LAYOUTS = "both layouts"
 def products(
     machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = (*DECODE, *TRAIN)
 ) -> Iterator[Row]:
-    """FProp of every linear at every M, on operands that are quantized already; GB/s where memory is the floor."""
+    """FProp of every linear at every M, with quantized operands; in GB/s where memory bandwidth is the limit."""
     for model in models:
         for linear in model.linears:
             _, N, K = linear
@@ -49,7 +49,7 @@ def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
 
 def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
-    """DGrad and WGrad of every linear, with the quantization that belongs to them, against BF16 products."""
+    """DGrad and WGrad of every linear, including their quantization, against BF16 products."""
     for model in models:
         for linear in model.linears:
             _, N, K = linear
@@ -73,7 +73,7 @@ def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequenc
 def quantizers(
     machine: Machine, shapes: Sequence[tuple[int, int]] = ((64, 3584), (2048, 3584), (16384, 3584), (16384, 18944))
 ) -> Iterator[Row]:
-    """Bytes that a quantizer has to move, over its time, against the measured copy."""
+    """Bandwidth of the quantizers (bytes that must move, over time) relative to the measured copy."""
     for name, backend in machine.backends.items():
         for M, K in shapes:
             x = machine.random(M, K)
@@ -95,7 +95,7 @@ def quantizers(
 
 
 def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
-    """What only the project's kernels do: both layouts from one read, and producers that quantize what they make."""
+    """Operations of the plugin's kernels only: both layouts from one read, and fused producers."""
     kernels, producers = backend.quantizers(x), backend.producers(x)
     if kernels is None or producers is None:
         return {}
@@ -112,7 +112,7 @@ def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int,
 
 
 def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = TRAIN[-1]) -> Iterator[Row]:
-    """May the backend serve a rollout? Decoded rows against the same rows of a training batch, bit for bit."""
+    """Whether a backend may serve a rollout: decoded rows against the same rows of a training batch, bit for bit."""
     for model in models:
         for linear in model.linears:
             for name, backend in {**machine.backends, **one_launch(machine)}.items():
@@ -129,7 +129,7 @@ def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = 
 
 
 def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
-    """Forward and backward of a linear layer with everything in it, the bytes it saves, and the peak of memory."""
+    """Forward and backward of a complete linear layer, the bytes it saves for backward, and its peak memory."""
     for M in sorted(sizes, reverse=True):  # the targets are at the largest
         for model in models:
             for linear in model.linears:
@@ -152,12 +152,12 @@ def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
 
 
 def _step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
-    x = x.detach().requires_grad_()  # a new tensor: layers keep what they quantized last, and a step has new inputs
+    x = x.detach().requires_grad_()  # a new tensor, because layers cache their last quantized input
     torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
 
 
 def _memory(machine: Machine, layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> tuple[object, object]:
-    """MiB that the forward pass keeps for backward beside its input weight, and the peak of a step above what stood."""
+    """MiB that the forward saves for backward besides the weight, and the peak of a step above the starting level."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _memory(machine: Machine, layer: nn.Module, x: torch.Tensor, g: torch.Tensor
 
 
 def _compared(machine: Machine, head: Row, calls: dict[str, Call], shape: tuple[int, int, int]) -> Iterator[Row]:
-    """One row a backend: time, speed, share of its ceiling, and the ratio to BF16 of the same turns."""
+    """One row per backend: time, speed, share of its ceiling, and the ratio to BF16 in the same turns."""
     M, N, K = shape
     times = machine.timer(calls)
     for name, timed in times.items():

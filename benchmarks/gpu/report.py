@@ -1,4 +1,4 @@
-"""Tables on the screen, one JSON file and one markdown page under ``docs/benchmarks/``."""
+"""Print the tables, and write them as a JSON file and a Markdown page under ``docs/benchmarks/``."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Rows = Sequence[dict[str, Any]]
 
 
 def shown(value: object) -> str:
-    """Numbers with three significant digits; what could not be measured is a dash."""
+    """Format a number with three significant digits; a dash if it could not be measured."""
     if isinstance(value, float):
         return "–" if value != value else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
     return str(value).replace("|", "/")
 
 
 def show(console: Console, title: str, rows: Rows) -> None:
-    """One rich table."""
+    """Print one table."""
     table = Table(title=title)
     for name in rows[0]:
         table.add_column(name, justify="left" if isinstance(rows[0][name], str) else "right")
@@ -33,7 +33,7 @@ def show(console: Console, title: str, rows: Rows) -> None:
 
 
 def markdown(title: str, rows: Rows, note: str = "") -> str:
-    """One table of the page, or why there is none."""
+    """One table of the page, or the reason why it is missing."""
     lines = [f"## {title}", "", *([note.replace("|", "/"), ""] if note else [])]
     if not rows:
         return "\n".join(lines)
@@ -44,7 +44,7 @@ def markdown(title: str, rows: Rows, note: str = "") -> str:
 
 
 def write(page: Path, title: str, record: dict[str, Any], parts: dict[str, tuple[str, Rows, str]]) -> None:
-    """``page`` (markdown) and the same figures, unrounded, in a JSON file beside it."""
+    """Write ``page`` (Markdown), and the same figures, unrounded, to a JSON file beside it."""
     page.parent.mkdir(parents=True, exist_ok=True)
     machine = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
     missing = "; ".join(f"{name}: {reason}" for name, reason in record["missing"].items())

@@ -1,4 +1,4 @@
-"""The linear layers of the models that are measured, as a rollout engine holds them: q, k, v and gate, up fused."""
+"""The linear layers of the benchmarked models, as a rollout engine holds them: q, k, v fused, and gate, up fused."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Linear(NamedTuple):
 
 
 class Model(NamedTuple):
-    """Widths of a published checkpoint's ``config.json``."""
+    """Dimensions from a published checkpoint's ``config.json``."""
 
     name: str
     hidden: int
@@ -40,6 +40,6 @@ MODELS = (
     Model("Qwen3-8B", hidden=4096, intermediate=12288, heads=32, kv_heads=8),
     Model("Llama-3.1-8B", hidden=4096, intermediate=14336, heads=32, kv_heads=8),
 )
-#: rows: a decode batch, and what a trainer multiplies at once
+#: numbers of rows: decode batches, and a trainer's batch
 DECODE = (1, 8, 64, 256)
 TRAIN = (2048, 16384)

@@ -1,4 +1,4 @@
-"""What a run must show, and whether it did: read off the tables of the parts, never measured anew."""
+"""The targets of a run and whether it met them, computed from the tables of the parts."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from benchmarks.gpu.shapes import MODELS, TRAIN
 
 Row = Mapping[str, Any]
 Tables = Mapping[str, tuple[str, Sequence[Row], str]]
-#: what "auto" takes, best first
+#: what backend="auto" picks, in order of preference
 OURS = ("deep_gemm", "triton")
 M = TRAIN[-1]
 MET, MISSED, UNKNOWN = "met", "MISSED", "not measured"
 
 
 def targets(tables: Tables) -> list[dict[str, Any]]:
-    """One row a target: what was asked, what was found, and the verdict."""
+    """One row per target: the requirement, the result, and the verdict."""
     rows = {name: table[1] for name, table in tables.items()}
     ours = serving(rows)
     found = [*_rows(rows.get("rows", ())), *_quantizers(rows.get("quantizers", ()), ours)]
     for model in [model.name for model in MODELS]:
         products = _sums(rows.get("products", ()), model, "us", M)
         layers, saved = (_sums(rows.get("layers", ()), model, key, M) for key in ("ms", "saved MiB"))
-        step = {row["backend"]: row["us a block"] for row in rows.get("decode", ()) if row["model"] == model and row["M"] == 64}
+        step = {row["backend"]: row["us per block"] for row in rows.get("decode", ()) if row["model"] == model and row["M"] == 64}
         found += [
             _least(f"FProp, {model}, M = {M}, {ours}: BF16 / FP8", 1.6, _ratio(products, "bf16", ours)),
             _least(f"FProp, {model}, M = {M}, {ours}: the best backend / this", 0.95, _best(products, ours)),
-            _least(f"decoding, {model}, M = 64, {ours}, quantization included: BF16 / FP8", 1.5, _ratio(step, "bf16", ours)),
+            _least(f"decoding, {model}, M = 64, {ours}, with quantization: BF16 / FP8", 1.5, _ratio(step, "bf16", ours)),
             _least(f"linears forward and backward, {model}, M = {M}, {ours}: BF16 / FP8", 1.41, _ratio(layers, "bf16", ours)),
             _most(f"saved activations, {model}, M = {M}, {ours}: FP8 / BF16", 0.55, _ratio(saved, ours, "bf16")),
         ]
@@ -37,7 +37,7 @@ def targets(tables: Tables) -> list[dict[str, Any]]:
 
 
 def serving(rows: Mapping[str, Sequence[Row]]) -> str:
-    """The backend that a run would take: the first of ``OURS`` whose rows were all equal, or that was measured at all."""
+    """The backend that a run would use: the first of ``OURS`` that was measured and did not fail the rows part."""
     measured = {row["backend"] for name in ("rows", "products", "layers", "decode", "quantizers") for row in rows.get(name, ())}
     refused = {row["backend"] for row in rows.get("rows", ()) if row["verdict"] != "may serve"}
     return next((name for name in OURS if name in measured - refused), OURS[-1])
@@ -58,12 +58,12 @@ def _quantizers(rows: Sequence[Row], ours: str) -> Iterator[dict[str, Any]]:
     for both in (False, True):
         of = [row["of the copy"] for row in large if (row["quantizer"] == TWO_LAYOUTS) == both and "kept" not in row["quantizer"]]
         shares[both] = min(of, default=math.nan) if not any(map(math.isnan, of)) else math.nan
-    yield _least(f"quantizers at M = {M}, {ours}, the slowest: bytes a second / a copy's", 0.85, shares[False])
-    yield _most(f"both layouts from one read at M = {M}, {ours}: time / the bytes' floor", 1.1, 1 / shares[True])
+    yield _least(f"quantizers at M = {M}, {ours}, the slowest: bandwidth / a copy's", 0.85, shares[False])
+    yield _most(f"both layouts from one read at M = {M}, {ours}: time / its memory-bandwidth floor", 1.1, 1 / shares[True])
 
 
 def _sums(rows: Sequence[Row], model: str, key: str, size: int) -> dict[str, float]:
-    """Over the four linears of a block; a backend that lacks one, or has no number for one, is left out."""
+    """Sums over the four linears of a block; a backend without a number for one of them is left out."""
     sums: dict[str, list[float]] = {}
     for row in rows:
         if row["model"] == model and row["M"] == size and isinstance(row[key], float):
@@ -88,15 +88,15 @@ def _most(target: str, most: float, found: float) -> dict[str, Any]:
     return _row(target, f"at most {most:g}", found, None if math.isnan(found) else found <= most)
 
 
-def _row(target: str, asked: str, found: object, met: bool | None) -> dict[str, Any]:
+def _row(target: str, required: str, found: object, met: bool | None) -> dict[str, Any]:
     verdict = UNKNOWN if met is None else MET if met else MISSED
-    return {"target": target, "asked": asked, "found": "" if met is None else found, "verdict": verdict}
+    return {"target": target, "required": required, "found": "" if met is None else found, "verdict": verdict}
 
 
 def missed(rows: Sequence[Row]) -> str:
-    """Markdown with a place for the reason of each target that was missed; empty if there is none."""
+    """Markdown with room for the reason of each missed target; empty if every target was met."""
     wrong = [row["target"] for row in rows if row["verdict"] == MISSED]
     if not wrong:
         return ""
-    lines = ["## Missed", "", 'Read beside the kernels of "Where a block\'s step goes"; the reason belongs here.', ""]
+    lines = ["## Missed", "", 'Add the reason for each, using "Kernels of a block\'s step".', ""]
     return "\n".join([*lines, *(f"- **{target.replace('|', '/')}**: not explained yet." for target in wrong)]) + "\n"

@@ -1,7 +1,7 @@
-"""Timing on the device: interleaved, through CUDA graphs where a call can be captured, within a budget of seconds.
+"""Interleaved timing on the device within a time budget, through CUDA graphs where a call can be captured.
 
-A call gets its turn's number and takes the operands of that turn: weights that would stay in the L2 cache are held in several
-copies, as a decoding engine finds its next layer's weights in memory and not in the cache.
+A call receives the number of its turn and uses that turn's operands. Weights that would stay in the L2 cache have several
+copies, because a decoding engine finds the next layer's weights in memory, not in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Call = Callable[[int], object]
 
 
 class Budget:
-    """Seconds that a part may take; it is asked between rows, so a part ends a row late at most."""
+    """The time budget of a part. It is checked between rows, so a part overruns by one row at most."""
 
     def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -28,7 +28,7 @@ class Budget:
 
 
 class Timed(NamedTuple):
-    """Best seconds of a call, or why there is none; ``graph`` says whether launching is left out of it."""
+    """Best seconds per call, or the reason why there is none; ``graph``: without launch overhead."""
 
     seconds: float
     graph: bool
@@ -36,12 +36,12 @@ class Timed(NamedTuple):
 
 
 def copies(size: int, cache: int) -> int:
-    """How many operands of ``size`` bytes to take turns with, so that none is still in the cache; at most 64."""
+    """How many operands of ``size`` bytes to rotate so that none is still in the cache; at most 64."""
     return max(1, min(64, -(-2 * cache // max(size, 1))))
 
 
 class CudaTimer:
-    """Every function runs about ``seconds`` in ``rounds`` turns; the best turn counts."""
+    """Runs every function for about ``seconds`` in ``rounds`` turns and keeps the best turn."""
 
     def __init__(self, seconds: float = 0.03, rounds: int = 3) -> None:
         self.seconds, self.rounds = seconds, rounds
@@ -60,12 +60,12 @@ class CudaTimer:
         return best
 
     def _prepared(self, call: Call) -> tuple[Callable[[], object], int, bool, str]:
-        """What is run in a turn, how many calls that is, whether it is a graph, or the error."""
+        """The function to run in a turn, its number of calls, whether it is a graph, and the error, if any."""
         try:
-            for turn in range(3):  # compiles, and chooses algorithms
+            for turn in range(3):  # compiles kernels and selects algorithms
                 call(turn)
             one = _elapsed(lambda: call(0))
-        except Exception as error:  # a library that refuses a shape is a row, not the end
+        except Exception as error:  # a shape that a library refuses becomes a row and does not end the run
             return (lambda: None), 1, False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
         repeats = max(3, min(200, int(self.seconds / self.rounds / max(one, 1e-6))))
 
@@ -79,7 +79,7 @@ class CudaTimer:
                 several()
             graph.replay()
             torch.cuda.synchronize()
-        except Exception:  # not every library can be captured; then launching counts, and the row says so
+        except Exception:  # not every library can be captured; the time then includes launches, and the row says so
             torch.cuda.synchronize()
             return several, repeats, False, ""
         return graph.replay, repeats, True, ""

@@ -1,4 +1,4 @@
-"""``jetrl export``: find out what the given folder is, export it, say what was written."""
+"""``jetrl export``: identify the given folder, export it, and print what was written."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def command(
 ) -> Exported:
     """Export a Hugging Face folder, or a checkpoint of verl's FSDP engine (``global_step_N`` or its ``actor``).
 
-    Where options are not given, scale format and excluded layers are those of the run (``jetrl.json``).
-    Raises ConfigError and ModelError as ``export``.
+    Scale format and excluded layers default to those of the run (``jetrl.json``).
+    Raises ConfigError and ModelError as ``export`` does.
     """
     if format not in ("bf16", "fp8"):
         raise ConfigError(f"--format {format!r} must be 'bf16' or 'fp8'")
@@ -46,7 +46,7 @@ def command(
 
 
 def _settings(folder: Path, scale_format: str | None, exclude: list[str] | None) -> Config:
-    """Those of the run if the folder tells them; what is given on the command line stands above."""
+    """The run's settings if the folder records them, overridden by the command line."""
     recorded = record.read(folder)
     run = Config(scale_format="pow2") if recorded is None else recorded
     given: dict[str, Any] = {} if scale_format is None else {"scale_format": scale_format}
@@ -56,7 +56,7 @@ def _settings(folder: Path, scale_format: str | None, exclude: list[str] | None)
 
 def _say(done: Exported, settings: Config, console: Any) -> None:
     console.print(
-        f"{done.folder}: {done.tensors} tensors, {done.size / 1e6:,.1f} MB, {len(done.shards)} shard(s), read again"
+        f"{done.folder}: {done.tensors} tensors, {done.size / 1e6:,.1f} MB, {len(done.shards)} shard(s), verified"
     )
     if done.layers:
         worst = min(done.sqnr, key=lambda name: done.sqnr[name])

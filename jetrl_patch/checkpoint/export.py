@@ -1,4 +1,4 @@
-"""Write a checkpoint as BF16 or block-FP8, shard by shard, read all of it again, and only then give it its name."""
+"""Write a checkpoint as BF16 or block FP8, shard by shard, verify all of it on disk, and only then give it its name."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from jetrl_patch.fp8.formats import ScaleFormat
 
 __all__ = ["SHARD_BYTES", "Exported", "check_free", "export"]
 
-#: the most that is in memory at once, besides the tensor at hand
+#: upper bound of what is held in memory, besides the current tensor
 SHARD_BYTES = 4 << 30
-#: what goes along as it is: tokenizer, generation settings, chat template
+#: copied unchanged: tokenizer, generation settings, chat template
 _COPIED = (".json", ".txt", ".jinja", ".model", ".tiktoken", ".py")
-_OURS = ("config.json", "jetrl.json", INDEX)
+_NOT_COPIED = ("config.json", "jetrl.json", INDEX)
 
 
 @dataclass
 class Exported:
-    """What was written.
+    """The result of an export.
 
     Attributes:
-        layers: in FP8.
+        layers: layers in FP8.
         left: linear layers in BF16.
-        sqnr: dB of each FP8 layer against its BF16 value.
+        sqnr: SQNR in dB of each FP8 layer against its BF16 value.
     """
 
     folder: Path
@@ -53,9 +53,12 @@ class Exported:
 
 
 def check_free(out: Path) -> None:
-    """Raise ConfigError if something stands where the export goes."""
+    """Raise ConfigError if the export's folder exists and is not empty."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ConfigError(explain(f"export to {out}", required="a new folder", found="it is there", fix="choose another"))
+        found = "a folder with files" if out.is_dir() else "a file"
+        raise ConfigError(
+            explain(f"export to {out}", required="a new or empty folder", found=found, fix="choose another folder")
+        )
 
 
 def export(
@@ -70,12 +73,12 @@ def export(
     """Export a Hugging Face folder.
 
     Args:
-        out: a folder that is not there, or empty; it appears once everything in it was read again and found right.
+        out: a new or empty folder; it appears only once all of its contents have been read back and verified.
         exclude: patterns of layers that stay in BF16, as in ``Config``.
 
     Raises:
-        ConfigError: there is something in ``out``; what ``checkpoint`` holds cannot be exported. ModelError: a tensor is
-            missing, not finite, or not what was written.
+        ConfigError: ``out`` is not empty, or ``checkpoint`` cannot be exported.
+        ModelError: a tensor is missing, not finite, or differs from what was written.
     """
     check_free(out)
     source = open_source(checkpoint)
@@ -144,14 +147,14 @@ def _write_config(source: Source, folder: Path, left: Sequence[str] | None) -> N
         config["quantization_config"] = quantization_config(left)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
     for file in sorted(source.folder.iterdir()):
-        if file.is_file() and file.suffix in _COPIED and file.name not in _OURS and "index.json" not in file.name:
+        if file.is_file() and file.suffix in _COPIED and file.name not in _NOT_COPIED and "index.json" not in file.name:
             shutil.copyfile(file, folder / file.name)
 
 
 def _read_again(
     source: Source, folder: Path, layers: frozenset[str], scale_format: ScaleFormat, done: Exported
 ) -> None:
-    """Every tensor on disk against a new conversion of its source, bit for bit; FP8 within half a step of its value."""
+    """Compare every tensor on disk with a fresh conversion of its source, bit for bit, and FP8 values with their source."""
     places = {name: shard for shard in done.shards for name in _keys(folder / shard)}
     seen = 0
     for name, tensor in source.tensors():
@@ -160,7 +163,7 @@ def _read_again(
             if found is None or found.dtype != expected.dtype or not _same(found, expected):
                 raise ModelError(
                     explain(
-                        f"{written}, read again", required="what was written", found="another value", fix="check the disk"
+                        f"{written} on disk", required="the tensor as written", found="another", fix="check the disk"
                     )
                 )
             seen += 1
@@ -169,7 +172,7 @@ def _read_again(
             done.sqnr[name.removesuffix(".weight")] = check_error(name, tensor, q, s)
     if seen != len(places) or set(done.sqnr) != layers:
         raise ModelError(
-            explain("the export, read again", required=f"{seen} tensors", found=len(places), fix="check the disk")
+            explain("the export on disk", required=f"{seen} tensors", found=len(places), fix="check the disk")
         )
 
 

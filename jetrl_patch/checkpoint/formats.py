@@ -1,7 +1,7 @@
-"""What each tensor of a checkpoint becomes: BF16, or block-FP8 as in DeepSeek's checkpoints.
+"""Convert each tensor of a checkpoint to BF16, or to block FP8 as in DeepSeek's checkpoints.
 
-``layer.weight`` e4m3 [N, K] and ``layer.weight_scale_inv`` FP32 [ceil(N/128), ceil(K/128)], by the trainer's own
-quantizer from the BF16 value, so that the bytes are those it computed with.
+Block FP8 is ``layer.weight`` e4m3 [N, K] and ``layer.weight_scale_inv`` FP32 [ceil(N/128), ceil(K/128)]. The trainer's own
+quantizer makes them from the BF16 value, so the bytes are those that the trainer computed with.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ SCALE_SUFFIX = "_scale_inv"
 
 
 def choose_layers(model: Any, exclude: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Layers that become FP8, and linear layers that stay in BF16, as stock vLLM can load them.
+    """Return the layers that become FP8 and the linear layers that stay in BF16, so that stock vLLM can load the result.
 
     Raises:
-        ModelError: as ``select_layers``. ConfigError: vLLM merges layers of which only some would be FP8, or one of
-            which ends inside a block.
+        ModelError: as ``select_layers``.
+        ConfigError: of the layers that vLLM merges, only some would be FP8, or one ends inside a block.
     """
     chosen = select_layers(model, exclude)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    for merged in MERGED:  # all but the last must end at a block's edge
+    for merged in MERGED:  # all but the last must end on a block boundary
         for name in [name for name in linears if name.rsplit(".", 1)[-1] == merged[0]]:
             prefix = name.removesuffix(merged[0])
             group = [prefix + part for part in merged if prefix + part in linears]
             fp8 = [name for name in group if name in chosen]
             if fp8 and fp8 != group:
-                _refuse(", ".join(group), "all of them in FP8 or none", f"{', '.join(fp8)} alone", merged)
+                _refuse(", ".join(group), "all or none of them in FP8", f"only {', '.join(fp8)}", merged)
             for layer in fp8[:-1]:
                 rows = linears[layer].out_features
                 if rows % BLOCK:
-                    _refuse(layer, f"a multiple of {BLOCK} rows, since vLLM merges it", f"{rows} rows", merged)
+                    _refuse(layer, f"a multiple of {BLOCK} rows, as vLLM merges it", f"{rows} rows", merged)
     return chosen, [name for name in linears if name not in chosen]
 
 
-def _refuse(what: str, asked: str, found: str, merged: Sequence[str]) -> None:
+def _refuse(what: str, required: str, found: str, merged: Sequence[str]) -> None:
     leave = " ".join(f"--exclude {part}" for part in merged)
-    raise ConfigError(explain(f"FP8 export of {what}", required=asked, found=found, fix=f"leave them in BF16: {leave}"))
+    fix = f"keep the merged layers in BF16 with {leave}"
+    raise ConfigError(explain(f"FP8 export of {what}", required=required, found=found, fix=fix))
 
 
 def quantization_config(left: Sequence[str]) -> dict[str, Any]:
-    """Of config.json, as vLLM and transformers read it."""
+    """The entry of config.json that vLLM and transformers read."""
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",
@@ -64,7 +65,7 @@ def quantization_config(left: Sequence[str]) -> dict[str, Any]:
 
 
 def convert(name: str, tensor: Tensor, layers: frozenset[str], scale_format: ScaleFormat) -> list[tuple[str, Tensor]]:
-    """What is written for one tensor. Raises ModelError for a NaN or Inf, with the tensor's name."""
+    """Return the tensors written for one source tensor. Raises ModelError, with its name, for a NaN or Inf."""
     if not tensor.is_floating_point():
         return [(name, tensor)]
     value = tensor.to(torch.bfloat16)
@@ -74,7 +75,7 @@ def convert(name: str, tensor: Tensor, layers: frozenset[str], scale_format: Sca
             explain(
                 f"tensor {name}",
                 required="finite values",
-                found=f"{bad} NaN or Inf of {value.numel()} in BF16",
+                found=f"{bad} NaN or Inf among {value.numel()} in BF16",
                 fix="export an earlier checkpoint of the run",
             )
         )
@@ -85,9 +86,9 @@ def convert(name: str, tensor: Tensor, layers: frozenset[str], scale_format: Sca
 
 
 def check_error(name: str, tensor: Tensor, q: Tensor, s_blocks: Tensor) -> float:
-    """Is each value within half a step of e4m3 at its own size? Gives the SQNR in dB (infinite where nothing is lost).
+    """Check that each value is within half an e4m3 step, and return the SQNR in dB (infinite if nothing is lost).
 
-    A step is 2^-3 of the power of two below the value, and 2^-9 of the scale at least. Raises ModelError.
+    A step is 2^-3 of the power of two at or below the value, and at least 2^-9 of the scale. Raises ModelError.
     """
     value = tensor.to(torch.bfloat16).double()
     error = (dequantize_weight(q, s_blocks, torch.float32).double() - value).abs()
@@ -97,10 +98,10 @@ def check_error(name: str, tensor: Tensor, q: Tensor, s_blocks: Tensor) -> float
         worst = float((error / allowed).max())
         raise ModelError(
             explain(
-                f"{name}, read again",
-                required="values within half a step of e4m3",
-                found=f"{worst:.3g} of it",
-                fix="report this",
+                f"{name} on disk",
+                required="an error within half a step of e4m3",
+                found=f"{worst:.3g} times that",
+                fix="report this as a bug of jetrl_patch",
             )
         )
     noise, signal = float(error.pow(2).sum()), float(value.pow(2).sum())

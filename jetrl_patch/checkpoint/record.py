@@ -1,8 +1,8 @@
-"""``jetrl.json``: the settings a training checkpoint was saved with, compared before it is loaded.
+"""``jetrl.json``: the settings that a training checkpoint was saved with, compared before it is loaded.
 
-Masters are in FP32 in every precision, so that a checkpoint of one loads without a word into a run of another: the run
-goes on, and its curve has a kink that nothing explains. A checkpoint without the file was saved by an unpatched
-framework, which is BF16 with FP32 states. Imports no torch.
+Master weights are FP32 in every precision, so a checkpoint of one precision loads silently into a run of another: training
+continues, with an unexplained kink in its curve. A checkpoint without the file comes from an unpatched framework, which
+means BF16 with FP32 optimizer states. Imports no torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FILE = "jetrl.json"
 
 
 def write(folder: str | os.PathLike[str], config: Config) -> None:
-    """Leave the settings in a checkpoint's folder, whole or not at all; the folder is made if it is not there."""
+    """Write the settings into a checkpoint's folder, atomically; create the folder if it is missing."""
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     record = {"jetrl_patch": VERSION, "settings": dataclasses.asdict(config.resolved())}
@@ -47,22 +47,21 @@ def read(folder: str | os.PathLike[str]) -> Config | None:
                 f"{file}",
                 required="the settings that the checkpoint was saved with",
                 found=f"{type(error).__name__}: {error}",
-                fix="take the file from a copy of the checkpoint, or remove it and set resume_any=True",
+                fix="restore the file from a copy of the checkpoint, or remove it and set resume_any=True",
             )
         ) from error
 
 
 def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = True) -> None:
-    """Raise ConfigError if a checkpoint is not one of this run's kind.
+    """Raise ConfigError if a checkpoint was saved with settings that do not match this run's.
 
     Args:
-        optimizer: whether its optimizer states are loaded as well; those of another kind cannot be, whatever
-            ``resume_any`` says.
+        optimizer: whether the optimizer states are loaded too; ``resume_any`` does not permit another kind of states.
     """
     found = read(folder)
     where = f"resuming {folder}"
     before = Config(precision="bf16") if found is None else found
-    origin = " (it has no jetrl.json: saved without jetrl_patch)" if found is None else ""
+    origin = " (no jetrl.json: saved without jetrl_patch)" if found is None else ""
     if optimizer and before.optimizer_states != config.optimizer_states:
         raise ConfigError(
             explain(
@@ -74,22 +73,22 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
         )
     if config.resume_any:
         return
-    ours = _numbers(config)
-    theirs = {**ours, **{name: value for name, value in _numbers(before).items() if name in ours}}
-    if theirs != ours:
+    wanted = _numbers(config)
+    saved = {**wanted, **{name: value for name, value in _numbers(before).items() if name in wanted}}
+    if saved != wanted:
         raise ConfigError(
             differences(
                 where,
-                required=ours,
-                found=theirs,
+                required=wanted,
+                found=saved,
                 origin=origin,
-                fix="use the settings of the checkpoint, or set resume_any=True if the change is meant",
+                fix="use the checkpoint's settings, or set resume_any=True if the change is intended",
             )
         )
 
 
 def _numbers(config: Config) -> dict[str, Any]:
-    """The settings that a run's numbers depend on. ``invariant_scale`` is in the weights, and checked with them."""
+    """The settings that determine a run's numbers. ``invariant_scale`` is part of the weights and is checked with them."""
     names = ["precision", "kv_cache", "head_dtype"]
     if config.quantized_rollout:
         names += ["align", "exclude", "rollout_granularity"]

@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint on disk, read one tensor at a time, and what its own config.json says it must hold."""
+"""Read a Hugging Face checkpoint one tensor at a time, and check it against its own config.json."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from jetrl_patch.errors import ConfigError, ModelError, explain
 __all__ = ["INDEX", "SINGLE", "Source", "empty_model", "open_source", "read_tensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_ASKED = "a Hugging Face checkpoint: config.json with model.safetensors, or with its shards and their index"
-#: computed by the model, saved by old versions of transformers
+_REQUIRED = "a Hugging Face checkpoint (config.json with model.safetensors, or with shards and their index)"
+_WHOLE = "copy or save the checkpoint again"
+#: a buffer that the model computes; old versions of transformers saved it
 _NOT_LOADED = "rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where each tensor of a checkpoint lies.
+    """The location of each tensor of a checkpoint.
 
     Attributes:
-        config: what config.json says.
+        config: the contents of config.json.
         files: tensor -> file, shard by shard.
     """
 
@@ -35,7 +36,7 @@ class Source:
     files: dict[str, Path]
 
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """All of them, file by file; one at a time is in memory."""
+        """Yield all tensors, file by file, one at a time."""
         for file in dict.fromkeys(self.files.values()):
             for name, tensor in read_tensors(file):
                 if not name.endswith(_NOT_LOADED):
@@ -43,11 +44,11 @@ class Source:
 
 
 def open_source(folder: Path) -> Source:
-    """Look at a checkpoint's folder. Raises ConfigError for what is no checkpoint, not whole, or quantized already."""
+    """Inspect a checkpoint's folder. Raises ConfigError if it is not a checkpoint, incomplete, or already quantized."""
     what = f"checkpoint {folder}"
     if not (folder / "config.json").is_file():
         found = sorted(path.name for path in folder.iterdir())[:6] if folder.is_dir() else "no such folder"
-        raise ConfigError(explain(what, required=_ASKED, found=found, fix="give the folder with config.json"))
+        raise ConfigError(explain(what, required=_REQUIRED, found=found, fix="give the folder that holds config.json"))
     config = _json(folder / "config.json")
     if "quantization_config" in config:
         method = config["quantization_config"].get("quant_method")
@@ -56,7 +57,7 @@ def open_source(folder: Path) -> Source:
                 what,
                 required="weights in BF16 or FP32",
                 found=f"quantization_config with quant_method={method!r}",
-                fix="export from the checkpoint before it was quantized",
+                fix="export the checkpoint from before it was quantized",
             )
         )
     if (folder / INDEX).is_file():
@@ -69,16 +70,17 @@ def open_source(folder: Path) -> Source:
             ", ".join(sorted(p.name for p in folder.glob("*") if p.suffix in (".bin", ".pt", ".pth"))[:4])
             or "no weights"
         )
-        raise ConfigError(explain(what, required=_ASKED, found=found, fix="save it with save_pretrained (safetensors)"))
+        fix = "save the model with save_pretrained, which writes safetensors"
+        raise ConfigError(explain(what, required=_REQUIRED, found=found, fix=fix))
     for file in sorted(set(files.values())):
         listed = {name for name, place in files.items() if place == file}
         lost = sorted(listed - _names(file))
         if lost:
             raise ConfigError(
-                explain(what, required=f"{lost[0]} in {file.name}", found="it is not there", fix="take a whole copy of it")
+                explain(what, required=f"{lost[0]} in {file.name}", found="a file without it", fix=_WHOLE)
             )
     if not files:
-        raise ConfigError(explain(what, required="weights", found="none", fix="take a whole copy of it"))
+        raise ConfigError(explain(what, required="weights", found="none", fix=_WHOLE))
     return Source(folder, config, files)
 
 
@@ -92,7 +94,7 @@ def read_tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def empty_model(source: Source) -> Any:
-    """The model of config.json without weights, once the checkpoint was found to hold exactly its tensors.
+    """Build the model of config.json without weights, and check that the checkpoint holds exactly its tensors.
 
     Raises:
         ModelError: transformers does not know the model, or a tensor is missing, unknown or of another shape.
@@ -105,7 +107,8 @@ def empty_model(source: Source) -> Any:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source.folder))
     except Exception as error:  # whatever config.json makes transformers raise
         found = f"{type(error).__name__}: {error}"
-        raise ModelError(explain(what, required="a causal language model", found=found, fix="see config.json")) from error
+        fix = "check model_type and architectures in config.json"
+        raise ModelError(explain(what, required="a causal language model", found=found, fix=fix)) from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     found_names = {name for name in source.files if not name.endswith(_NOT_LOADED)}
@@ -119,14 +122,17 @@ def empty_model(source: Source) -> Any:
                     what,
                     required=f"the {len(expected)} tensors of {type(model).__name__}",
                     found=f"{len(names)} {problem}, such as {min(names)}",
-                    fix="take a whole copy of it, and the config.json that belongs to it",
+                    fix="use a complete checkpoint with its own config.json",
                 )
             )
     for name, shape in _shapes(source):
         if shape != expected[name]:
             raise ModelError(
                 explain(
-                    f"{name} of {what}", required=expected[name], found=shape, fix="take the config.json of this model"
+                    f"{name} of {what}",
+                    required=f"shape {list(expected[name])}",
+                    found=list(shape),
+                    fix="use the checkpoint's own config.json",
                 )
             )
     return model
@@ -150,7 +156,7 @@ def _names(file: Path) -> set[str]:
             return set(opened.keys())
     except (SafetensorError, OSError) as error:
         raise ConfigError(
-            explain(f"{file}", required="a whole safetensors file", found=error, fix="take a whole copy of it")
+            explain(f"{file}", required="a complete safetensors file", found=error, fix=_WHOLE)
         ) from error
 
 
@@ -162,5 +168,5 @@ def _json(file: Path) -> dict[str, Any]:
         raise ValueError("not a JSON object")
     except ValueError as error:
         raise ConfigError(
-            explain(f"{file}", required="a JSON object", found=error, fix="take a whole copy of it")
+            explain(f"{file}", required="a JSON object", found=error, fix=_WHOLE)
         ) from error

@@ -1,1 +1,1 @@
-"""Triton kernels for Hopper: quantizers and the three GEMMs, tested in the interpreter and compiled ahead."""
+"""Triton kernels for Hopper, tested in Triton's interpreter and compiled ahead of time."""

@@ -1,6 +1,6 @@
-"""Compile every kernel for Hopper ahead of time: no GPU is needed to see registers, spills, shared memory and PTX.
+"""Compile every kernel for Hopper ahead of time, to inspect registers, spills, shared memory and PTX without a GPU.
 
-A module of this folder that has kernels ends with ``KERNELS``, a tuple of ``Spec``.
+Each module with kernels in this package ends with ``KERNELS``, a tuple of ``Spec``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ HOPPER = GPUTarget("cuda", 90, 32)
 class Spec(NamedTuple):
     """One kernel with representative arguments.
 
-    ``types`` names every argument that is no constexpr (``"*bf16"``, ``"i32"``, ``"tensordesc<fp8e4nv[128, 128]>"``), in
-    the kernel's order. ``aligned`` names integers that are multiples of 16; pointers always start at one.
+    ``types`` gives the type of every argument that is not a constexpr (``"*bf16"``, ``"i32"``,
+    ``"tensordesc<fp8e4nv[128, 128]>"``), in the kernel's order. ``aligned`` lists integers that are multiples of 16;
+    pointers are always 16-byte aligned.
     """
 
     name: str
@@ -39,11 +40,11 @@ class Spec(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """What a compiled kernel needs of an SM, and its assembly."""
+    """A compiled kernel's use of SM resources, and its PTX."""
 
     registers: int
-    spills: int  # bytes of local memory a thread
-    shared: int  # bytes a program
+    spills: int  # bytes of local memory per thread
+    shared: int  # bytes per program
     ptx: str
 
 
@@ -51,7 +52,7 @@ def specs() -> dict[str, Spec]:
     """All registered kernels by name.
 
     Raises:
-        ValueError: a name that two kernels have.
+        ValueError: two kernels have the same name.
     """
     found: dict[str, Spec] = {}
     for module in MODULES:
@@ -63,7 +64,7 @@ def specs() -> dict[str, Spec]:
 
 
 def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
-    """Compile a kernel to a cubin and read what ``cuobjdump`` says about it."""
+    """Compile a kernel to a cubin and read its resource usage from ``cuobjdump``."""
     names = spec.kernel.arg_names
     signature = {name: spec.types.get(name, "constexpr") for name in names}
     divisible = [
@@ -83,7 +84,7 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers a thread and bytes of local memory (where spills go) of the one kernel of a cubin."""
+    """Registers and bytes of local memory (which holds spills) per thread, for the one kernel of a cubin."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
@@ -98,5 +99,5 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 @functools.cache
 def _tool(name: str) -> str:
-    """The binary that comes with triton, so that no CUDA toolkit is needed."""
+    """The path of a binary shipped with triton, so that no CUDA toolkit is needed."""
     return str(Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name)

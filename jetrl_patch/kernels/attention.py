@@ -1,13 +1,13 @@
-"""Causal attention whose rows depend on their own query and keys alone: one kernel for a paged cache and for packed sequences.
+"""Batch-invariant causal attention: a row depends only on its own query and keys. One kernel for paged and packed sequences.
 
-A program computes ROWS rows of one key/value head; a row is one query of one of the PER query heads that share it, in the
-order (token, head), so that decoding fills a tile too. Keys are walked in blocks of KEYS from position 0, ascending, in one
-program. The tile is one and the same for decode, chunks and training: the same instructions compute a row everywhere.
+A program computes ROWS rows of one key/value head. A row is one query of one of the PER query heads that share it, in the
+order (token, head), so that decoding fills a tile too. One program walks all keys in blocks of KEYS, ascending from
+position 0. Decode, chunked prefill and training use the same tile, so the same instructions compute a row everywhere.
 
-A row is also carried through blocks of keys that only later rows of its tile may see. They leave its state bit for bit:
-its scores are -inf, so the maximum stays, its factor is exp2(0) = 1, its weights are exp2(-inf) = 0, the product with the
-values starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (A zero's sign may differ, so results of zero lose it; a NaN
-or Inf among the values of a later token of the same block would show as NaN.)
+A row also passes through blocks of keys that only later rows of its tile may see. They leave its state unchanged, bit for
+bit: its scores are -inf, so the maximum stays, its factor is exp2(0) = 1, its weights are exp2(-inf) = 0, the product with
+the values starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (The sign of a zero may differ, so zero results lose it;
+a NaN or Inf among the values of a later token in the same block would produce NaN.)
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 
-#: 64 rows are the least that ``wgmma`` multiplies
+#: 64 rows are the minimum for ``wgmma``
 ROWS, WARPS = 64, 4
-#: head width -> keys of a block and depth of the pipeline, so that no register spills and two programs share an SM;
-#: nothing here may depend on how many rows, keys or requests there are
+#: head dimension -> keys per block and pipeline depth, chosen so that no register spills and two programs fit on an SM;
+#: nothing here may depend on the number of rows, keys or requests
 TILES = {64: (64, 2), 128: (32, 3)}
 HEAD_DIMS = tuple(TILES)
 LOG2E = math.log2(math.e)
@@ -34,7 +34,7 @@ LOG2E = math.log2(math.e)
 
 @triton.jit
 def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """FP32 to BF16, ties to even."""
+    """Convert FP32 to BF16, ties to even."""
     if HARDWARE:
         return x.to(tl.bfloat16)
     else:
@@ -43,9 +43,9 @@ def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Which sequence a block of rows belongs to: sequence r owns blocks from starts[r] * PER // ROWS + r on.
+    """Find the sequence that a block of rows belongs to: sequence r owns blocks from starts[r] * PER // ROWS + r on.
 
-    That leaves every sequence at least as many as it needs, and the grid follows from shapes, not from values.
+    Every sequence gets at least as many blocks as it needs, and the grid depends on shapes only, not on values.
     """
     low = 0
     high = R
@@ -60,7 +60,7 @@ def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # typ
 
 @triton.jit
 def attend(q, k, v, seen, scale, top, total, acc, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One block of keys: online softmax (arXiv 2205.14135) in base 2, the product with V from a fresh zero."""
+    """Process one block of keys: online softmax (arXiv 2205.14135) in base 2; the product with V starts from a fresh zero."""
     s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
@@ -76,7 +76,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     SIZE: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """SIZE is the tokens of a cache block; 0 means packed sequences, whose keys stand where their queries do."""
+    """SIZE is the number of tokens per cache block; 0 means packed sequences, whose keys are laid out like their queries."""
     block, kh = tl.program_id(0), tl.program_id(1)
     r = sequence_of(block, starts, R, PER, ROWS)
     start = tl.load(starts + r)
@@ -129,10 +129,10 @@ def attention_paged(
     query_start: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """As ``exact.attention.attention_paged``, with the log-sum-exp [T, H]. Nothing is read back; the grid follows from shapes."""
+    """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H]. Shapes alone set the grid: no GPU synchronization."""
     heads = _check(q_THD, k_cache, v_cache)
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
-        raise ValueError("k_cache and v_cache need the same strides and a dense last dimension")
+        raise ValueError("k_cache and v_cache must have the same strides and a contiguous last dimension")
     block, token, head, _ = k_cache.stride()
     table = _integers("block_table", block_table)
     strides = (block, token, head, table.stride(0))
@@ -143,7 +143,7 @@ def attention_paged(
 def attention_varlen(
     q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Packed sequences. Returns BF16 [T, H, D] and the log-sum-exp FP32 [T, H]."""
+    """Attention over packed sequences. Returns BF16 [T, H, D] and the log-sum-exp FP32 [T, H]."""
     heads = _check(q_THD, k_TKD, v_TKD)
     if k_TKD.stride() != v_TKD.stride() or k_TKD.stride(2) != 1:
         k_TKD, v_TKD = k_TKD.contiguous(), v_TKD.contiguous()
@@ -153,7 +153,7 @@ def attention_varlen(
 
 
 def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
-    """Blocks of rows that cover any division of so many tokens into so many sequences."""
+    """Number of row blocks that covers any split of ``tokens`` into ``sequences``."""
     return tokens * per // rows + sequences
 
 
@@ -180,12 +180,12 @@ def _launch(
 
 
 def check_head_dim(width: int) -> None:
-    """Raises ModelError for a head width without a kernel."""
+    """Raise ModelError for a head dimension without a kernel."""
     if width not in HEAD_DIMS:
         raise ModelError(
             explain(
                 "align='exact' on CUDA",
-                required=f"heads of width {' or '.join(map(str, HEAD_DIMS))}",
+                required=f"head dimension {' or '.join(map(str, HEAD_DIMS))}",
                 found=width,
                 fix="use align='linear'",
             )
@@ -193,21 +193,21 @@ def check_head_dim(width: int) -> None:
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """(key/value heads, query heads that share one). Raises TypeError, ValueError, ModelError."""
+    """Return (key/value heads, query heads per key/value head). Raises TypeError, ValueError, ModelError."""
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dtype != torch.bfloat16:
-            raise TypeError(f"attention's {name}: expected torch.bfloat16, found {t.dtype}")
+            raise TypeError(explain(f"attention {name}", required="torch.bfloat16", found=t.dtype, fix="convert it first"))
     H, D = q.shape[-2:]
     kv_heads = k.shape[-2]
     if k.shape != v.shape or k.shape[-1] != D or H % kv_heads:
-        raise ValueError(f"attention: q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit")
+        raise ValueError(f"attention: the shapes of q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not match")
     check_head_dim(D)
     return kv_heads, H // kv_heads
 
 
 def _integers(name: str, t: Tensor) -> Tensor:
     if t.dtype != torch.int32:
-        raise TypeError(f"attention's {name}: expected torch.int32, found {t.dtype}")
+        raise TypeError(explain(f"attention {name}", required="torch.int32", found=t.dtype, fix="convert it first"))
     return t if t.stride(-1) == 1 else t.contiguous()
 
 

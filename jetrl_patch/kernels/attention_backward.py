@@ -2,8 +2,8 @@
 
     P = exp(scale Q K^T - lse);  dV = P^T dO;  dP = dO V^T;  dS = P (dP - delta);  dQ = scale dS K;  dK = scale dS^T Q
 
-with delta = rowsum(dO * O). Operands of the products are BF16 (P and dS are rounded), sums FP32. They have no counterpart
-in the rollout and need only be right; no atomics, so they are also the same every time.
+with delta = rowsum(dO * O). The products take BF16 operands (P and dS are rounded) and accumulate in FP32. The rollout has no
+counterpart, so the gradients need only be correct. Without atomics, they are also deterministic.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.attention import HEAD_DIMS, LOG2E, check_head_dim, narrowed, row_blocks, sequence_of
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
-#: of dQ: a tile of ROWS rows walks blocks of KEYS keys; of dK and dV: a tile of HELD keys walks blocks of WALKED rows
+#: for dQ, a tile of ROWS rows walks blocks of KEYS keys; for dK and dV, a tile of HELD keys walks blocks of WALKED rows
 ROWS, KEYS, HELD, WALKED, WARPS, STAGES = 64, 32, 64, 32, 4, 2
 
 
@@ -65,7 +65,7 @@ def dkdv_kernel(  # type: ignore[no-untyped-def]
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, HELD: tl.constexpr, WALKED: tl.constexpr, STAGES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Holds keys and values, and walks the rows of all query heads that share them."""
+    """Hold keys and values, and walk the rows of all query heads that share them."""
     block, kh = tl.program_id(0), tl.program_id(1)
     r = sequence_of(block, starts, R, 1, HELD)
     start = tl.load(starts + r)
@@ -102,7 +102,7 @@ def dkdv_kernel(  # type: ignore[no-untyped-def]
 def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dQ [T, H, D], dK and dV [T, KH, D] in BF16, from what the forward pass took and gave; ``cu_seqlens`` int32."""
+    """Return BF16 dQ [T, H, D], dK and dV [T, KH, D] from the forward's inputs and outputs; ``cu_seqlens`` is int32."""
     q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
     T, H, D = q.shape
     check_head_dim(D)

@@ -1,8 +1,8 @@
-"""Numbers on the device: scales, e4m3fn bytes and BF16 rounding, bit for bit those of ``fp8.quantize``.
+"""Scales, e4m3fn bytes and BF16 rounding on the device, bit-equal to ``fp8.quantize``.
 
-Everything is written on bits or with correctly rounded operations, so that the interpreter, which has wrong casts, and
-a GPU give the same result. ``HARDWARE`` takes the GPU's own conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
-``cvt.rn.bf16x2.f32``). Every NaN becomes the byte 0x7f on both ways.
+Everything uses bit operations or correctly rounded arithmetic, so that a GPU and the interpreter, whose casts are wrong,
+give the same result. ``HARDWARE`` selects the GPU's conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
+``cvt.rn.bf16x2.f32``). Both ways turn every NaN into the byte 0x7f.
 """
 
 from __future__ import annotations
@@ -10,23 +10,23 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# the bits of 1e-10, the floor of an amax, and of infinity
+# the bits of 1e-10, the amax floor, and of infinity
 _FLOOR = tl.constexpr(0x2EDBE6FF)
 _INF = tl.constexpr(0x7F800000)
 
 
 @triton.jit
 def magnitude(x):  # type: ignore[no-untyped-def]
-    """The bits of |x| of an FP32 tensor: they order like integers, and a NaN above everything, so a maximum keeps it."""
+    """The bits of |x| for FP32 x. They compare like integers, with NaN above everything, so a maximum keeps a NaN."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """``fp8.quantize.scale_from_amax`` of the ``magnitude`` of an amax; the division is IEEE's, not ``div.full``.
+    """``fp8.quantize.scale_from_amax`` on the ``magnitude`` of an amax, with IEEE division, not ``div.full``.
 
-    A power of two needs no division: 448 is 1.75 * 2^8, so the exponent goes down by 8, and by 7 if the mantissa is above
-    1.75 (a quotient just above 1 does not round down to it: one bit more is 2^-23 / 1.75, more than half a bit).
+    A power of two needs no division: 448 is 1.75 * 2^8, so the exponent drops by 8, or by 7 if the mantissa is above 1.75.
+    (A quotient just above 1 does not round down to 1: one more mantissa bit is 2^-23 / 1.75, more than half a bit.)
     """
     bits = tl.where(amax_bits < _FLOOR, _FLOOR, amax_bits)
     if POW2:
@@ -38,10 +38,10 @@ def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x / scale, correctly rounded; ``scale`` is broadcast against x and has one value a group.
+    """x / scale, correctly rounded; ``scale`` is broadcast against x and has one value per group.
 
-    A power of two between 2^-42 (from the floor) and 2^120 has an exact reciprocal, which is no subnormal: its exponent is
-    the negative. Products that become subnormal are far below the smallest e4m3 value.
+    A power of two between 2^-42 (from the floor) and 2^120 has an exact, normal reciprocal with the negated exponent.
+    Products that become subnormal are far below the smallest e4m3 value.
     """
     if POW2:
         bits = scale.to(tl.int32, bitcast=True)
@@ -53,7 +53,7 @@ def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def widened(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """BF16 (or FP32) to FP32, exact. On bits, because the interpreter's own conversion is wrong for subnormals."""
+    """Convert BF16 (or FP32) to FP32, exactly. Uses bits, because the interpreter's conversion is wrong for subnormals."""
     if HARDWARE or x.dtype == tl.float32:
         return x.to(tl.float32)
     else:
@@ -62,7 +62,7 @@ def widened(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def bf16_value(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """FP32 rounded to the nearest BF16 value, ties to even, still as FP32. A NaN stays a NaN."""
+    """Round FP32 to the nearest BF16 value, ties to even, and keep it as FP32. A NaN stays a NaN."""
     if HARDWARE:
         return x.to(tl.bfloat16).to(tl.float32)
     else:
@@ -73,7 +73,7 @@ def bf16_value(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def encode(y, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """FP32 to the nearest e4m3fn byte (uint8), ties to even, saturating at +-448."""
+    """Convert FP32 to the nearest e4m3fn byte (uint8), ties to even, saturating at ±448."""
     if HARDWARE:
         return y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
     else:
@@ -81,8 +81,8 @@ def encode(y, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
         a = bits & 0x7FFFFFFF
         normal = (
             a + 0x7FFFF + ((a >> 20) & 1) - 0x3C000000
-        ) >> 20  # 3 of 23 bits of the mantissa, exponent bias 127 -> 7
-        # adding 2^14 leaves steps of 2^-9, those of the subnormals, and rounds to them
+        ) >> 20  # mantissa 23 -> 3 bits, exponent bias 127 -> 7
+        # adding 2^14 rounds to steps of 2^-9, the spacing of the subnormals
         tiny = (a.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
         code = tl.where(a < 0x3C800000, tiny, normal)  # 2^-6
         code = tl.where(a >= 0x43E00000, 0x7E, code)  # 448
@@ -92,7 +92,7 @@ def encode(y, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def decode(q, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """e4m3fn byte (uint8) to FP32, exact."""
+    """Convert an e4m3fn byte (uint8) to FP32, exactly."""
     if HARDWARE:
         return q.to(tl.float8e4nv, bitcast=True).to(tl.float32)
     else:
@@ -106,6 +106,6 @@ def decode(q, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def quantized(x, amax_bits, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Bytes of x, and the scale; ``amax_bits`` is broadcast against x."""
+    """Return the bytes of x, and the scale; ``amax_bits`` is broadcast against x."""
     scale = scale_of(amax_bits, POW2)
     return encode(divided(x, scale, POW2), HARDWARE), scale

@@ -1,4 +1,4 @@
-"""SiLU * up and rotary embedding as Hugging Face rounds them: no element depends on a place or on another element."""
+"""SiLU * up and rotary embedding with Hugging Face's rounding; each result depends on its own inputs only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from jetrl_patch.kernels.e4m3 import bf16_value, widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 from jetrl_patch.kernels.silu import silu_mul_tile
 
-#: rows of a tile, and its warps
+#: rows and warps per tile
 ROWS, WARPS = 8, 4
-#: head width times heads of a rotary tile, at least
+#: minimum of head dimension times heads in a rotary tile
 SPAN = 1024
 
 
 @triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def silu_mul_kernel(gate, up, y, M, K, gate_m, up_m, ROWS: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [ROWS, 128]; the values are those of ``silu.py``, which quantizes them at once."""
+    """A tile [ROWS, 128]; the values equal those of ``silu.py``, which quantizes them in the same kernel."""
     G = tl.cdiv(K, 128)
     m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
@@ -30,7 +30,7 @@ def silu_mul_kernel(gate, up, y, M, K, gate_m, up_m, ROWS: tl.constexpr, HARDWAR
 
 
 def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
-    """bf16(bf16(silu(gate)) * up), [M, K]; BF16, rows may be strided halves of one tensor."""
+    """bf16(bf16(silu(gate)) * up), [M, K]. Inputs are BF16; their rows may be strided halves of one tensor."""
     gate_MK, up_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_MK, up_MK))
     check_device(gate_MK, up_MK)
     M, K = gate_MK.shape
@@ -69,7 +69,7 @@ def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
     """Rotate BF16 [T, h, D], D a power of two, by the BF16 tables [P, D/2] at ``positions`` [T] int64. Returns a new tensor."""
     T, heads, D = x_ThD.shape
     if D & (D - 1) or D < 2:
-        raise ValueError(f"rotary embedding: expected a head width that is a power of two, found {D}")
+        raise ValueError(f"rotary embedding: expected a power of two as head dimension, found {D}")
     x_ThD = x_ThD if x_ThD.stride(2) == 1 else x_ThD.contiguous()
     positions = positions.to(torch.int64).contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()

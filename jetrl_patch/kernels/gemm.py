@@ -2,9 +2,9 @@
 
     X e4m3 [M, K] row-major, s [M, G];  W e4m3 [N, K] row-major, s [N, G] (per row);  Y [M, N];  G = ceil(K / 128)
 
-Both operands have K contiguous, which is the one layout that FP8 ``wgmma`` takes. A block's dot goes to a fresh
-accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``: the formula of the contract. A row's
-bits depend on that row alone: the tile comes from N, K is walked in one order, no program shares a sum with another.
+Both operands have K contiguous, the only layout that FP8 ``wgmma`` accepts. The dot product of a block goes to a fresh
+accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``, as in the formula. A row's bits
+depend on that row alone: N determines the tile, K is walked in a fixed order, and no two programs share a sum.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from jetrl_patch.kernels.gemm_common import (
     tile_for,
 )
 
-#: tiles of a band; see ``place``
+#: rows of tiles per band; see ``place``
 HEIGHT = 8
 
 
@@ -41,7 +41,7 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
     x_MK, w_NK, sx, sw, y, M, N, K, sx_m, sx_g, sw_n, sw_g, programs,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS and COLUMNS times 128."""
+    """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS x 128 and COLUMNS x 128."""
     rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     blocks = tl.cdiv(K, 128) // SPLITS
     for tile in tl.range(tl.program_id(0), rows * columns, programs):
@@ -72,8 +72,8 @@ def fprop(
     """Y [M, N] in BF16 or FP32, as ``fp8.reference.fprop``; scales may have any strides.
 
     Raises:
-        TypeError, ValueError: operands that do not fit, or splits that cut a block.
-        ConfigError: a device without CUDA.
+        TypeError, ValueError: the operands do not match, or a split cuts a block.
+        ConfigError: the device is not a CUDA device.
     """
     check_output(out_dtype)
     (M, K), N = q_MK.shape, w_NK.shape[0]

@@ -1,4 +1,4 @@
-"""What the three GEMM kernels share: which tile a program takes, how a sum is rounded, how operands are handed over."""
+"""Shared by the GEMM kernels: tile sizes and order, rounding, TMA descriptors, and checks of the operands."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.formats import BLOCK, FP8
 
-#: TMA reads rows that start at multiples of 16 bytes
+#: TMA requires rows that start at multiples of 16 bytes
 ALIGN = 16
-#: a scale product and its addition are written as ``fma``; the compiler must not fuse anything else
+#: the kernels write ``fma`` where they mean it; the compiler must not fuse anything else
 PINNED = {"enable_fp_fusion": False}
 
 
 class Tile(NamedTuple):
-    """Rows and columns of an output tile, the warps that compute it, the depth of its pipeline, and how many share an SM."""
+    """An output tile: its rows and columns, warps, pipeline stages, and programs per SM."""
 
     rows: int
     columns: int
@@ -30,21 +30,21 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-#: Both are at least 64 rows high, which is what FP8 ``wgmma`` needs (16 and 32 would become FP16 ``mma.sync``).
-#: The narrow one gives a layer with few output features twice the programs when few rows are decoded.
+#: Both have at least the 64 rows that FP8 ``wgmma`` needs (16 and 32 would become FP16 ``mma.sync``).
+#: The narrow tile doubles the number of programs for a layer with few output features when few rows are decoded.
 NARROW = Tile(rows=128, columns=64, warps=4, stages=4, per_sm=2)
 WIDE = Tile(rows=128, columns=128, warps=8, stages=4, per_sm=1)
 WIDE_FROM = 8192
 
 
 def tile_for(columns: int) -> Tile:
-    """The tile of a product with so many output columns. M has no say: a row's bits must not depend on it."""
+    """The tile for a product with this many output columns. It never depends on M: a row's bits must not."""
     return WIDE if columns >= WIDE_FROM else NARROW
 
 
 @triton.jit
 def place(tile, rows, columns, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(row, column) of a tile's number: bands of HEIGHT rows, so that programs that run together share operands."""
+    """Map a tile's number to (row, column), in bands of HEIGHT rows, so that concurrent programs share operands."""
     band = HEIGHT * columns
     first = (tile // band) * HEIGHT
     height = tl.minimum(rows - first, HEIGHT)
@@ -53,9 +53,9 @@ def place(tile, rows, columns, HEIGHT: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def rounded(x):  # type: ignore[no-untyped-def]
-    """FP32 to the nearest BF16, ties to even.
+    """Round FP32 to the nearest BF16, ties to even; a NaN stays a (quiet) NaN.
 
-    On bits, because the interpreter's own conversion cuts and misses subnormals; a NaN stays one (its quiet bit is kept).
+    Uses bits, because the interpreter's conversion truncates and mishandles subnormals.
     """
     bits = x.to(tl.uint32, bitcast=True)
     nearest = tl.where(x == x, bits + 0x7FFF + ((bits >> 16) & 1), bits | 0x400000)
@@ -64,7 +64,7 @@ def rounded(x):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def converted(x, like):  # type: ignore[no-untyped-def]
-    """The sum in the dtype of the pointer ``like`` (BF16 or FP32), rounded once."""
+    """Convert a sum to the dtype of the pointer ``like`` (BF16 or FP32), rounding once."""
     if like.dtype.element_ty == tl.bfloat16:
         return rounded(x)
     else:
@@ -72,9 +72,9 @@ def converted(x, like):  # type: ignore[no-untyped-def]
 
 
 def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
-    """A TMA descriptor of a row-major e4m3 matrix, read in boxes of [rows, columns]; what lies outside reads as 0.
+    """A TMA descriptor of a row-major e4m3 matrix, read in boxes of [rows, columns]; elements outside read as 0.
 
-    Rows that do not start at multiples of 16 bytes are copied to a padded matrix first (odd sizes only).
+    A matrix whose rows do not start at multiples of 16 bytes is first copied to a padded one.
     """
     height, width = q.shape
     pitch = -(-width // ALIGN) * ALIGN
@@ -86,12 +86,12 @@ def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
 
 
 def box(rows: int, columns: int = BLOCK) -> str:
-    """Triton's name for the type of such a descriptor."""
+    """Triton's type name for a descriptor with this box."""
     return f"tensordesc<fp8e4nv[{rows},{columns}]>"
 
 
 def programs(device: torch.device, tiles: int, per_sm: int) -> tuple[int]:
-    """The grid: as many programs as run at once, each of which takes every so-many-th tile."""
+    """The grid: as many persistent programs as run concurrently; each takes tiles at that stride."""
     return (min(tiles, per_sm * _multiprocessors(device)),)
 
 
@@ -103,11 +103,11 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int]) -> None:
-    """Refuse what the kernels would read wrongly.
+    """Check an operand before a kernel reads it.
 
     Raises:
-        TypeError: not e4m3 with FP32 scales.
-        ValueError: a shape that does not fit.
+        TypeError: it is not e4m3 with FP32 scales.
+        ValueError: a shape or device does not match.
     """
     if q.dtype != FP8 or s.dtype != torch.float32:
         raise TypeError(f"{name}: expected {FP8} with torch.float32 scales, found {q.dtype} with {s.dtype}")
@@ -118,28 +118,28 @@ def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int])
 
 
 def check_output(out_dtype: torch.dtype) -> None:
-    """Raises TypeError for an output dtype that the kernels do not write."""
+    """Raise TypeError for an output dtype that the kernels cannot write."""
     if out_dtype not in (torch.bfloat16, torch.float32):
-        raise TypeError(f"the output is torch.bfloat16 or torch.float32, found {out_dtype}")
+        raise TypeError(f"the output dtype must be torch.bfloat16 or torch.float32, found {out_dtype}")
 
 
 def check_device(*tensors: Tensor) -> None:
-    """All on one device, the current one, and one that Triton can run on.
+    """Check that all tensors are on the current device and that Triton can run there.
 
     Raises:
-        ValueError: several devices, or not the current one.
-        ConfigError: a CPU without the interpreter.
+        ValueError: the tensors are on several devices, or not on the current one.
+        ConfigError: the device is a CPU and the interpreter is off.
     """
     devices = {t.device for t in tensors}
     if len(devices) != 1:
-        raise ValueError(f"operands lie on several devices: {', '.join(sorted(map(str, devices)))}")
+        raise ValueError(f"operands are on several devices: {', '.join(sorted(map(str, devices)))}")
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
-            f"operands lie on {device}, but the current device is cuda:{torch.cuda.current_device()}, and kernels start "
-            f"there; select theirs with torch.cuda.device(...)"
+            f"operands are on {device}, but kernels launch on the current device, cuda:{torch.cuda.current_device()}; "
+            f"select the operands' device with torch.cuda.device(...)"
         )
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ConfigError(
-            f'the Triton kernels run on CUDA devices, found {tensors[0].device}; use backend="native" or "torch" there'
+            f'the Triton kernels need a CUDA device, found {tensors[0].device}; use backend="native" or "torch" there'
         )

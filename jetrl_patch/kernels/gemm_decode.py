@@ -1,11 +1,11 @@
-"""FProp of few rows from BF16: each 1x128 group of X is quantized on its way to the product, so that one launch does both.
+"""FProp of a few BF16 rows in one launch: each 1x128 group of X is quantized right before its product.
 
     X BF16 [M, K], M <= 64;  W e4m3 [N, K] row-major, s [N, G] (per row);  Y [M, N];  G = ceil(K / 128)
 
-The bytes are ``quantize_rows``'s (``e4m3``), and the product is ``gemm.fprop``'s: the same ``wgmma`` (64 rows high, which is
-one instruction there too), the same number of columns, K ascending in blocks of 128, one scale product and one ``fma`` a
-block. So a row's bits are those of the two launches. Every program quantizes the rows anew: it is worth that only while they
-are few (``FEW``).
+The bytes equal those of ``quantize_rows`` (``e4m3``), and the product is that of ``gemm.fprop``: the same ``wgmma`` (64 rows,
+one instruction there too), the same number of columns, K ascending in blocks of 128, and one scale product and one ``fma``
+per block. A row's bits therefore equal those of the two separate launches. Every program quantizes the rows again, which
+pays off only for few rows (``FEW``).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from jetrl_patch.kernels.gemm_common import (
 )
 from jetrl_patch.kernels.outputs import COMPILER, check_input, options
 
-#: rows of a tile, and so the most that this kernel takes
+#: rows of a tile, and the maximum that this kernel accepts
 ROWS = 64
-#: up to here it replaces the two launches. Every program reads X in BF16, out of the L2 cache: at 64 rows that is as much as
-#: its weights or twice as much and costs more than a launch, at 32 half of it (arithmetic, not measured)
+#: up to this many rows it replaces the two launches. Every program reads X in BF16 from the L2 cache: at 64 rows that is one
+#: to two times the bytes of its weights and costs more than a launch, at 32 half of that (computed, not measured)
 FEW = 32
-#: half the rows of ``gemm.fprop``'s tiles: four warps, which is one ``wgmma`` wide
+#: half the rows of ``gemm.fprop``'s tiles: four warps, the width of one ``wgmma``
 WARPS, STAGES = 4, 4
 
 
@@ -48,7 +48,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     x, w_NK, sw, y, M, N, K, x_m, sw_n, sw_g, programs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """``w_NK`` is a TMA descriptor with boxes of COLUMNS times 128."""
+    """``w_NK`` is a TMA descriptor with boxes of COLUMNS x 128."""
     columns = tl.cdiv(N, COLUMNS)
     m, k = tl.arange(0, ROWS), tl.arange(0, 128)
     for column in tl.range(tl.program_id(0), columns, programs):
@@ -69,20 +69,20 @@ def decode_kernel(  # type: ignore[no-untyped-def]
 def fprop(
     x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype = torch.bfloat16
 ) -> Tensor:
-    """``gemm.fprop(*quantize_rows(x), w, s)`` of at most 64 rows, bit for bit; scales may have any strides.
+    """``gemm.fprop(*quantize_rows(x), w, s)`` for at most 64 rows, bit for bit; scales may have any strides.
 
     Args:
-        x_MK: BF16, elements of a row adjacent; rows may have a stride.
+        x_MK: BF16 with contiguous rows; the row stride is free.
 
     Raises:
-        TypeError, ValueError: operands that do not fit, or too many rows.
-        ConfigError: a device without CUDA.
+        TypeError, ValueError: the operands do not match, or there are too many rows.
+        ConfigError: the device is not a CUDA device.
     """
     check_input("x", x_MK)
     check_output(out_dtype)
     (M, K), N = x_MK.shape, w_NK.shape[0]
     if M > ROWS:
-        raise ValueError(explain("FProp in one launch", required=f"at most {ROWS} rows", found=M, fix="quantize first"))
+        raise ValueError(explain("FProp in one launch", required=f"at most {ROWS} rows", found=M, fix="use quantize_rows"))
     if w_NK.shape[1] != K:
         raise ValueError(f"X {list(x_MK.shape)} and W {list(w_NK.shape)} differ in K")
     check_operand("W", w_NK, s_NG, (N, groups(K)))

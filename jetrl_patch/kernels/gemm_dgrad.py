@@ -1,9 +1,9 @@
 """DGrad on Hopper: dX [M, K] = dY W, contracted over N in blocks of 128.
 
-    dY e4m3 [M, N] row-major, s [M, ceil(N/128)];  W e4m3 [N, K] as it lies, s blocks [ceil(N/128), ceil(K/128)]
+    dY e4m3 [M, N] row-major, s [M, ceil(N/128)];  W e4m3 [N, K] row-major, s blocks [ceil(N/128), ceil(K/128)]
 
-W is the FProp's own: the weight is held once. ``wgmma`` wants the contraction contiguous and W has K contiguous, so the
-compiler turns each 128 x 128 box over in shared memory. The weight's scale is one number a box.
+W is the same tensor as in FProp, so the weight is stored once. ``wgmma`` needs the contraction dimension contiguous but W has
+K contiguous, so the compiler transposes each 128 x 128 box in shared memory. A box has one weight scale.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def dgrad_kernel(  # type: ignore[no-untyped-def]
 
 
 def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """dX [M, K] in BF16 or FP32 from operands that are quantized already; ``fp8.reference.dgrad`` is the oracle.
+    """dX [M, K] in BF16 or FP32 from quantized operands; ``fp8.reference.dgrad`` is the reference.
 
     Raises:
-        TypeError, ValueError: operands that do not fit.
-        ConfigError: a device without CUDA.
+        TypeError, ValueError: the operands do not match.
+        ConfigError: the device is not a CUDA device.
     """
     check_output(out_dtype)
     (M, N), K = g_MN.shape, w_NK.shape[1]

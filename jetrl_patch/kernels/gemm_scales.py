@@ -1,6 +1,6 @@
-"""Per-row weight scales [N, G] to block scales [ceil(N / 128), G], which DeepGEMM reads, in one launch.
+"""Convert per-row weight scales [N, G] to the block scales [ceil(N / 128), G] that DeepGEMM reads, in one launch.
 
-A block whose rows do not share a scale gets NaN: that stays visible, and nothing has to be read back to refuse it.
+A block whose rows differ in scale gets NaN: the error stays visible in the result and needs no GPU synchronization.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from jetrl_patch.fp8.formats import groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
-#: groups of a program
+#: groups per program
 WIDTH = 32
 
 
@@ -32,14 +32,14 @@ def block_scales_kernel(s, out, N, G, s_n, s_g, WIDTH: tl.constexpr):  # type: i
 
 
 def block_scales(s_NG: Tensor) -> Tensor:
-    """FP32 [ceil(N / 128), G] from FP32 [N, G] of any strides; NaN where rows of a block differ.
+    """FP32 [ceil(N / 128), G] from FP32 [N, G] with any strides; NaN if the rows of a block differ.
 
     Raises:
-        TypeError: not FP32.
-        ValueError, ConfigError: a device that is not the current one, or no CUDA device.
+        TypeError: the scales are not FP32.
+        ValueError, ConfigError: as ``check_device``.
     """
     if s_NG.dtype != torch.float32:
-        raise TypeError(f"scales are torch.float32, found {s_NG.dtype}")
+        raise TypeError(f"scales must be torch.float32, found {s_NG.dtype}")
     check_device(s_NG)
     N, G = s_NG.shape
     out = torch.empty(groups(N), G, dtype=torch.float32, device=s_NG.device)

@@ -2,8 +2,8 @@
 
     dY^T e4m3 [N, M] row-major, s [ceil(M/128), N];  X^T e4m3 [K, M] row-major, s [ceil(M/128), K]
 
-Both operands come transposed from the quantizer, with the tokens contiguous, as FP8 ``wgmma`` wants them; each row has a
-scale per 128 tokens. The sum may be added to an FP32 main gradient in place: one rounding less, one buffer less.
+The quantizer delivers both operands transposed, with the tokens contiguous as FP8 ``wgmma`` needs them; each row has one
+scale per 128 tokens. Adding the sum to an FP32 main gradient in place saves one rounding and one buffer.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def wgrad_kernel(  # type: ignore[no-untyped-def]
     g_NM, x_KM, sg, sx, dw, M, N, K, sg_g, sg_n, sx_g, sx_k, programs,
     ADD: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``g_NM`` and ``x_KM`` are TMA descriptors with boxes of SIDE x 128; ADD adds to what stands in ``dw``."""
+    """``g_NM`` and ``x_KM`` are TMA descriptors with boxes of SIDE x 128; ADD accumulates into ``dw``."""
     rows, columns = tl.cdiv(N, SIDE), tl.cdiv(K, SIDE)
     for tile in tl.range(tl.program_id(0), rows * columns, programs):
         row, column = place(tile, rows, columns, HEIGHT)
@@ -64,17 +64,17 @@ def wgrad(
     out_dtype: torch.dtype = torch.bfloat16,
     add_to: Tensor | None = None,
 ) -> Tensor:
-    """dW [N, K] in BF16 or FP32 from transposed operands; ``fp8.reference.wgrad`` is the oracle.
+    """dW [N, K] in BF16 or FP32 from transposed operands; ``fp8.reference.wgrad`` is the reference.
 
     Args:
         g_NM: e4m3 [N, M] with scales ``sg`` [ceil(M/128), N].
         x_KM: e4m3 [K, M] with scales ``sx`` [ceil(M/128), K].
-        out_dtype: of a new result.
-        add_to: an FP32 contiguous main gradient [N, K] that is added to in place and returned.
+        out_dtype: dtype of a new result.
+        add_to: a contiguous FP32 main gradient [N, K]; it is updated in place and returned.
 
     Raises:
-        TypeError, ValueError: operands that do not fit.
-        ConfigError: a device without CUDA.
+        TypeError, ValueError: the operands do not match.
+        ConfigError: the device is not a CUDA device.
     """
     check_output(out_dtype)
     (N, M), K = g_NM.shape, x_KM.shape[0]

@@ -1,7 +1,7 @@
-"""BF16 product whose rows do not depend on their neighbours: Y [M, N] = X [M, K] W [N, K]^T.
+"""Batch-invariant BF16 GEMM: Y [M, N] = X [M, K] W [N, K]^T, for ``lm_head`` and for linears that stay in BF16.
 
-FP32 sums, K ascending in one program, one tile for every M and N, so decode and training run the same instructions. For
-``lm_head`` and for linears that stay in BF16.
+Sums are FP32, with K ascending in one program. All M and N use the same tile, so decode and training run the same
+instructions.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def bf16_gemm_kernel(  # type: ignore[no-untyped-def]
     x, w, y, M, N, K, x_m, w_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """What lies past M or N is read as the last row and not stored; past K it is 0."""
+    """Rows past M or N read as the last row and are not stored; columns past K read as 0."""
     row, column = place(tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS), HEIGHT)
     m = row * ROWS + tl.arange(0, ROWS)
     n = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -41,7 +41,7 @@ def bf16_gemm_kernel(  # type: ignore[no-untyped-def]
 
 
 def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Y [M, N] in FP32, or rounded once to BF16; operands BF16, their rows may have a stride."""
+    """Y [M, N] in FP32, or rounded once to BF16. Operands are BF16 with any row stride."""
     check_output(out_dtype)
     for name, t in (("X", x_MK), ("W", w_NK)):
         if t.dtype != torch.bfloat16 or t.dim() != 2:

@@ -1,7 +1,7 @@
-"""RMSNorm in the rounding order of Hugging Face models, one row a program: y = bf16(w * bf16(x / rms(x))).
+"""RMSNorm in the rounding order of Hugging Face models, one row per program: y = bf16(w * bf16(x / rms(x))).
 
-The row is held whole, so the order of its sum follows from its width alone. Squares of BF16 are exact, their sum and the
-root are FP64: the value is that of the fused producers, which quantize it at once.
+A program holds its whole row, so the order of the sum depends on the width alone. Squares of BF16 values are exact, and their
+sum and root are FP64. The values equal those of the fused producers, which also quantize them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from jetrl_patch.kernels.producers import WIDEST, warps_for
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x, w, y, rstd, K, x_m, EPS: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """GROUPS, a power of two, covers K with groups of 128."""
+    """GROUPS is a power of two; GROUPS * 128 is at least K."""
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
@@ -36,10 +36,10 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
 
 
 def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """Returns y BF16 [M, K] and 1/rms FP32 [M]; BF16 inputs, rows of x may have a stride.
+    """Return y BF16 [M, K] and 1/rms FP32 [M]. Inputs are BF16; x may have any row stride.
 
     Raises:
-        ModelError: rows wider than one program holds.
+        ModelError: a row is wider than one program can hold.
     """
     M, K = x_MK.shape
     if K > WIDEST:

@@ -1,4 +1,4 @@
-"""The host's part of the quantizers: what they refuse, what they write to, how they are launched."""
+"""The host side of the quantizers: checks of the input, output tensors, launch options."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from jetrl_patch.errors import explain
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
-#: pinned as for the GEMMs, and instructions ordered for few registers: an element's chain of operations is long, its tile
-#: wide, and without this a tile of SiLU spills. Older triton has no such option.
+#: pinned as for the GEMMs, with instructions scheduled for few registers: the chain of operations per element is long and the
+#: tile wide, and a SiLU tile would spill otherwise. Older versions of triton lack the option.
 COMPILER = {**PINNED, **({"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {})}
 
 
 def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
-    """Refuse what a kernel would read wrongly: [rows, columns], a device that Triton runs on, adjacent elements.
+    """Check an input before a kernel reads it: [rows, columns] with contiguous rows, on a device that Triton runs on.
 
     Raises:
-        TypeError: not one of ``dtypes`` (BF16 where none is given).
-        ValueError: not two dimensions, elements of a row that are not adjacent, or not the current device.
-        ConfigError: a CPU without the interpreter.
+        TypeError: the dtype is not one of ``dtypes`` (BF16 by default).
+        ValueError: the tensor is not two-dimensional, its rows are not contiguous, or it is not on the current device.
+        ConfigError: the device is a CPU and the interpreter is off.
     """
     dtypes = dtypes or (torch.bfloat16,)
     if x.dtype not in dtypes:
@@ -40,7 +40,7 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
         raise ValueError(
             explain(
                 f"the quantizer's {name}",
-                required="rows of adjacent elements",
+                required="contiguous rows",
                 found=f"strides {list(x.stride())}",
                 fix="call .contiguous() first",
             )
@@ -58,7 +58,7 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
 
 
 def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
-    """The constants that all kernels take, and pinned compiler options; raises ValueError for an unknown format."""
+    """The constants and compiler options of all quantizer kernels. Raises ValueError for an unknown format."""
     if scale_format not in get_args(ScaleFormat):
         known = " or ".join(get_args(ScaleFormat))
         raise ValueError(explain("the scale format", required=known, found=repr(scale_format), fix="use one of these"))
@@ -66,7 +66,7 @@ def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
 
 
 def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """uint8 [M, K] and FP32 [M, G]; ``columns`` gives the scales the strides (1, M) instead of (G, 1)."""
+    """Allocate uint8 [M, K] and FP32 [M, G]; ``columns`` gives the scales strides (1, M) instead of (G, 1)."""
     q, G = torch.empty(M, K, dtype=torch.uint8, device=x.device), groups(K)
     if columns:
         return q, torch.empty(G, M, dtype=torch.float32, device=x.device).t()
@@ -74,12 +74,12 @@ def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, 
 
 
 def new_tokens(x: Tensor, M: int, K: int, transposed: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """uint8 [M, K], or [K, M] (``pad``: M in whole groups), and FP32 [ceil(M / 128), K]."""
+    """Allocate uint8 [M, K], or [K, M] (``pad``: M in whole groups), and FP32 [ceil(M / 128), K]."""
     s = torch.empty(groups(M), K, dtype=torch.float32, device=x.device)
     shape = (K, groups(M) * BLOCK if pad else M) if transposed else (M, K)
     return torch.empty(shape, dtype=torch.uint8, device=x.device), s
 
 
 def as_fp8(q: Tensor) -> Tensor:
-    """The kernels write bytes; outside they are e4m3."""
+    """View the bytes that the kernels write as e4m3."""
     return q.view(FP8)

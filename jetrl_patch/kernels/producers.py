@@ -1,8 +1,8 @@
-"""Fused producers: RMSNorm here, SiLU * up in ``silu``; each quantizes what it makes, in one kernel.
+"""Fused producers, which compute and quantize in one kernel: RMSNorm here, SiLU * up in ``silu``.
 
-RMSNorm's values are those of ``exact.norm`` as a GPU runs it (its FP64 formula). Exact squares are summed in FP64 and the
-root is taken in FP64; only the order of the sum differs, by a few 2^-53. The rounding to FP32 hides that unless the exact
-root lies that close to the middle of two FP32 numbers (one row in 10^8).
+The RMSNorm values are those of ``exact.norm`` on a GPU (its FP64 formula). Exact squares are summed in FP64, and the root is
+FP64 too; only the order of the sum differs, by a few 2^-53. Rounding to FP32 hides the difference unless the exact root is
+that close to the midpoint of two FP32 numbers (one row in 10^8).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jetrl_patch.kernels.silu import silu_mul_quantize_both, silu_mul_quantize_r
 
 __all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_both", "silu_mul_quantize_rows"]
 
-#: the widest row that one program can hold
+#: the widest row that a program can hold
 WIDEST = 16384
 
 
@@ -33,7 +33,7 @@ def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
     x, w, q, s, y, rstd, M, K, x_m, s_m, s_g,
     EPS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One row a program, held whole; GROUPS is a power of two that covers it. KEEP stores the BF16 result as well."""
+    """One row per program; GROUPS is a power of two that covers the row. KEEP also stores the BF16 result."""
     m = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     k = g[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -53,7 +53,7 @@ def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
 
 
 class Normed(NamedTuple):
-    """What RMSNorm leaves: e4m3 [M, K], FP32 scales [M, G], 1 / rms FP32 [M], and the BF16 result [M, K] if asked for."""
+    """Output of RMSNorm: e4m3 [M, K], FP32 scales [M, G], 1 / rms FP32 [M], and the BF16 result [M, K] if requested."""
 
     q_MK: Tensor
     s_MG: Tensor
@@ -67,9 +67,9 @@ def rmsnorm_quantize_rows(
     """``quantize_rows(rms_norm(x, weight, eps))``.
 
     Args:
-        x_MK: BF16, elements of a row adjacent; rows may have a stride. At most 16384 wide.
+        x_MK: BF16 with contiguous rows of at most 16384 elements; the row stride is free.
         weight_K: BF16 [K], contiguous.
-        keep: return the BF16 result too.
+        keep: also return the BF16 result.
         columns: as for ``quantize_rows``.
 
     Raises:
@@ -79,7 +79,7 @@ def rmsnorm_quantize_rows(
     M, K = x_MK.shape
     if K > WIDEST:
         raise ValueError(
-            explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix="norm and quantize apart")
+            explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix="call rms_norm and quantize_rows")
         )
     if (
         weight_K.shape != (K,)
@@ -106,7 +106,7 @@ def rmsnorm_quantize_rows(
 
 
 def warps_for(covering: int) -> int:
-    """So that a thread holds 32 elements of a row, within 1 to 16 warps."""
+    """Warps per program: 32 elements of a row per thread, within 1 to 16 warps."""
     return min(max(covering * 128 // (32 * 32), 1), 16)
 
 

@@ -1,12 +1,12 @@
-"""The quantizers of ``fp8.quantize`` as Triton kernels, bit for bit, each with one read of its input.
+"""The quantizers of ``fp8.quantize`` as bit-equal Triton kernels that read their input once.
 
-    rows    1x128 along K     q [M, K]                     s [M, G]
-    tokens  128x1 along M     q [M, K] or turned [K, M]    s [ceil(M / 128), K]
+    rows    1x128 along K     q [M, K]                         s [M, G]
+    tokens  128x1 along M     q [M, K] or transposed [K, M]    s [ceil(M / 128), K]
     both    both in one read: DGrad's operand [M, K] and WGrad's [K, M]
-    weight  128x128 blocks    q [N, K]                     s [ceil(N / 128), G]
+    weight  128x128 blocks    q [N, K]                         s [ceil(N / 128), G]
 
-G = ceil(K / 128). Matrices are row-major; what lies outside counts as zero. A tile never decides a bit: a group's scale
-is a maximum, which has no order, and everything else is element by element.
+G = ceil(K / 128). Matrices are row-major; elements outside count as zero. The tiling never affects a bit: a group's scale is
+a maximum, which has no order, and everything else is elementwise.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized
 from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, new_tokens, options
 from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 
-#: rows of a tile of one group: few while there are few tokens, so that more SMs work
+#: rows per tile of one group; fewer when there are few tokens, to occupy more SMs
 ROWS, FEW_ROWS, FEW = 32, 4, 1024
-#: columns of a tile of 128 tokens
+#: columns per tile of 128 tokens
 COLUMNS = 64
-#: warps that share a tile of 128 x 128: fewer would hold it in too many registers
+#: warps per tile of 128 x 128; fewer would need too many registers
 BOTH_WARPS = 16
 
 
@@ -72,7 +72,7 @@ def weight_kernel(w, q, s, N, K, w_n, POW2: tl.constexpr, HARDWARE: tl.constexpr
     k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
     tile = load_tile(w, n, k, N, K, w_n, HARDWARE)
     if w.dtype.element_ty == tl.float32:
-        tile = bf16_value(tile, HARDWARE)  # a master is quantized from its BF16 value
+        tile = bf16_value(tile, HARDWARE)  # a master weight is quantized from its BF16 value
     codes, scale = quantized(tile, tl.max(tl.max(magnitude(tile), 1), 0), POW2, HARDWARE)
     tl.store(q + n.to(tl.int64)[:, None] * K + k[None, :], codes, mask=(n < N)[:, None] & (k < K)[None, :])
     tl.store(s + tl.program_id(0), scale)
@@ -82,11 +82,11 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
     """As ``fp8.quantize.quantize_activation``: e4m3 [M, K] and FP32 [M, G].
 
     Args:
-        x_MK: BF16, elements of a row adjacent; rows may have a stride.
-        columns: the scales' strides are (1, M), which cuBLASLt reads, instead of (G, 1).
+        x_MK: BF16 with contiguous rows; the row stride is free.
+        columns: give the scales strides (1, M), which cuBLASLt needs, instead of (G, 1).
 
     Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``; so do all functions here.
+        TypeError, ValueError, ConfigError: as ``outputs.check_input``; this holds for every quantizer here.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
@@ -104,9 +104,9 @@ def quantize_tokens(
     """As ``fp8.quantize.quantize_tokens``: e4m3 [M, K] and FP32 [ceil(M / 128), K].
 
     Args:
-        x_MK: BF16, elements of a row adjacent; rows may have a stride.
-        turned: write the e4m3 matrix as [K, M], tokens adjacent: WGrad's operand.
-        pad: only with ``turned``: [K, ceil(M / 128) * 128], what lies past M counts as zero.
+        x_MK: BF16 with contiguous rows; the row stride is free.
+        turned: write the e4m3 matrix as [K, M], tokens contiguous, which is WGrad's operand.
+        pad: with ``turned`` only: write [K, ceil(M / 128) * 128]; tokens past M count as zero.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
@@ -122,9 +122,9 @@ def quantize_tokens(
 def quantize_both(
     x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, pad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """One read, two layouts: (q [M, K], s [M, G]) as ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) as turned tokens.
+    """Two layouts from one read: (q [M, K], s [M, G]) of ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) of turned tokens.
 
-    The second pair is row-major, strides (M, 1) (``pad``: (ceil(M / 128) * 128, 1)) and (K, 1).
+    The second pair is row-major, with strides (M, 1) (``pad``: (ceil(M / 128) * 128, 1)) and (K, 1).
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape

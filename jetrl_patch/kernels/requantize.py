@@ -1,7 +1,7 @@
-"""A saved FP8 activation in groups of 128 tokens: WGrad's operand, from bytes alone.
+"""Requantize a saved FP8 activation in groups of 128 tokens, which makes WGrad's operand from bytes alone.
 
-X e4m3 [M, K] with s [M, G] in 1x128 groups -> X^T e4m3 [K, M] with s [ceil(M / 128), K]. As ``NativeBackend.wgrad`` does it:
-q * s rounded to BF16 (exact with power-of-two scales), then quantized again. Nothing in BF16 reaches memory.
+X e4m3 [M, K] with s [M, G] in 1x128 groups -> X^T e4m3 [K, M] with s [ceil(M / 128), K]. As in ``NativeBackend.wgrad``,
+q * s is rounded to BF16 (exact with power-of-two scales) and quantized again. The BF16 values never reach memory.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jetrl_patch.kernels.e4m3 import bf16_value, decode
 from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_tokens, options
 from jetrl_patch.kernels.tiles import store_tokens
 
-#: columns of a tile of 128 tokens: a divisor of 128, so that a tile sees one scale a row
+#: columns per tile of 128 tokens: a divisor of 128, so that each row of a tile has one scale
 COLUMNS = 64
 
 
@@ -40,11 +40,11 @@ def requantize_kernel(  # type: ignore[no-untyped-def]
 def requantize_tokens(
     q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, pad: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """e4m3 [K, M] and FP32 [ceil(M / 128), K] from e4m3 [M, K] and FP32 [M, G] (any strides of the scales).
+    """e4m3 [K, M] and FP32 [ceil(M / 128), K] from e4m3 [M, K] and FP32 [M, G]; the scales may have any strides.
 
     Args:
-        q_MK: elements of a row adjacent; rows may have a stride.
-        pad: [K, ceil(M / 128) * 128] instead, what lies past M counts as zero.
+        q_MK: contiguous rows; the row stride is free.
+        pad: write [K, ceil(M / 128) * 128]; tokens past M count as zero.
 
     Raises:
         TypeError, ValueError, ConfigError: as ``outputs.check_input``.

@@ -1,8 +1,8 @@
-"""SiLU * up, then quantize, in one kernel; where the BF16 product is not asked for, it never reaches memory.
+"""SiLU * up and its quantization in one kernel; the BF16 product reaches memory only if requested.
 
-The values are those of ``exact.activation`` as a GPU runs it (its FP64 formula): SiLU is computed in FP32 by fma, product,
-sum and IEEE division alone, in one order, and rounds to the same BF16 for each of the 65,536 gates; the exact values keep
-at least 2^-26 away from a boundary, except two (a test walks all of them).
+The values are those of ``exact.activation`` on a GPU (its FP64 formula). SiLU is computed in FP32 with only fma, product, sum
+and IEEE division, in a fixed order, and rounds to the same BF16 for each of the 65,536 gates: all exact values but two are at
+least 2^-26 away from a rounding boundary (a test checks all of them).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 
 @triton.jit
 def silu(g):  # type: ignore[no-untyped-def]
-    """g / (1 + e^-g) of FP32 values that are BF16's, about 1 ulp; e^-|g| = 2^n * p, n an integer and p near 1."""
+    """g / (1 + e^-g) to about 1 ulp, for FP32 g with BF16 values; e^-|g| = 2^n * p with n an integer and p near 1."""
     a = tl.minimum(tl.abs(g), 200.0)  # e^-200 is 0 in BF16
     n = tl.fma(-a, 1.4426950408889634, 12582912.0) - 12582912.0  # rounds to an integer
     r = tl.fma(n, -0.693359375, -a)  # ln 2 in two parts; the first product is exact
@@ -38,7 +38,7 @@ def silu(g):  # type: ignore[no-untyped-def]
     p = tl.fma(p, r, 0.5)
     p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
     whole = n.to(tl.int32)
-    first = tl.maximum(whole, -100)  # 2^n in two factors: only the second product may become subnormal, and rounds once
+    first = tl.maximum(whole, -100)  # 2^n in two factors: only the second product can be subnormal, so there is one rounding
     second = tl.maximum(whole - first, -126)
     one = ((first + 127) << 23).to(tl.float32, bitcast=True)
     two = ((second + 127) << 23).to(tl.float32, bitcast=True)
@@ -49,7 +49,7 @@ def silu(g):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def silu_mul_tile(gate, up, m, k, M, K, gate_m, up_m, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """bf16(bf16(silu(gate)) * up) of a tile, as FP32."""
+    """bf16(bf16(silu(gate)) * up) for a tile, as FP32."""
     g = load_tile(gate, m, k, M, K, gate_m, HARDWARE)
     u = load_tile(up, m, k, M, K, up_m, HARDWARE)
     return bf16_value(bf16_value(silu(g), HARDWARE) * u, HARDWARE)
@@ -60,7 +60,7 @@ def silu_mul_rows_kernel(  # type: ignore[no-untyped-def]
     gate, up, q, s, y, M, K, gate_m, up_m, s_m, s_g,
     ROWS: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """KEEP stores the BF16 product as well."""
+    """KEEP also stores the BF16 product."""
     G = tl.cdiv(K, 128)
     m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
     g = tl.program_id(0) % G
@@ -90,15 +90,15 @@ def _gate_and_up(gate_MK: Tensor, up_MK: Tensor) -> None:
         raise ValueError(
             explain(
                 "SiLU * up",
-                required="gate and up of one shape on one device",
+                required="gate and up with the same shape and device",
                 found=f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}",
-                fix="pass the two halves of one projection",
+                fix="pass both halves of one projection",
             )
         )
 
 
 class Multiplied(NamedTuple):
-    """What SiLU * up leaves: e4m3 [M, K], FP32 scales [M, G], and the BF16 result [M, K] if asked for."""
+    """Output of SiLU * up: e4m3 [M, K], FP32 scales [M, G], and the BF16 result [M, K] if requested."""
 
     q_MK: Tensor
     s_MG: Tensor
@@ -111,7 +111,8 @@ def silu_mul_quantize_rows(
     """``quantize_rows(silu_mul(gate, up))``; the two may be halves of one tensor.
 
     Args:
-        columns: as for ``quantize_rows``. keep: return the BF16 result too.
+        columns: as for ``quantize_rows``.
+        keep: also return the BF16 result.
 
     Raises:
         TypeError, ValueError, ConfigError: as ``outputs.check_input``.

@@ -1,4 +1,4 @@
-"""Tiles of the quantizers on the device: load one, quantize it in groups along its rows or columns, store it."""
+"""Device functions of the quantizers: load a tile, quantize it in groups along its rows or columns, store it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from jetrl_patch.kernels.e4m3 import magnitude, quantized, widened
 
 @triton.jit
 def load_tile(x, m, k, M, K, x_m, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The tile of x at rows m and columns k as FP32, zero outside; ``x_m`` is the row stride."""
+    """Load the tile of x at rows m and columns k as FP32, zero outside; ``x_m`` is the row stride."""
     at = x + m.to(tl.int64)[:, None] * x_m + k[None, :]
     return widened(tl.load(at, mask=(m < M)[:, None] & (k < K)[None, :], other=0.0), HARDWARE)
 
 
 @triton.jit
 def store_rows(x, q, s, m, g, M, K, s_m, s_g, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a tile [rows, 128] (FP32, zero outside) of group ``g``, each row with a scale."""
+    """Quantize and store a tile [rows, 128] (FP32, zero outside) of group ``g``, with one scale per row."""
     codes, scale = quantized(x, tl.max(magnitude(x), 1, keep_dims=True), POW2, HARDWARE)
     k = g * 128 + tl.arange(0, 128)
     row = m.to(tl.int64)[:, None]
@@ -29,9 +29,9 @@ def store_rows(x, q, s, m, g, M, K, s_m, s_g, POW2: tl.constexpr, HARDWARE: tl.c
 def store_tokens(  # type: ignore[no-untyped-def]
     x, q, s, g, k, M, K, pitch, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """Store a tile [128, columns] (FP32, zero outside) of tokens of group ``g``, each column with a scale.
+    """Quantize and store a tile [128 tokens, columns] (FP32, zero outside) of group ``g``, with one scale per column.
 
-    Turned, ``pitch`` is the length of a row of q, and what lies past M counts as zero.
+    With TURNED, ``pitch`` is the length of a row of q, and tokens past M count as zero.
     """
     codes, scale = quantized(x, tl.max(magnitude(x), 0, keep_dims=True), POW2, HARDWARE)
     m = g * 128 + tl.arange(0, 128)

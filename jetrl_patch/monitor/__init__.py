@@ -1,1 +1,1 @@
-"""How well FP8 holds a run's tensors, layer by layer, and which layers had better run in BF16. torch and the FP8 core only."""
+"""Per-layer FP8 quantization statistics, and the guard that moves layers to BF16. Imports torch and the FP8 core only."""

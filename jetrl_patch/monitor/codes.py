@@ -1,8 +1,7 @@
-"""How many FP8 codes of a weight an optimizer step moved.
+"""Share of a weight's FP8 codes that an optimizer step leaves unchanged.
 
-An update far below a code's step changes nothing that a rollout can see (QuRL's weight-update problem, arXiv
-2602.13953). The codes of two weight syncs are compared on a fixed sample, so that nobody keeps a second copy of
-the weights.
+An update much smaller than the spacing of the codes is invisible to the rollout (QuRL's weight-update problem, arXiv
+2602.13953). Two weight syncs are compared on a fixed sample of the codes, which avoids a second copy of the weights.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ MOST = 1 << 16  # codes kept per layer
 
 
 def sample(q_NK: Tensor) -> Tensor:
-    """About ``MOST`` bytes of ``q`` [N, K], evenly spread and always the same places; all of a small one."""
+    """About ``MOST`` bytes of ``q`` [N, K] at fixed, evenly spaced positions; every byte of a small tensor."""
     flat = q_NK.detach().contiguous().view(torch.uint8).flatten()
-    step = flat.numel() // MOST | 1  # odd, so that it walks through all columns of a weight of even width
+    step = flat.numel() // MOST | 1  # odd, so that the sample visits every column of a weight of even width
     return flat[::step].clone()
 
 
 class Codes:
-    """Samples of the last sync, by layer."""
+    """Samples of the last sync, keyed by layer."""
 
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
 
     def compare(self, layer: str, q_NK: Tensor) -> Tensor | None:
-        """Share of codes that are what they were at the last ``compare`` or ``keep``, FP64; None without one."""
+        """Share of codes unchanged since the last ``compare`` or ``keep``, FP64; None if there was none."""
         last, now = self._last.get(layer), sample(q_NK)
         self._last[layer] = now
         return None if last is None else (last.to(now.device) == now).double().mean()
@@ -39,5 +38,5 @@ class Codes:
         self._last[layer] = sample(q_NK)
 
     def drop(self) -> None:
-        """Forget all: the next sync is not compared."""
+        """Forget every sample; the next sync is not compared."""
         self._last.clear()

@@ -1,13 +1,13 @@
-"""The figures of one tensor: how much of it is left after the run's own quantizer.
+"""Quantization statistics of one tensor, measured on the output of the run's own quantizer.
 
-For values x [M, K], codes q and scales s, with y = q * s what the GEMM multiplies and e = x - y:
+For values x [M, K], codes q and scales s, let y = q * s (what the GEMM multiplies) and e = x - y:
 
     sqnr       = 10 log10( Σ x² / Σ e² )                        over the whole tensor
     slice_sqnr = -10 log10( mean over slices of Σ e² / Σ x² )   over rows and over columns; the lower of the two
 
-A few outliers carry nearly all of a tensor's power and are quantized as well as anything, so ``sqnr`` stays near 31 dB
-while their neighbours in the same block are lost. ``slice_sqnr`` counts every row (column) alike, and falls.
-A value that is NaN or Inf, and the group that it takes along, is counted and left out of the sums.
+A few outliers carry nearly all of a tensor's power and quantize well, so ``sqnr`` stays near 31 dB while their neighbours
+in the same block are lost. ``slice_sqnr`` gives every row (column) equal weight, and drops.
+NaN and Inf are counted; they, and the groups they turn into NaN, are left out of the sums.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ from jetrl_patch.fp8.formats import AMAX_FLOOR, BLOCK, FP8_MAX
 __all__ = ["Figures", "Reduce", "measure", "worst"]
 
 Reduce = Callable[[Sequence[float]], float]
-#: of a tensor that is represented exactly; an infinity would spoil a chart
+#: reported for a tensor that FP8 represents exactly; an infinity would break a chart's axis
 MOST_DB = 200.0
-_CHUNK = 1 << 20  # values looked at together: what bounds the extra memory (on a GPU four times as many)
-_BEYOND = FP8_MAX * (1 + 2.0**-10)  # amax / 448 is rounded, so the largest value may stand an ulp beyond 448
+_CHUNK = 1 << 20  # values per pass, which bounds the extra memory (four times as many on a GPU)
+_BEYOND = FP8_MAX * (1 + 2.0**-10)  # amax / 448 is rounded, so the largest value may exceed 448 scales by an ulp
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one tensor of one layer, or the worst over ranks.
+    """Statistics of one tensor of one layer, or the worst over ranks.
 
     Attributes:
-        amax: the largest magnitude among finite values.
-        saturated: share of values beyond 448 scales, whose magnitude was cut off.
-        underflow: share of values that are not zero and became zero.
-        sqnr: signal to quantization error in dB, whole tensor; NaN where nothing but zeros was seen.
-        slice_sqnr: the same with every row, and every column, counted alike: the lower of the two. NaN as above, and
-            for gradients, whose rows differ in size by nature.
-        scale_min, scale_max: over groups that hold something; NaN where none does.
-        nonfinite: number of NaN and Inf.
+        amax: largest finite magnitude.
+        saturated: share of values beyond 448 scales, which were clamped.
+        underflow: share of nonzero values that became zero.
+        sqnr: signal to quantization noise in dB over the whole tensor; NaN for an all-zero tensor.
+        slice_sqnr: the same with every row (column) weighted equally; the lower of the two. NaN as above, and
+            for gradients, whose rows differ in magnitude by nature.
+        scale_min, scale_max: over nonempty groups; NaN if there are none.
+        nonfinite: number of NaN and Inf values.
     """
 
     amax: float
@@ -56,19 +56,19 @@ class Figures:
 
     @property
     def worst_db(self) -> float:
-        """The lower of the two SQNR; NaN where there is none."""
+        """The lower of ``sqnr`` and ``slice_sqnr``; NaN if both are."""
         known = [value for value in (self.sqnr, self.slice_sqnr) if not math.isnan(value)]
         return min(known, default=math.nan)
 
 
 def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True) -> Tensor:
-    """The fields of ``Figures`` as FP64 [8] on the tensor's device, so that nothing waits for a GPU here.
+    """The fields of ``Figures`` as FP64 [8] on the tensor's device, without a GPU synchronization.
 
     Args:
-        x_MK: what was quantized, BF16 [M, K].
+        x_MK: the quantizer's input, BF16 [M, K].
         q_MK: e4m3 [M, K].
-        s_MG: FP32 scales of 1x128 groups [M, ceil(K/128)]; of a weight's blocks, once per row.
-        slices: whether ``slice_sqnr`` is wanted.
+        s_MG: FP32 scales of 1x128 groups [M, ceil(K/128)]; a weight's block scales repeated for every row.
+        slices: whether to compute ``slice_sqnr``.
     """
     M, K = x_MK.shape
     sums = torch.zeros(4, dtype=torch.float64, device=x_MK.device)  # saturated, underflow, non-finite, -
@@ -103,7 +103,7 @@ def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True) -> Te
 
 
 def worst(found: Sequence[Figures]) -> Figures:
-    """The worst of several ranks' figures, figure by figure; a NaN gives way to a number."""
+    """The worst value of each statistic over ranks; NaN only where every rank has NaN."""
     by_field = list(zip(*(astuple(figures) for figures in found), strict=True))
     pick: Sequence[Reduce] = (max, max, max, min, min, min, max, max)
     return Figures(*(_known(choose, values) for choose, values in zip(pick, by_field, strict=True)))
@@ -115,7 +115,7 @@ def _known(choose: Reduce, values: Sequence[float]) -> float:
 
 
 def _of_slices(sums: Tensor) -> Tensor:
-    """dB from the mean of error over signal, each slice with a signal counted alike."""
+    """dB of the mean error-to-signal ratio over the slices that have a signal."""
     error, signal = sums
     held = signal > 0
     return _db(torch.where(held, error / signal, 0.0).sum() / held.sum())
@@ -128,7 +128,7 @@ def _db(ratio: Tensor) -> Tensor:
 
 def _scale_range(s_MG: Tensor) -> tuple[Tensor, Tensor]:
     s = s_MG.double()
-    held = torch.isfinite(s) & (s > 2 * AMAX_FLOOR / FP8_MAX)  # at the floor a group is empty, or as good as that
+    held = torch.isfinite(s) & (s > 2 * AMAX_FLOOR / FP8_MAX)  # at the floor, a group is empty or nearly so
     inf, nan = torch.full_like(s, math.inf), s.new_full((), math.nan)
     if s.numel() == 0:
         return nan, nan

@@ -1,4 +1,4 @@
-"""Which layers run in BF16 on both sides from the next step on: those whose SQNR falls below a floor."""
+"""The precision guard: from the next step on, layers whose SQNR falls below a floor run in BF16 on both sides."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ __all__ = ["below", "check_guard", "with_partners"]
 
 
 def check_guard(config: Config, rollout_tp: int) -> None:
-    """Raise ConfigError where the guard was asked for and the rollout is tensor-parallel: no such run was seen yet."""
+    """Raise ConfigError if the guard is on and the rollout is tensor parallel, a combination that is untested."""
     if config.guard_sqnr is not None and rollout_tp > 1:
         raise ConfigError(
             explain(
                 f"guard_sqnr={config.guard_sqnr:g}",
-                required="a rollout whose engines hold whole layers",
-                found=f"tensor parallel size {rollout_tp}",
-                fix="set it to 1, name the layers in exclude, or leave guard_sqnr unset",
+                required="rollout tensor parallel size 1",
+                found=rollout_tp,
+                fix="set the size to 1, or unset guard_sqnr and list the layers in exclude",
             )
         )
 
 
 def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, str]:
-    """Layer -> what is below ``floor`` dB, in words. Where nothing was seen (NaN) nothing is below."""
+    """Map each layer below ``floor`` dB to the tensors that are, as text. NaN (no data) is never below."""
     reasons: dict[str, list[str]] = {}
     for (kind, layer), figures in found.items():
         if figures.worst_db < floor:
@@ -35,11 +35,11 @@ def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, s
 
 
 def with_partners(names: Iterable[str], layers: Collection[str]) -> list[str]:
-    """``names`` and the layers that vLLM holds together with them, in the order of ``layers``."""
+    """``names`` and the layers that vLLM fuses with them, in the order of ``layers``."""
     wanted = set(names)
     for name in list(wanted):
         parent, dot, leaf = name.rpartition(".")
-        for group in MERGED:  # they change together
+        for group in MERGED:  # a fused layer has one precision
             if leaf in group:
                 wanted |= {f"{parent}{dot}{partner}" for partner in group}
     return [layer for layer in layers if layer in wanted]

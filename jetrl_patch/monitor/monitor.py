@@ -1,15 +1,15 @@
-"""One run's monitor in a training process: what is measured when, and what follows from it.
+"""The FP8 monitor of one training process: when it measures, and what it does with the results.
 
-A step lies between two weight syncs. Syncs are counted from 0 (the one before the first rollout); sampled are sync 0
-(weights only), step 1, and from there every ``monitor_every``-th step:
+A step lies between two weight syncs. Syncs are numbered from 0 (the one before the first rollout). The monitor samples
+sync 0 (weights only), step 1, and every ``monitor_every``-th step after it:
 
-    sync n-1 ends: hooks are set on the layers, if step n is sampled
-    step n:        activations and gradients of one micro-batch
-    sync n begins: with a guard, the new weights are measured and the figures of all ranks decide
-    sync n:        weights are measured while they are sent (without a guard), codes are compared with sync n-1
-    sync n ends:   figures of all ranks become metrics, warnings, or the end of the run
+    sync n-1 ends: hooks are set on the layers if step n is sampled
+    step n:        activations and gradients of one micro-batch are measured
+    sync n begins: with the guard, the new weights are measured and the statistics of all ranks decide
+    sync n:        without the guard, weights are measured as they are sent; codes are compared with sync n-1
+    sync n ends:   the statistics of all ranks become metrics and warnings, or stop the run
 
-All ranks call ``begin`` and ``end``, which are collective in sampled syncs and take the same decisions everywhere.
+Every rank calls ``begin`` and ``end``. Both are collective in sampled syncs and reach the same decision on every rank.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class Monitor:
     """The monitor of one model.
 
     Args:
-        config: ``monitor_*`` and ``guard_sqnr``.
-        layers: names of the FP8 layers, in the model's order; figures name a layer by its place in it.
-        modules: the layers themselves.
-        rollout: how the rollout quantizes, where the trainer's layers are BF16: what it will see is measured here.
-        gather: hands over one object per rank and gives back everybody's, in rank order.
+        config: ``monitor_*`` and ``guard_sqnr`` apply.
+        layers: names of the FP8 layers in model order; metrics refer to a layer by its index here.
+        modules: the layers by name.
+        rollout: the rollout's quantization, if the trainer's layers are BF16; the monitor then measures with it.
+        gather: takes one object per rank and returns those of all ranks, in rank order.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Monitor:
         self._found: dict[tuple[str, str], Figures] | None = None
         self._lines: list[str] = []
         self.syncs = 0
-        #: layers that the guard took out of FP8, and why
+        #: layers that the guard moved to BF16, and why
         self.guarded: dict[str, str] = {}
 
     def sampled(self, sync: int) -> bool:
@@ -73,13 +73,13 @@ class Monitor:
 
     @property
     def decides(self) -> bool:
-        """Whether ``begin`` wants to see the weights of this sync before they are sent."""
+        """Whether ``begin`` needs to see the weights of this sync before they are sent."""
         return self.config.guard_sqnr is not None and self.sampled(self.syncs)
 
     def begin(self) -> list[str]:
-        """Before a sync's first byte, after the weights were shown where ``decides``: layers to take out of FP8 now.
+        """Return the layers to move to BF16 now, in model order and with their fused partners. Collective.
 
-        Collective. Fused partners are among them; in the model's order.
+        Call it before a sync sends anything, and after ``show`` if ``decides``.
         """
         self._observer.disarm()
         if not self.decides:
@@ -90,7 +90,7 @@ class Monitor:
         reasons = guard.below(found, floor)
         new = guard.with_partners(reasons, [layer for layer in self.layers if layer not in self.guarded])
         for layer in new:
-            self.guarded[layer] = reasons.get(layer, "one layer with the others in vLLM")
+            self.guarded[layer] = reasons.get(layer, "fused with the others in vLLM")
         if new:
             named = "; ".join(f"{layer}: {self.guarded[layer]}" for layer in new)
             self._lines.append(
@@ -100,7 +100,7 @@ class Monitor:
         return new
 
     def see_weight(self, layer: str, w_NK: Tensor, q_NK: Tensor, s_blocks: Tensor) -> None:
-        """A layer's BF16 weight [N, K] and what it was quantized to, once or more in a sync."""
+        """Record a layer's BF16 weight [N, K] and its quantized form; repeated calls in one sync are ignored."""
         if self.sampled(self.syncs) and ("weight", layer) not in self._weights:
             figures = measure(w_NK, q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]))
             self._weights["weight", layer] = figures
@@ -111,7 +111,7 @@ class Monitor:
             self._codes.keep(layer, q_NK)
 
     def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """The stream of full weights as it is; where the rollout quantizes them by itself, they are measured on the way."""
+        """Pass the stream of full weights through; if the rollout quantizes them itself, measure them on the way."""
         names = {f"{layer}.weight": layer for layer in self.layers}
         looks = self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1))
         for name, weight in weights:
@@ -121,10 +121,10 @@ class Monitor:
             yield name, weight
 
     def end(self) -> dict[str, float]:
-        """After a sync: the metrics of its step; the next one is made ready. Collective.
+        """Finish a sync: return the metrics of its step and prepare the next. Collective.
 
         Raises:
-            PrecisionError: a figure is beyond its threshold, and ``monitor_action`` is "stop".
+            PrecisionError: a statistic crosses its threshold and ``monitor_action`` is "stop".
         """
         metrics: dict[str, float] = {}
         if self.config.guard_sqnr is not None:
@@ -145,7 +145,7 @@ class Monitor:
         return metrics
 
     def take_lines(self) -> list[str]:
-        """What happened since the last call, for the log of the trainer's loop; the same on all ranks."""
+        """Log lines collected since the last call, for the trainer's loop; the same on all ranks."""
         lines, self._lines = self._lines, []
         return lines
 
@@ -157,7 +157,7 @@ class Monitor:
         return metrics
 
     def _merge(self) -> dict[tuple[str, str], Figures]:
-        """Everybody's figures, the worst of each; in the order of kinds and layers."""
+        """The worst of each statistic over all ranks, ordered by kind, then layer."""
         mine = {key: tensor.tolist() for key, tensor in (self._weights | self._observer.figures).items()}
         everybody = [{key: Figures(*values) for key, values in other.items()} for other in self._gather(mine)]
         merged = {}
@@ -172,10 +172,10 @@ class Monitor:
 def show(
     monitor: Monitor, weights: Iterable[tuple[str, Tensor]], quantize: Callable[[str, Tensor], Any] | None
 ) -> None:
-    """Run through full weights ahead of a sync, so that ``begin`` can decide.
+    """Walk through the full weights ahead of a sync, so that ``begin`` can decide.
 
     Args:
-        quantize: calls ``see_weight``; None on a rank that only takes part in the gathering.
+        quantize: calls ``see_weight``; None on a rank that only takes part in the gather.
     """
     names = {f"{layer}.weight": layer for layer in monitor.layers if layer not in monitor.guarded}
     for name, weight in weights:

@@ -1,7 +1,7 @@
-"""Activations and output gradients of the FP8 layers, seen through hooks that stand for one sampled step only.
+"""Statistics of the FP8 layers' activations and output gradients, from hooks that exist during one sampled step only.
 
-The first forward of a layer that autograd records is measured, on at most ``MOST_ROWS`` of its tokens; the hook goes
-right after. Nothing is computed with: the layer's own results stay what they are, bit for bit.
+A hook measures the first forward of its layer that autograd records, on at most ``MOST_ROWS`` tokens, and then removes
+itself. The layer's own results are untouched, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ MOST_ROWS = 4096
 
 
 class Observer:
-    """Figures of one rank, by (kind, layer), with kinds "activation" and "gradient".
+    """Statistics of one rank, keyed by (kind, layer); the kinds are "activation" and "gradient".
 
     Args:
-        modules: layers by name; those that are no ``Fp8Linear`` (any more) are passed over without ``rollout``.
-        rollout: how the rollout quantizes what the trainer does not; activations alone are measured then.
+        modules: layers by name; without ``rollout``, those that are not (or no longer) ``Fp8Linear`` are skipped.
+        rollout: the rollout's quantization, if the trainer's layers are BF16; only activations are measured then.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], rollout: Fp8State | None = None) -> None:
@@ -35,7 +35,7 @@ class Observer:
         self.figures: dict[tuple[str, str], Tensor] = {}
 
     def arm(self, names: Iterable[str]) -> None:
-        """Wait for the next forward of these layers; what was seen before is forgotten."""
+        """Clear the statistics and wait for the next forward of these layers."""
         self.disarm()
         self.figures = {}
         for name in names:
@@ -45,7 +45,7 @@ class Observer:
                 self._handles[name] = module.register_forward_hook(self._hook(name, state))
 
     def disarm(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
@@ -62,14 +62,14 @@ class Observer:
         return see
 
     def _keep(self, name: str, grad: Tensor, state: Fp8State) -> None:
-        """The gradient as DGrad quantizes it: groups of 128 along N."""
+        """Measure the gradient as DGrad quantizes it, in groups of 128 along N."""
         self.figures["gradient", name] = _figures(grad, state, slices=False)
 
 
 @torch.no_grad()
 def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
     x_MK = x.detach().reshape(-1, x.shape[-1])
-    if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so that rows can be left out
+    if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so rows can be dropped
         x_MK = x_MK[torch.linspace(0, x_MK.shape[0] - 1, MOST_ROWS, device=x.device).round().long()]
     x_MK = x_MK.to(torch.bfloat16).contiguous()
     return measure(x_MK, *state.backend.quantize_activation(x_MK, state.scale_format), slices=slices)

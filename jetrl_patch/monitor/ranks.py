@@ -1,4 +1,4 @@
-"""One object of every rank of the trainer."""
+"""Gather one object from every trainer rank."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["everybody"]
 
 
 def everybody(mine: Any) -> list[Any]:
-    """Everybody's object, in rank order: the same list on every rank. Collective; alone without a process group."""
+    """Return the objects of all ranks, in rank order. Collective; without a process group, ``[mine]``."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return [mine]
     found: list[Any] = [None] * dist.get_world_size()

@@ -1,4 +1,4 @@
-"""What can be wrong about the monitor's settings and the guard's, said before anything starts."""
+"""Checks of the monitor's and the guard's settings, made before anything starts."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ __all__ = ["check_monitor"]
 
 
 def check_monitor(config: Config) -> None:
-    """Raise ConfigError for thresholds that mean nothing, and for a guard that cannot act."""
+    """Raise ConfigError for meaningless thresholds and for a guard that cannot act."""
     every, share, guard = config.monitor_every, config.monitor_underflow, config.guard_sqnr
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise ConfigError(f"monitor_every={every!r} must be a whole number of steps, 0 for never")
+        raise ConfigError(f"monitor_every={every!r} must be a whole number of steps; 0 turns the monitor off")
     if not 0 <= share <= 1:
-        raise ConfigError(f"monitor_underflow={share!r} must be a share between 0 and 1")
+        raise ConfigError(f"monitor_underflow={share!r} must be between 0 and 1")
     if guard is None:
         return
     if not every:
-        raise ConfigError("guard_sqnr decides from what the monitor measures; set monitor_every to 1 or more")
+        raise ConfigError("guard_sqnr needs the monitor's measurements; set monitor_every to 1 or more")
     if not config.fp8_train:
         raise ConfigError(
-            f"guard_sqnr={guard!r} contradicts precision={config.precision!r}: the guard takes layers out of FP8 on "
-            f"both sides, and this mode does not have FP8 on both; drop guard_sqnr"
+            f"guard_sqnr={guard!r} contradicts precision={config.precision!r}: the guard moves layers from FP8 to BF16 "
+            f"on both sides, and this mode does not have FP8 on both; unset guard_sqnr"
         )
     if config.backend == "te":
         raise ConfigError(
-            f"guard_sqnr={guard!r} contradicts backend='te': TransformerEngine's layers cannot leave FP8 one by one; "
-            f"drop one of the two"
+            f"guard_sqnr={guard!r} contradicts backend='te': TransformerEngine layers cannot leave FP8 one by one; "
+            f"unset one of the two"
         )
     if config.fp8_all_gather:
         raise ConfigError(
             f"guard_sqnr={guard!r} contradicts fp8_all_gather=True: a layer that leaves FP8 needs its weight in BF16, "
-            f"and FSDP2 gathers bytes alone; drop one of the two"
+            f"and FSDP2 gathers only FP8 bytes; unset one of the two"
         )

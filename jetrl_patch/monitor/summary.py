@@ -1,4 +1,4 @@
-"""Figures of many layers as the few numbers of a step's line in the log."""
+"""Reduce the statistics of all layers to the few numbers that a step logs."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Found = Mapping[tuple[str, str], Figures]
 
 
 def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
-    """``jetrl/scale/{kind}_{figure}_{min,mean,max}`` over layers, and the worst layer's place in ``layers``.
+    """``jetrl/scale/{kind}_{figure}_{min,mean,max}`` over layers, and the worst layer's index in ``layers``.
 
-    A figure that no layer has (NaN everywhere) is left out.
+    A statistic that is NaN for every layer is left out.
     """
     metrics: dict[str, float] = {}
     for kind in KINDS:
@@ -44,13 +44,13 @@ def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
 
 
 def unchanged(shares: Mapping[str, float]) -> dict[str, float]:
-    """``jetrl/scale/weight_unchanged_{min,mean,max}``: codes that the last optimizer steps left what they were."""
+    """``jetrl/scale/weight_unchanged_{min,mean,max}``: share of codes unchanged since the last weight sync."""
     values = list(shares.values())
     return {f"{PREFIX}weight_unchanged_{how}": reduce(values) for how, reduce in _REDUCE.items()} if values else {}
 
 
 def per_layer(found: Found, shares: Mapping[str, float]) -> dict[str, float]:
-    """``jetrl/scale/{layer}/{kind}_{figure}``, all of them."""
+    """``jetrl/scale/{layer}/{kind}_{figure}`` of every layer."""
     metrics = {
         f"{PREFIX}{layer}/{kind}_{name}": value
         for (kind, layer), figures in found.items()

@@ -1,4 +1,4 @@
-"""Which figures are worth a warning, once per layer and kind, or the end of the run."""
+"""Compare statistics with their thresholds: warn once per layer, kind and statistic, or stop the run."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from jetrl_patch.monitor.figures import Figures
 
 __all__ = ["Finding", "Watch", "findings"]
 
-#: by (kind, layer); kinds are "weight", "activation" and "gradient"
+#: keyed by (kind, layer); the kinds are "weight", "activation" and "gradient"
 Found = Mapping[tuple[str, str], Figures]
 
 
 class Finding(NamedTuple):
-    """A figure beyond its threshold."""
+    """A statistic that crosses its threshold."""
 
     layer: str
     kind: str
@@ -31,35 +31,36 @@ class Finding(NamedTuple):
 
 
 def findings(found: Found, config: Config) -> Iterator[Finding]:
-    """Everything beyond its threshold, in the order of the layers."""
+    """Every statistic that crosses its threshold, in the order of ``found``."""
     for (kind, layer), figures in found.items():
         if figures.worst_db < config.monitor_sqnr:
             yield Finding(layer, kind, "sqnr", figures.worst_db, config.monitor_sqnr)
         if figures.underflow > config.monitor_underflow:
             yield Finding(layer, kind, "underflow", figures.underflow, config.monitor_underflow)
-        if figures.saturated > 0:  # scales follow the values, so that nothing is ever cut off
+        if figures.saturated > 0:  # scales follow the values, so nothing should ever saturate
             yield Finding(layer, kind, "saturated", figures.saturated, 0.0)
         if figures.nonfinite > 0:
             yield Finding(layer, kind, "nonfinite", figures.nonfinite, 0.0)
 
 
 class Watch:
-    """Tells of each (layer, kind, figure) once, or stops the run at the first."""
+    """Reports each (layer, kind, statistic) once, or stops the run at the first."""
 
     def __init__(self) -> None:
         self._told: set[tuple[str, str, str]] = set()
 
     def look(self, found: Found, config: Config) -> list[Finding]:
-        """The findings that are new.
+        """Return the findings not reported before.
 
         Raises:
-            PrecisionError: ``monitor_action="stop"`` and there is one.
+            PrecisionError: there is one, and ``monitor_action`` is "stop".
         """
         new = [f for f in findings(found, config) if (f.layer, f.kind, f.figure) not in self._told]
         self._told |= {(f.layer, f.kind, f.figure) for f in new}
         if new and config.monitor_action == "stop":
             raise PrecisionError(
-                f"monitor_action='stop', and {len(new)} figures are beyond their thresholds: "
-                f"{'; '.join(map(str, new[:10]))}; exclude these layers, set guard_sqnr, or move the threshold"
+                f"monitor_action='stop': {len(new)} statistics cross their thresholds: "
+                f"{'; '.join(map(str, new[:3]))}{'; …' if len(new) > 3 else ''}. "
+                f"Exclude these layers, set guard_sqnr, or change the threshold."
             )
         return new

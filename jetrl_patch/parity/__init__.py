@@ -1,1 +1,1 @@
-"""``jetrl parity``: one model in the rollout engine and in the trainer's form, the same tokens, two sets of log-probs."""
+"""``jetrl parity``: run one model as rollout and as trainer, and compare the log-probs of the same tokens."""

@@ -1,4 +1,4 @@
-"""The command: arguments in, a table and a JSON file out."""
+"""The ``jetrl parity`` command: parse arguments, print a table, write a JSON file."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure and print. 0: as promised; 1: a mode that promises equality is not equal; errors are raised."""
+    """Measure and print. Returns 1 if a mode that promises equality is not equal, else 0. Errors are raised."""
     options = _parser().parse_args(arguments)
     common = {
         "scale_format": options.scale_format,
@@ -68,7 +68,7 @@ def _measure(jobs: list[Job], verbose: bool) -> list[dict[str, Any]]:
 def _table(job: Job, results: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    title = f"rollout against trainer: {Path(job.model).name}, tensor parallel {job.tp}, batches of {job.batch}"
+    title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
     table = Table(title=title, caption="Δlogp: log-prob of a sampled token, trainer minus rollout")
     for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
         table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
@@ -84,39 +84,39 @@ def _engine(text: str | None) -> tuple[tuple[str, Any], ...]:
     try:
         settings = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"--engine {text} does not read as JSON: {error}") from None
+        raise ConfigError(f"--engine {text} is not valid JSON: {error}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"--engine {text} must be a JSON object of arguments of vllm.LLM")
+        raise ConfigError(f"--engine {text} must be a JSON object of vllm.LLM arguments")
     return tuple(settings.items())
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jetrl parity",
-        description="Load a local model into vLLM and into the trainer's form, sample, and compare the log-probs.",
+        description="Sample from a local model in vLLM, score the samples with the trainer's model, and compare the log-probs.",
     )
     names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
     parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
     parser.add_argument(
-        "--precision", **names, help=f"{', '.join(PRECISIONS)}; {', '.join(BY_DEFAULT)} by default"
+        "--precision", **names, help=f"{', '.join(PRECISIONS)}; default: {', '.join(BY_DEFAULT)}"
     )
-    parser.add_argument("--align", **names, help="linear, exact (where both sides have the same linears); both by default")
+    parser.add_argument("--align", **names, help="linear or exact, for fp8-unified; default: both")
     parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
-    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, where there is a choice")
-    parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="modules that stay in BF16 on both sides")
+    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
+    parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
     parser.add_argument("--backend", default="auto", help="auto (default), native or torch")
-    parser.add_argument("--prompts", metavar="FILE", help="text file, one prompt a line")
-    parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel size of the rollout")
-    parser.add_argument("--batch", type=_positive, default=32, help="requests sampled at a time")
-    parser.add_argument("--tokens", type=_positive, default=2048, help="response tokens at least")
-    parser.add_argument("--length", type=_positive, default=64, help="tokens of one response")
+    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line")
+    parser.add_argument("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
+    parser.add_argument("--batch", type=_positive, default=32, help="requests per batch")
+    parser.add_argument("--tokens", type=_positive, default=2048, help="minimum number of response tokens")
+    parser.add_argument("--length", type=_positive, default=64, help="tokens per response")
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--engine", metavar="JSON", help='further arguments of vllm.LLM, {"enable_prefix_caching": false}'
+        "--engine", metavar="JSON", help='further vllm.LLM arguments, e.g. {"enable_prefix_caching": false}'
     )
-    parser.add_argument("--json", metavar="FILE", help="write one object a mode")
-    parser.add_argument("--verbose", action="store_true", help="let the frameworks print")
+    parser.add_argument("--json", metavar="FILE", help="write the results, one object per mode")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the frameworks")
     return parser
 
 

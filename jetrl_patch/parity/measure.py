@@ -1,7 +1,7 @@
-"""One mode in one process: sample with the rollout engine, score with the trainer's form, compare.
+"""Measure one mode in one process: sample with the rollout engine, score with the trainer's model, compare.
 
-The frameworks are reached through their adapters, by name. ``python -m jetrl_patch.parity.measure`` reads a pickled
-``Job`` from standard input and writes a pickled result to the file named by its argument.
+Frameworks are reached through their adapters, by name. ``python -m jetrl_patch.parity.measure`` reads a pickled ``Job``
+from standard input and writes a pickled result to the file given as its argument.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     Returns:
         ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction`` and, for
-        people, ``scale_format``, ``tp`` and ``backend``.
+        reference, ``scale_format``, ``tp`` and ``backend``.
     """
     import torch
 
@@ -51,7 +51,7 @@ def measure(job: Job) -> dict[str, Any]:
 
 
 def main() -> None:
-    """The child's end of ``run.run_mode``."""
+    """The child process of ``run.run_mode``."""
     job: Job = pickle.loads(sys.stdin.buffer.read())
     result: dict[str, Any]
     try:

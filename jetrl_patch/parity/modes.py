@@ -1,4 +1,4 @@
-"""Which modes are compared, and which of them promise equality."""
+"""Choose the modes to compare, and check the model before anything is loaded."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from typing import Any
 
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import MODES
-from jetrl_patch.errors import ConfigError, ModelError
+from jetrl_patch.errors import ConfigError, ModelError, explain
 
 __all__ = ["BY_DEFAULT", "Job", "check_model", "choose"]
 
-#: compared where none is named: from no FP8 to FP8 on both sides
+#: compared by default: from no FP8 to FP8 on both sides
 BY_DEFAULT = ("bf16", "fp8-rollout", "fp8-unified")
 UNIFIED = SETTINGS["precision"].default
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One mode of one model, as it travels to the process that measures it.
+    """One mode of one model, as sent to the process that measures it.
 
     Attributes:
         model: directory of a Hugging Face checkpoint.
         config: settings of the mode.
-        tp: tensor-parallel size of the rollout.
-        batch: how many requests are sampled at a time.
-        tokens: how many response tokens at least.
-        length: tokens of one response.
-        temperature: of sampling, and of the log-probs.
-        seed: of prompts and sampling.
-        prompts: text file with one prompt a line, or None.
+        tp: tensor parallel size of the rollout.
+        batch: requests per batch.
+        tokens: minimum number of response tokens.
+        length: tokens per response.
+        temperature: sampling temperature, also applied to the log-probs.
+        seed: seed of prompts and sampling.
+        prompts: text file with one prompt per line, or None.
         engine: further arguments of vLLM's ``LLM``.
     """
 
@@ -56,11 +56,10 @@ class Job:
 
 
 def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:
-    """The modes that the command line asks for; all of them if it names none.
+    """The modes that the command line selects, or the default ones if it names none.
 
-    An ``align`` belongs to the modes with the same linears on both sides, and brings one along; a granularity to those
-    that have a choice.
-    Raises ConfigError for unknown values.
+    ``aligns`` apply to fp8-unified, and select it if no precision is named. ``granularity`` applies to the modes that
+    support more than one. Raises ConfigError for unknown or contradictory values.
     """
     if not precisions and not aligns:
         precisions, aligns = [*BY_DEFAULT], ["linear", "exact"]
@@ -68,8 +67,8 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
         precisions = [UNIFIED]
     elif aligns and UNIFIED not in precisions:
         raise ConfigError(
-            f"align={', '.join(aligns)} belongs to precision {UNIFIED}, but --precision is {', '.join(precisions)}; "
-            f"add {UNIFIED} or drop --align"
+            f"--align {', '.join(aligns)} applies to precision {UNIFIED}, but --precision is {', '.join(precisions)}; "
+            f"add {UNIFIED} or remove --align"
         )
     configs = []
     for precision in dict.fromkeys(precisions):
@@ -81,10 +80,10 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
 
 
 def check_model(path: str, configs: list[Config]) -> None:
-    """What can be seen without loading anything.
+    """Check what can be checked without loading the model.
 
     Raises:
-        ModelError: no checkpoint there, or a family for which a mode cannot be kept.
+        ModelError: there is no checkpoint, or exact mode does not support the model's family.
     """
     import json
     from types import SimpleNamespace
@@ -92,15 +91,26 @@ def check_model(path: str, configs: list[Config]) -> None:
     file = Path(path) / "config.json"
     if not file.is_file():
         raise ModelError(
-            f"--model {path}: expected a directory with a Hugging Face checkpoint, found no {file.name} there; "
-            f"give the path of a local model (nothing is downloaded)"
+            explain(
+                f"--model {path}",
+                required="the directory of a Hugging Face checkpoint",
+                found=f"no {file.name} in it",
+                fix="give the path of a local model; nothing is downloaded",
+            )
         )
     try:
         settings = json.loads(file.read_text())
     except ValueError as error:
-        raise ModelError(f"--model {path}: {file.name} does not read as JSON ({error})") from None
+        raise ModelError(f"--model {path}: {file.name} is not valid JSON ({error})") from None
     if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
-        raise ModelError(f"--model {path}: found no weights (*.safetensors or *.bin) beside {file.name}")
+        raise ModelError(
+            explain(
+                f"--model {path}",
+                required="weights (*.safetensors or *.bin)",
+                found=f"only {file.name}",
+                fix="give a complete checkpoint",
+            )
+        )
     if any(config.exact for config in configs):
         from jetrl_patch.exact.coverage import check_family
 

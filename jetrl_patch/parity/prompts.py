@@ -1,4 +1,4 @@
-"""Prompts as token ids: the user's, a few of ours, or random ones."""
+"""Prompts as token ids: the user's, built-in samples, or random ones."""
 
 from __future__ import annotations
 
@@ -28,31 +28,35 @@ Tokenize = Callable[[str], list[int]]
 def make_prompts(
     file: str | None, tokenize: Tokenize | None, *, count: int, vocabulary: int, longest: int, seed: int
 ) -> list[list[int]]:
-    """``count`` prompts of 1 to ``longest`` token ids, repeated if there are fewer.
+    """Return ``count`` prompts of 1 to ``longest`` token ids, repeating them if there are fewer.
 
     Args:
-        file: one prompt a line, blank lines skipped.
-        tokenize: None if the model came without a usable tokenizer; then prompts are random, unless ``file`` is set.
+        file: text file with one prompt per line; blank lines are skipped.
+        tokenize: None if the model has no usable tokenizer; prompts are then random.
 
     Raises:
-        ConfigError: the file is missing or empty, or there is no tokenizer to read it with, or a foreign one.
+        ConfigError: the file is missing, empty or given without a tokenizer, or the tokenizer is another model's.
     """
     texts: list[str] = list(SAMPLES)
     if file is not None:
         if tokenize is None:
-            raise ConfigError(f"--prompts {file} needs a tokenizer, but the model's directory has none that loads")
+            raise ConfigError(
+                f"--prompts {file} needs a tokenizer, but none loads from the model's directory; "
+                f"add the tokenizer files or remove --prompts"
+            )
         try:
             texts = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
         except OSError as error:
             raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from None
         if not texts:
-            raise ConfigError(f"--prompts {file} holds no prompt; write one a line")
+            raise ConfigError(f"--prompts {file} contains no prompts; write one per line")
     if tokenize is not None:
         prompts = [ids for ids in (tokenize(text)[:longest] for text in texts) if ids]
         strange = max((token for ids in prompts for token in ids), default=-1)
         if strange >= vocabulary:
             raise ConfigError(
-                f"the tokenizer gives token {strange}, but the model knows {vocabulary} tokens; it is another model's"
+                f"the tokenizer returns token {strange}, but the model has {vocabulary} tokens, so it is another model's; "
+                f"copy the model's own tokenizer files into its directory"
             )
         if prompts:
             return [prompts[i % len(prompts)] for i in range(count)]

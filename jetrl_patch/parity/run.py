@@ -1,4 +1,4 @@
-"""Each mode in a process of its own: patches, caches and memory of one mode do not reach the next."""
+"""Run each mode in its own process, so that patches, caches and memory do not carry over to the next."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from jetrl_patch.parity.modes import Job
 
 __all__ = ["run_mode"]
 
-#: defaults for the child, where the user's environment says nothing
+#: the child's defaults; the user's environment takes precedence
 _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_LOGGING_LEVEL": "ERROR",
@@ -30,8 +30,8 @@ _ENVIRONMENT = {
 def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
     """Measure one mode in a child process; see ``measure.measure`` for the result.
 
-    Raises JetrlError (of the child's kind) when the mode cannot be measured; what the child printed is in it only if
-    the error was none of ours.
+    Raises the child's JetrlError if the mode cannot be measured. For any other error, the message holds the traceback, or
+    the end of the child's output if it died.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
     environment.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
@@ -52,7 +52,7 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
         if not answer.exists():
             tail = b"" if child.stdout is None else child.stdout[-2000:]
             raise JetrlError(
-                f"the process that measured {job.config.precision} ended with status {child.returncode} and no "
+                f"the process measuring {job.config.precision} exited with status {child.returncode} and without a "
                 f"result; run again with --verbose. {tail.decode(errors='replace')}"
             )
         found: dict[str, Any] = pickle.loads(answer.read_bytes())

@@ -1,4 +1,4 @@
-"""What the rollout hands to the trainer: tokens and the log-probs they were sampled with."""
+"""A rollout sample, as the rollout passes it to the trainer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Sample"]
 
 @dataclass(frozen=True)
 class Sample:
-    """One request: prompt and response as token ids, and the response's log-probs as the rollout returned them."""
+    """One request: token ids of prompt and response, and the response's log-probs as the rollout returned them."""
 
     prompt: list[int]
     response: list[int]

@@ -1,6 +1,6 @@
-"""From the metrics of runs to a table, pictures, ``summary.json`` and a page.
+"""Turn the metrics of runs into a table, pictures, ``summary.json`` and an HTML page.
 
-Importing this costs neither torch nor matplotlib; pictures import matplotlib when they are drawn.
+Importing the package loads neither torch nor matplotlib; drawing pictures imports matplotlib.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
     """Report on ``folder/metrics.jsonl`` in the same folder; see ``write``.
 
     Raises:
-        ReportError: there is nothing to report on, or matplotlib is missing (the page is written all the same).
+        ReportError: there is nothing to report on, or matplotlib is missing (the page is written nevertheless).
     """
     notes: list[str] = []
     source = Source(folder)
@@ -52,10 +52,10 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
 def write(
     runs: Sequence[Run], folder: Path, title: str, subtitle: str = "", notes: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Write ``summary.json`` and ``report.html`` into ``folder``, which is made if it is not there.
+    """Write ``summary.json`` and ``report.html`` into ``folder``, creating it if needed.
 
     Returns:
-        The summaries that ``summary.json`` holds: one dict with ``SUMMARY_KEYS`` for each run.
+        The contents of ``summary.json``: one dict with ``SUMMARY_KEYS`` per run.
     """
     summaries = [summarize(run) for run in runs]
     answers: list[dict[str, Any]] = next(

@@ -1,4 +1,4 @@
-"""Which lines a report draws, under which titles and on which axes. Page and pictures take them from here."""
+"""The charts of a report: series, titles and axes, shared by the page and the pictures."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from jetrl_patch.report.runs import ACCURACY, PARTS, REWARD, SECONDS, Points, Ru
 
 __all__ = ["GROUPS", "SCALE_PREFIX", "Chart", "Drawn", "draw", "wanted"]
 
-#: per-layer statistics are ``jetrl/<anything>/<layer>/<what>``
+#: per-layer statistics are named ``jetrl/<anything>/<layer>/<what>``
 SCALE_PREFIX = "jetrl/"
 
-GROUPS = ("Learning", "Mismatch between rollout and trainer", "Time", "FP8 statistics", "More of the run")
+GROUPS = ("Learning", "Mismatch between rollout and trainer", "Time", "FP8 statistics", "Other metrics")
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,10 @@ class Chart:
     """One chart.
 
     Attributes:
-        read: its series in a run, [] where the run lacks it.
-        log: a logarithmic axis with a band of its own for 0.
-        low, high: ends of the axis that stand; None follows the data.
-        style: how values are written: number, share or seconds.
+        read: returns the series of a run, [] if the run lacks it.
+        log: whether the axis is logarithmic, with a separate band for 0.
+        low, high: fixed ends of the axis; None follows the data.
+        style: format of the values: number, share or seconds.
     """
 
     key: str
@@ -40,7 +40,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart with the series of every run, in the order of the runs; [] where a run has none."""
+    """A chart with one series per run, in the order of the runs; [] for a run without data."""
 
     chart: Chart
     series: list[Points]
@@ -54,25 +54,25 @@ _CHARTS = (
     Chart("reward", "Reward of the training batch", GROUPS[0], lambda run: run.reward),
     Chart("accuracy", "Accuracy on held-out questions", GROUPS[0], lambda run: run.accuracy, low=0, high=1, style="share"),
     Chart("mismatch-mean", "Mean |Δ log-prob|", GROUPS[1], _metric("jetrl/logp_abs_diff_mean"), log=True,
-          help="same token, same weights; on-policy learning assumes 0"),
+          help="rollout vs. trainer for the same token and weights; on-policy RL assumes 0"),
     Chart("mismatch-max", "Largest |Δ log-prob|", GROUPS[1], _metric("jetrl/logp_abs_diff_max"), log=True,
-          help="over all tokens of the step"),
+          help="maximum over the tokens of the step"),
     Chart("k3", "k3 KL", GROUPS[1], _metric("jetrl/k3_kl", "rollout_corr/k3_kl"), log=True,
-          help="r − 1 − log r per token, which is never negative but for rounding"),
+          help="mean of r − 1 − log r per token; at least 0 up to rounding"),
     Chart("bit-equal", "Bit-equal tokens", GROUPS[1], _metric("jetrl/bit_equal_fraction"), low=0, high=1, style="share",
-          help="share of tokens whose two log-probs are the same bits"),
+          help="share of tokens with bit-identical log-probs in rollout and trainer"),
     Chart("ess", "Effective sample size", GROUPS[1], _metric("jetrl/ess"), style="share",
-          help="of the importance weights, as a share of the tokens"),
+          help="of the importance weights, as a share of the tokens; 100% if all weights are equal"),
     Chart("clipped", "Clipped tokens", GROUPS[1], _metric("jetrl/clipped_fraction"), low=0, style="share",
-          help="share of tokens whose ratio lies outside the correction's bounds"),
+          help="share of tokens whose ratio is outside the correction's bounds"),
     Chart("masked", "Masked tokens", GROUPS[1], _metric("jetrl/masked_fraction"), low=0, style="share",
-          help="share of tokens that the correction takes out"),
-    Chart("seconds", "Seconds a step", GROUPS[2], lambda run: run.seconds, low=0, style="seconds"),
+          help="share of tokens that the correction removes from the loss"),
+    Chart("seconds", "Seconds per step", GROUPS[2], lambda run: run.seconds, low=0, style="seconds"),
     Chart("sync", "Weight sync", GROUPS[2], lambda run: run.part("weight sync"), low=0, style="seconds",
           help="from the trainer to the rollout engine"),
 )  # fmt: skip
 
-#: what else is worth a chart where a run has it
+#: further metrics that get a chart if a run has them
 _MORE = {
     "actor/entropy": "Entropy",
     "actor/grad_norm": "Gradient norm",
@@ -83,28 +83,28 @@ _MORE = {
     "actor_lr": "Learning rate",
     "response_length/mean": "Response length",
     "response_length": "Response length",
-    "training/rollout_probs_diff_mean": "Mean |Δ probability|, as verl measures it",
+    "training/rollout_probs_diff_mean": "Mean |Δ probability|, measured by verl",
 }
 _TOLD = {"jetrl/logp_abs_diff_mean", "jetrl/logp_abs_diff_max", "jetrl/k3_kl", "jetrl/bit_equal_fraction", "jetrl/ess",
          "jetrl/clipped_fraction", "jetrl/masked_fraction", "jetrl/sync_seconds"}  # fmt: skip
-_MOST = 24  # charts under "more"
+_MOST = 24  # charts in the last group
 
 
 @functools.cache
 def wanted(name: str) -> bool:
-    """Whether a report shows a metric of this name: the rest of a long run is not worth its memory."""
+    """Whether a report shows the metric; others are not kept, which saves memory on long runs."""
     shown = {*REWARD, *SECONDS, *(part for parts in PARTS.values() for part in parts), *_MORE, "rollout_corr/k3_kl"}
     return name.startswith(SCALE_PREFIX) or name in shown or ACCURACY.fullmatch(name) is not None
 
 
 def draw(runs: Sequence[Run]) -> list[Drawn]:
-    """The charts for which at least one run has something, in the order of the page."""
+    """The charts for which at least one run has data, in page order."""
     found = [Drawn(chart, [chart.read(run) for run in runs]) for chart in (*_CHARTS, *_more(runs))]
     return [drawn for drawn in found if any(drawn.series)]
 
 
 def _more(runs: Sequence[Run]) -> Iterable[Chart]:
-    """Known figures of the frameworks, then the plugin's own that have no chart yet; those per layer are not here."""
+    """Known metrics of the frameworks, then the plugin's metrics without a chart; per-layer metrics are excluded."""
     present = {name for run in runs for data in run.steps.values() for name in data}
     titles: dict[str, list[str]] = {}
     for name, title in _MORE.items():

@@ -1,4 +1,4 @@
-"""What ``jetrl report`` does: read the runs, write page and pictures, print the table."""
+"""``jetrl report``: read the runs, write the page and the pictures, print the table."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["command"]
 
 
 def command(texts: Sequence[str], out: Path, title: str, console: Console, warnings: Console) -> None:
-    """Report on the RUNs ``texts`` in the folder ``out``; the table goes to ``console``.
+    """Write a report on the RUN arguments ``texts`` to the folder ``out``, and print the table on ``console``.
 
     Raises:
-        ReportError: a run cannot be read, or none has anything that the report shows.
+        ReportError: a run cannot be read, or no run has a metric that the report shows.
     """
     notes: list[str] = []
     seen: list[str] = []
 
-    @functools.cache  # called once for each name
+    @functools.cache  # so that ``seen`` lists each name once
     def keep(name: str) -> bool:
         seen.append(name)
         return wanted(name)
@@ -44,15 +44,15 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
     for note in notes:
         warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(make_table(summaries, title, console.width))
-    console.print(f"{out / 'report.html'}  and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
+    console.print(f"{out / 'report.html'} and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
 
 
 def _look(runs: Sequence[Run], seen: Sequence[str], notes: list[str]) -> None:
-    """Say which runs have nothing to show, and that two runs have nothing in common."""
+    """Note the runs without anything to show, and runs that have no metric in common."""
     drawn = draw(runs)
     if not drawn:
-        found = ", ".join(seen[:8]) or "none at all"
-        fix = "rewards, timings or jetrl/… metrics must be among what the framework logs"
+        found = ", ".join(seen[:8]) or "none"
+        fix = "make the framework log rewards, timings or jetrl/… metrics"
         raise ReportError(explain("report", required="metrics of a training run", found=found, fix=fix))
     having = [{d.chart.key for d in drawn if d.series[i]} for i in range(len(runs))]
     for run, keys in zip(runs, having, strict=True):

@@ -1,4 +1,4 @@
-"""Metrics from TensorBoard's event files, which verl's and OpenRLHF's ``tensorboard`` loggers write. Needs tensorboard."""
+"""Read TensorBoard event files, as written by verl's and OpenRLHF's ``tensorboard`` loggers. Needs tensorboard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["read_events"]
 
 
 def read_events(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
-    """The one run of an event file, [] if it holds no figure; what a crash cut off at its end is left out.
+    """The one run of an event file, or [] if it holds no scalar. A record truncated by a crash is ignored.
 
     Raises:
         ReportError: tensorboard is not installed.
@@ -23,7 +23,7 @@ def read_events(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
         tensors = importlib.import_module("tensorboard.util.tensor_util")
     except ImportError as error:
         raise ReportError(
-            explain(str(path), required="TensorBoard's reader", found=error, fix="pip install tensorboard")
+            explain(str(path), required="the tensorboard package", found=error, fix="run pip install tensorboard")
         ) from error
     run = Run("", "", 0)
     for event in loader.EventFileLoader(str(path)).Load():

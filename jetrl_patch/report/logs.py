@@ -1,9 +1,9 @@
-"""Metrics from what a run printed: verl's ``console`` logger, and the status that OpenRLHF logs for each step.
+"""Read metrics from a run's printed log: verl's ``console`` logger, and the status that OpenRLHF logs at each step.
 
 verl prints ``step:3 - critic/score/mean:0.5 - actor/lr:np.float64(1e-06)``; OpenRLHF prints
 ``Global step 3: {'rollout/reward_mean': 0.5, ...}`` and ``Evaluation completed in ..., global_step 3, eval_metrics: {...}``;
-``jetrl``'s launcher prints ``jetrl: precision NAME, align NAME, correction NAME, ...``.  Ray's prefixes and colours may
-stand before.
+``jetrl``'s launcher prints ``jetrl: precision NAME, align NAME, correction NAME, ...``. Ray's prefixes and colour codes may
+precede any of these.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jetrl_patch.report.runs import Run
 
 __all__ = ["openrlhf_step", "read_log", "verl_step"]
 
-_VERL = re.compile(r"(?:^|\s|m)step:(\d+) - (.*)")  # the m ends a colour
+_VERL = re.compile(r"(?:^|\s|m)step:(\d+) - (.*)")  # the m ends a colour code
 _VERL_FIGURE = re.compile(r"(?:np\.\w+\()?(-?(?:inf|nan|[\d.]+(?:e[+-]?\d+)?))\)?")
 _OPENRLHF = (
     re.compile(r"Global step (\d+): \{(.*)\}"),
@@ -29,7 +29,7 @@ Step = tuple[int, dict[str, float]]
 
 
 def verl_step(line: str) -> Step | None:
-    """Step and metrics of a line of verl's console logger; None for any other line."""
+    """Step and metrics from a line of verl's console logger; None for any other line."""
     match = _VERL.search(line)
     if match is None:
         return None
@@ -43,7 +43,7 @@ def verl_step(line: str) -> Step | None:
 
 
 def openrlhf_step(line: str) -> Step | None:
-    """Step and metrics of a status or an evaluation of OpenRLHF; None for any other line."""
+    """Step and metrics from an OpenRLHF status or evaluation line; None for any other line."""
     match = next((found for pattern in _OPENRLHF if (found := pattern.search(line))), None)
     if match is None:
         return None
@@ -51,7 +51,7 @@ def openrlhf_step(line: str) -> Step | None:
 
 
 def read_log(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
-    """The one run of a log, [] if no line is a step; a step in a last line that was cut off goes into ``notes``."""
+    """The one run of a log, or [] if no line is a step; a truncated last step is skipped and reported in ``notes``."""
     run = Run("", "", 0)
     with path.open("rb") as file:
         for number, raw in enumerate(file, start=1):
@@ -62,8 +62,8 @@ def read_log(path: Path, keep: Keep, notes: list[str]) -> list[Run]:
             found = verl_step(line) or openrlhf_step(line)
             if found is None:
                 continue
-            if not raw.endswith(b"\n"):  # its last figure may have lost digits
-                notes.append(f"{path}, line {number}: cut off; the lines before it are used")
+            if not raw.endswith(b"\n"):  # its last value may have lost digits
+                notes.append(f"{path}, line {number}: truncated; the lines before it are used")
                 break
             step, data = found
             run.steps.setdefault(step, {}).update((name, value) for name, value in data.items() if keep(name))

@@ -1,4 +1,4 @@
-"""The report as one HTML file that stands alone: style, figures and the little program are inside, nothing is fetched."""
+"""The report as one self-contained HTML file: styles, data and script are inline, and nothing is fetched."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from jetrl_patch.report.tables_html import (
 
 __all__ = ["make_page"]
 
-#: points of all per-layer lines together; the more lines there are, the fewer each of them gets
+#: budget of points for all per-layer lines together, shared equally among them
 _SCALE_POINTS = 60_000
 
 _FOLDER = Path(__file__).parent
@@ -41,12 +41,12 @@ def make_page(
     notes: Sequence[str] = (),
     answers: Sequence[dict[str, Any]] = (),
 ) -> str:
-    """The page's text.
+    """The HTML of the page.
 
     Args:
-        summaries: of the runs, in their order.
-        notes: what the reader should know, such as lines that were left out.
-        answers: what the model said before and after; without any, the page has no such section.
+        summaries: one summary per run, in the order of the runs.
+        notes: warnings for the reader, such as skipped lines.
+        answers: the model's answers before and after training; if empty, the page has no such section.
     """
     styles, scales = choose(runs), read_scales(runs)
     drawn = [*draw(runs), *draw_scales(scales, len(runs))]
@@ -88,7 +88,7 @@ def _toggle(position: int, run: Run, line: str) -> str:
 
 
 def _sections(drawn: Sequence[Drawn], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
-    """The charts by their groups; those of the last group are folded away."""
+    """The charts by group; the last group is collapsed."""
     parts = []
     for group in GROUPS:
         figures = "".join(_figure(i, d.chart) for i, d in enumerate(drawn) if d.chart.group == group)
@@ -119,7 +119,7 @@ def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[
     layers = '<option value="">worst layer</option>'
     layers += "".join(f"<option>{escape(layer)}</option>" for layer in scales.layers)
     chart = Chart(
-        "scales", "", "", lambda run: [], help="the worst is the largest, of a signal-to-noise ratio the smallest"
+        "scales", "", "", lambda run: [], help="worst means lowest for a signal-to-noise ratio, otherwise highest"
     )
     return (
         f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label>'
@@ -129,12 +129,12 @@ def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[
 
 
 def _versions(summaries: Sequence[dict[str, Any]]) -> str:
-    """All versions, where all runs have the same; else they have a column."""
+    """All versions, if every run has the same; otherwise the table has a column for them."""
     return f"Versions: {versions_text(summaries[0], all_of_them=True)}." if one_environment(summaries) else ""
 
 
 def _data(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn], scales: Scales) -> str:
-    """What the page's program reads, as JSON that cannot end its script element."""
+    """The data for the page's script, as JSON that cannot close its script element."""
     charts: dict[str, Any] = {
         str(i): {**_axis(d.chart), "series": [_points(points) for points in d.series]} for i, d in enumerate(drawn)
     }
@@ -172,7 +172,7 @@ def _scale_data(scales: Scales, runs: int) -> dict[str, dict[str, list[Any]]]:
     for what in scales.whats:
         found[what] = {"": [_points(scales.worst_layer(run, what)) for run in range(runs)]}
     for (run, what, layer), points in scales.series.items():
-        if layer == ALL_LAYERS:  # nothing but what "" says already
+        if layer == ALL_LAYERS:  # the same as ""
             continue
         found[what].setdefault(layer, [None] * runs)[run] = _points(points, limit)
     return found

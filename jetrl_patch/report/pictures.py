@@ -1,4 +1,4 @@
-"""The report's charts as PNG pictures, for documents. Needs matplotlib, which is imported when a picture is drawn."""
+"""The report's charts as PNG files, for documents. Drawing imports matplotlib."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_learning", "draw_mismatch", "draw_pictures"]
 
-#: the picture's file, and its charts
+#: file -> keys of its charts
 _PICTURES = {
     "learning.png": ("reward", "accuracy"),
     "mismatch.png": ("mismatch-mean", "mismatch-max"),
     "agreement.png": ("k3", "bit-equal", "ess", "clipped", "masked"),
 }
 _PART_COLOURS = (("#33475f", ""), ("#ffffff", "////"), ("#8fa3bb", ""), ("#e5e9ef", ".."))
-_FEW = 12  # points of a line that are marked one by one
+_FEW = 12  # lines of at most this many points get markers
 
 
 def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
-    """Draw every picture for which a run has something; return their files.
+    """Draw every picture for which a run has data, and return the files.
 
     Raises:
         ReportError: matplotlib is missing.
@@ -45,12 +45,12 @@ def draw_pictures(runs: Sequence[Run], folder: Path) -> list[Path]:
 
 
 def draw_learning(runs: Sequence[Run], path: Path) -> None:
-    """Reward of the training batches, and accuracy on held-out questions."""
+    """Draw the reward of the training batches and the accuracy on held-out questions."""
     _some(runs, ("reward", "accuracy"), path)
 
 
 def draw_mismatch(runs: Sequence[Run], path: Path) -> None:
-    """Mean and largest \\|Δlogp\\| of each step on a log scale with a band of its own for 0."""
+    """Draw mean and largest \\|Δlogp\\| of each step on a log scale, with a separate band for 0."""
     _some(runs, ("mismatch-mean", "mismatch-max"), path)
 
 
@@ -81,7 +81,7 @@ def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style
             marker = {"marker": "o", "markersize": 3.5} if len(points) <= _FEW else {}
             axes.plot([s for s, _ in points], [v for _, v in points], label=run.label, **_line(style), **marker)
         bad = [s for s, v in points if not math.isfinite(v)]
-        if bad:  # crosses at the top, as on the page
+        if bad:  # crosses at the edge, as on the page
             axes.plot(
                 bad,
                 [1.0] * len(bad),
@@ -107,7 +107,7 @@ def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style
 
 
 def _log_axis(axes: Axes, series: Sequence[Points], word: str) -> None:
-    """Linear from 0 to the smallest decade, logarithmic above: a true zero has a place, at the bottom."""
+    """Make the axis linear from 0 to the smallest decade and logarithmic above, so that 0 is at the bottom."""
     values = [v for points in series for _, v in points if math.isfinite(v)]
     positive = [v for v in values if v > 0]
     floor = 10.0 ** (math.floor(math.log10(min(positive))) if positive else -6)
@@ -127,7 +127,7 @@ def _log_axis(axes: Axes, series: Sequence[Points], word: str) -> None:
 
 
 def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, path: Path) -> list[Path]:
-    """Seconds a step over the steps, and what a step is made of, as one stacked bar a run."""
+    """Draw the seconds of every step, and the parts of a step as one stacked bar per run."""
     known = [(run.label, parts) for run in runs if (parts := run.parts)]
     if seconds is None:
         return []
@@ -144,7 +144,7 @@ def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, p
             left = [a + b for a, b in zip(left, widths, strict=True)]
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set(title="What a step is made of", xlabel="mean seconds a step")
+        axes.set(title="Parts of a step", xlabel="mean seconds per step")
         axes.legend(fontsize=8, frameon=False, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.14))
     return [_save(figure, path)]
 
@@ -152,7 +152,7 @@ def _time(runs: Sequence[Run], styles: Sequence[Style], seconds: Drawn | None, p
 def _line(style: Style) -> dict[str, Any]:
     dash = DASHES[style.dash]
     return {
-        "zorder": 3 if dash else 2,  # dashes show where two runs are the same
+        "zorder": 3 if dash else 2,  # dashes on top show where two runs coincide
         "color": LIGHT[style.colour],
         "linestyle": (0, tuple(d / 2 for d in dash)) if dash else "-",
         "linewidth": 1.7,
@@ -160,7 +160,7 @@ def _line(style: Style) -> dict[str, Any]:
 
 
 def _legend(figure: Any, panels: Sequence[Axes]) -> None:
-    """One legend under all panels."""
+    """Draw one legend under all panels."""
     found: dict[str, Any] = {}
     for axes in panels:
         handles, labels = axes.get_legend_handles_labels()
@@ -174,7 +174,7 @@ def _figure(panels: int) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ReportError(f"pictures need matplotlib, found none ({error}); pip install matplotlib") from error
+        raise ReportError(f"pictures need matplotlib, which is not installed ({error}); run pip install matplotlib") from error
     columns, rows = min(2, panels), math.ceil(panels / 2)
     figure = Figure(figsize=(5.6 * columns, 3.9 * rows + 0.3), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

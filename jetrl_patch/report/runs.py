@@ -1,4 +1,4 @@
-"""One run: what its framework logged for every step, and the few series that every report needs, by whatever name."""
+"""One run: the metrics that its framework logged at every step, and the series that every report needs."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from jetrl_patch.errors import JetrlError
 
 __all__ = ["PARTS", "ReportError", "Run", "number"]
 
-#: names of verl and of OpenRLHF for the same figure
+#: the names that verl and OpenRLHF give to the same metric
 REWARD = ("critic/score/mean", "rollout/reward_mean", "reward")
-SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step")  # verl times validation apart from the step
+SECONDS = ("timing_s/step", "timing/step_total", "perf/time_per_step")  # verl times validation separately
 ACCURACY = re.compile(r"val-core/.*/mean@\d+|eval_.*_pass1")
 
-#: what a step is made of, by the names of both frameworks; what is in none of them is "other"
+#: parts of a step, with the timers of both frameworks; the rest of a step is "other"
 PARTS = {
     "rollout": ("timing_s/gen", "timing/generation"),
     "weight sync": ("timing_s/update_weights", "timing_s/sync_rollout_weights", "timing/broadcast"),
@@ -36,13 +36,13 @@ class ReportError(JetrlError, ValueError):
 
 @dataclass
 class Run:
-    """One run: ``steps`` maps a step to the framework's metrics of that step.
+    """One run: ``steps`` maps a step to the framework's metrics at that step.
 
     Attributes:
-        precision, align, seed, correction: what it ran in, as far as it is known; "" and 0 else.
-        final: what was noted at its end: versions, memory, answers.
-        name: what people see; ``label`` falls back to the arm.
-        source: where it was given, so that two files with the same arm stay two runs.
+        precision, align, seed, correction: the run's mode, as far as it is known; otherwise "" and 0.
+        final: recorded at the end of the run: versions, memory, answers.
+        name: display name; ``label`` falls back to the arm.
+        source: where the run comes from; it keeps files with the same arm apart.
     """
 
     precision: str
@@ -63,16 +63,16 @@ class Run:
 
     @property
     def label(self) -> str:
-        """The name people see."""
+        """The display name."""
         return self.name or self.arm or self.source
 
     @property
     def training_steps(self) -> list[int]:
-        """The steps that trained, in order: a validation before the first one is not among them."""
+        """The training steps, in order, without a validation before the first one."""
         return sorted(step for step, data in self.steps.items() if {*REWARD, *SECONDS, "jetrl/tokens"} & set(data))
 
     def series(self, name: str) -> Points:
-        """``(step, value)`` of one metric, ascending, without the steps that lack it; null, as NaN is written, is NaN."""
+        """``(step, value)`` of one metric, ascending, without steps that lack it; null counts as NaN."""
         pairs = ((step, number(self.steps[step][name])) for step in sorted(self.steps) if name in self.steps[step])
         return [(step, value) for step, value in pairs if value is not None]
 
@@ -82,17 +82,17 @@ class Run:
 
     @property
     def reward(self) -> Points:
-        """``(step, mean reward of its samples)``."""
+        """``(step, mean reward of the step's samples)``."""
         return self.first_of(REWARD)
 
     @property
     def seconds(self) -> Points:
-        """``(step, seconds it took)``."""
+        """``(step, duration in seconds)``."""
         return self.first_of(SECONDS)
 
     @property
     def accuracy(self) -> Points:
-        """``(step, held-out accuracy)``: the mean over data sources of verl's ``val-core/<source>/…/mean@n`` or OpenRLHF's
+        """``(step, held-out accuracy)``, averaged over data sources: verl's ``val-core/<source>/…/mean@n`` or OpenRLHF's
         ``eval_<source>_pass1``.
         """
         found: Points = []
@@ -107,7 +107,7 @@ class Run:
         return found
 
     def part(self, name: str) -> Points:
-        """``(step, seconds)`` of one of ``PARTS``; where the framework does not time the sync, the plugin's own figure."""
+        """``(step, seconds)`` of one of ``PARTS``; if the framework does not time the sync, the plugin's metric is used."""
         totals: dict[int, float] = {}
         for metric in PARTS[name]:
             for step, value in self.series(metric):
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Mean seconds a step of each of ``PARTS`` and of "other", over the steps whose length is known; {} without any."""
+        """Mean seconds per step of each of ``PARTS`` and of "other", over steps of known duration; {} if there are none."""
         lengths = {step: value for step, value in self.seconds if math.isfinite(value)}
         if not lengths:
             return {}
@@ -133,10 +133,10 @@ class Run:
 
 
 def number(value: object) -> float | None:
-    """``value`` as a float, NaN and infinities included (JSON's null is NaN); None when it is no number."""
+    """``value`` as a float, including NaN and infinities (JSON's null is NaN); None if it is not a number."""
     if value is None:
         return math.nan
-    if isinstance(value, str):  # how some writers put what JSON has no word for
+    if isinstance(value, str):  # some writers spell out what JSON cannot represent
         return {"nan": math.nan, "infinity": math.inf, "-infinity": -math.inf}.get(value.lower())
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None

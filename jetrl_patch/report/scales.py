@@ -1,7 +1,7 @@
-"""Statistics per layer, found by the shape of their names: ``jetrl/<group>/<layer>/<what>``, the layer with or without slashes.
+"""Per-layer statistics, recognized by name: ``jetrl/<group>/<layer>/<what>``, where the layer may contain slashes.
 
-A layer is what has a number or a dot in its name; where the last part is the layer, the part before it says what.
-``jetrl/<group>/<what>`` is a statistic of all layers together, such as the monitor's ``jetrl/scale/weight_sqnr_min``.
+A layer's name contains a digit or a dot. If the layer comes last, the statistic is the part before it.
+``jetrl/<group>/<what>`` is a statistic over all layers, such as the monitor's ``jetrl/scale/weight_sqnr_min``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ALL_LAYERS", "Scales", "draw_scales", "less_is_worse", "read_scales"
 ALL_LAYERS = "all layers together"
 
 _LAYER = re.compile(r".*(\.|\d).*")
-_TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # what tells most, first
+_TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # the most informative first
 _HEADLINE = re.compile(r"(?<!slice )(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
 _MOST = 12  # charts
 _LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
@@ -31,9 +31,9 @@ class Scales:
     """Per-layer statistics of all runs.
 
     Attributes:
-        whats: names of the statistics, such as ``weight sqnr``; those that tell most come first.
-        layers: names of the layers, in the order of the model; ``ALL_LAYERS`` is not among them.
-        series: ``(run, what, layer)`` to points; what a run lacks is not in it.
+        whats: names of the statistics, such as ``weight sqnr``, the most informative first.
+        layers: names of the layers in natural order, without ``ALL_LAYERS``.
+        series: ``(run, what, layer)`` -> points, without what a run lacks.
     """
 
     whats: list[str] = field(default_factory=list)
@@ -41,14 +41,14 @@ class Scales:
     series: dict[tuple[int, str, str], Points] = field(default_factory=dict)
 
     def worst(self, run: int, what: str, layer: str) -> float | None:
-        """The worst value over the steps: the largest, or the smallest of a signal-to-noise ratio; NaN is the worst."""
+        """The worst value over the steps: the largest, for a signal-to-noise ratio the smallest; any NaN gives NaN."""
         values = [value for _, value in self.series.get((run, what, layer), [])]
         if any(math.isnan(value) for value in values):
             return math.nan
         return (min if less_is_worse(what) else max)(values, default=None)
 
     def worst_layer(self, run: int, what: str) -> Points:
-        """The worst layer of each step."""
+        """The value of the worst layer at each step."""
         steps: dict[int, float] = {}
         pick = min if less_is_worse(what) else max
         for layer in (ALL_LAYERS, *self.layers):
@@ -58,24 +58,24 @@ class Scales:
         return sorted(steps.items())
 
     def per_layer(self, what: str) -> bool:
-        """Whether a statistic is known layer by layer."""
+        """Whether the statistic is available for single layers."""
         return any(w == what and layer != ALL_LAYERS for _, w, layer in self.series)
 
     @property
     def headline(self) -> list[str]:
-        """The statistics that are worth a chart without being asked for."""
+        """The statistics that get a chart by default."""
         found = [what for what in self.whats if not self.per_layer(what) and _HEADLINE.search(what)]
         return (found or self.whats)[:_MOST]
 
 
 def less_is_worse(what: str) -> bool:
-    """Whether small values of a statistic are the bad ones."""
+    """Whether smaller values of a statistic are worse."""
     return _LESS_IS_WORSE.search(what) is not None
 
 
 @functools.cache
 def split_name(name: str) -> tuple[str, str] | None:
-    """``(what, layer)`` of a metric's name, None if it is not of a layer. The group goes before what it says."""
+    """``(what, layer)`` of a metric's name, or None if it is no layer statistic. A group other than scale prefixes ``what``."""
     if not name.startswith(SCALE_PREFIX) or name.count("/") < 2:
         return None
     group, *middle, last = name.removeprefix(SCALE_PREFIX).split("/")
@@ -90,7 +90,7 @@ def split_name(name: str) -> tuple[str, str] | None:
 
 
 def read_scales(runs: Sequence[Run]) -> Scales:
-    """All statistics per layer of all runs; empty where no run has any."""
+    """Collect the layer statistics of all runs; empty if there are none."""
     found = Scales()
     for i, run in enumerate(runs):
         for step in sorted(run.steps):
@@ -104,10 +104,10 @@ def read_scales(runs: Sequence[Run]) -> Scales:
 
 
 def draw_scales(scales: Scales, runs: int) -> list[Drawn]:
-    """A chart for each headline: the figure of all layers, or the worst layer of each step."""
+    """One chart per headline statistic: the value over all layers, or the worst layer at each step."""
     drawn = []
     for what in scales.headline:
-        worst = "the smallest of all layers" if less_is_worse(what) else "the largest of all layers"
+        worst = "smallest of all layers" if less_is_worse(what) else "largest of all layers"
         chart = Chart(
             "scale-" + what.replace(" ", "-"), what, GROUPS[3], lambda run: [], worst * scales.per_layer(what)
         )

@@ -1,4 +1,4 @@
-"""Long series made short without losing what matters: the smallest and the largest of every stretch, and what is no number."""
+"""Shorten long series without losing the minimum and maximum of any stretch, or non-finite values."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from jetrl_patch.report.runs import Points
 
 __all__ = ["LIMIT", "short", "thin"]
 
-#: most points of one line in the page: about one and a half to a pixel
+#: most points per line on the page, about 1.5 per pixel
 LIMIT = 600
 
 
 def thin(points: Points, limit: int = LIMIT) -> Points:
-    """At most ``limit`` of the points, in their order: the first, the last, and of each bin its minimum, its maximum and one
-    that is not finite.
+    """Keep at most ``limit`` points, in order: the first, the last, and the minimum, maximum and one non-finite point of
+    each bin.
 
-    A series that is short enough is returned whole. ``limit`` is at least 5.
+    A series that is short enough is returned unchanged. ``limit`` must be at least 5.
     """
     if len(points) <= limit:
         return points
@@ -33,7 +33,7 @@ def thin(points: Points, limit: int = LIMIT) -> Points:
 
 
 def short(value: float) -> float | str:
-    """A value with the digits that a picture can show; what is not 0, or not 1, does not become it. JSON has no NaN: text."""
+    """Round a value to the digits that a chart can show, never to 0 or 1; non-finite values become strings, for JSON."""
     if not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
     rounded = float(f"{value:.5g}")

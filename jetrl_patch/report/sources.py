@@ -1,4 +1,4 @@
-"""What ``jetrl report`` is given: folders and files, named or not, made into runs with names of their own."""
+"""Turn the arguments of ``jetrl report``, files or folders with optional names, into runs with unique names."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class Source:
 
     Attributes:
         path: a file or a folder.
-        name: the one that was given, or "".
-        runs: what was read from it.
+        name: the given name, or "".
+        runs: the runs read from it.
     """
 
     path: Path
@@ -33,54 +33,54 @@ class Source:
 
 
 def parse(text: str) -> Source:
-    """``name=path`` or a path. Raises ReportError for an empty name or path."""
+    """Parse ``path`` or ``name=path``. Raises ReportError for an empty name or path."""
     name, equals, path = text.partition("=")
     if not equals or Path(text).exists():
         name, path = "", text
     if not path.strip() or (equals and not Path(text).exists() and not name.strip()):
-        raise ReportError(explain("RUN", required="a path, or name=path", found=repr(text), fix="give both sides"))
+        raise ReportError(explain("RUN", required="path or name=path", found=repr(text), fix="give a name and a path"))
     return Source(Path(path), name.strip())
 
 
 def find_file(path: Path) -> Path:
-    """The metrics of a folder: ``metrics.jsonl``, else the one JSON-lines file, event file or log in it; a file is itself."""
+    """Return a file itself, or a folder's ``metrics.jsonl``, else its only JSON-lines file, event file or log."""
     if path.is_file():
         return path
     if not path.is_dir():
-        raise ReportError(explain(str(path), required="a run's file or folder", found="neither", fix="check the path"))
+        raise ReportError(explain(str(path), required="an existing file or folder", found="neither", fix="check the path"))
     if (path / "metrics.jsonl").is_file():
         return path / "metrics.jsonl"
     for pattern in ("*.jsonl", "events.out.tfevents.*", "*.log"):
         found = sorted(file for file in path.glob(pattern) if file.is_file())
         if len(found) > 1:
             names = ", ".join(file.name for file in found[:5])
-            raise ReportError(explain(str(path), required="one file of metrics", found=names, fix="name the file itself"))
+            raise ReportError(explain(str(path), required="one metrics file", found=names, fix="give the path of the file"))
         if found:
             return found[0]
     here = ", ".join(sorted(file.name for file in path.iterdir())[:6]) or "nothing"
-    raise ReportError(explain(str(path), required="a file of metrics", found=here, fix=_WAYS))
+    raise ReportError(explain(str(path), required="a metrics file", found=here, fix=_WAYS))
 
 
 def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = None) -> list[Run]:
     """The runs of one file, in order of appearance.
 
     Args:
-        keep: which metrics are worth their memory; all of them if None.
-        notes: gets one line for what was left out, such as a last line that was cut off while being written.
+        keep: selects the metrics to keep in memory; None keeps all.
+        notes: receives a line about anything skipped, such as a truncated last line.
 
     Raises:
-        ReportError: the file is missing, of no known format or damaged, or it holds no step.
+        ReportError: the file is missing, damaged, of an unknown format, or holds no step.
     """
     keep, notes = keep or (lambda name: True), [] if notes is None else notes
     before = len(notes)
     if not path.is_file():
-        raise ReportError(explain(str(path), required="a file of metrics", found="no such file", fix=_WAYS))
+        raise ReportError(explain(str(path), required="a metrics file", found="no such file", fix=_WAYS))
     runs = _reader(path)(path, keep, notes)
     if not any(run.steps for run in runs):
         cut = "; ".join(notes[before:])
         raise ReportError(
             explain(
-                str(path), required="at least one step", found=cut or "none", fix=f"the run ended before it, or {_WAYS}"
+                str(path), required="at least one step", found=cut or "none", fix=f"check that the run got that far, or {_WAYS}"
             )
         )
     return runs
@@ -89,7 +89,9 @@ def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = No
 def _reader(path: Path) -> Callable[[Path, Keep, list[str]], list[Run]]:
     if path.suffix == ".wandb":
         raise ReportError(
-            explain(str(path), required="a text format", found="wandb's own", fix="export its history as JSON lines")
+            explain(
+                str(path), required="JSON lines", found="wandb's binary format", fix="export its history as JSON lines"
+            )
         )
     if "tfevents" in path.name:
         from jetrl_patch.report.events import read_events
@@ -101,10 +103,10 @@ def _reader(path: Path) -> Callable[[Path, Keep, list[str]], list[Run]]:
 
 
 def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
-    """All runs of all RUNs, each with a name of its own.
+    """All runs of all RUN arguments, each with a unique name.
 
     Raises:
-        ReportError: a name was given twice, a file was given twice, or one of the files cannot be read.
+        ReportError: a name or a file is given twice, or a file cannot be read.
     """
     sources = [parse(text) for text in texts]
     seen: dict[Path, str] = {}
@@ -112,7 +114,7 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
         file = find_file(source.path)
         if file.resolve() in seen:
             found = f"{seen[file.resolve()]} and {text}, which are the same file"
-            raise ReportError(explain("RUN", required="every run once", found=found, fix="leave one out"))
+            raise ReportError(explain("RUN", required="each run once", found=found, fix="remove one"))
         seen[file.resolve()] = text
         source.runs = [run for run in read_runs(file, keep, notes) if run.steps]
     name_runs(sources)
@@ -120,12 +122,12 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
 
 
 def name_runs(sources: Sequence[Source]) -> None:
-    """Give every run its name: that of its RUN, of its arm, or both, with as much of the path as tells two apart."""
+    """Name every run after its RUN argument, its arm, or both, with enough of the path to be unique."""
     given = [source.name for source in sources if source.name]
     for name in given:
         if given.count(name) > 1:
             raise ReportError(
-                explain("RUN", required="a name of its own for each", found=f"{name} twice", fix="rename one")
+                explain("RUN", required="a unique name for each run", found=f"{name} twice", fix="rename one")
             )
     for source, name in zip(sources, _short_names(sources), strict=True):
         arms = [run.arm for run in source.runs]
@@ -139,7 +141,7 @@ def name_runs(sources: Sequence[Source]) -> None:
 
 
 def _short_names(sources: Sequence[Source]) -> list[str]:
-    """The given names; for the rest the ends of their paths, as long as is needed to be different."""
+    """The given names; for the others, the ends of their paths, as long as needed to be unique."""
     parts = [[source.name] if source.name else list(_parts(source.path)) for source in sources]
     lengths = [1] * len(parts)
     while True:
@@ -149,7 +151,7 @@ def _short_names(sources: Sequence[Source]) -> list[str]:
             break
         for i in twins:
             lengths[i] += 1
-    # what is still the same: a given name equal to a folder's, or two files of one folder
+    # still equal: a given name that is also a folder's, or two files of one folder
     return [name if names.index(name) == i else f"{name} ({i + 1})" for i, name in enumerate(names)]
 
 

@@ -1,7 +1,7 @@
-"""One colour and one line style for each run, the same in the terminal's pictures and on the page.
+"""One colour and one line style per run, the same in the pictures and on the page.
 
-The colours are those of Okabe and Ito, which people with any of the usual colour blindnesses tell apart, darkened for a
-white ground and lightened for a dark one until each has a contrast of 3 to 1 or more against it.
+The colours are those of Okabe and Ito, which remain distinct under the common kinds of colour blindness. They are darkened
+for a white background and lightened for a dark one until each has a contrast of at least 3 to 1.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DARK", "DASHES", "LIGHT", "Style", "choose"]
 LIGHT = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
 DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2d0", "#d9a085")
 
-#: lengths of strokes and gaps; none is a solid line
+#: lengths of dashes and gaps; the empty one is a solid line
 DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
 
 _KNOWN = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
@@ -25,23 +25,23 @@ _KNOWN = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exa
 
 @dataclass(frozen=True)
 class Style:
-    """Position in ``LIGHT`` and ``DARK``, and in ``DASHES``."""
+    """Index into ``LIGHT`` and ``DARK``, and index into ``DASHES``."""
 
     colour: int
     dash: int
 
 
 def choose(runs: Sequence[Run]) -> list[Style]:
-    """A style for every run: seeds of one arm share its colour and differ in their dashes; known arms have colours of their own.
+    """Choose a style for every run: seeds of one arm share a colour and differ in dashes; known arms have fixed colours.
 
-    With one seed an arm the dashes change with the colours, so that nothing hangs on the colours alone.
+    With one seed per arm, the dashes change along with the colours, so that colour is never the only difference.
     """
     groups: dict[tuple[str, str], list[int]] = {}
     for i, run in enumerate(runs):
         groups.setdefault((run.source, run.arm or run.label), []).append(i)
     taken: list[int] = []
     for _, arm in groups:
-        if len(taken) >= len(LIGHT):  # all are in use: begin again, with other dashes
+        if len(taken) >= len(LIGHT):  # all colours are in use: start over, with other dashes
             taken.append(taken[len(taken) - len(LIGHT)])
             continue
         free = [slot for slot in range(len(LIGHT)) if slot not in taken]

@@ -1,4 +1,4 @@
-"""The figures of one run that stand in ``summary.json``, in the terminal's table and on the page."""
+"""The summary of one run, as in ``summary.json``, in the terminal's table and on the page."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SUMMARY_KEYS = (
 
 
 def summarize(run: Run) -> dict[str, Any]:
-    """The figures of one run under ``SUMMARY_KEYS``; None stands for what the run did not measure.
+    """Summarize one run under ``SUMMARY_KEYS``; None means that the run did not measure it.
 
-    Means of mismatch metrics are weighted by tokens; ``sync_bytes`` and ``sync_bytes_bf16`` are those of one sync;
-    ``sync_share`` is the weight sync's part of all the time; ``parts`` are mean seconds a step.
+    Means of mismatch metrics are weighted by tokens. ``sync_bytes`` and ``sync_bytes_bf16`` are per weight sync,
+    ``sync_share`` is the weight sync's share of the total time, and ``parts`` are mean seconds per step.
     """
     tokens = run.series("jetrl/tokens")
     parts = run.parts
@@ -60,7 +60,7 @@ def summarize(run: Run) -> dict[str, Any]:
 
 
 def finite(points: Points) -> Iterable[float]:
-    """The values of a series that are numbers."""
+    """The finite values of a series."""
     return (value for _, value in points if math.isfinite(value))
 
 
@@ -73,7 +73,7 @@ def _best(points: Points) -> float | None:
 
 
 def _token_mean(run: Run, name: str) -> float | None:
-    """Mean over tokens, NaN if any step is NaN: a broken step must not vanish in an average."""
+    """Mean over tokens. NaN if any step is NaN, so that a broken step does not disappear in the average."""
     weights = dict(run.series("jetrl/tokens"))
     values = [(value, weights.get(step, 1.0)) for step, value in run.series(name)]
     total = sum(weight for _, weight in values)

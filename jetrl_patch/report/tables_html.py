@@ -1,4 +1,4 @@
-"""The page's tables: plain HTML whose rows know their run and whose cells know the value they are sorted by."""
+"""The page's tables: plain HTML with the run as an attribute of each row and the sort key as an attribute of each cell."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from jetrl_patch.report.tables import shown_columns, versions_text
 
 __all__ = ["answers_table", "cards", "layers_table", "one_environment", "parts_table", "summary_table", "swatch"]
 
-Cell = tuple[str, float | str | None, str]  # HTML, what it is sorted by, class
+Cell = tuple[str, float | str | None, str]  # HTML, sort key, class
 
 
 def swatch(style: Style) -> str:
-    """A short piece of a run's line."""
+    """A short sample of a run's line."""
     dash = " ".join(map(str, DASHES[style.dash])) or "none"
     return (
         '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><line x1="2" x2="32" y1="5" y2="5" stroke-width="3" '
@@ -27,7 +27,7 @@ def swatch(style: Style) -> str:
 
 
 def summary_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
-    """One row a run, the columns in which any run has something."""
+    """One row per run, with the columns for which any run has a value."""
     alike = one_environment(summaries)
     columns = [c for c in shown_columns(summaries) if c.title != "versions" or not alike]
     rows = [
@@ -43,13 +43,13 @@ def summary_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) 
 
 
 def one_environment(summaries: Sequence[dict[str, Any]]) -> bool:
-    """Whether all runs are known to have had the same versions."""
+    """Whether all runs are known to use the same versions."""
     found = {versions_text(summary, all_of_them=True) for summary in summaries}
     return len(found) == 1 and found != {""}
 
 
 def parts_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
-    """What a step is made of, as a bar and as figures; "" where no run knows."""
+    """The parts of a step, as a bar and as numbers; "" if no run has them."""
     known = [(i, summary) for i, summary in enumerate(summaries) if summary["parts"]]
     if not known:
         return ""
@@ -67,16 +67,16 @@ def parts_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) ->
         bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
         figures: list[Cell] = [(f"{v:.2f} s ({100 * v / total if total else 0:.0f}%)", v, "") for v in parts]
         rows.append((i, False, [_name(summary, swatches[i]), bar, *figures]))
-    heads = [("run", True, ""), ("mean seconds a step", False, ""), *((name, False, "") for name in names)]
+    heads = [("run", True, ""), ("mean seconds per step", False, ""), *((name, False, "") for name in names)]
     return (
-        f"<h2>What a step is made of</h2><div class=keys>{keys}</div>{_table('What a step is made of', heads, rows)}"
-        '<p class="soft">Means over the steps, by the framework’s own timers; “other” is what they do not name. '
+        f"<h2>Parts of a step</h2><div class=keys>{keys}</div>{_table('Parts of a step', heads, rows)}"
+        '<p class="soft">Means over the steps, from the framework’s own timers; “other” is the rest of the step. '
         "In an asynchronous run the parts overlap.</p>"
     )
 
 
 def layers_table(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) -> str:
-    """The worst value of every statistic of every layer of every run; "" where nothing is known layer by layer."""
+    """The worst value of every statistic, per layer and run; "" if there are no per-layer statistics."""
     whats = [what for what in scales.whats if scales.per_layer(what)]
     rows = []
     for i, summary in enumerate(summaries):
@@ -87,12 +87,12 @@ def layers_table(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: 
                 rows.append((i, False, [_name(summary, swatches[i]), (escape(layer), f"{number:06d}", "left"), *cells]))
     if not rows:
         return ""
-    heads = [("run", True, ""), ("layer", True, ""), *((what, False, "worst over the steps") for what in whats)]
-    return f"<details><summary>Worst value of every layer</summary>{_table('Layers', heads, rows, tall=True)}</details>"
+    heads = [("run", True, ""), ("layer", True, ""), *((what, False, "worst value over the steps") for what in whats)]
+    return f"<details><summary>Worst value per layer</summary>{_table('Layers', heads, rows, tall=True)}</details>"
 
 
 def answers_table(answers: Sequence[dict[str, Any]]) -> str:
-    """What the model said before and after; "" without any."""
+    """The model's answers before and after training; "" if there are none."""
 
     def said(answer: dict[str, Any], when: str) -> str:
         kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
@@ -104,22 +104,22 @@ def answers_table(answers: Sequence[dict[str, Any]]) -> str:
         f'<tr><td class="text">{escape(a["question"])}</td>{said(a, "before")}{said(a, "after")}</tr>' for a in answers
     )
     heads = "".join(f'<th class="text" scope="col">{text}</th>' for text in ("held-out question", "before", "after"))
-    return f"<h2>What the model says</h2>{_scroll('Answers', f'<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>')}"
+    return f"<h2>The model’s answers</h2>{_scroll('Answers', f'<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>')}"
 
 
 def cards(summaries: Sequence[dict[str, Any]]) -> str:
-    """The few figures that tell the story; a card whose figure was not measured is left out."""
+    """The main figures as cards; figures that were not measured are omitted."""
     found = []
     exact = [s for s in summaries if s["align"] == "exact" and s["tokens"]]
     if exact:
         tokens = sum(s["tokens"] for s in exact)
         equal = all(s["bit_equal_fraction_min"] == 1.0 and s["logp_abs_diff_max"] == 0.0 for s in exact)
         figure = f"0 of {tokens:,}" if equal else f"{max(s['logp_abs_diff_max'] for s in exact):.1e}"
-        text = "tokens differ between FP8 rollout and FP8 trainer" if equal else "largest |Δlogp| of the exact runs"
+        text = "tokens differ between FP8 rollout and FP8 trainer" if equal else "largest |Δ log-prob| of the exact runs"
         found.append(_card(figure, text, good=equal))
     usual = [s["logp_abs_diff_mean"] for s in summaries if s["precision"] == "fp8-rollout" and s["logp_abs_diff_mean"]]
     if usual:
-        found.append(_card(f"{sum(usual) / len(usual):.1e}", "mean |Δlogp| of the usual recipe, FP8 rollout only"))
+        found.append(_card(f"{sum(usual) / len(usual):.1e}", "mean |Δ log-prob| with FP8 in the rollout only"))
     best = exact or (list(summaries) if len(summaries) == 1 else [])
     learned = [s for s in best if s["accuracy_first"] is not None]
     if learned:
@@ -129,7 +129,7 @@ def cards(summaries: Sequence[dict[str, Any]]) -> str:
     synced = [s for s in best if s["sync_bytes"] and s["sync_bytes_bf16"]]
     if synced:
         ratio = synced[-1]["sync_bytes"] / synced[-1]["sync_bytes_bf16"]
-        found.append(_card(f"{ratio:.2f}×", "bytes per weight sync of the FP8 layers, against BF16"))
+        found.append(_card(f"{ratio:.2f}×", "bytes per weight sync for the FP8 layers, relative to BF16"))
     return f'<section class="cards" aria-label="Main figures">{"".join(found)}</section>' if found else ""
 
 
@@ -144,11 +144,11 @@ def _name(summary: dict[str, Any], line: str) -> Cell:
 def _table(
     name: str, heads: Sequence[tuple[str, bool, str]], rows: Sequence[tuple[int, bool, list[Cell]]], tall: bool = False
 ) -> str:
-    """A table that can be sorted.
+    """A sortable table.
 
     Args:
-        heads: title, whether it is text, and what it means.
-        rows: the run, whether it stands out, and the cells.
+        heads: per column, the title, whether it is text, and its explanation.
+        rows: per row, the run, whether to highlight it, and the cells.
     """
     top = "".join(
         f'<th scope="col"{" class=left" if left else ""}>'
@@ -171,6 +171,6 @@ def _value(value: float | str | None) -> str:
 
 
 def _scroll(name: str, inside: str, tall: bool = False) -> str:
-    """A table in a box that scrolls by itself, also by keyboard, so that the page never scrolls sideways."""
+    """A table in a box that scrolls on its own, also by keyboard, so that the page never scrolls sideways."""
     label = f'role="region" aria-label="{escape(name)}, table" tabindex="0"'
     return f'<div class="scroll{" tall" if tall else " pin"}" {label}><table>{inside}</table></div>'

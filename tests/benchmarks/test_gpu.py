@@ -1,4 +1,4 @@
-"""``make bench-gpu`` without a GPU: what it says, the floors it computes, and every part on tiny shapes of a CPU."""
+"""``make bench-gpu`` without a GPU: its message, the computed floors, and every part on tiny shapes on the CPU."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
     monkeypatch.setattr(type(backend), "quantize_activation", lambda *args: done.append(1) or original(*args))
     machine.backends = {"torch": backend}
     list(parts.layers(machine, TINY, (16,)))
-    # of each of four layers: two timed steps (input, output gradient), and the forward pass whose bytes are counted
+    # per layer, of four: two timed steps (input, output gradient), and the forward pass whose saved bytes are counted
     assert len(done) == 4 * (2 * 2 + 1)
 
 
@@ -187,14 +187,14 @@ def test_a_part_that_fails_or_runs_out_of_time_is_told(machine, tiny, monkeypatc
     monkeypatch.setitem(gpu.PARTS, "gradients", ("Gradients", failing, 0.5))
     with Console(file=(tmp_path / "screen").open("w")) as console:
         tables = gpu.measure(machine, ["products", "gradients"], 1e-9, console)
-        assert len(tables["products"][1]) == 1 and tables["products"][2] == "The time of this part ended after 1 rows."
+        assert len(tables["products"][1]) == 1 and tables["products"][2] == "Time ran out after 1 rows."
         tables = gpu.measure(machine, ["gradients"], 100, console)
     assert tables["gradients"][2] == "This part failed after 1 rows: RuntimeError: out of memory"
     assert "out of memory" in report.markdown("Gradients", [], tables["gradients"][2])
 
 
 def measured(ours="deep_gemm", speed=2.0, **changes):
-    """Tables as a run would leave them, in which FP8 is ``speed`` times as fast as BF16; never written anywhere."""
+    """Tables as a run would produce them, with FP8 ``speed`` times as fast as BF16; never written to disk."""
     heads: list = [{"model": model.name, "linear": linear.name, "M": 16384} for model in MODELS for linear in model.linears]
     both = [("bf16", speed), (ours, 1.0), ("triton", 1.0)]
     rows = {
@@ -205,7 +205,7 @@ def measured(ours="deep_gemm", speed=2.0, **changes):
             for head in heads
             for name, ms in both
         ],
-        "decode": [{"model": m.name, "M": 64, "backend": name, "us a block": us} for m in MODELS for name, us in both],
+        "decode": [{"model": m.name, "M": 64, "backend": name, "us per block": us} for m in MODELS for name, us in both],
         "quantizers": [
             {"backend": ours, "quantizer": "activation 1x128", "M, K": "16384, 3584", "of the copy": 0.9},
             {"backend": ours, "quantizer": parts.TWO_LAYOUTS, "M, K": "16384, 3584", "of the copy": 0.95},
@@ -285,7 +285,7 @@ def test_the_shares_of_time_leave_room():
 
 
 def test_the_page_says_whether_it_was_measured():
-    """Until a run has filled it there is no figure on the page; after one, there is a JSON file with the same figures."""
+    """Before the first run the page has no figures; after it, a JSON file holds the same figures."""
     page = ROOT / "docs" / "benchmarks" / "h200.md"
     if page.with_suffix(".json").exists():
         assert "Command: `python -m benchmarks.gpu" in page.read_text()

@@ -1,9 +1,9 @@
-"""Run under torchrun: DeepSpeed as OpenRLHF configures it saves and loads a checkpoint, on the CPU.
+"""Run under torchrun: DeepSpeed, as OpenRLHF configures it, saves and loads a checkpoint on the CPU.
 
     torchrun --nproc_per_node=N deepspeed_script.py STAGE FOLDER 8bit|fp8
 
-Two updates, a checkpoint, two more; a second engine loads the checkpoint and does the last two: weights, masters and
-states must be those of the first, bit for bit. Rank 0 prints one JSON line of facts.
+Makes two updates, a checkpoint, and two more updates; a second engine loads the checkpoint and repeats the last two. Weights,
+masters and states must equal those of the first, bit for bit. Rank 0 prints the results as one JSON line.
 """
 
 import json
@@ -53,7 +53,7 @@ if __name__ == "__main__":
         return [plain(getattr(tensor, name)) for name in names] or tensor.detach().clone()
 
     def content(model):
-        """Every tensor of masters and states, and the weights as they are computed with."""
+        """Every tensor of masters and states, and the weights used in computation."""
         inner = model.basic_optimizer
         found = [plain(p) for p in inner.state]
         found += [plain(t) for s in inner.state.values() for t in s.values() if isinstance(t, torch.Tensor)]

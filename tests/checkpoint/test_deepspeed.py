@@ -1,4 +1,4 @@
-"""DeepSpeed checkpoints as OpenRLHF makes them: 8-bit states go on bit for bit, and another run's are refused."""
+"""DeepSpeed checkpoints as OpenRLHF writes them: 8-bit states resume bit for bit; mismatched checkpoints are refused."""
 
 from __future__ import annotations
 

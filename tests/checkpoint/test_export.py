@@ -1,4 +1,4 @@
-"""Exports read by others: tensor by tensor, by transformers, and in the terms of vLLM's own FP8 method."""
+"""Exports as other software reads them: tensor by tensor, in transformers, and with vLLM's FP8 method."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.models import save
 
 
 class Lines:
-    """A console that remembers."""
+    """A console that records its lines."""
 
     def __init__(self) -> None:
         self.text = ""
@@ -57,7 +57,7 @@ def config(folder: Path) -> dict:
 
 
 def straightforward(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Block by block, in Python."""
+    """A plain Python quantizer, block by block."""
     rows, columns = -(-w.shape[0] // 128), -(-w.shape[1] // 128)
     q, s = torch.empty(w.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     for i in range(rows):
@@ -165,7 +165,7 @@ def test_vllms_own_fp8_method_wants_these_names_shapes_and_layers(qwen3, tmp_pat
         for name in ("self_attn.qkv_proj", "self_attn.o_proj", "mlp.gate_up_proj", "mlp.down_proj"):
             skipped = is_layer_skipped(f"model.layers.{layer}.{name}", parsed.ignored_layers, packed)
             assert skipped == (layer == 0)
-    # the parameters that vLLM registers for a block-quantized layer, by its own code and without its kernels
+    # the parameters that vLLM's own code registers for a block-quantized layer, without its kernels
     method = fp8.Fp8LinearMethod.__new__(fp8.Fp8LinearMethod)
     method.block_quant, method.weight_block_size, method.act_q_static = True, [128, 128], False
     method.is_scale_e8m0, method.activation_quant_key, method.weight_quant_key = False, None, None
@@ -210,7 +210,7 @@ def test_a_run_s_record_decides_unless_the_command_line_does(copy, tmp_path):
 def test_what_is_there_is_not_overwritten(qwen3, tmp_path):
     (tmp_path / "empty").mkdir()
     export(qwen3, tmp_path / "empty", "bf16")
-    with pytest.raises(ConfigError, match="required a new folder, found it is there"):
+    with pytest.raises(ConfigError, match="required a new or empty folder, found a folder with files"):
         export(qwen3, tmp_path / "empty", "fp8")
     assert "quantization_config" not in config(tmp_path / "empty")
 
@@ -218,7 +218,7 @@ def test_what_is_there_is_not_overwritten(qwen3, tmp_path):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
 @pytest.mark.parametrize("format", ["bf16", "fp8"])
 def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(copy, tmp_path, bad, format):
-    """3.4e38 is finite in FP32 and not in BF16."""
+    """3.4e38 is finite in FP32 but not in BF16."""
     found = {name: value.float() for name, value in tensors(copy).items()}
     found["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
     save_file(found, copy / SINGLE, metadata={"format": "pt"})
@@ -256,17 +256,17 @@ def change(**changes):
 
 
 BROKEN = [
-    (cut, ConfigError, "model.safetensors: required a whole safetensors file"),
+    (cut, ConfigError, "model.safetensors: required a complete safetensors file"),
     (lose, ModelError, "1 missing, such as model.layers.2.mlp.down_proj.weight"),
     (add, ModelError, "1 unknown, such as model.extra.weight"),
-    (reshape, ModelError, r"model.norm.weight of .*required \(256,\), found \(3,\)"),
-    (lambda f: (f / "config.json").unlink(), ConfigError, "required a Hugging Face checkpoint: config.json"),
+    (reshape, ModelError, r"model.norm.weight of .*required shape \[256\], found \[3\]"),
+    (lambda f: (f / "config.json").unlink(), ConfigError, r"required a Hugging Face checkpoint \(config.json"),
     (lambda f: (f / SINGLE).unlink(), ConfigError, ", found no weights"),
     (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), ConfigError, ", found pytorch_model.bin"),
     (lambda f: (f / "config.json").write_text("{"), ConfigError, "config.json: required a JSON object"),
     (change(quantization_config={"quant_method": "awq"}), ConfigError, "quant_method='awq'"),
     (change(model_type="nobodys"), ModelError, "required a causal language model"),
-    (change(intermediate_size=640), ModelError, r"required \(256, 640\), found \(256, 512\)"),
+    (change(intermediate_size=640), ModelError, r"required shape \[256, 640\], found \[256, 512\]"),
 ]
 
 
@@ -281,12 +281,12 @@ def test_what_is_no_whole_checkpoint_is_one_clear_error(copy, tmp_path, harm, er
 def test_a_shard_that_is_lost_is_named(qwen3, tmp_path):
     done = export(qwen3, tmp_path / "a", "bf16", shard_bytes=400_000)
     (tmp_path / "a" / done.shards[1]).unlink()
-    with pytest.raises(ConfigError, match=f"{done.shards[1]}: required a whole safetensors file"):
+    with pytest.raises(ConfigError, match=f"{done.shards[1]}: required a complete safetensors file"):
         export(tmp_path / "a", tmp_path / "b", "fp8")
 
 
 def test_what_vllm_could_not_merge_is_refused(qwen3, tmp_path):
-    with pytest.raises(ConfigError, match=r"all of them in FP8 or none.*--exclude q_proj --exclude k_proj"):
+    with pytest.raises(ConfigError, match=r"all or none of them in FP8.*--exclude q_proj --exclude k_proj"):
         export(qwen3, tmp_path / "out", "fp8", exclude=("k_proj",))
     narrow = Path(save(tmp_path / "narrow", "qwen3", steps=0, num_key_value_heads=1))
     with pytest.raises(ConfigError, match=r"k_proj: required a multiple of 128 rows.* found 64 rows"):
@@ -304,7 +304,7 @@ def test_tied_embeddings_and_odd_widths(tmp_path):
 
 
 def test_another_value_on_disk_is_found(qwen3, tmp_path, monkeypatch):
-    """Whatever writes a shard, the reading tells."""
+    """Verification detects a shard that was written incorrectly."""
     import safetensors.torch
 
     def save_wrongly(held, path, **options):
@@ -315,7 +315,7 @@ def test_another_value_on_disk_is_found(qwen3, tmp_path, monkeypatch):
     monkeypatch.setattr(safetensors.torch, "save_file", save_wrongly)
     for format in ("bf16", "fp8"):
         with pytest.raises(
-            ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight, read again: required what was written"
+            ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight on disk: required the tensor as written"
         ):
             export(qwen3, tmp_path / "out", format)
     assert list(tmp_path.iterdir()) == []

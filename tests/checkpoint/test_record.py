@@ -1,4 +1,4 @@
-"""What a checkpoint says about its run, and which differences stop a resumed one."""
+"""The record of a checkpoint's settings, and the differences that prevent resuming."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_scale_format_that_nobody_uses_does_not_matter(tmp_path):
 
 def test_a_checkpoint_without_a_record_was_saved_in_bf16(tmp_path):
     record.check(tmp_path, Config(precision="bf16"))
-    with pytest.raises(ConfigError, match=r"precision='bf16' \(it has no jetrl.json: saved without jetrl_patch\)"):
+    with pytest.raises(ConfigError, match=r"precision='bf16' \(no jetrl.json: saved without jetrl_patch\)"):
         record.check(tmp_path, Config())
     record.check(tmp_path, Config(resume_any=True))
     with pytest.raises(ConfigError, match="optimizer_states='8bit', found 'fp32'"):

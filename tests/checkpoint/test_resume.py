@@ -1,8 +1,8 @@
-"""Real runs of verl and OpenRLHF that are stopped and resumed: the same next steps, bit for bit.
+"""Real runs of verl and OpenRLHF, stopped and resumed: the next steps are the same, bit for bit.
 
-What a framework does not restore is the rollout engine's generator: verl and OpenRLHF start vLLM with the same seed again,
-so that a resumed run samples other responses than the one that went on. Here each sample is drawn with a seed of its own
-(step, prompt, number), by a hook of the test; then everything that follows from the samples has to be equal.
+The frameworks do not restore the rollout engine's random generator. verl and OpenRLHF start vLLM with the same seed again, so
+a resumed run samples other responses than an uninterrupted one. A hook of the test therefore gives each sample its own seed
+(step, prompt, number); everything that follows from the samples must then be equal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.process_run import ProcessRun
 from tests.verl.run_verl import Run, make_task
 
 TIMEOUT = 500
-#: figures of a step that are no function of samples and weights
+#: metrics of a step that do not depend on samples and weights alone
 CLOCKS = ("perf/", "timing", "seconds", "jetrl/sync_seconds", "memory", "training/epoch")
 
 SEEDS = """
@@ -52,7 +52,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(task, tmp_path_factory):
-    """The checkpoints and the log of a run of four steps that nothing interrupted."""
+    """The checkpoints and the log of an uninterrupted run of four steps."""
     folder = tmp_path_factory.mktemp("whole")
     run = verl(task, f"trainer.default_local_dir={folder}")
     assert run.wait(TIMEOUT) == 0, run.text[-6000:]
@@ -71,7 +71,7 @@ def verl(task: Path, *extra: str, steps: int = 4, **environ: str) -> Run:
 
 
 def figures(text: str) -> dict[int, dict[str, str]]:
-    """Step -> every figure of its line, as it was printed."""
+    """Step -> every metric of its line, as printed."""
     found = {}
     for line in text.splitlines():
         if "training/global_step:" in line:
@@ -83,7 +83,7 @@ def figures(text: str) -> dict[int, dict[str, str]]:
 
 
 def shards(folder: Path) -> list[torch.Tensor]:
-    """Weights and optimizer states of a checkpoint of one rank."""
+    """Weights and optimizer states of a single-rank checkpoint."""
     found = []
     for kind in ("model", "optim"):
         content = torch.load(folder / f"{kind}_world_size_1_rank_0.pt", weights_only=False)
@@ -114,7 +114,7 @@ def test_verl_goes_on_with_the_same_next_steps(task, whole, tmp_path):
     begun = plain(shards(saved / "actor"))
     assert not all(torch.equal(a, b) for a, b in zip(begun, plain(ends[0]), strict=True))
 
-    # the bytes that the run would send next, from its checkpoint
+    # the bytes that the run would send next, computed from its checkpoint
     done = command(tmp_path / "again" / "global_step_4", tmp_path / "out", "fp8", None, None, Lines())
     content = torch.load(
         tmp_path / "again" / "global_step_4" / "actor" / "model_world_size_1_rank_0.pt", weights_only=False
@@ -144,7 +144,7 @@ def test_verl_refuses_the_checkpoint_of_another_precision(task, whole):
 @pytest.mark.slow
 @pytest.mark.timeout(3 * TIMEOUT)
 def test_openrlhf_goes_on_from_its_checkpoint(tmp_path):
-    """Resumed where nothing is left to do, a run ends with the weights of the one before, bit for bit."""
+    """A run resumed with no steps left ends with the weights of the previous run, bit for bit."""
     folder = make_openrlhf_task(tmp_path)
     first = openrlhf(folder, "first", JETRL_PRECISION="fp8-unified")
     assert first.wait(TIMEOUT) == 0, first.text[-6000:]
@@ -174,7 +174,7 @@ def test_openrlhf_refuses_the_checkpoint_of_another_precision(tmp_path):
 
 
 def openrlhf(folder: Path, out: str, *extra: str, **environ: str) -> ProcessRun:
-    """Two steps and a checkpoint after them; the model goes to ``out``."""
+    """Run two steps and save a checkpoint; the model goes to ``out``."""
     paths = [
         "--ckpt.output_dir",
         str(folder / out),
@@ -190,7 +190,7 @@ def openrlhf(folder: Path, out: str, *extra: str, **environ: str) -> ProcessRun:
 
 
 def plain(found: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensors that a state is made of."""
+    """The plain tensors that make up a state."""
     parts: list[torch.Tensor] = []
     for tensor in found:
         names = tensor.__tensor_flatten__()[0] if hasattr(tensor, "__tensor_flatten__") else []

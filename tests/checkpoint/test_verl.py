@@ -1,4 +1,4 @@
-"""verl's FSDP checkpoints: states of every kind go on bit for bit, and another run's checkpoint is refused."""
+"""verl's FSDP checkpoints: every kind of optimizer states resumes bit for bit; mismatched checkpoints are refused."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_resumed_engine_does_the_next_steps_bit_for_bit(strategy, ranks, state
 
 
 def check_export(folder):
-    """Its shards joined and exported: the bytes of the whole weights. Without one of them: an error."""
+    """Merging and exporting the shards gives the bytes of the full weights; a missing shard is an error."""
     done = command(folder, folder / "out", "fp8", None, None, Lines())
     after, shards = tensors(folder / "out"), sorted(folder.glob("model_world_size_*.pt"))
     parts = [torch.load(shard, weights_only=False) for shard in shards]
@@ -79,7 +79,7 @@ def check_export(folder):
 
 @pytest.fixture
 def manager(monkeypatch):
-    """The two wrapped methods over a manager that only notes its calls, in a process with given settings."""
+    """The two wrapped methods on a manager that only records its calls, in a process with given settings."""
 
     def make(**settings):
         monkeypatch.setattr(runtime, "is_active", lambda: True)

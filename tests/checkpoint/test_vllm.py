@@ -1,4 +1,4 @@
-"""Stock vLLM, with no plugin of ours, loads and serves an exported checkpoint."""
+"""Stock vLLM, without the plugin, loads and serves an exported checkpoint."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_vllms_loader_takes_the_checkpoint_as_it_is(tmp_path, monkeypatch):
     model = Path(save(tmp_path / "model", "qwen3", steps=2))
     done = export(model, tmp_path / "out", "fp8", exclude=("layers.1",), shard_bytes=600_000)
     assert len(done.shards) > 1 and len(done.layers) == 14
-    shutil.rmtree(model)  # nothing else than the export is read
+    shutil.rmtree(model)  # so that only the export can be read
     plain = product(kernels)
     monkeypatch.setitem(kernels._POSSIBLE_FP8_BLOCK_KERNELS, PlatformEnum.CPU, [plain])
     llm = vllm.LLM(

@@ -1,9 +1,9 @@
-"""Run under torchrun: verl's real FSDP engine saves and loads a checkpoint, on the CPU.
+"""Run under torchrun: verl's real FSDP engine saves and loads a checkpoint on the CPU.
 
     torchrun --nproc_per_node=N verl_script.py fsdp|fsdp2 MODEL_DIR FOLDER fp32|8bit|fp8
 
-Two updates, a checkpoint, two more; a second engine is built, loads the checkpoint and does the last two: its weights and
-states must be those of the first, bit for bit. Rank 0 prints one JSON line of facts.
+Makes two updates, a checkpoint, and two more updates; a second engine loads the checkpoint and repeats the last two. Its
+weights and states must equal those of the first, bit for bit. Rank 0 prints the results as one JSON line.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The exact ops on a GPU: the trial that every engine makes, values against FP64, and a captured decode step."""
+"""The exact ops on a GPU: the row trial that every engine runs, values against FP64, and a captured decode step."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_log_probs_are_those_of_vllms_sampler(device, temperature):
 
 
 def test_a_captured_decode_step_follows_its_inputs(device):
-    # Nothing is read back and the grid follows from shapes, so a graph serves other lengths and tables.
+    # Without synchronization, and with a grid that depends on shapes only, a graph serves other lengths and tables.
     g = torch.Generator().manual_seed(0)
     k_cache, v_cache = (rand(device, 40, 16, 2, 64, seed=i) for i in (1, 2))
     q, starts = rand(device, 4, 4, 64), torch.arange(5, dtype=torch.int32, device=device)
@@ -109,7 +109,7 @@ def test_a_captured_decode_step_follows_its_inputs(device):
     def step():
         return ops.attention_paged(q, k_cache, v_cache, table, lengths, starts, 0.125)
 
-    step()  # compiled before the capture
+    step()  # compiles before the capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()

@@ -1,4 +1,4 @@
-"""FP8 on a GPU: quantizers bit for bit, every backend's products against the oracle, and its rows in any company."""
+"""FP8 on a GPU: quantizers bit for bit, every backend's products against the reference, and batch invariance."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_quantizers_are_those_of_the_contract(device, backend, shape, scale_form
 def test_rows_do_not_depend_on_the_batch(device, backend, shape, scale_format):
     verdict = compare_rows(backend, shape, device, scale_format)
     if backend.name == "cublaslt" and not verdict.ok:
-        pytest.xfail(f"a rollout refuses it, as it should: {verdict.found}")
+        pytest.xfail(f"the rollout correctly refuses this backend: {verdict.found}")
     assert verdict.ok, verdict.found
 
 

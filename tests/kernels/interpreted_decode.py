@@ -1,6 +1,6 @@
-"""FProp of few rows in one launch: the bits of the quantizer followed by the product.
+"""FProp of a few rows in one launch: bit-equal to the quantizer followed by the product.
 
-Run by ``test_gemm.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def test_empty_batches():
     ("change", "error", "match"),
     [
         (lambda x, q, s: (x.float(), q, s, "pow2"), TypeError, "required torch.bfloat16, found torch.float32"),
-        (lambda x, q, s: (x.t(), q, s, "pow2"), ValueError, "adjacent elements"),
+        (lambda x, q, s: (x.t(), q, s, "pow2"), ValueError, "contiguous rows"),
         (lambda x, q, s: (x.repeat(22, 1), q, s, "pow2"), ValueError, "at most 64 rows, found 66"),
         (lambda x, q, s: (x[:, :128], q, s, "pow2"), ValueError, "differ in K"),
         (lambda x, q, s: (x, q.view(torch.uint8), s, "pow2"), TypeError, "W: expected"),
@@ -113,7 +113,7 @@ def test_wrong_operands(change, error, match):
 
 
 def test_the_benchmarks_run_on_this_backend():
-    """Every call that ``make bench-gpu`` times on Triton, once."""
+    """Run every call that ``make bench-gpu`` times on Triton once."""
 
     def once(calls):
         for call in calls.values():

@@ -1,8 +1,8 @@
-"""The exact ops' kernels in the interpreter: a row against itself in other company, and values against FP64.
+"""The exact ops' kernels in the interpreter: a row against itself in other batches, and values against FP64.
 
-Run by ``test_exact.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
-Dots are done in FP64 here: numpy's FP32 product gives a row other bits at another place of the tile, and what is tested
-is everything around it.
+``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
+Dots are computed in FP64 here, because numpy's FP32 product depends on a row's position in the tile; the tests cover
+everything around the dots.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def packed(heads, kv_heads, width, lengths=LENGTHS):
 
 
 def paged(k, v, cu, size, seed, head_major=False):
-    """Caches whose holes are NaN, and a table in random order; ``head_major`` is vLLM's other layout of a block."""
+    """Caches with NaN in unused slots, and a table in random order; ``head_major`` selects vLLM's other block layout."""
     kv_heads, width = k.shape[1:]
     lengths = (cu[1:] - cu[:-1]).tolist()
     needs = [-(-n // size) for n in lengths]
@@ -119,7 +119,7 @@ def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, 
 def test_other_neighbours_change_nothing():
     q, k, v, cu = packed(7, 1, 64)
     whole = attention.attention_varlen(q, k, v, cu, 0.125)
-    for r in (1, 4):  # alone, and behind another sequence
+    for r in (1, 4):  # alone, and after another sequence
         part = slice(int(cu[r]), int(cu[r + 1]))
         n = part.stop - part.start
         for before in (0, 3):
@@ -143,7 +143,7 @@ def test_gradients_of_attention_against_fp64(heads, kv_heads, width):
 
 @pytest.fixture
 def kernels(monkeypatch):
-    """The public ops, served by the Triton kernels on CPU tensors."""
+    """Make the public ops use the Triton kernels on CPU tensors."""
     monkeypatch.setitem(dispatch._chosen, "cpu", "triton")
     return ops
 
@@ -209,7 +209,7 @@ def test_the_differentiable_ops_use_the_kernels(kernels):
 
 def test_what_has_no_kernel_is_refused():
     q, k = rand(3, 2, 80), rand(3, 1, 80)
-    with pytest.raises(ModelError, match=r"heads of width 64 or 128, found 80. Use align='linear'"):
+    with pytest.raises(ModelError, match=r"head dimension 64 or 128, found 80. Use align='linear'"):
         attention.attention_varlen(q, k, k, ends([3]), 1.0)
     with pytest.raises(ModelError, match="RMSNorm up to width 16384"):
         norm.rms_norm(rand(1, 16500), rand(16500), 1e-6)

@@ -1,6 +1,6 @@
-"""Fused norms and activations in a model: what changes is how often something is quantized, and nothing else.
+"""Fused norms and activations in a model: only the number of quantizations changes.
 
-Run by ``test_fused.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+``test_fused.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import torch
 import triton
 
 from jetrl_patch.adapters.transformers import fused
-from jetrl_patch.exact import modules
-from jetrl_patch.exact import dispatch
+from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.convert import swap_linears
@@ -30,14 +29,14 @@ IDS = torch.tensor([[5, 17, 200, 31, 8, 9, 301], [7, 7, 300, 12, 4, 99, 2]])
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """The FP64 formulas, not the C kernels; and the one place that decides says yes."""
+    """Use the FP64 formulas, not the C kernels, and enable fusion."""
     monkeypatch.setitem(dispatch._chosen, "cpu", "torch")
     monkeypatch.setattr(producers, "available", lambda backend, device_type: True)
 
 
 @pytest.fixture
 def quantized(monkeypatch):
-    """The shapes of activations that are quantized by a launch of their own."""
+    """The shapes of activations quantized in a separate launch."""
     shapes = []
     original = quantize.quantize_rows
     monkeypatch.setattr(quantize, "quantize_rows", lambda x, *a, **k: shapes.append(tuple(x.shape)) or original(x, *a, **k))
@@ -45,7 +44,7 @@ def quantized(monkeypatch):
 
 
 def models(family: str, scale_format: str = "pow2", layers: int = 1, **options):
-    """The same FP8 model, unfused with the exact operations where the fused ones would stand, and fused."""
+    """The same FP8 model twice: unfused, with the exact operations, and fused."""
     plain = build(family, num_hidden_layers=layers, **options).train()
     swap_linears(plain, scale_format=scale_format, backend="triton")
     ours = copy.deepcopy(plain)
@@ -105,7 +104,7 @@ def test_checkpointing_and_no_grad_change_nothing():
 
 
 def test_what_the_kernel_does_not_take_is_left_to_transformers():
-    """FP32 masters and FP32 hidden states: the original modules compute."""
+    """With FP32 master weights or FP32 hidden states, the original modules compute."""
     _, ours, _ = models("qwen3")
     state = Fp8State("pow2", "triton")
     x, w = torch.randn(3, 256), torch.ones(256)

@@ -1,8 +1,8 @@
-"""The Triton GEMMs in the interpreter, against the FP64 oracle and against themselves in other company.
+"""The Triton GEMMs in the interpreter, against the FP64 reference and against themselves in other batches.
 
-Run by ``test_gemm.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
-The dot of a block is done in FP64 here: numpy's FP32 product gives a row other bits at another place of the tile,
-and what is tested is everything around it.
+``test_gemm.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
+The dot of a block is computed in FP64 here, because numpy's FP32 product depends on a row's position in the tile; the
+tests cover everything around it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_layouts_change_nothing():
     y = fprop(x, s, w, rows)
     assert torch.equal(fprop(x, s.t().contiguous().t(), w, rows.t().contiguous().t()), y)
     shifted = torch.zeros(33 * 500 + 1, dtype=torch.uint8)[1:].view(torch.float8_e4m3fn).view(33, 500)
-    shifted.view(torch.uint8).copy_(x.view(torch.uint8))  # rows that TMA could not read as they lie
+    shifted.view(torch.uint8).copy_(x.view(torch.uint8))  # rows that TMA cannot read in place
     assert shifted.data_ptr() % 16 and torch.equal(fprop(shifted, s, w, rows), y)
 
 
@@ -204,7 +204,7 @@ def test_block_scales_of_rows(N, G):
     s = torch.rand(-(-N // 128), G)
     rows = quantize.expand_weight_scale(s, N)
     assert torch.equal(block_scales(rows), s) and torch.equal(block_scales(rows.t().contiguous().t()), s)
-    rows[N - 1, 0] += 1  # a block whose rows differ is seen
+    rows[N - 1, 0] += 1  # a block whose rows differ is detected
     rows[0, G - 1] = float("nan")
     found = block_scales(rows)
     assert torch.equal(found.isnan(), in_torch(rows).isnan()) and found.isnan().sum() == 2 - (N == 40)
@@ -292,7 +292,7 @@ def test_gradients_at_once_equal_those_one_by_one(scale_format):
     assert torch.equal(dw, ours.wgrad(g, qx, sx, scale_format, dtypes[1])) and dw.dtype == dtypes[1]
     expected = torch_backend.gradients(g, q, s, qx, sx, scale_format, dtypes)
     assert sqnr(dx, expected[0]) > SQNR_KERNEL_FP32 and (dw == expected[1]).float().mean() >= KERNEL_EQUALS_ORACLE
-    # and the backend's quantizers are those of the contract
+    # and the backend's quantizers equal the reference
     for mine, theirs in zip(ours.quantize_tokens(g, scale_format), torch_backend.quantize_tokens(g, scale_format)):
         assert torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
 

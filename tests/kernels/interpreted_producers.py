@@ -1,6 +1,6 @@
-"""The fused producers in the interpreter: the bytes of the exact operation followed by the quantizer.
+"""The fused producers in the interpreter: byte-equal to the exact operation followed by the quantizer.
 
-Run by ``test_quantize.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+``test_quantize.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 @pytest.fixture(autouse=True)
 def formulas(monkeypatch):
-    """The FP64 formulas, as on a GPU, not the C kernels."""
+    """Use the FP64 formulas, as on a GPU, not the C kernels."""
     monkeypatch.setitem(dispatch._chosen, "cpu", "torch")
 
 
@@ -50,7 +50,7 @@ def test_silu_of_every_gate_is_that_of_fp64():
 
 
 def test_only_two_gates_lie_near_a_boundary():
-    """So close to the middle of two BF16 values is hardly any: FP32 is enough, and FP64's own last bits cannot matter."""
+    """Almost no value is near the midpoint of two BF16 values, so FP32 suffices and the last bits of FP64 cannot matter."""
     g = EVERY[EVERY.isfinite()].double()
     exact = g * torch.sigmoid(g)
     near = {

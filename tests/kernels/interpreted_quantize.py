@@ -1,6 +1,6 @@
 """The Triton quantizers in the interpreter, bit for bit against ``fp8.quantize``.
 
-Run by ``test_quantize.py`` in a process of its own: ``TRITON_INTERPRET=1`` has to stand before triton is imported.
+``test_quantize.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..fp8.test_quantize import values
 assert triton.knobs.runtime.interpret
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, about Inf / Inf and the like
 
-SHAPES = [(1, 1), (3, 127), (130, 260)]  # hypothesis walks the others
+SHAPES = [(1, 1), (3, 127), (130, 260)]  # hypothesis generates the others
 FORMATS = ["pow2", "fp32"]
 DATA = ["normal", "wide", "tiny", "zeros", "powers", "subnormal", "ties", "every", "not finite"]
 
 
 def data(kind: str, shape: tuple[int, int]) -> torch.Tensor:
-    """BF16 values. The kinds of ``tests/fp8`` and: exact ties of e4m3 at scale 1, all of BF16, and NaN and Inf."""
+    """BF16 values: the kinds of ``tests/fp8``, exact e4m3 ties at scale 1, all of BF16, and NaN and Inf."""
     generator = torch.Generator().manual_seed(sum(shape))
     if kind == "ties":
         codes = torch.arange(0, 126, dtype=torch.uint8)
@@ -55,7 +55,7 @@ def data(kind: str, shape: tuple[int, int]) -> torch.Tensor:
 
 
 def check(q: torch.Tensor, s: torch.Tensor, expected_q: torch.Tensor, expected_s: torch.Tensor) -> None:
-    """Equal bytes (the sign of a zero is one of them) and equal scales; a NaN is 0x7f where another NaN stands."""
+    """Check for equal bytes (including the sign of zero) and equal scales; any NaN matches 0x7f."""
     assert q.dtype == FP8 and q.shape == expected_q.shape and s.shape == expected_s.shape and s.dtype == torch.float32
     nan = expected_q.float().isnan()
     expected = torch.where(nan, 0x7F, expected_q.view(torch.uint8))
@@ -106,7 +106,7 @@ def test_any_shape_and_layout(M, K, scale_format, columns, pad):
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_weights_are_quantized_from_their_bf16_value(scale_format):
     master = torch.randn(130, 200, generator=torch.Generator().manual_seed(0))
-    master[:, 0] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]).repeat(65)  # ties of BF16: one down, one up
+    master[:, 0] = torch.tensor([1 + 2**-8, 1 + 3 * 2**-8]).repeat(65)  # BF16 ties: one rounds down, one up
     check(*kernels.quantize_weight(master, scale_format), *reference.quantize_weight(master, scale_format))
 
 
@@ -197,7 +197,7 @@ def test_empty_batches():
         (lambda x: kernels.quantize_rows(x.float(), "pow2"), TypeError, "x: required torch.bfloat16, found torch.float32"),
         (lambda x: kernels.quantize_weight(x.half(), "pow2"), TypeError, "bfloat16 or torch.float32, found torch.float16"),
         (lambda x: kernels.quantize_rows(x[None], "pow2"), ValueError, r"two dimensions, found \[1, 4, 256\]"),
-        (lambda x: kernels.quantize_both(x.t(), "pow2"), ValueError, r"adjacent elements, found strides \[1, 256\]"),
+        (lambda x: kernels.quantize_both(x.t(), "pow2"), ValueError, r"contiguous rows, found strides \[1, 256\]"),
         (lambda x: kernels.quantize_tokens(x, "pow4"), ValueError, "pow2 or fp32, found 'pow4'"),
         (lambda x: requantize_tokens(x, torch.ones(4, 2), "pow2"), TypeError, "required torch.float8_e4m3fn"),
         (lambda x: requantize_tokens(x.to(FP8), torch.ones(4, 3), "pow2"), ValueError, r"\[4, 2\] on cpu, found .*\[4, 3\]"),

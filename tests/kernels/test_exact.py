@@ -1,4 +1,4 @@
-"""The exact ops' kernels: their numbers in the interpreter (a process of its own), and what they compile to for Hopper."""
+"""The exact ops' kernels: results in the interpreter (in its own process), and the code compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jetrl_patch.kernels.aot import Spec, compile_one, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [k for m in (attention, attention_backward, elementwise, head, norm) for k in m.KERNELS]
-#: most registers a thread, so that as many programs as named share an SM; nothing may spill
+#: maximum registers per thread, so that the stated number of programs fits on an SM; nothing may spill
 REGISTERS = {
     **dict.fromkeys(("attention_paged_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
     **dict.fromkeys(("attention_paged_128", "attention_varlen_128", "attention_dkdv_128"), 255),  # 2
@@ -31,7 +31,7 @@ REGISTERS = {
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
 }
-#: most bytes of shared memory, by the same count
+#: maximum bytes of shared memory, for the same number of programs
 SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
 
 
@@ -72,10 +72,10 @@ def test_the_paged_and_the_packed_kernel_compute_alike(width: int):
 
 
 def test_attention_sums_values_from_a_fresh_zero():
-    # Carried through a block that it may not see, a row gets fma(x, 1, 0): the product must not add to the sum by itself.
+    # In a block that it may not see, a row gets fma(x, 1, 0): the product must not add to the sum by itself.
     for name in ("attention_paged_64", "attention_varlen_64", "attention_paged_128", "attention_varlen_128"):
         ptx = compile_one(specs()[name]).ptx
-        # "scale-d", behind the last operand: 0 overwrites, a predicate adds
+        # "scale-d", after the last operand: 0 overwrites, a predicate adds
         starts = [found == "0" for found in re.findall(r"wgmma\.mma_async.*%rd\d+, (0|%p\d+), 1, 1, ", ptx)]
         width = int(name.rsplit("_", 1)[1])
         keys = attention.TILES[width][0]

@@ -1,4 +1,4 @@
-"""Where norms and activations are fused with the quantization: never on a CPU, and only where a kernel can be."""
+"""When norms and activations are fused with quantization: never on a CPU, and only if there is a kernel for it."""
 
 from __future__ import annotations
 

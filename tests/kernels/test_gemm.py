@@ -1,4 +1,4 @@
-"""The Triton GEMMs: their numbers in the interpreter (a process of its own), and what they compile to for Hopper."""
+"""The Triton GEMMs: results in the interpreter (in its own process), and the code compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
 FP8 = torch.float8_e4m3fn
 ROOT = Path(__file__).resolve().parents[2]
-#: an SM's registers, and what a block of threads may have of its shared memory, on compute capability 9.0
+#: registers of an SM, and maximum shared memory per block, on compute capability 9.0
 REGISTERS, SHARED = 65536, 227 * 1024
-#: most bytes of spilled registers a thread; 0 where nothing stands. Two sums are held where K is split.
+#: maximum bytes of spilled registers per thread, 0 by default. A kernel that splits K holds two sums.
 SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
-#: a wide tile's sum, its block's product and BF16 rows on their way to e4m3 fill a thread's 255 registers
+#: a wide tile's sum, its block's product and the BF16 rows to quantize fill a thread's 255 registers
 SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
 SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_dgrad.KERNELS, *gemm_wgrad.KERNELS]
 
@@ -53,7 +53,7 @@ def test_compiles_to_fp8_wgmma_and_nothing_else(spec: Spec):
 @pytest.mark.parametrize("spec", SPECS, ids=lambda spec: spec.name)
 def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
     ptx = compile_one(spec).ptx
-    # four wgmma of k = 32 a block: "scale-d" is 0 for the first, which overwrites, and a predicate for those that add
+    # four wgmma of k = 32 per block: "scale-d" is 0 for the first, which overwrites, and a predicate for those that add
     starts = [line.rsplit(", ", 3)[1] == "0" for line in ptx.splitlines() if "wgmma.mma_async" in line]
     assert starts and starts == [True, False, False, False] * (len(starts) // 4)
     threads = 32 * spec.options["num_warps"]

@@ -1,4 +1,4 @@
-"""The Triton quantizers: their bits in the interpreter (processes of their own), and what they compile to for Hopper."""
+"""The Triton quantizers: results in the interpreter (in separate processes), and the code compiled for Hopper."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from jetrl_patch.kernels.aot import Spec, compile_one
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS, *silu.KERNELS]
 
-#: at most so many registers a thread and bytes of shared memory a program; nothing may spill. An SM has 65,536 registers:
-#: the third column is how many of its 64 warps then work at once
+#: maximum registers per thread and bytes of shared memory per program; nothing may spill. An SM has 65,536 registers:
+#: the third column is how many of its 64 warps can then be active
 LIMITS = {
     "quantize_rows32": (64, 256, 32),
     "quantize_rows4": (64, 0, 32),
@@ -42,7 +42,7 @@ LIMITS = {
     "rmsnorm_rows8192": (128, 8192, 16),
     "rmsnorm_rows16384": (128, 16384, 16),
 }
-#: what would give other bits: quotients and roots that are not correctly rounded, subnormals flushed to zero
+#: instructions that would change bits: quotients and roots without correct rounding, subnormals flushed to zero
 INEXACT = re.compile(r"\b(?:div\.full|div\.approx|rcp\.approx|sqrt\.approx|rsqrt|ex2|lg2|tanh)\S*|\S+\.ftz\S*")
 
 
@@ -86,7 +86,7 @@ def test_all_kernels_are_registered_once():
     assert {spec.name for spec in SPECS} <= set(found)
     folder = ROOT / "jetrl_patch" / "kernels"
     with_kernels = {path.stem for path in folder.glob("*.py") if re.search(r"^@triton.jit", path.read_text(), re.M)}
-    helpers = {"e4m3", "tiles", "gemm_common"}  # functions of the kernels of other files
+    helpers = {"e4m3", "tiles", "gemm_common"}  # device functions from other files
     for name in with_kernels - helpers:
         assert importlib.import_module(f"jetrl_patch.kernels.{name}").KERNELS, name
 

@@ -1,15 +1,15 @@
-"""A checkpoint with layers that FP8 holds badly, in a model that computes what it computed before."""
+"""Change a checkpoint so that FP8 represents some layers badly, without changing what the model computes."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 MLP = "model.layers.1.mlp"
-#: outliers in two rows: the weights that share a block with them lose their bits
+#: outliers in two rows: weights in the same block lose their precision
 WEIGHT_ILL = f"{MLP}.up_proj"
-#: reads two channels that are 1e5 times the others, with weights of zero: only its activations are ill
+#: reads two channels that are 1e5 times the others, with zero weights: only its activations are affected
 ACTIVATION_ILL = f"{MLP}.down_proj"
-#: between the ill (10 to 20 dB) and the well (24 dB for a weight with columns of nearly zero, else 31 dB) in ``slice_sqnr``
+#: between the bad layers (10 to 20 dB) and the good ones (24 dB for a weight with near-zero columns, else 31 dB)
 FLOOR = 22.0
 
 

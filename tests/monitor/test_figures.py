@@ -1,4 +1,4 @@
-"""Figures of a tensor against the definition, written out in numpy, one value after the other."""
+"""The statistics of a tensor against their definition in plain numpy, value by value."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_figures_are_the_definitions(
 @settings(max_examples=20, deadline=None)
 @given(factor=st.floats(0.01, 4), seed=st.integers(0, 1000))
 def test_scales_that_do_not_follow_saturate(factor: float, seed: int) -> None:
-    """A quantizer with scales of its own, as a delayed or static one has."""
+    """A quantizer with independent scales, such as delayed or static scaling."""
     x = make("normal", 7, 200, seed)
     _, s = quantize_activation(x, "fp32")
     s = s * factor

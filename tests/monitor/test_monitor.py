@@ -1,4 +1,4 @@
-"""A monitor on a real model in this process: what is sampled, what follows, and that nothing is computed otherwise."""
+"""The monitor on a real model: what it samples, what it does with the results, and that computation is unchanged."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LAYER = "model.layers.1.mlp.down_proj"
 
 
 class Trainer:
-    """A model, its source, and syncs that go nowhere."""
+    """A model, its source, and syncs without a receiver."""
 
     def __init__(self, ill: bool = False, precision: Any = "fp8-unified", **settings: Any) -> None:
         self.model = build("qwen3").float()
@@ -113,7 +113,7 @@ def test_a_guard_beside_a_tensor_parallel_rollout_is_refused() -> None:
     trainer = Trainer(monitor_every=1, guard_sqnr=20.0)
     config = jetrl_patch.status().config
     assert config is not None
-    says = "required a rollout whose engines hold whole layers, found tensor parallel size 2"
+    says = "required rollout tensor parallel size 1, found 2"
     with pytest.raises(ConfigError, match=says):
         convert(build("qwen3"), config, trainer.source.shapes, rollout_tp=2, device_type="cpu")
     with pytest.raises(ConfigError, match=says):
@@ -171,7 +171,7 @@ def test_figures_of_a_layer_are_those_of_what_went_through_it() -> None:
 
     layer.register_forward_hook(spy)
     with torch.no_grad():
-        trainer.model(input_ids=trainer.ids[:1])  # log-probs of a rollout are no training forward
+        trainer.model(input_ids=trainer.ids[:1])  # a log-prob pass is not a training forward
     trainer.step()
     metrics, _ = trainer.sync()
     for kind, tensor in seen.items():
@@ -254,7 +254,7 @@ def test_the_guard_takes_ill_layers_out_with_their_partners_and_for_good() -> No
         metrics, manifest = trainer.sync()
     assert manifest.guarded == (LAYER, *gate_up) and metrics["jetrl/scale/activation_slice_sqnr_min"] > 26
     said = [line for line in trainer.source.take_lines() if line.startswith("precision guard")]
-    assert len(said) == 2 and "gate_proj: one layer with the others in vLLM" in said[0] and LAYER in said[1]
+    assert len(said) == 2 and "gate_proj: fused with the others in vLLM" in said[0] and LAYER in said[1]
 
 
 def test_a_layer_that_cannot_leave_fp8_is_a_sync_error_and_nothing_changes() -> None:
@@ -293,7 +293,7 @@ def test_thresholds(changes: dict[str, float], says: list[str]) -> None:
 
 
 def test_all_ranks_decide_from_the_worst_of_all() -> None:
-    """Two ranks see different micro-batches: what one of them finds ill, both take out."""
+    """Two ranks see different micro-batches; both move the layers that either one finds below the floor."""
     layers = ["layers.0.self_attn.q_proj", "layers.0.self_attn.k_proj", "layers.0.mlp.down_proj"]
     rng = torch.Generator().manual_seed(0)
     fine, ill = torch.randn(8, 256, generator=rng).bfloat16(), torch.randn(8, 256, generator=rng).bfloat16()

@@ -1,4 +1,4 @@
-"""The command: what it measures, what it refuses, and its exit status."""
+"""``jetrl parity``: measurements, errors and exit status."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def test_contradictions(precisions: list[str], aligns: list[str], said: str) -> 
 
 
 def test_a_directory_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no config\.json there"):
+    with pytest.raises(ModelError, match=r"no config\.json in it"):
         cli.main(["--model", str(tmp_path)])
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ModelError, match="does not read as JSON"):
+    with pytest.raises(ModelError, match="is not valid JSON"):
         cli.main(["--model", str(tmp_path)])
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ModelError, match="no weights"):
+    with pytest.raises(ModelError, match="required weights"):
         cli.main(["--model", str(tmp_path)])
 
 
@@ -103,12 +103,12 @@ def test_prompts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="another model's"):
         prompts.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
     file.write_text("\n")
-    with pytest.raises(ConfigError, match="holds no prompt"):
+    with pytest.raises(ConfigError, match="contains no prompts"):
         prompts.make_prompts(str(file), tokenize, count=1, **common)
 
 
 def result(job: Job, **figures: Any) -> dict[str, Any]:
-    """What a mode's process answers; the arithmetic of the exit status needs no engine."""
+    """A stand-in for the result of a mode's process, since testing the exit status needs no engine."""
     found = dict.fromkeys(KEYS, 0.0)
     found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10}
     return found | {"bit_equal_fraction": 1.0, **figures}
@@ -146,7 +146,7 @@ def test_an_error_of_the_child_keeps_its_kind(tmp_path: Path) -> None:
 @pytest.mark.e2e
 @pytest.mark.slow
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Everything at once, each mode in a process of its own."""
+    """The complete command, with each mode in its own process."""
     model = models.save(tmp_path / "m", "qwen3")
     file = tmp_path / "out.json"
     status = cli.main(["--model", model, "--tokens", "256", "--length", "16", "--json", str(file)])

@@ -1,4 +1,4 @@
-"""The page in a real browser: nothing is fetched, nothing fails, and everything that can be clicked does what it says."""
+"""The page in a real browser: it fetches nothing, raises no error, and every control works."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is install
 
 
 def run_file(path: Path, seed: int, first: int, exact: bool) -> Path:
-    """A run of 40 steps as verl's file logger writes it, by an OpenRLHF-like or verl-like hand; ``first`` is its first step."""
+    """A run of 40 steps in the format of verl's file logger, starting with step ``first``."""
     chance, lines = random.Random(seed), []
     for step in range(first, first + 40):
         data = {
@@ -72,7 +72,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.fixture
 def page(browser: Any, page_file: Path) -> Iterator[Any]:
-    """The open page; at the end nothing may have been said on the console, thrown or fetched."""
+    """The open page; at the end, the console must be empty and nothing thrown or fetched."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     opened, troubles = context.new_page(), []
     opened.on("console", lambda message: troubles.append(message.text))
@@ -115,14 +115,14 @@ def test_switching_a_run_off_changes_charts_axes_and_tables(page: Any) -> None:
     usual.uncheck()
     assert lines(page, "reward") == lines(page, "mismatch-mean") == ["0"]
     assert column(page, "Summary", "run") == ["exact"]
-    assert len(column(page, "What a step is made of", "run")) == 1
+    assert len(column(page, "Parts of a step", "run")) == 1
     assert "60" not in marks(page, "reward")  # the steps of the other run are gone from the axis
     usual.check()
     assert lines(page, "reward") == ["0", "1"]
     assert "60" in marks(page, "reward") or "50" in marks(page, "reward")
     page.get_by_role("button", name="None").click()
     assert lines(page, "reward") == []
-    assert page.get_by_text("none of the runs that are switched on has this").first.is_visible()
+    assert page.get_by_text("no visible run has this metric").first.is_visible()
     page.get_by_role("button", name="All").click()
     assert lines(page, "accuracy") == ["0", "1"]
 
@@ -138,8 +138,8 @@ def test_zero_has_a_place_of_its_own_below_the_smallest_decade(page: Any) -> Non
 
 
 def test_tables_sort_numbers_as_numbers(page: Any) -> None:
-    page.get_by_text("Worst value of every layer").click()
-    for title in ("sqnr db", "saturation"):  # 31 … 3 and 1 … 1e-11: other orders among words
+    page.get_by_text("Worst value per layer").click()
+    for title in ("sqnr db", "saturation"):  # 31 … 3 and 1 … 1e-11 would sort differently as text
         shuffled = [float(value) for value in column(page, "Layers", title)]
         click_head(page, "Layers", title)
         falling = [float(value) for value in column(page, "Layers", title)]
@@ -148,7 +148,7 @@ def test_tables_sort_numbers_as_numbers(page: Any) -> None:
         assert [float(value) for value in column(page, "Layers", title)] == falling[::-1]
         assert page.locator("th[aria-sort]", has_text=title).get_attribute("aria-sort") == "ascending"
     assert page.locator("th[aria-sort]").count() == 1
-    click_head(page, "Layers", "layer")  # words, but in the order of the model
+    click_head(page, "Layers", "layer")  # text, but in model order
     assert column(page, "Layers", "layer") == [f"{n:06d}" for n in range(12) for _ in range(2)]
 
 

@@ -1,4 +1,4 @@
-"""``jetrl report`` as it is typed: what it writes, what it warns of, and what it refuses."""
+"""The ``jetrl report`` command: output, warnings and errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_a_line_that_was_cut_off_is_a_warning_in_the_terminal_and_on_the_page(tm
     path.write_text(path.read_text()[:-20])
     done = report(path, "--out", tmp_path / "out")
     assert done.exit_code == 0
-    says = f"{path}, line 6: cut off; the 5 lines before it are used"
+    says = f"{path}, line 6: truncated; the 5 lines before it are used"
     assert f"warning: {says}" in done.stderr
     assert says in (tmp_path / "out" / "report.html").read_text()
 

@@ -131,7 +131,7 @@ def test_a_share_says_100_percent_only_when_it_is() -> None:
 
 
 def test_nan_stays_visible(tmp_path: Path) -> None:
-    """verl's file logger writes NaN as null; a step with it must not vanish from the figures."""
+    """verl's file logger writes NaN as null; such a step must not disappear from the summary."""
     records = [step("fp8-unified", "exact", 0, n, 0.0) for n in range(4)]
     records[2]["data"] |= {"jetrl/logp_abs_diff_max": None, "jetrl/bit_equal_fraction": None}
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -156,16 +156,16 @@ def test_a_last_line_that_was_cut_off_is_left_out(folder: Path) -> None:
         file.write('{"precision": "bf16", "ali')
     notes: list[str] = []
     assert [summarize(run) for run in read_runs(path, notes=notes)] == whole
-    assert notes == [f"{path}, line 37: cut off; the 36 lines before it are used"]
+    assert notes == [f"{path}, line 37: truncated; the 36 lines before it are used"]
 
 
 @pytest.mark.parametrize(
     ("line", "says"),
     [
         ("{broken", "line 2: not JSON"),
-        ("[1, 2]", "line 2: required an object, found list"),
-        ('{"step": 1, "data": {}}', "line 2: precision, align"),
-        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: neither"),
+        ("[1, 2]", "line 2: required a JSON object, found list"),
+        ('{"step": 1, "data": {}}', "line 2: a record needs precision and align"),
+        ('{"precision": "bf16", "align": "none", "seed": 0, "step": "one", "data": {}}', "line 2: a record needs step and data"),
     ],
 )
 def test_a_wrong_line_is_an_error_that_names_it(tmp_path: Path, line: str, says: str) -> None:

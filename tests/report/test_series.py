@@ -1,4 +1,4 @@
-"""Thinning keeps what matters, values keep what they say, styles can be told apart, names of layers are understood."""
+"""Thinning keeps extremes, rounding keeps values recognizable, styles are distinct, and layer names are parsed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What runs leave on a disk, read: each format of both frameworks, names, and what is wrong with a file."""
+"""Reading the files of runs: every format of both frameworks, run names, and invalid files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def verl_file(path: Path) -> Path:
 
 
 def test_the_file_of_verls_file_logger(tmp_path: Path) -> None:
-    orjson = pytest.importorskip("orjson")  # verl writes by it: NaN becomes null
+    orjson = pytest.importorskip("orjson")  # used by verl's logger: NaN becomes null
     lines = [{"step": 1, "data": {"critic/score/mean": math.nan}}, {"step": 2, "data": {"critic/score/mean": 0.5}}]
     (tmp_path / "run.jsonl").write_bytes(b"".join(orjson.dumps(line) + b"\n" for line in lines))
     (run,) = read_runs(tmp_path / "run.jsonl")
@@ -47,7 +47,7 @@ def test_verls_console_log_with_rays_colours_and_prefixes(tmp_path: Path) -> Non
         "\x1b[36m(TaskRunner pid=7)\x1b[0m step:0 - val-core/words/acc/mean@1:np.float64(0.25)\n"
         "\x1b[36m(TaskRunner pid=7)\x1b[0m step:1 - critic/score/mean:0.5 - actor/pg_loss:-1.5e-05 - "
         "a:nan - b:np.float64(inf) - c:-inf - d:np.int32(3)\n"
-        "step:2 - critic/score/mean:0.7"  # cut off: it may have been 0.75
+        "step:2 - critic/score/mean:0.7"  # truncated: it may have been 0.75
     )
     (tmp_path / "run.log").write_text(text)
     notes: list[str] = []
@@ -57,7 +57,7 @@ def test_verls_console_log_with_rays_colours_and_prefixes(tmp_path: Path) -> Non
     data = run.steps[1]
     assert data["actor/pg_loss"] == -1.5e-05
     assert math.isnan(data["a"]) and data["b"] == math.inf and data["c"] == -math.inf and data["d"] == 3.0
-    assert notes == [f"{tmp_path / 'run.log'}, line 4: cut off; the lines before it are used"]
+    assert notes == [f"{tmp_path / 'run.log'}, line 4: truncated; the lines before it are used"]
 
 
 @pytest.mark.slow  # importing verl
@@ -117,7 +117,7 @@ def test_only_wanted_metrics_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_step_written_twice_has_the_later_figures(tmp_path: Path) -> None:
-    """A run that was resumed from a checkpoint writes some steps again."""
+    """A run resumed from a checkpoint writes some steps again."""
     records = [{"step": s, "data": {"reward": v}} for s, v in ((1, 0.1), (2, 0.2), (3, 0.3), (2, 0.25))]
     (run,) = read_runs(write_lines(tmp_path / "a.jsonl", records))
     assert run.reward == [(1, 0.1), (2, 0.25), (3, 0.3)]
@@ -127,10 +127,10 @@ def test_a_step_written_twice_has_the_later_figures(tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "required at least one step"),
-        ('{"step": 1, "da', "line 1: cut off"),
-        ('{"hello": 1}\n', 'line 1: required an object with "step" and "data".*found the names hello'),
-        ('{"step": 1.5, "data": {}}\n', "line 1: required the step as an integer"),
-        ('{"_step": "one", "a": 1}\n', "line 1: required the step as an integer"),
+        ('{"step": 1, "da', "line 1: truncated"),
+        ('{"hello": 1}\n', 'line 1: required an object with "step" and "data".*found an object with hello'),
+        ('{"step": 1.5, "data": {}}\n', "line 1: required an integer step"),
+        ('{"_step": "one", "a": 1}\n', "line 1: required an integer step"),
         ("\xff\xfe\x00 no text at all\n", "required at least one step"),
         ("[1, 2]\n", "found list"),
     ],
@@ -153,7 +153,7 @@ def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
     verl_file(tmp_path / "one.jsonl")
     assert find_file(tmp_path).name == "one.jsonl"
     verl_file(tmp_path / "two.jsonl")
-    with pytest.raises(ReportError, match=r"found one\.jsonl, two\.jsonl. Name the file itself"):
+    with pytest.raises(ReportError, match=r"found one\.jsonl, two\.jsonl. Give the path of the file"):
         find_file(tmp_path)
     verl_file(tmp_path / "metrics.jsonl")
     assert find_file(tmp_path).name == "metrics.jsonl"

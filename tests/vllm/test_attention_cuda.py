@@ -200,5 +200,5 @@ def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> 
 def test_a_head_width_without_a_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exact, "refuse_exact_on", lambda kind: None)
     config = SimpleNamespace(model_config=SimpleNamespace(get_head_size=lambda: 96))
-    with pytest.raises(ModelError, match="heads of width 64 or 128, found 96"):
+    with pytest.raises(ModelError, match="head dimension 64 or 128, found 96"):
         exact.device_problems(config)
