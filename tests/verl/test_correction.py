@@ -112,16 +112,16 @@ def test_bypass_mode_reaches_the_workers(composed) -> None:
     [
         (
             Config(correction="tis"), [f"{C}.rollout_is=sequence"],
-            "beside jetrl_patch's correction: required correction='tis', found rollout_is='sequence'",
+            "with jetrl_patch's correction: required correction='tis', found rollout_is='sequence'",
         ),
         (Config(correction="tis", correction_bounds=4.0), [f"{C}.rollout_is=token"], "rollout_is_threshold=2.0"),
         (Config(correction="icepop"), [f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5_2"], "rollout_rs="),
         (Config(correction="tis"), [f"{C}.rollout_is_batch_normalize=true"], "batch_normalize"),
         (Config(correction="tis"), [f"{LOSS}=geo_mean"], "required a loss that applies weights, found 'geo_mean'"),
-        (Config(correction="tis", acr=True), [f"{LOSS}=gspo"], "'vanilla', which ACR stands in for, found 'gspo'"),
+        (Config(correction="tis", acr=True), [f"{LOSS}=gspo"], "'vanilla', which ACR replaces, found 'gspo'"),
         (Config(correction="tis", acr=True), ["algorithm.adv_estimator=optimal_token_baseline"], "truncated weights"),
         (Config(correction="tis"), [f"{C}.bypass_mode=true"], "required loss_type=reinforce"),
-        (Config(), [f"{C}.bypass_mode=true", f"{LOSS}=gspo"], "losses of its own, found 'gspo'"),
+        (Config(), [f"{C}.bypass_mode=true", f"{LOSS}=gspo"], "its own losses, found 'gspo'"),
     ],
 )  # fmt: skip
 def test_what_contradicts_is_one_error_that_names_both(composed, config, overrides, says) -> None:

@@ -104,7 +104,7 @@ def test_the_environment_fills_in_and_may_not_contradict(monkeypatch: pytest.Mon
         preset.config_of(verl_config)
     monkeypatch.delenv("JETRL_ALIGN")
     monkeypatch.setenv("JETRL_ENABLED", "0")
-    with pytest.raises(ConflictError, match="JETRL_ENABLED=0: required no patching"):
+    with pytest.raises(ConflictError, match="JETRL_ENABLED=0: required no jetrl section"):
         preset.config_of(verl_config)
 
 
