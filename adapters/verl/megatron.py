@@ -39,9 +39,9 @@ PER_BLOCK = 4
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
-_ONE_STAGE = "no pipeline or expert parallelism, which is untested in the weight sync"
+_ONE_STAGE = "no pipeline or expert parallelism (untested in the weight sync)"
 _BF16_MASTERS = (
-    "BF16 parameters: verl builds FP32 masters of FP8 parameters before it loads the checkpoint, and never reloads them"
+    "BF16 parameters (verl builds FP32 masters of FP8 parameters before it loads the checkpoint, and never reloads them)"
 )
 _REMOVE = "remove it"
 _FALSE = "set it to false"
@@ -68,12 +68,12 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "Megatron-Bridge's export", "set it to true", "quantized"),
     Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "parameters that Megatron-FSDP does not shard", _FALSE, "quantized"),
-    Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false: verl supports FP8 only without it", _FALSE, "quantized"),
+    Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(
         f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError,
     ),
     Rule(
-        f"{MODEL}.use_remove_padding", lambda value: not value, "true: verl supports FP8 only with it", "set it to true",
+        f"{MODEL}.use_remove_padding", lambda value: not value, "true (verl supports FP8 only with it)", "set it to true",
         "quantized",
     ),
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
@@ -111,7 +111,7 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
     if not config.fp8_train:
         yield (
             f"precision={config.precision!r}",
-            "'fp8-unified' or 'bf16': a quantized rollout with Megatron in BF16 is untested",
+            "'fp8-unified' or 'bf16' (a quantized rollout with Megatron in BF16 is untested)",
             repr(config.precision),
             "set precision='fp8-unified' (JETRL_PRECISION=fp8-unified), or strategy=fsdp2",
         )
@@ -119,17 +119,17 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
     if config.exact:
         yield (
             "align='exact'",
-            "'linear': Megatron has its own norm, RoPE and attention, and TransformerEngine's GEMM is not batch-invariant",
+            "'linear' (Megatron has its own norm, RoPE and attention, and TransformerEngine's GEMM is not batch-invariant)",
             "'exact'",
             "set align='linear' (JETRL_ALIGN=linear), or strategy=fsdp2",
         )
     if config.backend != "te":
-        required = "'te': TransformerEngine in the trainer and the same GEMM in the rollout"
+        required = "'te' (TransformerEngine in the trainer and the same GEMM in the rollout)"
         yield f"backend={config.backend!r}", required, repr(config.backend), "set backend='te' (JETRL_BACKEND=te)"
     for name in ("exclude", "invariant_scale", "fp8_all_gather"):
         value = getattr(config, name)
         if value not in ((), None, False):
-            required = "the default: TransformerEngine's layers all use one recipe"
+            required = "the default (TransformerEngine's layers all use one recipe)"
             yield f"{name}={value!r}", required, repr(value), f"drop {name}, or set strategy=fsdp2"
 
 

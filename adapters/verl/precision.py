@@ -25,18 +25,18 @@ __all__ = ["build_fsdp_module", "check_model", "figures", "optimizer_step", "pro
 
 FP16 = ("float16", "fp16", "half")
 
-_FSDP = "fsdp or fsdp2: other engines are untested"
-_MASTERS = "fp32: the forward pass casts FP32 parameters"
+_FSDP = "fsdp or fsdp2 (other engines are untested)"
+_MASTERS = "fp32 (the forward pass casts FP32 parameters)"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2", "all"),
     Rule(f"{REF}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2", "all"),
     Rule(f"{ACTOR}.fsdp_config.model_dtype", other_than("fp32", "float32"), _MASTERS, "set it to fp32", "all"),
     *(
-        Rule(f"{MODEL}.{name}", bad, "full weights: verl merges adapters in BF16", f"set it to {off}", "all")
+        Rule(f"{MODEL}.{name}", bad, "full weights (verl merges adapters in BF16)", f"set it to {off}", "all")
         for name, bad, off in (("lora_rank", positive, 0), ("lora.rank", positive, 0), ("lora_adapter_path", is_set, "null"))
     ),
-    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive: the others send BF16", "set it to naive", "all"),
+    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (the others send BF16)", "set it to naive", "all"),
 )
 
 HEAD_RULES: tuple[Rule, ...] = (

@@ -71,7 +71,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ACTOR}.use_prefix_grouper", is_set, "exact mode's own attention", _FALSE, "exact"),
     Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _TP_ONLY, "set it to 1 and use more replicas", "exact"),
     Rule(f"{ROLLOUT}.top_p", other_than(1, 1.0), f"1, {_ONLY}", "set it to 1", "exact"),
-    Rule(f"{ROLLOUT}.top_k", other_than(-1, 0), "-1 or 0: the trainer reproduces no other value", "set it to -1", "exact"),
+    Rule(f"{ROLLOUT}.top_k", other_than(-1, 0), "-1 or 0 (the trainer reproduces no other value)", "set it to -1", "exact"),
     Rule(f"{ROLLOUT}.repetition_penalty", other_than(1, 1.0), f"1.0, {_ONLY}", "set it to 1.0", "exact"),
     Rule(f"{ROLLOUT}.min_p", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.min_tokens", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
@@ -81,7 +81,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
     Rule(f"{ENGINE}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, "remove it", "exact"),
     Rule(f"{ENGINE}.logits_processors", is_set, "logits that the trainer reproduces", "remove it", "exact"),
-    Rule("trainer.v1.trainer_mode", other_than("sync"), "sync: one weight version per sample", "set it to sync", "exact"),
+    Rule("trainer.v1.trainer_mode", other_than("sync"), "sync (one weight version per sample)", "set it to sync", "exact"),
 )  # fmt: skip
 
 

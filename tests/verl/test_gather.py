@@ -1,4 +1,4 @@
-"""The FP8 all-gather in verl's settings and engines: FSDP2, and nothing else."""
+"""The FP8 all-gather in verl's settings and engines: FSDP2 only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The vLLM worker's side: what it does with trainers it cannot trust."""
+"""The vLLM worker's side of the weight sync, with unpatched, different and failing trainers."""
 
 from __future__ import annotations
 
