@@ -1,1 +1,1 @@
-"""OpenRLHF 0.11: PPO and its relatives with Ray, DeepSpeed and vLLM."""
+"""OpenRLHF 0.11: PPO and related algorithms with Ray, DeepSpeed and vLLM."""

@@ -1,8 +1,8 @@
-"""The OpenRLHF adapter: what goes in where. Each replacement lives in the module of its concern.
+"""The OpenRLHF adapter: the list of its patches. Each replacement lives in the module of its concern.
 
-Classes under ``@ray.remote`` travel by value from the driver, so replaced are their plain base classes, the classes
-and functions they use by name, and names in the modules where they are looked up. Ray copies inherited methods into
-such a class when it is decorated; where that was before our patch, ``remote.py`` renews the copies.
+Ray pickles classes under ``@ray.remote`` by value in the driver. The patches therefore replace their plain base classes, the
+classes and functions that they use by name, and names in the modules that look them up. ``@ray.remote`` also copies inherited
+methods into the class; ``remote.py`` renews copies made before the patch.
 """
 
 from __future__ import annotations
@@ -37,101 +37,104 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="openrlhf.utils",
         attr="get_strategy",
         make=settings.get_strategy,
-        reason="refuse arguments that contradict ours before any actor starts, and leave our settings in them",
+        reason="arguments that contradict jetrl_patch would fail late or break equality unnoticed; they are refused before any "
+        "actor starts, and the settings are stored in them",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.trainer.ray",
         attr="create_vllm_engines",
         make=metrics.create_vllm_engines,
-        reason="engines return log-probs only when a correction is on; the mismatch is measured always",
+        reason="engines return processed log-probs only with a correction; without them the mismatch cannot be measured",
         remove_when="logprobs_mode is an argument of OpenRLHF",
     ),
     Patch(
         module="openrlhf.trainer.ppo_utils.samples_generator",
         attr="SamplingParams",
         make=metrics.sampling_params,
-        reason="log-probs are asked for only when a correction is on; the mismatch is measured always",
-        remove_when="OpenRLHF has a measure-only mode",
+        reason="OpenRLHF requests log-probs only with a correction; without them the mismatch cannot be measured",
+        remove_when="OpenRLHF can request log-probs without a correction",
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.__init__",
         make=metrics.trainer_init,
-        reason="the process of the trainer loop compares its settings with the driver's",
+        reason="a trainer loop whose settings differ from the driver's would go unnoticed",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.train_step",
         make=metrics.train_step,
-        reason="our figures go with the step's status, into every logger the user has",
+        reason="jetrl_patch's metrics would miss the step's status, which OpenRLHF sends to the user's loggers",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.broadcast_to_vllm",
         make=metrics.broadcast_to_vllm,
-        reason="collect what a sync cost and who took part; OpenRLHF drops what actors return",
-        remove_when="OpenRLHF hands on the actors' results of a sync",
+        reason="OpenRLHF drops what actors return from a sync, so an unpatched actor and the sync's cost go unnoticed",
+        remove_when="OpenRLHF returns the actors' results of a sync",
     ),
     Patch(
         module="openrlhf.trainer.ppo_utils.experience_maker",
         attr="RemoteExperienceMaker.make_experience",
         make=metrics.make_experience,
-        reason="mismatch between rollout and trainer log-probs, also without a correction",
+        reason="without a correction OpenRLHF does not measure the mismatch between rollout and trainer log-probs",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.trainer.ray.launcher",
         attr="BaseModelActor._setup_distributed",
         make=model.setup_distributed,
-        reason="an actor compares its settings with the driver's before it builds a model",
+        reason="an actor whose settings differ from the driver's would build a different model unnoticed",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.models.actor",
         attr="Actor.__init__",
         make=model.actor_init,
-        reason="convert policy, reference and EMA after they are loaded and before DeepSpeed wraps them",
+        reason="OpenRLHF trains in BF16; policy, reference and EMA are converted after loading, before DeepSpeed wraps them. "
+        "Critics and reward models are not covered",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.__init__",
         make=sync.trainer_init,
-        reason="a first sync, so that both sides are compared before the first rollout",
+        reason="OpenRLHF samples its first batch before any weight sync, so nothing would have compared the two sides",
         remove_when="OpenRLHF syncs before it samples",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.broadcast_to_vllm",
         make=sync.broadcast_to_vllm,
-        reason="send the trainer's FP8 bytes and scales in buckets; OpenRLHF sends BF16, one remote call a parameter",
-        remove_when="OpenRLHF's sync takes quantized tensors and buckets",
+        reason="OpenRLHF sends BF16, which the rollout would quantize again, with one remote call per parameter; the trainer's "
+        "own bytes and scales are sent in buckets",
+        remove_when="OpenRLHF's sync accepts quantized tensors and buckets",
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight",
         make=worker.update_weight,
-        reason="take buckets through the receiver's checks; OpenRLHF loads what comes, and BF16 only",
-        remove_when="OpenRLHF's receiver checks completeness and content, and loads FP8 as it comes",
+        reason="OpenRLHF loads what arrives without checking it, and BF16 only",
+        remove_when="OpenRLHF's receiver checks completeness and content and loads FP8 unchanged",
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight_cuda_ipc",
         make=worker.update_weight_cuda_ipc,
-        reason="the same for colocated engines",
-        remove_when="OpenRLHF's receiver checks completeness and content, and loads FP8 as it comes",
+        reason="OpenRLHF loads what colocated engines receive without checking it, and BF16 only",
+        remove_when="OpenRLHF's receiver checks completeness and content and loads FP8 unchanged",
     ),
     *(
         Patch(
             module="openrlhf.utils.agent",
             attr=f"{kind}AgentExecutor.execute",
             make=versions.execute,
-            reason="a sample carries the version of the weights that made it; an executor of the user's own that calls "
-            "neither of these is not covered",
-            remove_when="OpenRLHF's samples carry the version of their weights",
+            reason="samples do not record the version of the weights that made them, so stale ones count as mismatch. A custom "
+            "executor that calls neither of these is not covered",
+            remove_when="OpenRLHF's samples record the version of their weights",
         )
         for kind in ("SingleTurn", "MultiTurn")
     ),
@@ -139,15 +142,15 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.generate",
         make=versions.generate,
-        reason="which weights stand in the engine when tokens come",
-        remove_when="vLLM's outputs carry the version of the weights",
+        reason="vLLM's outputs do not say which weights produced their tokens",
+        remove_when="vLLM's outputs carry the version of their weights",
     ),
     Patch(
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.collective_rpc",
         make=versions.collective_rpc,
-        reason="when a weight sync has ended",
-        remove_when="vLLM's outputs carry the version of the weights",
+        reason="the end of a weight sync, which starts a new version, is visible only here",
+        remove_when="vLLM's outputs carry the version of their weights",
     ),
 )
 
@@ -156,15 +159,16 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module="openrlhf.models.actor",
         attr="Actor.forward",
         make=logprob.actor_forward,
-        reason="remember where responses begin: vLLM bans the end of a response at its first token (min_tokens=1)",
-        remove_when="OpenRLHF samples with min_tokens=0, or masks in the trainer too",
+        reason="vLLM bans EOS at the first token of a response (min_tokens=1), which OpenRLHF's trainer ignores; the log-prob "
+        "function needs to know where responses begin",
+        remove_when="OpenRLHF samples with min_tokens=0, or bans EOS in the trainer too",
     ),
     Patch(
         module="openrlhf.models.actor",
         attr="log_probs_from_logits",
         make=logprob.log_probs_from_logits,
-        reason="OpenRLHF takes another formula per dtype and library; vLLM takes log-softmax in FP32",
-        remove_when="OpenRLHF takes log-softmax in FP32",
+        reason="OpenRLHF's formula depends on the dtype and the library; vLLM computes log-softmax in FP32",
+        remove_when="OpenRLHF computes log-softmax in FP32",
     ),
 )
 
@@ -172,8 +176,8 @@ CORRECTION = Patch(
     module="openrlhf.models.loss",
     attr="PolicyLoss.forward",
     make=correction.policy_loss,
-    reason="OpenRLHF has no product-form sequence ratio, no geometric mask with weight 1 and no adaptive clip",
-    remove_when="it has them",
+    reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
+    remove_when="OpenRLHF has all three",
 )
 
 
@@ -181,7 +185,7 @@ LOSS_SCALE = Patch(
     module="openrlhf.utils.deepspeed.deepspeed",
     attr="DeepspeedStrategy.optimizer_step",
     make=precision.optimizer_step,
-    reason="count the steps that the loss scale skips, and stop a run that skips all of them",
+    reason="OpenRLHF does not log skipped steps, so a run in which the loss scale skips every step goes on unnoticed",
     remove_when="OpenRLHF logs the scale and the skipped steps",
 )
 
@@ -190,7 +194,7 @@ INVARIANT_SCALE: tuple[Patch, ...] = tuple(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr=f"DeepspeedStrategy.{name}",
         make=make,
-        reason="a checkpoint that is resumed must be scaled (invariant_scale) as the model was when it was built",
+        reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
         remove_when=_NO_HOOK,
     )
     for name, make in (("save_ckpt", scaling.save_ckpt), ("load_ckpt", scaling.load_ckpt))
@@ -201,7 +205,8 @@ CHECKPOINT: tuple[Patch, ...] = tuple(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr=f"DeepspeedStrategy.{name}",
         make=make,
-        reason="jetrl.json: a run that is resumed in another precision, or with other optimizer states, must say so",
+        reason="OpenRLHF's checkpoints do not record their settings (jetrl.json), so a run would resume in another precision, or "
+        "with other optimizer states, unnoticed",
         remove_when=_NO_HOOK,
     )
     for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
@@ -211,8 +216,8 @@ OPTIMIZER = Patch(
     module="deepspeed",
     attr="initialize",
     make=optimizer.initialize,
-    reason="OpenRLHF gives DeepSpeed the name of an optimizer, and DeepSpeed has none with states in 8 bits",
-    remove_when="OpenRLHF can pass an optimizer of its user's",
+    reason="OpenRLHF passes DeepSpeed the name of an optimizer, and DeepSpeed has none with 8-bit states",
+    remove_when="OpenRLHF accepts a custom optimizer",
 )
 
 
@@ -223,7 +228,7 @@ class OpenRLHFAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "openrlhf", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """All modes measure and check; some also compute log-probs as the rollout does."""
+        """Return the patches of every mode, and those that the settings in ``config`` need."""
         ours = (CORRECTION,) if correction.is_ours(config) else ()
         scaled = INVARIANT_SCALE if config.quantized_rollout else ()
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
@@ -231,19 +236,19 @@ class OpenRLHFAdapter(Adapter):
         return EVERY_MODE + (SAME_LOG_PROBS if config.same_log_probs else ()) + ours + scaled + loss_scale + CHECKPOINT + states
 
     def services(self) -> Services:
-        """OpenRLHF's arguments and models."""
+        """Offer OpenRLHF's arguments and models to the core."""
         from jetrl_patch.adapters.openrlhf import services
 
         return Services(trainer=services)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """A method for reports on OpenRLHF's actors, and Ray's copies of what was patched."""
+        """Return the hooks that add a report method to OpenRLHF's actors and renew Ray's copies of patched methods."""
         return (
             OnImport(
                 module="openrlhf.trainer.ray.launcher",
                 name="BaseModelActor.jetrl_report",
                 apply=_add_report,
-                reason="actors can be asked what stands in them, through OpenRLHF's own execute_batch",
+                reason="OpenRLHF's actors cannot report their patches and settings; execute_batch calls this method",
                 remove_when=_NO_HOOK,
             ),
             OnImport(
@@ -265,7 +270,7 @@ class OpenRLHFAdapter(Adapter):
         )
 
     def on_undo(self) -> None:
-        """Forget figures that wait for a log line."""
+        """Drop metrics that wait for a log line."""
         state.reset()
 
 
@@ -275,7 +280,7 @@ def _add_report(module: ModuleType, journal: Journal) -> None:
         "jetrl_report",
         sync.report,
         target="openrlhf.trainer.ray.launcher.BaseModelActor.jetrl_report",
-        reason="actors can be asked what stands in them",
+        reason="OpenRLHF's actors cannot report their patches and settings",
     )
 
 

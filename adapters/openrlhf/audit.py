@@ -1,4 +1,4 @@
-"""Before the first step is trained: does every process of the run stand as the driver does?"""
+"""Before the first training step, check that every process of the run is patched like the driver."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ __all__ = ["ask_actors", "ask_engines", "audit", "check_report"]
 
 
 def audit(trainer: Any) -> list[dict[str, Any]]:
-    """Ask the actors that compute log-probs and the vLLM workers, compare, and log a line for each.
+    """Compare the reports of the vLLM workers and of the actors that compute log-probs, and log a line for each.
 
     Args:
         trainer: OpenRLHF's ``BasePPOTrainer``.
 
     Raises:
-        NotPatchedError: a process is not patched, or has no FP8 layers. ConflictError: it has other settings.
+        NotPatchedError: a process is not patched, or has no FP8 layers.
+        ConflictError: a process has other settings.
     """
     from openrlhf.utils.logging_utils import init_logger
 
@@ -34,7 +35,7 @@ def audit(trainer: Any) -> list[dict[str, Any]]:
     for report in reports:
         check_report(report, config)
         logger.info(
-            "jetrl_patch: %s pid %s on %s: %s, %d FP8 layers, %d changes in place",
+            "jetrl_patch: %s pid %s on %s: %s, %d FP8 layers, %d patches applied",
             report["role"],
             report["pid"],
             report["node"],
@@ -49,24 +50,24 @@ def check_report(report: dict[str, Any], config: Config) -> None:
     """Compare one process's report with the settings of this one."""
     where = f"the {report['role']} (pid {report['pid']} on {report['node']})"
     if not report["config"]:
-        raise NotPatchedError(f"{where} is not patched; {START}")
+        raise NotPatchedError(f"{where} is not patched. {START}")
     require_same(where, required=config.to_env(), found=report["config"])
     if config.fp8_train and not report["layers"]:
-        raise NotPatchedError(f"{where} built its model before it was patched, and has no FP8 layers; {START}")
+        raise NotPatchedError(f"{where} built its model before it was patched, so it has no FP8 layers. {START}")
 
 
 def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
-    """``jetrl_report(item)`` of every actor of a ``RayActorGroup``. Raises NotPatchedError if one does not know it."""
+    """Call ``jetrl_report(item)`` on every actor of a ``RayActorGroup``. Raises NotPatchedError if one lacks the method."""
     import ray
 
     calls = group.async_run_method("execute_batch", "jetrl_report", {"item": [item]}, 0, 1)
     try:
         return [found[0] for found in ray.get(calls)]
     except AttributeError as error:
-        raise NotPatchedError(f"an actor of OpenRLHF is not patched; {START}") from error
+        raise NotPatchedError(f"an actor of OpenRLHF is not patched. {START}") from error
 
 
 def ask_engines(engines: Any, config: Config) -> list[dict[str, Any]]:
-    """A report of every vLLM worker, in the form of the actors'."""
+    """Return a report of every vLLM worker, in the form of the actors' reports."""
     found = Orders(engines, config.sync_timeout).ask("status")
     return [{**worker, "layers": len(worker["layers"]) + len(worker["guarded"])} for engine in found for worker in engine]

@@ -1,4 +1,4 @@
-"""A DeepSpeed checkpoint of OpenRLHF carries the settings of its run, and is compared with them before it is loaded."""
+"""Record the run's settings in OpenRLHF's DeepSpeed checkpoints, and compare them before a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["load_ckpt", "save_ckpt"]
 
 @while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepspeedStrategy.save_ckpt``: the first rank writes ``jetrl.json`` into the tag's folder."""
+    """Wrap ``DeepspeedStrategy.save_ckpt``: rank 0 writes ``jetrl.json`` into the tag's folder."""
     signature = inspect.signature(original)
 
     def save_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepspeedStrategy.load_ckpt``."""
+    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the recorded settings with those of the run."""
     signature = inspect.signature(original)
 
     def load_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +51,7 @@ def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _latest(folder: str) -> str:
-    """The tag that DeepSpeed would take."""
+    """Return the tag that DeepSpeed loads by default."""
     file = os.path.join(folder, "latest")
     if not os.path.isfile(file):
         return ""

@@ -1,8 +1,8 @@
-"""Our corrections in OpenRLHF: its flags where it has the formula, a coefficient in ``PolicyLoss`` where it has not.
+"""jetrl_patch's corrections in OpenRLHF: by its flags where it has the formula, otherwise by weights in ``PolicyLoss``.
 
 ``--algo.advantage.is_correction_level token`` clamps (``tis``) or drops (``mis``, ``icepop``) token by token. OpenRLHF has no
-product over a sequence, and its ``seq`` drops by the geometric mean as ``geo-mis`` does but leaves survivors their
-per-token weights, where the definition gives them weight 1; so those three, and ACR, are ours.
+product over a sequence. Its ``seq`` drops by the geometric mean like ``geo-mis``, but keeps per-token weights for the rest,
+which by definition have weight 1. The plugin therefore computes ``seq-tis``, ``seq-mis``, ``geo-mis`` and ACR itself.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 __all__ = ["bounds_in_use", "figures", "in_use", "is_ours", "policy_loss", "problems", "wanted"]
 
-#: ours -> OpenRLHF's mode at level "token"; the others are computed by us
+#: correction -> OpenRLHF's mode at level "token"; the plugin computes the others
 _MODES = {"tis": "clip", "mis": "mask", "icepop": "mask"}
 _FIELDS = tuple(f"is_correction_{name}" for name in ("level", "mode", "gating", "threshold"))
 _FLAG = "--algo.advantage.is_correction_"
 
 
 def is_ours(config: Config) -> bool:
-    """Whether the correction is computed by us, inside ``PolicyLoss``."""
+    """Whether the plugin computes the correction, inside ``PolicyLoss``."""
     return config.acr or (config.correction != "none" and config.correction not in _MODES)
 
 
 def wanted(config: Config) -> dict[str, Any]:
-    """The fields of ``args.algo.advantage`` to set; empty where OpenRLHF's stay as they are."""
+    """Return the fields of ``args.algo.advantage`` to set; empty if they stay unchanged."""
     if config.correction == "none" or is_ours(config):
         return {}
     return {
@@ -42,9 +42,9 @@ def wanted(config: Config) -> dict[str, Any]:
 
 
 def in_use(advantage: Any, config: Config) -> tuple[str, tuple[float, float]] | None:
-    """The correction that a run comes to, ours or OpenRLHF's own, and its interval.
+    """Return the name and interval of the run's correction, whether jetrl_patch's or OpenRLHF's.
 
-    ``("none", (0, inf))`` where there is none; None for one of OpenRLHF's that has no name here.
+    ``("none", (0, inf))`` without a correction; None for one of OpenRLHF's that has no name here.
     """
     if config.correction != "none":
         return config.correction, interval(config.correction, config.correction_bounds)
@@ -60,13 +60,13 @@ def in_use(advantage: Any, config: Config) -> tuple[str, tuple[float, float]] | 
 
 
 def bounds_in_use(advantage: Any) -> tuple[float, float]:
-    """(low, high) of OpenRLHF's threshold, which may be one number."""
+    """Return (low, high) of OpenRLHF's threshold, which may be one number."""
     bounds = [float(value) for value in advantage.is_correction_threshold]
     return (bounds[0], bounds[1]) if len(bounds) == 2 else (0.0, bounds[0])
 
 
 def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:
-    """What the correction in use does to log-ratios [B, T]; empty for none, or one without a name."""
+    """Return metrics of the correction's effect on log-ratios [B, T]; empty without a correction or a name for it."""
     from jetrl_patch.correction.figures import of_run
 
     found = of_run(in_use(advantage, config), log_ratio, mask)
@@ -74,7 +74,7 @@ def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[s
 
 
 def problems(args: Any, config: Config) -> Iterator[JetrlError]:
-    """What in OpenRLHF's arguments cannot stand beside our correction, as the errors to raise."""
+    """Yield an error for each argument of OpenRLHF that contradicts the configured correction."""
     if config.correction == "none":
         return
     advantage, ours = args.algo.advantage, f"correction={config.correction!r}{', acr=True' if config.acr else ''}"
@@ -86,9 +86,9 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield ConfigError(
             explain(
                 f"OpenRLHF's --actor.policy_loss_type with {ours}",
-                required="ppo: OpenRLHF's other losses apply no weights",
+                required="ppo (OpenRLHF's other losses apply no weights)",
                 found=repr(args.actor.policy_loss_type),
-                fix="use ppo, or correction='none'",
+                fix="set it to ppo, or use correction='none'",
             )
         )
 
@@ -96,19 +96,19 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
 def _clash(ours: str, config: Config, theirs: dict[str, Any]) -> ConfigError:
     return ConfigError(
         explain(
-            f"OpenRLHF's {_FLAG}level beside jetrl_patch's correction",
+            f"OpenRLHF's {_FLAG}level with jetrl_patch's correction",
             required=f"{ours}, bounds {interval(config.correction, config.correction_bounds)}",
             found=", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items()),
-            fix="leave OpenRLHF's level off, or drop ours",
+            fix=f"set {_FLAG}level off, or drop jetrl_patch's correction",
         )
     )
 
 
 def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``PolicyLoss.forward``: our weights multiply its loss, token by token.
+    """Wrap ``PolicyLoss.forward``: multiply its loss by the plugin's weights, token by token.
 
-    With the level off, OpenRLHF's loss of a token is homogeneous in its advantage (clip and dual clip included), so
-    that w·loss(A) is loss(w·A) for every w ≥ 0 and all the rest stays its own.
+    With the level off, OpenRLHF's loss of a token is homogeneous in its advantage (with clip and dual clip), so
+    w·loss(A) = loss(w·A) for every w ≥ 0. Everything else stays OpenRLHF's.
     """
 
     def forward(
@@ -147,7 +147,7 @@ def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 def _acr(
     self: Any, log_probs: Any, old: Any, advantages: Any, mask: Any, log_ratio: Any, sizes: Any, config: Config
 ) -> tuple[Any, Any, Any]:
-    """OpenRLHF's loss with QuRL's clip: ``(loss, share of clipped tokens, KL)``, all scalars."""
+    """Compute OpenRLHF's loss with QuRL's clip: ``(loss, fraction of clipped tokens, KL)``, all scalars."""
     from openrlhf.models.loss import aggregate_loss
     from openrlhf.models.utils import masked_mean
 

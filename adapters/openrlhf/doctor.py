@@ -1,7 +1,7 @@
-"""OpenRLHF's arguments, read by its own parser, for ``jetrl doctor``.
+"""Read OpenRLHF's arguments with its own parser, for ``jetrl doctor``.
 
-The parser, and the checks that follow it, stand under ``if __name__ == "__main__"`` of ``train_ppo_ray.py``. They are
-taken from its syntax tree and run alone: no ``import`` of OpenRLHF (torch, Ray, DeepSpeed, vLLM) and no training.
+The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. They are extracted from
+the syntax tree and run alone, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
 """
 
 from __future__ import annotations
@@ -17,26 +17,28 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from jetrl_patch.doctor.folders import file_of
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, explain
 
 __all__ = ["asked_for", "model_path", "needs_flash_attn", "read"]
 
 
 def read(arguments: Sequence[str]) -> Any:
-    """The nested namespace that OpenRLHF's ``train`` would get.
+    """Return the nested namespace that OpenRLHF's ``train`` gets.
 
-    Raises ConfigError with the parser's message, or with that of a check of OpenRLHF's own.
+    Raises ConfigError with the message of OpenRLHF's parser or of one of its checks.
     """
     path, tools = file_of("openrlhf", "cli", "train_ppo_ray.py"), file_of("openrlhf", "utils", "config.py")
     if path is None or tools is None:
-        raise ConfigError("openrlhf has no cli/train_ppo_ray.py here; install openrlhf")
+        required, fix = "cli/train_ppo_ray.py and utils/config.py", "install openrlhf"
+        raise ConfigError(explain("openrlhf in this environment", required=required, found="at most one of them", fix=fix))
     tree = ast.parse(path.read_text())
     body = next(
         (node.body for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)), []
     )
     cut = next((i for i, node in enumerate(body) if "parse_args()" in ast.unparse(node)), None)
     if cut is None:
-        raise ConfigError(f"{path} has no argument parser under __main__: this version of openrlhf does not fit")
+        fix = "install a supported version of openrlhf"
+        raise ConfigError(explain(str(path), required="an argument parser under __main__", found="none", fix=fix))
     names: dict[str, Any] = {}
     _execute([node for node in tree.body if _is_stdlib_import(node)] + body[:cut], names, path)
     flat = _parse_args(names["parser"], arguments)
@@ -51,16 +53,16 @@ def read(arguments: Sequence[str]) -> Any:
 
 
 def asked_for(args: Any, environ: Mapping[str, str]) -> None:
-    """OpenRLHF's parser takes no argument of ours."""
+    """Return None: OpenRLHF's parser accepts no arguments for jetrl_patch."""
 
 
 def model_path(args: Any) -> tuple[str, str]:
-    """Where the model is, and the argument that says so."""
+    """Return the model's path and the argument that gives it."""
     return str(args.actor.model_name_or_path), "--actor.model_name_or_path"
 
 
 def needs_flash_attn(args: Any) -> str:
-    """Which argument needs flash-attn on a GPU; empty if none does."""
+    """Return the argument that needs flash-attn on a GPU; empty if none does."""
     chosen = args.ds.attn_implementation
     if chosen.startswith("flash"):
         return f"--ds.attn_implementation {chosen}"
@@ -69,14 +71,14 @@ def needs_flash_attn(args: Any) -> str:
 
 def _parse_args(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
     def error(message: str) -> NoReturn:
-        raise ConfigError(f"OpenRLHF's parser: {message}; see --help of openrlhf.cli.train_ppo_ray")
+        raise ConfigError(f"OpenRLHF's parser: {message}. See --help of openrlhf.cli.train_ppo_ray.")
 
     parser.error = error  # type: ignore[method-assign]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             return parser.parse_args(list(arguments))
     except SystemExit:
-        raise ConfigError("the arguments ask for OpenRLHF's help; leave --help out") from None
+        raise ConfigError("The arguments request OpenRLHF's help. Remove --help.") from None
 
 
 def _execute(body: list[ast.stmt], names: dict[str, Any], path: Path) -> None:
@@ -99,7 +101,7 @@ def _imports_or_trains(node: ast.stmt) -> bool:
 
 
 def _load(path: Path) -> Any:
-    """The module in a file that imports nothing of its package."""
+    """Load a module from a file that imports nothing from its package."""
     spec = importlib.util.spec_from_file_location("_openrlhf_" + path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -1,7 +1,7 @@
-"""The precision guard and the monitor in OpenRLHF's weight sync: policy actors decide, the reference follows.
+"""The precision guard and the monitor in OpenRLHF's weight sync: the policy actors decide, the reference follows.
 
-Before a sync the guard decides, from all ranks' figures, and every rank carries it out; what is sent then says so. The
-trainer loop learns of it with the figures of the sync, and tells the reference model's actors.
+Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it.
+The trainer loop learns of it from the sync's report and tells the reference model's actors.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ __all__ = ["figures", "take_lines", "tell"]
 
 
 def figures(source: Source) -> dict[str, float]:
-    """Metrics of the step that this sync ends. Collective. Raises PrecisionError where they are to stop the run."""
+    """Return metrics of the step that this sync ends. Collective. Raises PrecisionError if the monitor must stop the run."""
     metrics = source.end_sync()
     WORKER.lines += source.take_lines()
     return metrics
 
 
 def take_lines() -> list[str]:
-    """Lines for the trainer loop's log, each handed out once."""
+    """Return lines for the trainer loop's log, each only once."""
     lines, WORKER.lines = WORKER.lines, []
     return lines
 
 
 def tell(trainer: Any, guarded: Sequence[str]) -> None:
-    """In the trainer loop: the reference model computes as the policy does, from the same step on."""
+    """In the trainer loop, move the reference model's layers to BF16 like the policy's, from the same step on."""
     from jetrl_patch.adapters.openrlhf.audit import ask_actors
 
     new = [name for name in guarded if name not in DRIVER.guarded]

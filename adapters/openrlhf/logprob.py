@@ -1,8 +1,8 @@
-"""Exact mode and FP16: the trainer's log-prob of a token is computed as the rollout computes it.
+"""Compute the trainer's log-probs as the rollout does, in exact mode and FP16.
 
-vLLM's sampler: logits to FP32, divided by the temperature, tokens that may not be sampled at −inf, log-softmax. OpenRLHF
-samples with ``min_tokens=1``, so the end of the response is banned at its first token, and the log-prob of that token
-is higher than the plain one by −log(1 − p(EOS)). The trainer bans it there too: this is the policy that sampled.
+vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax.
+OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by
+−log(1 − p(EOS)). The trainer bans EOS there too, because this is the policy that sampled.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from jetrl_patch.gate import while_config
 
 __all__ = ["actor_forward", "check_sampling", "first_tokens", "log_probs_from_logits"]
 
-#: what banned logits become: exp of it is 0 like that of -inf
+#: value of a banned logit: its exp is 0 as for -inf
 BANNED = -1e30
 
 _same_log_probs = while_config(lambda config: config.same_log_probs)
 
-#: the greatest ``min_tokens`` that the trainer reproduces
+#: the largest ``min_tokens`` that the trainer reproduces
 MIN_TOKENS = 1
 
 
 class _Current(threading.local):
-    """The batch that goes through ``Actor.forward`` in this thread: bool [B, T] of first response tokens."""
+    """The batch in this thread's ``Actor.forward``: ``first`` is a bool [B, T] of first response tokens."""
 
     first: Any = None
 
@@ -38,7 +38,7 @@ _current = _Current()
 
 @_same_log_probs
 def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Actor.forward``: remembers where responses begin while the log-probs are computed inside."""
+    """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs."""
 
     def forward(
         self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -58,10 +58,10 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def first_tokens(action_mask: Any, width: int) -> Any:
-    """Which rows of the logits [B, T] predict the first token of a response (of each turn).
+    """Mark the rows of the logits [B, T] that predict the first token of a response (of each turn).
 
     Args:
-        action_mask: [B, A], nonzero at response tokens; its last column stands for logits row T - 2.
+        action_mask: [B, A], nonzero at response tokens; its last column belongs to logits row T - 2.
         width: T.
     """
     import torch
@@ -74,7 +74,7 @@ def first_tokens(action_mask: Any, width: int) -> Any:
 
 @_same_log_probs
 def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
+    """Replace ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
 
     def log_probs_from_logits(logits: Any, labels: Any, temperature: float = 1.0) -> Any:
         if _current.first is None:
@@ -85,21 +85,21 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
         first = _current.first
         if not WORKER.stop_tokens or not bool(first.any()):
             return found
-        rows = logits[first].index_fill(-1, _stop_tokens(logits), BANNED)  # a copy of these rows alone
+        rows = logits[first].index_fill(-1, _stop_tokens(logits), BANNED)  # copies only these rows
         return found.masked_scatter(first, token_log_probs(rows, labels[first], temperature))
 
     return log_probs_from_logits
 
 
 def check_sampling(min_tokens: int) -> None:
-    """Raise ConfigError for a ``min_tokens`` that the trainer does not reproduce in exact mode."""
+    """Raise ConfigError for a ``min_tokens`` that the trainer cannot reproduce in exact mode."""
     if _exact() and min_tokens > MIN_TOKENS:
         raise ConfigError(
             explain(
                 "min_tokens in exact mode",
-                required=f"at most {MIN_TOKENS}, which the trainer can reproduce",
+                required=f"at most {MIN_TOKENS}, which the trainer reproduces",
                 found=str(min_tokens),
-                fix="lower it, or use align='linear'",
+                fix=f"set min_tokens to {MIN_TOKENS}, or use align='linear'",
             )
         )
 

@@ -1,4 +1,4 @@
-"""Mismatch and sync figures into OpenRLHF's own log, in every mode, with or without a correction."""
+"""Add mismatch and sync metrics to OpenRLHF's log, in every mode, with or without a correction."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ __all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_
 
 logger = logging.getLogger(__name__)
 
-#: what vLLM returns as a log-prob: after the processing that sampling applied, which the trainer computes too
+#: vLLM returns log-probs after the processing of its sampler, which the trainer reproduces
 LOGPROBS_MODE = "processed_logprobs"
 
 
 @while_active
 def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``create_vllm_engines``: engines return log-probs also when no correction asks for them."""
+    """Wrap ``create_vllm_engines``: engines return processed log-probs even without a correction."""
     signature = inspect.signature(original)
 
     def create_vllm_engines(*args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def create_vllm_engines(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def sampling_params(original: Any) -> Callable[..., Any]:
-    """Replaces the name ``SamplingParams`` in ``samples_generator``: asks for the sampled token's log-prob."""
+    """Replace the name ``SamplingParams`` in ``samples_generator``: request the sampled token's log-prob."""
 
     def SamplingParams(*args: Any, **kwargs: Any) -> Any:
         if kwargs.get("logprobs") is None:
@@ -55,7 +55,7 @@ def sampling_params(original: Any) -> Callable[..., Any]:
 
 @while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``BasePPOTrainer.__init__``: the trainer loop must run in the settings of the driver."""
+    """Wrap ``BasePPOTrainer.__init__``: require the driver's settings in the trainer loop."""
 
     def __init__(self: Any, strategy: Any, *args: Any, **kwargs: Any) -> None:
         check_mark(strategy.args, "OpenRLHF's trainer loop")
@@ -66,7 +66,7 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``RemoteExperienceMaker.make_experience``: both log-probs of every sample stand there for the first time."""
+    """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
 
     def make_experience(self: Any, samples_list: Any) -> Any:
         experiences = original(self, samples_list)
@@ -77,11 +77,10 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
-    """Compare the log-probs of a step's samples and keep the figures for its line in the log."""
-
+    """Compare the log-probs of a step's samples and keep the metrics for its log line."""
     with_both = [e for e in experiences if e.rollout_log_probs is not None]
     if not with_both:
-        logger.warning("jetrl_patch: no log-probs came with the samples, so there is no mismatch to report")
+        logger.warning("jetrl_patch: the samples have no rollout log-probs, so this step reports no mismatch")
         return None
     width = max(e.action_mask.shape[1] for e in with_both)
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
@@ -99,9 +98,9 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
 
 
 def _current(experience: Any) -> Any:
-    """Bool [B, A]: which places belong to samples that the trainer's weights of now made, from end to end.
+    """Bool [B, A]: True for samples that were made entirely with the trainer's current weights.
 
-    Where samples carry no version (BF16, where OpenRLHF's own sync runs) all of them count.
+    Samples without a version (BF16 mode, which uses OpenRLHF's own sync) all count.
     """
     import torch
 
@@ -114,7 +113,7 @@ def _current(experience: Any) -> Any:
 
 
 def _rows(parts: Sequence[Any], width: int) -> Any:
-    """The rows of all parts [B, A], filled up with zeros to one width."""
+    """Concatenate the rows of all parts [B, A], padded with zeros to one width."""
     import torch
 
     return torch.cat([torch.nn.functional.pad(part.cpu(), (0, width - part.shape[1])) for part in parts])
@@ -122,7 +121,7 @@ def _rows(parts: Sequence[Any], width: int) -> Any:
 
 @while_active
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``BasePPOTrainer.broadcast_to_vllm``: every policy actor must report, and its figures are kept."""
+    """Wrap ``BasePPOTrainer.broadcast_to_vllm``: collect a report from every policy actor."""
 
     def broadcast_to_vllm(self: Any) -> None:
         original(self)
@@ -134,7 +133,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_sync(reports: Sequence[dict[str, Any]]) -> None:
-    """Keep what the policy actors report of a sync: rank 0 sends, all take part."""
+    """Keep the policy actors' reports of a sync: rank 0 sends, all ranks take part."""
     DRIVER.metrics.update(sync_metrics(reports))
     DRIVER.version = reports[0]["version"]
     for line in reports[0]["lines"]:
@@ -143,7 +142,7 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
 
 @while_active
 def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``BasePPOTrainer.train_step``: the status of a step, which OpenRLHF logs, also has our figures."""
+    """Wrap ``BasePPOTrainer.train_step``: add the plugin's metrics to the step's status, which OpenRLHF logs."""
 
     def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
         if not getattr(self, "_jetrl_audited", False):

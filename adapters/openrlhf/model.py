@@ -1,4 +1,4 @@
-"""The trainer's models (policy, reference, EMA): converted after they are loaded, before DeepSpeed wraps them."""
+"""Convert the trainer's models (policy, reference, EMA) after loading, before DeepSpeed wraps them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["actor_init", "setup_distributed", "stop_tokens"]
 
 @while_active
 def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``BaseModelActor._setup_distributed``, which every actor calls before it builds its model."""
+    """Wrap ``BaseModelActor._setup_distributed``, which every actor calls before it builds its model."""
 
     def _setup_distributed(self: Any, strategy: Any) -> Any:
         check_mark(strategy.args, f"{type(self).__name__} (pid {os.getpid()})")
@@ -32,7 +32,7 @@ def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Actor.__init__``. Critics and reward models are of another class and stay what they are."""
+    """Wrap ``Actor.__init__``. Critics and reward models have another class and stay unchanged."""
 
     def __init__(
         self: Any, pretrain_or_model: Any, attn_implementation: Any = "flash_attention_2", *args: Any, **kwargs: Any
@@ -42,7 +42,7 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
             return
         config = runtime.active_config()
         if config.exact:
-            attn_implementation = "sdpa"  # it is replaced below; flash attention may not even be here
+            attn_implementation = "sdpa"  # replaced below; flash attention may not be installed
         if config.same_log_probs:
             WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
@@ -54,7 +54,7 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(model: Any, config: Config, actor: Any) -> Source:
-    """Convert the loaded model of an ``Actor``, whole or already partitioned by ZeRO-3, and note what the weight sync sends."""
+    """Convert the loaded model of an ``Actor``, whole or already partitioned by ZeRO-3, and return what the weight sync sends."""
     import torch
 
     return convert(
@@ -72,16 +72,16 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 
 def stop_tokens(path: str) -> tuple[int, ...]:
-    """The tokens that end a response in vLLM: the tokenizer's EOS, and those of ``generation_config.json``.
+    """Return the tokens that end a response in vLLM: the tokenizer's EOS, and those of ``generation_config.json``.
 
-    As ``SamplingParams.update_from_generation_config`` collects them (vLLM 0.30).
+    ``SamplingParams.update_from_generation_config`` collects the same ones (vLLM 0.30).
     """
     from transformers import AutoTokenizer, GenerationConfig
 
     found: list[Any] = [AutoTokenizer.from_pretrained(path, trust_remote_code=True).eos_token_id]
     try:
         listed = GenerationConfig.from_pretrained(path).eos_token_id
-    except OSError:  # there is none: vLLM derives one from config.json
+    except OSError:  # without this file, vLLM derives one from config.json
         from transformers import AutoConfig
 
         listed = getattr(AutoConfig.from_pretrained(path, trust_remote_code=True), "eos_token_id", None)

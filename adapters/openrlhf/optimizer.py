@@ -1,7 +1,7 @@
-"""The optimizer's states in OpenRLHF: DeepSpeed takes an optimizer of the client's, OpenRLHF hands it a name.
+"""Optimizer states in OpenRLHF: pass DeepSpeed an optimizer where OpenRLHF passes it a name.
 
-ZeRO flattens parameters before the optimizer sees them and keeps no state itself, so stages 1 to 3 work: a state is made
-of the flat part that a rank owns. Stage 0 trains, and then cannot load its own checkpoint.
+ZeRO flattens parameters before the optimizer sees them and keeps no state itself. Stages 1 to 3 therefore work: the
+optimizer keeps states of the flat partition that a rank owns. Stage 0 trains, but cannot load its own checkpoint.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from jetrl_patch.trainer.rules import Rule, is_set, other_than
 
 __all__ = ["RULES", "initialize"]
 
-_STATES = "AdamW, whose states are kept as optimizer_states says"
+_STATES = "adam, whose states optimizer_states selects"
 
-#: what OpenRLHF says of AdamW; all else ("torch_adam") is about which of DeepSpeed's classes to take
+#: OpenRLHF's AdamW options; the others ("torch_adam") select one of DeepSpeed's classes
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
-#: what cannot stand beside ``optimizer_states`` of 8 bits
+#: arguments that ``optimizer_states`` other than 'fp32' exclude
 RULES: tuple[Rule, ...] = (
-    Rule("actor.optim", other_than("adam"), _STATES, "use adam, or leave optimizer_states at 'fp32'", "all"),
-    Rule("critic.optim", other_than("adam"), _STATES, "use adam, or leave optimizer_states at 'fp32'", "all"),
-    Rule("ds.zero_stage", other_than(1, 2, 3), "1, 2 or 3 (DeepSpeed cannot load such states at 0)", "use 2", "all"),
-    Rule("ds.adam_offload", is_set, "states on the device (they are small)", "leave it out", "all"),
-    Rule("ds.use_universal_ckpt", is_set, "DeepSpeed's own checkpoints", "leave it out", "all"),
+    Rule("actor.optim", other_than("adam"), _STATES, "set it to adam, or leave optimizer_states at 'fp32'", "all"),
+    Rule("critic.optim", other_than("adam"), _STATES, "set it to adam, or leave optimizer_states at 'fp32'", "all"),
+    Rule("ds.zero_stage", other_than(1, 2, 3), "1, 2 or 3 (at 0 DeepSpeed cannot load these states)", "set it to 2", "all"),
+    Rule("ds.adam_offload", is_set, "optimizer states on the device", "remove the flag", "all"),
+    Rule("ds.use_universal_ckpt", is_set, "DeepSpeed's own checkpoint format", "remove the flag", "all"),
 )
 
 
 @while_active
 def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``deepspeed.initialize``: the AdamW that the configuration names is made by us, from the same numbers.
+    """Wrap ``deepspeed.initialize``: replace the AdamW in the configuration by the plugin's, with the same options.
 
-    Not touched: engines without an optimizer (reference model), and those that bring their own.
+    Engines without an optimizer (reference model) and those with their own stay unchanged.
     """
     signature = inspect.signature(original)
 
@@ -59,7 +59,7 @@ def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _maker(states: str, options: dict[str, Any]) -> Callable[[Any], Any]:
-    """DeepSpeed calls it with the parameters once it has grouped them."""
+    """Return a factory that DeepSpeed calls with the grouped parameters."""
 
     def make(parameters: Any) -> Any:
         import importlib

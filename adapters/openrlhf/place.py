@@ -1,4 +1,4 @@
-"""Where a process runs, for reports and errors."""
+"""Name the place where a process runs, for reports and errors."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ import socket
 
 
 def where() -> str:
-    """Host name and, as several Ray nodes may share a host, the raylet that started the process or its parent."""
+    """Return the host name, and the raylet that started the process: several Ray nodes may share a host."""
     raylet = os.environ.get("RAY_RAYLET_PID")
     return f"{socket.gethostname()} (raylet {raylet})" if raylet else socket.gethostname()

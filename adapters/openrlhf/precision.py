@@ -1,9 +1,9 @@
-"""``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in OpenRLHF: arguments that are refused or completed, and the loss scale.
+"""``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in OpenRLHF: check and complete the arguments, and watch the loss scale.
 
-OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and switches on DeepSpeed's own mixed precision: FP32 masters in its
-optimizer, a dynamic loss scale from 2^16 on, doubled after 1000 good steps, halved at an overflow after a first one that is
-let pass. Its vLLM engines stay in BF16 (the dtype is written into the code); the vLLM adapter sets them to FP16. Added here: what
-does not fit FP16 is an error, skipped steps are counted, and a run that skips all of them stops.
+OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and enables DeepSpeed's mixed precision: FP32 masters in its
+optimizer, and a dynamic loss scale that starts at 2^16, doubles after 1000 good steps and halves at every overflow but the
+first. OpenRLHF hard-codes BF16 for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that
+do not fit FP16, counts skipped steps, and stops a run that skips all of them.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one
 __all__ = ["check_model", "check_weights", "complete", "figures", "optimizer_step", "problems", "scales_loss"]
 
 RULES: tuple[Rule, ...] = (
-    Rule("ds.load_in_4bit", is_set, "weights in FP16", "leave it out", "all"),
-    Rule("ds.tensor_parallel_size", more_than_one, "1: OpenRLHF's tensor parallelism is BF16 only", "set it to 1", "all"),
+    Rule("ds.load_in_4bit", is_set, "weights in FP16", "remove the flag", "all"),
+    Rule("ds.tensor_parallel_size", more_than_one, "1 (OpenRLHF's tensor parallelism supports only BF16)", "set it to 1", "all"),
 )
 
 HEAD_RULES: tuple[Rule, ...] = (
-    Rule("ds.tensor_parallel_size", more_than_one, "a trainer that holds a whole lm_head", "set it to 1", "all"),
-    Rule("ds.use_liger_kernel", is_set, "logits from lm_head's forward", "leave it out", "all"),
+    Rule("ds.tensor_parallel_size", more_than_one, "a whole lm_head on each rank", "set it to 1", "all"),
+    Rule("ds.use_liger_kernel", is_set, "logits from lm_head's forward", "remove the flag", "all"),
 )
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """What cannot be kept with these three settings, as the errors to raise."""
+    """Yield an error for each argument that contradicts these three settings."""
 
     def name(path: str) -> str:
         return f"OpenRLHF's --{path}"
@@ -40,9 +40,10 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     if config.mode.scales_loss:
         yield from broken(RULES, select, config, name)
     elif config.mode.only_measures and select("ds.param_dtype") == "fp16":
-        fix = "use precision='fp16', which sets both sides: OpenRLHF leaves its vLLM engines in BF16"
+        fix = "set precision='fp16' (JETRL_PRECISION=fp16), which uses FP16 on both sides"
         what = "OpenRLHF's --ds.param_dtype with precision='bf16'"
-        yield ConfigError(explain(what, required="BF16 on both sides", found="'fp16'", fix=fix))
+        required = "bf16, because OpenRLHF's vLLM engines stay in BF16"
+        yield ConfigError(explain(what, required=required, found="'fp16'", fix=fix))
     if config.fp32_head:
         yield from broken(HEAD_RULES, select, config, name)
     if config.kv_cache == "fp8":
@@ -52,11 +53,11 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 
 def complete(args: Any, config: Config) -> list[str]:
-    """Write into the arguments what FP16 needs; gives the changes in words."""
+    """Set what FP16 needs in the arguments; return a description of each change."""
     if not config.mode.scales_loss or args.ds.param_dtype == "fp16":
         return []
     args.ds.param_dtype = "fp16"
-    return ["--ds.param_dtype fp16: precision='fp16' is FP16 on both sides"]
+    return ["--ds.param_dtype fp16: precision='fp16' uses FP16 on both sides"]
 
 
 def scales_loss() -> bool:
@@ -65,13 +66,13 @@ def scales_loss() -> bool:
 
 
 def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
-    """Each parameter, or this rank's part of it where ZeRO-3 has split it."""
+    """Yield each parameter, or this rank's partition of it under ZeRO-3."""
     for name, parameter in module.named_parameters():
         yield name, getattr(parameter, "ds_tensor", parameter)
 
 
 def check_model(module: Any, path: str) -> None:
-    """Raise ModelError for a checkpoint that does not fit FP16; loaded in FP16, such weights are Inf by now."""
+    """Raise ModelError if the checkpoint does not fit FP16: its weights were loaded in FP16, so too large ones are Inf."""
     if not scales_loss():
         return
     from jetrl_patch.precision.fp16 import check_fits
@@ -80,9 +81,9 @@ def check_model(module: Any, path: str) -> None:
 
 
 def check_weights(module: Any) -> None:
-    """Before a weight sync, on every rank: all weights must be finite in FP16.
+    """Check before a weight sync, on every rank, that all weights are finite in FP16.
 
-    Raises SyncError on all ranks, naming the weights of this one, so that none waits for another in a collective.
+    Raises SyncError on all ranks, so that none waits in a collective. Each rank names its own weights.
     """
     if not scales_loss():
         return
@@ -96,15 +97,20 @@ def check_weights(module: Any) -> None:
     dist.all_reduce(anywhere)
     if int(anywhere):
         raise SyncError(
-            f"the weights do not fit FP16, so nothing was synced: {'; '.join(found[:10]) or 'another rank names them'}; look "
-            f"at the last optimizer steps (gradient norm, learning rate), or use precision='bf16'"
+            f"the weights do not fit FP16, so nothing was synced: {_first_of(found) or 'another rank names them'}. "
+            "Check the last optimizer steps (gradient norm, learning rate), or use precision='bf16'."
         )
 
 
-def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepspeedStrategy.optimizer_step``: was the step skipped, and how often lately?
+def _first_of(found: list[str]) -> str:
+    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + rest
 
-    Calls between the boundaries of gradient accumulation are no steps. Raises PrecisionError when none comes through any more.
+
+def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DeepspeedStrategy.optimizer_step``: count skipped steps.
+
+    Calls within gradient accumulation are not steps. Raises PrecisionError once every step is skipped.
     """
 
     def optimizer_step(self: Any, optimizer: Any, model: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -126,5 +132,5 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def figures() -> dict[str, float]:
-    """For the report of an actor: the loss scale and the skipped steps; nothing in another precision."""
+    """Return the loss scale and the skipped steps for an actor's report; empty in other precisions."""
     return WORKER.loss_scale.figures() if scales_loss() else {}

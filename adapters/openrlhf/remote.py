@@ -1,8 +1,8 @@
-"""Ray's copies of inherited methods.
+"""Renew Ray's copies of inherited methods.
 
-``@ray.remote`` sets every method of a class, inherited ones too, on the class that it exports. A subclass that is
-decorated in the module of its base has copies from before our patch of the base; a renewed copy is the patched
-function itself, which travels by name, so that each worker uses its own.
+``@ray.remote`` sets every method of a class, including inherited ones, on the class that it exports. A subclass decorated in
+the module of its base therefore holds copies from before the patch. A renewed copy is the patched function itself, which Ray
+pickles by name, so each worker uses its own.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from types import ModuleType
 
 from jetrl_patch.adapters.base import Journal
 
-REASON = "Ray has copied the base's methods into this class before they were patched"
-REMOVE_WHEN = "Ray exports inherited methods by inheritance"
+REASON = "@ray.remote copied the base's methods into this class before they were patched, so actors would run the originals"
+REMOVE_WHEN = "Ray no longer copies inherited methods into the exported class"
 
 
 def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[str]) -> None:
-    """Give the remote classes of a module that derive from ``base`` its methods ``names`` as they are now."""
+    """Set the current methods ``names`` of ``base`` on the module's remote classes that derive from it."""
     parent = getattr(module, base)
     for remote in vars(module).values():
         exported = getattr(getattr(remote, "__ray_metadata__", None), "modified_class", None)
@@ -25,7 +25,7 @@ def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[st
             continue
         for name in names:
             if name in vars(exported.__ray_actor_class__):
-                continue  # a method of its own, which calls the base's
+                continue  # an override, which calls the base's method by name
             journal.set_attr(
                 exported,
                 name,

@@ -1,6 +1,6 @@
-"""A run that is resumed: its checkpoint must be scaled (``invariant_scale``) as the model that it is loaded into.
+"""Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes.
 
-DeepSpeed's checkpoints hold no configuration, so the factor goes with the states that OpenRLHF saves beside the weights.
+DeepSpeed's checkpoints hold no configuration, so the factor is stored in the client state that OpenRLHF saves with them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["load_ckpt", "save_ckpt"]
 
 @while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepspeedStrategy.save_ckpt``."""
+    """Wrap ``DeepspeedStrategy.save_ckpt``: record the model's factor."""
     signature = inspect.signature(original)
 
     def save_ckpt(*args: Any, **kwargs: Any) -> Any:
@@ -33,7 +33,7 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``DeepspeedStrategy.load_ckpt``; critics are never scaled and carry no record."""
+    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the factors. Critics are never scaled and have no record."""
 
     def load_ckpt(self: Any, model: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
         path, states = original(self, model, load_dir, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What this adapter offers as ``Trainer`` (jetrl_patch/trainer/interface.py)."""
+"""This adapter's ``Trainer`` (jetrl_patch/trainer/interface.py)."""
 
 from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, read
 from jetrl_patch.adapters.openrlhf.model import prepare

@@ -1,4 +1,4 @@
-"""OpenRLHF's arguments, checked and completed before any actor starts, so that the user changes nothing in them."""
+"""Check and complete OpenRLHF's arguments before any actor starts, so that the user need not edit them."""
 
 from __future__ import annotations
 
@@ -21,36 +21,36 @@ __all__ = ["START", "check", "check_mark", "complete", "get_strategy", "problems
 
 logger = logging.getLogger(__name__)
 
-#: what to do where a process of a run is not patched
-START = "start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init"
+#: the fix for a process that is not patched
+START = "Start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init."
 
-_WHOLE = "a trainer that holds whole layers and whole sequences"
+_FULL = "full weights without LoRA"
+_LIGER = "exact mode's own norm, RoPE and activation"
+_REMOVE = "remove the flag"
 
 RULES: tuple[Rule, ...] = (
-    Rule("vllm.num_engines", lambda n: not n, "vLLM rollouts", "set it to 1 or more", "all", absent=True),
-    Rule("ds.load_in_4bit", is_set, "no other quantization beside jetrl_patch", "leave it out", "quantized", ConflictError),
-    Rule("ds.lora.rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
-    Rule("ds.tensor_parallel_size", more_than_one, _WHOLE, "set it to 1", "quantized"),
-    Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it so", "quantized"),
-    Rule("ds.deepcompile", is_set, "layers that run as they are written", "leave it out", "quantized"),
-    Rule("data.max_images_per_prompt", positive, "text models", "set it to 0", "quantized"),
-    Rule("ds.ring_attn_size", more_than_one, _WHOLE, "set it to 1", "exact"),
-    Rule(
-        "ds.use_liger_kernel", is_set, "norm, RoPE and activation of exact mode", "leave it out", "exact", ConflictError
-    ),
-    Rule("rollout.top_p", other_than(1, 1.0), "1, which the trainer can reproduce", "set it so", "exact"),
-    Rule("rollout.temperature", lambda t: float(t) <= 0, "a positive temperature", "set one", "exact"),
+    Rule("vllm.num_engines", lambda n: not n, "at least one vLLM engine", "set it to 1 or more", "all", absent=True),
+    Rule("ds.load_in_4bit", is_set, "no quantization but jetrl_patch's", _REMOVE, "quantized", ConflictError),
+    Rule("ds.lora.rank", positive, _FULL, "set it to 0", "quantized", ConflictError),
+    Rule("ds.tensor_parallel_size", more_than_one, "whole layers on each rank", "set it to 1", "quantized"),
+    Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it to bf16", "quantized"),
+    Rule("ds.deepcompile", is_set, "uncompiled layers", _REMOVE, "quantized"),
+    Rule("data.max_images_per_prompt", positive, "text prompts alone", "set it to 0", "quantized"),
+    Rule("ds.ring_attn_size", more_than_one, "whole sequences on each rank", "set it to 1", "exact"),
+    Rule("ds.use_liger_kernel", is_set, _LIGER, _REMOVE, "exact", ConflictError),
+    Rule("rollout.top_p", other_than(1, 1.0), "1, the only value that the trainer reproduces", "set it to 1", "exact"),
+    Rule("rollout.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
 )
 
 
 def check(args: Any, config: Config) -> None:
-    """Raise ConfigError, ConflictError or ModelError for the first argument that cannot be kept; change nothing."""
+    """Raise ConfigError, ConflictError or ModelError for the first argument that the mode does not support; change nothing."""
     for problem in problems(args, config):
         raise problem
 
 
 def problems(args: Any, config: Config) -> Iterator[JetrlError]:
-    """Every argument that cannot be kept, as the errors to raise.
+    """Yield an error for each argument that the mode does not support.
 
     Args:
         args: OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
@@ -60,15 +60,18 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
             explain(
                 "jetrl_patch in OpenRLHF",
                 required="openrlhf.cli.train_ppo_ray, which has a rollout",
-                found="a training without one (SFT, reward model, DPO)",
-                fix="run it without jetrl_patch",
+                found="training without a rollout (SFT, reward model, DPO)",
+                fix="start this training without jetrl_patch",
             )
         )
         return
     if config.fp8_all_gather:
         yield ConfigError(
             explain(
-                "fp8_all_gather=True", required="FSDP2", found="OpenRLHF, which trains with DeepSpeed", fix="leave it off"
+                "fp8_all_gather=True",
+                required="FSDP2",
+                found="OpenRLHF, which trains with DeepSpeed",
+                fix="set fp8_all_gather=False",
             )
         )
     rules = RULES
@@ -87,7 +90,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
 
 
 def complete(args: Any, config: Config) -> list[str]:
-    """Write into the arguments what our modes need and the user need not know; gives the changes in words."""
+    """Set what the mode needs in the arguments; return a description of each change."""
     changes = precision.complete(args, config)
     for name, value in correction.wanted(config).items():
         if getattr(args.algo.advantage, name) != value:
@@ -95,25 +98,25 @@ def complete(args: Any, config: Config) -> list[str]:
             changes.append(f"--algo.advantage.{name} {value}: correction={config.correction!r}")
     if (config.exact or config.guard_sqnr is not None) and not _get(args, "vllm.enforce_eager"):
         args.vllm.enforce_eager = True
-        why = "fuses ops and rounds them otherwise" if config.exact else "would go on with layers that left FP8"
+        why = "fuses ops and rounds differently" if config.exact else "would keep running layers that have left FP8"
         changes.append(f"--vllm.enforce_eager: a compiled graph {why}")
     if config.exact and _get(args, "train.async_enable"):
         changes.append(
-            "asynchronous rollouts come from older weights than the trainer's: equality holds for those of the same "
-            "weights only, and jetrl/stale_fraction shows the share of the others"
+            "asynchronous rollouts may use older weights than the trainer's: exact mode covers only samples of the same "
+            "weights, and jetrl/stale_fraction reports the share of the others"
         )
     return changes
 
 
 def check_mark(args: Any, where: str) -> None:
-    """Compare the settings that the driver left in the arguments with those of this process."""
-    unpatched = f"OpenRLHF's driver is not patched, while {where} is; {START}"
+    """Compare the settings that the driver stored in the arguments with those of this process."""
+    unpatched = f"OpenRLHF's driver is not patched, but {where} is. {START}"
     marks.check(getattr(args, MARK, None), runtime.active_config(), where, unpatched)
 
 
 @while_active
 def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``openrlhf.utils.get_strategy``, the first thing that the driver does with its arguments."""
+    """Wrap ``openrlhf.utils.get_strategy``, which the driver calls first with its arguments."""
 
     def get_strategy(args: Any) -> Any:
         config = runtime.active_config()

@@ -1,4 +1,4 @@
-"""What the patches of one process tell each other."""
+"""State that the patches of one process share."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from jetrl_patch.trainer import state
 
 @dataclass
 class WorkerState(state.Worker):
-    """In an actor that holds a model (policy, reference, EMA). All of its models are ``followers`` of the guard.
+    """State of an actor that holds a model (policy, reference, EMA). All of its models are ``followers`` of the guard.
 
     Attributes:
-        args: OpenRLHF's arguments, once this process is known to belong to a run of ours.
-        reference: whether this is the actor of the reference model, which is never trained.
+        args: OpenRLHF's arguments, set once this process has checked the run's settings.
+        reference: whether this actor holds the reference model, which is never trained.
         stop_tokens: tokens that vLLM bans while a response is shorter than ``min_tokens``.
-        report: figures of the last weight sync.
+        report: metrics of the last weight sync, until the trainer loop takes them.
         version: number of the last weight sync; 0 before the first.
-        lines: of the monitor and the guard, for the log of the trainer loop, which has not asked for them yet.
+        lines: lines of the monitor and the guard that the trainer loop has not yet taken for its log.
     """
 
     version: int = 0
@@ -31,9 +31,11 @@ class WorkerState(state.Worker):
 
 @dataclass
 class DriverState(state.Driver):
-    """In the process that runs the trainer loop: also the number of the weight sync whose weights the trainer holds.
+    """State of the process that runs the trainer loop.
 
-    ``guarded`` are the layers that the reference was told to follow in.
+    Attributes:
+        version: number of the weight sync whose weights the trainer holds.
+        guarded: layers that the reference was told to move out of FP8.
     """
 
     version: int = 0
@@ -42,7 +44,7 @@ class DriverState(state.Driver):
 
 @dataclass
 class EngineState:
-    """In the actor that owns a vLLM engine: the number of the weight sync that it serves; 0 before the first."""
+    """State of the actor that owns a vLLM engine: the number of the weight sync that it serves; 0 before the first."""
 
     version: int = 0
 
@@ -53,5 +55,5 @@ ENGINE = EngineState()
 
 
 def reset() -> None:
-    """As at start; called by ``disable()``."""
+    """Restore the initial state. Called by ``disable()``."""
     state.reset(WORKER, DRIVER, ENGINE)

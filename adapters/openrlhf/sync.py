@@ -1,4 +1,4 @@
-"""Trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported.
+"""The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported.
 
 ``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``wire.py`` → ``worker.py`` in the vLLM worker. A
 first sync runs when the trainer is built, so that both sides are compared before the first rollout.
@@ -31,7 +31,7 @@ __all__ = ["broadcast_to_vllm", "full_weights", "report", "trainer_init"]
 
 @while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``ActorPPOTrainer.__init__``: the engines get the trainer's bytes before they sample anything."""
+    """Wrap ``ActorPPOTrainer.__init__``: sync the trainer's bytes to the engines before they sample."""
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
@@ -41,7 +41,7 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if asleep:
             _on_engines(self, "wake_up", tags=["weights"])
         self.broadcast_to_vllm()
-        WORKER.report = None  # the trainer loop does not know of this one
+        WORKER.report = None  # the trainer loop does not ask for this report
         if asleep:
             _on_engines(self, "sleep")
 
@@ -50,13 +50,13 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``ActorPPOTrainer.broadcast_to_vllm``; in BF16 it is OpenRLHF's own, with its cost noted."""
+    """Replace ``ActorPPOTrainer.broadcast_to_vllm``. Without a quantized rollout, run OpenRLHF's own and record its cost."""
 
     def broadcast_to_vllm(self: Any) -> None:
         config = runtime.active_config()
         if WORKER.report is not None:
             raise NotPatchedError(
-                f"nobody asked for the figures of the last weight sync: OpenRLHF's trainer loop is not patched; {START}"
+                f"the report of the last weight sync was never read, so OpenRLHF's trainer loop is not patched. {START}"
             )
         stats, start, monitor = SyncStats(), time.perf_counter(), {}
         if config.quantized_rollout:
@@ -77,9 +77,9 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def send(trainer: Any, config: Config, stats: SyncStats) -> int:
-    """One sync, on every rank; gives the number of remote calls to engines that this rank made.
+    """Run one sync, on every rank; return the number of this rank's remote calls to engines.
 
-    Raises SyncError, AuditError, NotPatchedError or ConflictError; the engines then refuse to generate.
+    Raises SyncError, AuditError, NotPatchedError or ConflictError. The engines then refuse to generate.
     """
     import torch
     import torch.distributed as dist
@@ -87,7 +87,7 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
 
     source = getattr(trainer.actor, "_jetrl", None)
     if source is None:
-        raise NotPatchedError("the trainer's model was built before this process was patched")
+        raise NotPatchedError(f"the trainer's model was built before this process was patched. {START}")
     torch.cuda.empty_cache()
     model = trainer.actor.model.module
     leads = dist.get_rank() == 0
@@ -104,11 +104,11 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
         for bucket in pack(source.stream(weights, stats), device):
             wire.send(bucket)
     else:
-        for _ in weights:  # takes part in the gathering
+        for _ in weights:  # every rank takes part in the gather
             pass
     if leads:
         orders.ask("end", version=WORKER.version + 1)
-        # nothing that was computed with the old weights may be found again
+        # cached prefixes were computed with the old weights
         orders.wait([engine.reset_prefix_cache.remote() for engine in trainer.vllm_engines])
     WORKER.version += 1
     torch.cuda.empty_cache()
@@ -117,9 +117,9 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
 
 
 def full_weights(model: Any, zero_stage: int) -> Iterator[NamedTensor]:
-    """Every parameter under its Hugging Face name, whole; each rank must run through it.
+    """Yield every parameter, whole, under its Hugging Face name. Each rank must exhaust the iterator.
 
-    Under ZeRO-3 a parameter is gathered while the consumer holds it and let go afterwards.
+    Under ZeRO-3 a parameter is gathered for the consumer and released afterwards.
     """
     import deepspeed
 
@@ -129,11 +129,11 @@ def full_weights(model: Any, zero_stage: int) -> Iterator[NamedTensor]:
 
 
 def report(self: Any, item: Any = None) -> dict[str, Any]:
-    """``BaseModelActor.jetrl_report``, called through ``execute_batch``: who this is and what the last sync cost.
+    """``BaseModelActor.jetrl_report``, called through ``execute_batch``: identify the actor and report the last sync.
 
     Args:
-        item: ``"sync"`` takes the figures of the last sync away; each is handed out once. ``{"to_bf16": [...]}`` names
-            layers that the policy's precision guard took out of FP8, for models that follow it.
+        item: ``"sync"`` takes the metrics of the last sync, which are returned only once. ``{"to_bf16": [...]}`` names
+            layers that the policy's precision guard took out of FP8, for the models that follow it.
     """
     if isinstance(item, dict):
         WORKER.followers.to_bf16(item["to_bf16"])
@@ -154,14 +154,14 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
 
 
 def _compare(answers: list[Any], config: Config) -> None:
-    """The workers' settings, and the weights that they serve, asked before any byte moves."""
+    """Compare the workers' settings and the version that they serve, before any byte is sent."""
     for answer in (worker for engine in answers for worker in engine):
         who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
         require_same(who, required=config.to_env(), found=answer["config"])
         if answer["version"] != WORKER.version:
             raise SyncError(
-                f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}; it "
-                f"was restarted or missed a sync, and its samples since then are of those weights. Restart the run"
+                f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
+                "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
             )
 
 
@@ -180,7 +180,7 @@ def _group(trainer: Any) -> Callable[[Any], None]:
 
 
 def _count_plain(trainer: Any, stats: SyncStats) -> int:
-    """Bytes of OpenRLHF's own sync, and its remote calls: one per parameter and engine."""
+    """Count the bytes of OpenRLHF's own sync; return its remote calls, one per parameter and engine."""
     for parameter in trainer.actor.model.module.parameters():
         stats.tensors += 1
         stats.total += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()

@@ -1,8 +1,8 @@
-"""Which weights made a sample: the number of the weight sync that stood in the engine at its first and last token.
+"""Record which weights made a sample: the number of the engine's last weight sync at the first and last token.
 
-Runs in OpenRLHF's ``RolloutRayActor``, which hands weight syncs and requests to the same vLLM client: a sync that has
-ended sets the version, and each request notes it as its tokens come. A sample whose two versions differ (a partial
-rollout) was made by neither alone.
+This runs in OpenRLHF's ``RolloutRayActor``, which passes weight syncs and requests to the same vLLM client. The end of a
+sync sets the version, and each request records it as its tokens arrive. A sample whose two versions differ is a partial
+rollout, made by more than one version.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ FIRST, LAST = "jetrl/version_first", "jetrl/version_last"
 
 @dataclass
 class Seen:
-    """Versions in which the requests of one sample were served; 0 until there is one."""
+    """First and last version that served the requests of one sample; 0 before the first sync."""
 
     first: int = 0
     last: int = 0
 
     def note(self, version: int) -> None:
-        """A request began, or tokens of it came, under this version."""
+        """Record that a request began, or received tokens, under this version."""
         self.first = self.first or version
         self.last = version
 
@@ -40,7 +40,7 @@ _sample: ContextVar[Seen | None] = ContextVar("jetrl_sample", default=None)
 
 @while_active
 def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``AsyncLLM.collective_rpc``: the end of a weight sync is the beginning of a version."""
+    """Wrap ``AsyncLLM.collective_rpc``: the end of a weight sync starts a new version."""
 
     async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         result = await original(self, method, timeout, args, kwargs)
@@ -53,7 +53,7 @@ def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def generate(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``AsyncLLM.generate``: an output belongs to the version in force when it comes."""
+    """Wrap ``AsyncLLM.generate``: an output belongs to the version that is current when it arrives."""
 
     async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         seen = _sample.get()
@@ -69,7 +69,7 @@ def generate(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def execute(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the agent executors' ``execute``: one sample, of one request or of several turns."""
+    """Wrap the agent executors' ``execute``, which makes one sample from one or more requests."""
 
     async def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
         seen = Seen()
@@ -78,7 +78,7 @@ def execute(original: Callable[..., Any]) -> Callable[..., Any]:
             sample = await original(self, *args, **kwargs)
         finally:
             _sample.reset(token)
-        if seen.last:  # without a version the engine was never synced by us
+        if seen.last:  # 0 if the plugin has never synced this engine
             sample["extra_logs"] = {**(sample.get("extra_logs") or {}), FIRST: seen.first, LAST: seen.last}
         return sample
 

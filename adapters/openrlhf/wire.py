@@ -1,7 +1,7 @@
-"""How bytes get from OpenRLHF's trainer to its vLLM workers: its own two ways, a bucket at a time and with an end.
+"""Send buckets from OpenRLHF's trainer to its vLLM workers over its two transports, with timeouts.
 
-Both ways call ``update_weight…`` of each engine, where OpenRLHF sends one parameter per call. The parameter's name
-is replaced by an order in JSON (``encode``), which the workers of ours understand and others refuse at once.
+Both transports call ``update_weight…`` of each engine, where OpenRLHF sends one parameter per call. An order in JSON
+(``encode``) replaces the parameter's name. Patched workers understand it; unpatched ones refuse it at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _POLL = 0.2  # seconds
 
 
 def encode(op: str, **fields: Any) -> str:
-    """An order to the workers, in the place of a parameter's name."""
+    """Encode an order to the workers, in place of a parameter's name."""
     return _PREFIX + json.dumps({"op": op, **fields}, separators=(",", ":"))
 
 
 def decode(name: Any) -> dict[str, Any] | None:
-    """Back from ``encode``; None for the name of a parameter."""
+    """Decode an order; None for the name of a parameter."""
     if not isinstance(name, str) or not name.startswith(_PREFIX):
         return None
     order: dict[str, Any] = json.loads(name[len(_PREFIX) :])
@@ -36,7 +36,7 @@ def decode(name: Any) -> dict[str, Any] | None:
 
 
 class Orders:
-    """Remote calls to all engines, counted and never waited for without an end.
+    """Remote calls to all engines, counted and with a timeout.
 
     Args:
         engines: OpenRLHF's Ray actors.
@@ -49,20 +49,20 @@ class Orders:
         self.calls = 0
 
     def ask(self, op: str, **fields: Any) -> list[Any]:
-        """Give an order that moves no bytes; one list of the workers' answers per engine."""
+        """Send an order without data; return a list of the workers' answers per engine."""
         return self.wait(self.start("update_weight", encode(op, **fields), 0))
 
     def start(self, method: str, name: str, size: int, *more: Any) -> list[Any]:
-        """Call ``method(name, dtype, shape, *more)`` on every engine; gives the references of the answers."""
+        """Call ``method(name, dtype, shape, *more)`` on every engine; return references to the answers."""
         import torch
 
         self.calls += len(self.engines)
         return [getattr(engine, method).remote(name, torch.uint8, (size,), *more) for engine in self.engines]
 
     def wait(self, references: list[Any], moved: threading.Event | None = None) -> list[Any]:
-        """The answers. Raises what a worker raised, or SyncError when one is dead or silent for too long.
+        """Return the answers. Raises a worker's own error, or SyncError if a worker is dead or silent for too long.
 
-        ``moved`` is set when the trainer's own part (which may block) is done.
+        ``moved`` is set when the trainer's own part, which may block, is done.
         """
         import ray
 
@@ -76,8 +76,8 @@ class Orders:
                 self._get(reference)
             if time.monotonic() > end:
                 raise SyncError(
-                    f"a vLLM worker has not answered for {self.timeout:g} s during a weight sync; it is dead, stuck, or "
-                    f"slower than JETRL_SYNC_TIMEOUT allows"
+                    f"a vLLM worker has not answered for {self.timeout:g} s during a weight sync: it is dead, stuck or slow. "
+                    "Check its log, or raise JETRL_SYNC_TIMEOUT."
                 )
         return [self._get(reference) for reference in references]
 
@@ -89,24 +89,24 @@ class Orders:
         except Exception as error:
             if "mismatch dtype" in str(error):  # the assertion of OpenRLHF's own WorkerWrap.update_weight
                 raise NotPatchedError(
-                    "a vLLM worker is not patched: it does not know this project's weight sync. Install jetrl_patch "
-                    "where vLLM runs (VLLM_PLUGINS must not leave it out) and start the driver with `jetrl run`"
+                    "a vLLM worker is not patched: it does not know jetrl_patch's weight sync. Install jetrl_patch where "
+                    "vLLM runs, do not exclude it in VLLM_PLUGINS, and start the driver with `jetrl run`."
                 ) from error
             raise as_sync_error(error) from error
 
 
 class Wire(Protocol):
-    """One way for a bucket from this rank to the workers."""
+    """A transport for buckets from this rank to the workers."""
 
     def send(self, bucket: Bucket) -> None:
-        """Returns when all workers have taken it."""
+        """Send a bucket; return when all workers have loaded it."""
 
 
 class GroupWire:
-    """Over the collective group of the trainer's rank 0 and all vLLM workers.
+    """Transport over the collective group of the trainer's rank 0 and all vLLM workers.
 
     Args:
-        broadcast: sends a tensor to the group; may block until all have it.
+        broadcast: sends a tensor to the group; may block until all members have it.
     """
 
     def __init__(self, orders: Orders, broadcast: Callable[[Any], None]) -> None:
@@ -120,7 +120,7 @@ class GroupWire:
             self._broadcast(bucket.flat)
             self._orders.wait(references)
             return
-        # gloo blocks until every worker is there; in a thread, so that a dead one is noticed
+        # gloo blocks until every worker joins; a thread keeps this one free to notice a dead worker
         moved = threading.Event()
         failure: list[BaseException] = []
 
@@ -139,9 +139,9 @@ class GroupWire:
 
 
 class IpcWire:
-    """Colocated: each rank shares its bucket with the worker on its own GPU; rank 0 gives the order.
+    """Colocated transport: each rank shares its bucket with the worker on its own GPU; rank 0 sends the order.
 
-    On a CPU, where nothing can be shared that way, rank 0's bytes go with the order.
+    On a CPU, which has no such sharing, rank 0's bytes travel with the order.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -170,7 +170,7 @@ def _share(flat: Any, rank: int) -> dict[str, Any]:
 
 
 def take_shared(handles: dict[str, Any], device: Any) -> Any:
-    """The worker's end of ``IpcWire``: uint8 [n], the trainer's own memory on CUDA."""
+    """Open a bucket of ``IpcWire`` in the worker: uint8 [n], the trainer's own memory on CUDA."""
     import torch
 
     if "cpu" in handles:
@@ -184,5 +184,5 @@ def take_shared(handles: dict[str, Any], device: Any) -> Any:
 
 
 def entries_of(order: dict[str, Any]) -> list[Entry]:
-    """The description of a bucket in an order."""
+    """Return the entries of the bucket that an order describes."""
     return [(str(name), str(dtype), list(shape), int(start)) for name, dtype, shape, start in order["entries"]]

@@ -1,6 +1,6 @@
-"""Rollout's side of the weight sync in OpenRLHF, in the vLLM worker process.
+"""The rollout's side of the weight sync in OpenRLHF, in the vLLM worker process.
 
-The receiver itself hangs on the worker: the vLLM adapter put it there when the model was loaded.
+The vLLM adapter attached the receiver to the worker when the model was loaded.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["update_weight", "update_weight_cuda_ipc"]
 
 
 def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``WorkerWrap.update_weight``: orders of ours; a plain parameter only where nothing is quantized."""
+    """Replace ``WorkerWrap.update_weight``: execute orders; accept a plain parameter only without a quantized rollout."""
 
     def update_weight(self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
         order = decode(name)
@@ -41,17 +41,19 @@ def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
         if order["op"] == "status":
             return {**self.jetrl_report(digests=False), "node": where(), **_version(self)}
         if order["op"] == "end":
-            self.jetrl_version = 0  # of nothing, until all of it is in place
+            self.jetrl_version = 0  # no version until the sync is complete
             report = self.jetrl_receiver.finish()
             self.jetrl_version = order["version"]
             return report
-        raise SyncError(f"unknown order {order['op']!r}; install the same version of jetrl_patch on both sides")
+        raise SyncError(
+            f"the vLLM worker does not know the order {order['op']!r}. Install the same version of jetrl_patch on both sides."
+        )
 
     return update_weight
 
 
 def update_weight_cuda_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``WorkerWrap.update_weight_cuda_ipc``: buckets in the trainer's memory."""
+    """Replace ``WorkerWrap.update_weight_cuda_ipc``: load buckets from the trainer's memory."""
 
     def update_weight_cuda_ipc(
         self: Any, name: Any, dtype: Any, shape: Any, ipc_handles: Any = None, empty_cache: bool = False
@@ -100,4 +102,4 @@ def _version(worker: Any) -> dict[str, int]:
 
 
 def _unpatched_trainer() -> NotPatchedError:
-    return NotPatchedError(f"the trainer that syncs weights is not patched, while this vLLM worker is; {START}")
+    return NotPatchedError(f"the trainer that syncs weights is not patched, but this vLLM worker is. {START}")

@@ -1,1 +1,1 @@
-"""verl: FP8 and exactness in its FSDP engines, quantize-once weight sync to its vLLM servers, metrics in its logger."""
+"""verl 0.9: FP8 training in its engines, exact mode with FSDP, quantize-once weight sync to vLLM, metrics in its logger."""

@@ -1,4 +1,4 @@
-"""The verl adapter: what goes in where. Each replacement lives in the module of its concern."""
+"""The verl adapter: the list of its patches. Each replacement lives in the module of its concern."""
 
 from __future__ import annotations
 
@@ -33,145 +33,152 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="verl.utils.config",
         attr="validate_config",
         make=settings.validate_config,
-        reason="refuse settings that contradict ours before Ray starts, set calculate_log_probs and the like",
+        reason="a setting that contradicts jetrl_patch would fail late or break equality unnoticed; it is refused before Ray "
+        "starts, and missing settings (calculate_log_probs, ...) are filled in",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="verl.trainer.ppo.ray_trainer",
         attr="RayPPOTrainer.__init__",
         make=settings.trainer_init,
-        reason="the same check where the trainer loop runs (V0), for drivers that do not validate",
+        reason="a driver that never calls validate_config would start unchecked (V0)",
         remove_when="verl drops the V0 trainer",
     ),
     Patch(
         module="verl.trainer.ppo.ray_trainer",
         attr="RayPPOTrainer._compute_old_log_prob",
         make=metrics.v0_old_log_prob,
-        reason="mismatch between rollout and trainer log-probs, also without a correction (V0)",
+        reason="without a correction verl does not measure the mismatch between rollout and trainer log-probs (V0)",
         remove_when="verl drops the V0 trainer",
     ),
     Patch(
         module="verl.trainer.ppo.v1.trainer_base",
         attr="PPOTrainer.__init__",
         make=settings.trainer_init,
-        reason="the same check where the trainer loop runs (V1)",
+        reason="a driver that never calls validate_config would start unchecked (V1)",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="verl.trainer.ppo.v1.trainer_base",
         attr="PPOTrainer._compute_old_log_prob",
         make=metrics.v1_old_log_prob,
-        reason="mismatch between rollout and trainer log-probs, also without a correction (V1)",
+        reason="without a correction verl does not measure the mismatch between rollout and trainer log-probs (V1)",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="verl.utils.tracking",
         attr="Tracking.log",
         make=metrics.log,
-        reason="our figures go with the step's line, into every logger the user has",
+        reason="jetrl_patch's metrics would miss the step's line in the user's loggers",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="verl.checkpoint_engine.base",
         attr="CheckpointEngineManager.update_weights",
         make=metrics.manager_update_weights,
-        reason="verl drops what workers return from a sync; it says who is patched and what the sync cost. "
-        "Backends other than 'naive' are refused with FP8",
-        remove_when="verl hands on the workers' results of a naive sync",
+        reason="verl drops what workers return from a sync, so an unpatched worker and the sync's cost go unnoticed. "
+        "With a quantized rollout, backends other than 'naive' are not covered and are refused",
+        remove_when="verl returns the workers' results of a naive sync",
     ),
     Patch(
         module="verl.workers.engine_workers",
         attr="ActorRolloutRefWorker.init_model",
         make=sync.init_model,
-        reason="a worker compares its settings with the trainer loop's before it builds a model",
+        reason="a worker whose settings differ from the trainer loop's would build a different model unnoticed",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="verl.workers.engine_workers",
         attr="ActorRolloutRefWorker.update_weights",
         make=sync.worker_update_weights,
-        reason="report seconds and bytes of a sync",
+        reason="verl does not report the seconds and bytes of a sync",
         remove_when="verl reports them",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_module",
         make=model.build_module,
-        reason="convert the model after it is loaded and before LoRA, QAT or FSDP wrap it; value models stay as they are",
+        reason="verl trains in BF16; the model is converted after loading, before LoRA, QAT or FSDP wrap it. "
+        "Value models are not covered",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_fsdp_module",
         make=precision.build_fsdp_module,
-        reason="a loss scaler must scale: verl's does nothing without CUDA; in modes without one it is verl's own",
-        remove_when="verl hands its device to ShardedGradScaler",
+        reason="without CUDA verl's loss scaler is disabled and FP16 gradients underflow. "
+        "Modes without a loss scale are not changed",
+        remove_when="verl passes its device to ShardedGradScaler",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.optimizer_step",
         make=precision.optimizer_step,
-        reason="count the steps that a loss scale skips, and stop a run that skips all of them",
+        reason="verl does not log skipped steps, so a run in which the loss scale skips every step goes on unnoticed",
         remove_when="verl logs the scale and the skipped steps",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.load_checkpoint",
         make=scaling.load_checkpoint,
-        reason="a checkpoint that is resumed must be scaled (invariant_scale) as the model was when it was built",
+        reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module=_CHECKPOINT,
         attr="FSDPCheckpointManager.save_checkpoint",
         make=checkpoint.save_checkpoint,
-        reason="jetrl.json: a checkpoint says what settings it was saved with. Megatron's are not covered",
+        reason="verl's checkpoints do not record the settings they were saved with (jetrl.json). "
+        "Megatron's checkpoints are not covered",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module=_CHECKPOINT,
         attr="FSDPCheckpointManager.load_checkpoint",
         make=checkpoint.load_checkpoint,
-        reason="a run that is resumed in another precision, or with other optimizer states, must say so",
+        reason="a run would resume in another precision, or with other optimizer states, unnoticed",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.get_per_tensor_param",
         make=sync.get_per_tensor_param,
-        reason="send the trainer's FP8 bytes and scales (BF16 for the rest) instead of FP32 weights",
-        remove_when="verl's FSDP engine can quantize once",
+        reason="verl sends FP32 weights, which the rollout would quantize again; the trainer's own bytes and scales are sent, "
+        "and BF16 for the rest",
+        remove_when="verl's FSDP engine sends weights that it has quantized itself",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         attr="ServerAdapter.update_weights",
         make=sync.server_update_weights,
-        reason="verl's sender waits without a limit for a vLLM worker that may be dead",
-        remove_when="BucketedWeightSender has a time-out and watches its peer",
+        reason="verl's sender waits forever for a vLLM worker that has died",
+        remove_when="BucketedWeightSender has a timeout and watches its peer",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.utils",
         attr="vLLMColocateWorkerExtension.update_weights_from_ipc",
         make=worker.update_weights_from_ipc,
-        reason="verl loads bucket by bucket with no check of what arrived; with FP8 it would quantize again",
-        remove_when="verl's receiver checks completeness and content, and loads FP8 as it comes",
+        reason="verl loads each bucket without checking what arrived, and would quantize FP8 weights again",
+        remove_when="verl's receiver checks completeness and content and loads FP8 unchanged",
     ),
 )
 
-#: where Megatron is installed; elsewhere verl's engine cannot be imported
+#: applied only where Megatron is installed, because verl's engine cannot be imported without it
 MEGATRON: tuple[Patch, ...] = (
     Patch(
         module=_MEGATRON,
         attr="MegatronEngine._build_megatron_module",
         make=megatron_engine.build_megatron_module,
-        reason="a Megatron model is checked once it is loaded: TransformerEngine's layers, in the run's recipe, and no others",
+        reason="a Megatron model whose layers are not TransformerEngine's, or use another recipe, would train in another format "
+        "than the rollout's",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module=_MEGATRON,
         attr="MegatronEngine.get_per_tensor_param",
         make=sync.get_per_tensor_param,
-        reason="send the bytes and scales that TransformerEngine computes with (BF16 for the rest) instead of BF16 weights",
+        reason="verl sends BF16 weights, which the rollout would quantize again; the bytes and scales that TransformerEngine "
+        "computes with are sent, and BF16 for the rest",
         remove_when="verl's Megatron engine exports what TransformerEngine computes with",
     ),
 )
@@ -181,15 +188,15 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="_scale_logits_by_temperature",
         make=logprob.scale_logits,
-        reason="verl divides BF16 logits by the temperature in BF16, vLLM in FP32",
-        remove_when="verl scales in FP32",
+        reason="verl divides BF16 logits by the temperature in BF16, vLLM divides in FP32",
+        remove_when="verl divides by the temperature in FP32",
     ),
     Patch(
         module=_ENGINE,
         attr="logprobs_from_logits",
         make=logprob.logprobs_from_logits,
-        reason="verl takes another formula per dtype and rounds to BF16; vLLM takes log-softmax in FP32",
-        remove_when="verl takes log-softmax in FP32",
+        reason="verl's formula depends on the dtype and rounds BF16 logits' log-probs to BF16; vLLM computes log-softmax in FP32",
+        remove_when="verl computes log-softmax in FP32",
     ),
     Patch(
         module=_ENGINE,
@@ -209,30 +216,30 @@ class VerlAdapter(Adapter):
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """All modes measure and check; some also compute log-probs as the rollout does."""
+        """Return the patches of every mode, then those of Megatron, log-probs and corrections where ``config`` needs them."""
         megatron_patches = MEGATRON if is_installed("megatron.core") else ()
         return EVERY_MODE + megatron_patches + (SAME_LOG_PROBS if config.same_log_probs else ()) + correction_patches(config)
 
     def services(self) -> Services:
-        """verl's settings and models, and its merger of shards."""
+        """Offer verl's settings, models and shard merger to the core."""
         from jetrl_patch.adapters.verl import services
 
         return Services(trainer=services, merger=services)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """Entries of verl's registry of policy losses."""
+        """Return the entries for verl's registry of policy losses."""
         return correction_hooks(config)
 
     def check(self, config: Config) -> None:
-        """The environment must not ask TransformerEngine for other scales than the settings do."""
+        """Raise ConflictError if the environment gives TransformerEngine another scale format than ``config``."""
         megatron.check_scales(config)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """With TransformerEngine, the format of its scales, for this process and its children."""
+        """Set TransformerEngine's scale format for this process and its children."""
         megatron.export_scales(config, journal)
 
     def on_undo(self) -> None:
-        """Forget figures that wait for a log line."""
+        """Drop metrics that wait for a log line."""
         state.reset()
 
 

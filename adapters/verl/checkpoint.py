@@ -1,4 +1,4 @@
-"""A checkpoint of verl's FSDP engines carries the settings of its run, and is compared with them before it is loaded."""
+"""Record the run's settings in checkpoints of verl's FSDP engines, and compare them before a checkpoint is loaded."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["load_checkpoint", "save_checkpoint"]
 
 @while_active
 def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPCheckpointManager.save_checkpoint``: the first rank writes ``jetrl.json`` beside its shards."""
+    """Wrap ``FSDPCheckpointManager.save_checkpoint``: rank 0 writes ``jetrl.json`` beside its shards."""
 
     def save_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
         if local_path is not None and self.rank == 0:
@@ -26,9 +26,9 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so that none waits for another.
+    """Wrap ``FSDPCheckpointManager.load_checkpoint``: every rank compares, so that none waits for a rank that raised.
 
-    Not covered: a checkpoint that verl fetches from HDFS while it loads.
+    Does not cover a checkpoint that verl fetches from HDFS during the load.
     """
 
     def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:

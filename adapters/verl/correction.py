@@ -1,8 +1,8 @@
-"""Our corrections in verl: its own ``algorithm.rollout_correction`` is set, and only what it lacks is added.
+"""jetrl_patch's corrections in verl: set ``algorithm.rollout_correction``, and add only what verl lacks.
 
-verl computes the weights on the trainer loop from ``old_log_probs`` and ``rollout_log_probs``
-(``verl/trainer/ppo/rollout_corr_helper.py``) and its policy losses multiply by them. It holds log-ratios within ±20, so a
-lower bound below e^-20 keeps everything.
+verl's trainer loop computes the weights from ``old_log_probs`` and ``rollout_log_probs``
+(``verl/trainer/ppo/rollout_corr_helper.py``), and its policy losses multiply by them. verl clamps log-ratios to ±20, so a
+lower bound below e^-20 drops nothing.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ __all__ = ["ACR_LOSS", "CORRECTION", "drops_tokens", "figures", "in_use", "is_by
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
 
-#: name of our loss in verl's registry
+#: name of the ACR loss in verl's registry
 ACR_LOSS = "jetrl_acr"
 
-#: below e^-20, the smallest ratio that verl knows
+#: below e^-20, the smallest ratio after verl's clamp
 _KEEPS_ALL = 1e-9
 
-#: ours -> verl's ``rollout_is``, and whether its threshold is an interval; the one that is not here is a ``rollout_rs``
+#: correction -> verl's ``rollout_is``, and whether its threshold is an interval; ``geo-mis`` is a ``rollout_rs`` instead
 _WEIGHTS = {
     "tis": ("token", False), "mis": ("token", True), "icepop": ("token", True),
     "seq-tis": ("sequence", False), "seq-mis": ("sequence", True),
 }  # fmt: skip
 _REJECTION = {"geo-mis": "seq_mean_k1"}
 
-#: verl's losses that leave the weights out
+#: verl's losses that ignore the weights
 _WITHOUT_WEIGHTS = ("geo_mean",)
 #: advantage estimators that read the weights
 _READ_WEIGHTS = ("optimal_token_baseline", "tir_optimal_token_baseline")
 
 
 def _fields(config: Config) -> dict[str, Any]:
-    """What ``rollout_correction`` must say for our correction; empty for none."""
+    """Return the fields of ``rollout_correction`` for the configured correction; empty for none."""
     if config.correction == "none":
         return {}
     low, high = interval(config.correction, config.correction_bounds)
     if config.correction in _REJECTION:
-        # verl's bounds are on -Δ, that is on μ/π, so ours go in upside down
+        # verl bounds -Δ, the log of μ/π, so the bounds are inverted
         return {
             "rollout_is": None,
             "rollout_rs": _REJECTION[config.correction],
@@ -64,12 +64,12 @@ def _fields(config: Config) -> dict[str, Any]:
 
 
 def wanted(verl_config: Any, config: Config) -> dict[str, Any]:
-    """What is to be set in verl's configuration, by path, for our correction, for ACR and for its bypass mode."""
+    """Return the settings, by path, that the correction, ACR and verl's bypass mode need."""
     found = {f"{CORRECTION}.{name}": value for name, value in _fields(config).items()}
     if config.acr:
         found[f"{POLICY_LOSS}.loss_mode"] = ACR_LOSS
     if is_bypassed(verl_config):
-        # verl sets these when the first batch is there (V0) or never (V1); by then the workers have their own copy
+        # verl sets these at the first batch (V0) or never (V1), when the workers already have their own copy
         whole = {**_section(verl_config), **_fields(config)}
         found[f"{POLICY_LOSS}.loss_mode"] = "bypass_mode"
         found[f"{POLICY_LOSS}.rollout_correction"] = whole
@@ -77,19 +77,19 @@ def wanted(verl_config: Any, config: Config) -> dict[str, Any]:
 
 
 def drops_tokens(config: Config) -> bool:
-    """Whether verl's weights can come to nothing: a correction that drops by them."""
+    """Whether the correction can set every weight to 0: its threshold is an interval."""
     return _WEIGHTS.get(config.correction, ("", False))[1]
 
 
 def is_bypassed(verl_config: Any) -> bool:
-    """Whether verl takes the rollout's log-probs for the trainer's, so that no pass over the batch compares them."""
+    """Whether verl uses the rollout's log-probs as the old ones, so that no forward pass compares the two."""
     return bool(_section(verl_config).get("bypass_mode"))
 
 
 def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]] | None:
-    """The correction that a ``rollout_correction`` comes to, whoever wrote it, and its interval.
+    """Return the name and interval of the correction that a ``rollout_correction`` describes, whoever wrote it.
 
-    ``("none", (0, inf))`` where there is none; None for one that has no name here.
+    ``("none", (0, inf))`` without a correction; None for one that has no name here.
     """
     section = section or {}
     level, reject = section.get("rollout_is"), section.get("rollout_rs")
@@ -113,7 +113,7 @@ def in_use(section: Mapping[str, Any] | None) -> tuple[str, tuple[float, float]]
 
 
 def _named(level: object, is_interval: bool, bounds: tuple[float, float]) -> tuple[str, tuple[float, float]] | None:
-    """The kind that verl's weights come to: with a lower bound one that must have it, if there is one of that level."""
+    """Name the correction of verl's weights. With a lower bound, prefer a kind that requires one at that level."""
     names = [ours for ours, theirs in _WEIGHTS.items() if theirs == (str(level), is_interval)]
     if not names:
         return None
@@ -122,14 +122,14 @@ def _named(level: object, is_interval: bool, bounds: tuple[float, float]) -> tup
 
 
 def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> Applied | None:
-    """What the correction of a ``rollout_correction`` does to log-ratios [B, T]; None for none, or one without a name."""
+    """Return the effect of a ``rollout_correction`` on log-ratios [B, T]; None without a correction or a name for it."""
     from jetrl_patch.correction.figures import of_run
 
     return of_run(in_use(section), log_ratio, mask)
 
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
-    """What in verl's configuration cannot stand beside our correction, as the errors to raise."""
+    """Yield an error for each setting in verl's configuration that contradicts the configured correction."""
     section, loss = _section(verl_config), _loss_mode(verl_config)
     if is_bypassed(verl_config):
         yield from _bypass_problems(section, loss, config)
@@ -145,38 +145,38 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         )
         yield ConfigError(
             explain(
-                f"{named(CORRECTION)} beside jetrl_patch's correction",
-                required=_ours(config),
+                f"{named(CORRECTION)} with jetrl_patch's correction",
+                required=_given(config),
                 found=", ".join(f"{name}={section[name]!r}" for name in names if section.get(name)),
-                fix="drop one of the two",
+                fix="drop one of the two corrections",
             )
         )
     elif section.get("rollout_is_batch_normalize"):
-        yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false, or the weights are others", "true")
+        yield _wrong(f"{CORRECTION}.rollout_is_batch_normalize", config, "false, so that the weights are the formula's", "true")
     if loss in _WITHOUT_WEIGHTS and config.correction not in _REJECTION:
         yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "a loss that applies weights", repr(loss))
     if config.acr and loss not in ("vanilla", ACR_LOSS):
-        yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "'vanilla', which ACR stands in for", repr(loss))
+        yield _wrong(f"{POLICY_LOSS}.loss_mode", config, "'vanilla', which ACR replaces", repr(loss))
     estimator = str(_select(verl_config, "algorithm.adv_estimator"))
     if config.acr and estimator in _READ_WEIGHTS:
-        yield _wrong("algorithm.adv_estimator", config, "one that does not read truncated weights", repr(estimator))
+        yield _wrong("algorithm.adv_estimator", config, "an estimator that does not read truncated weights", repr(estimator))
 
 
 def _bypass_problems(section: Mapping[str, Any], loss: str, config: Config) -> Iterator[JetrlError]:
     path = f"{CORRECTION}.bypass_mode"
     if loss not in ("vanilla", "bypass_mode"):
-        yield _wrong(path, config, "loss_mode vanilla, since verl's bypass mode has losses of its own", repr(loss))
+        yield _wrong(path, config, "loss_mode=vanilla, because verl's bypass mode has its own losses", repr(loss))
     weighs = config.correction in _WEIGHTS
     if weighs and section.get("loss_type", "ppo_clip") != "reinforce":
-        yield _wrong(path, config, "loss_type=reinforce, since ppo_clip applies no weights there", "ppo_clip")
+        yield _wrong(path, config, "loss_type=reinforce, because ppo_clip applies no weights there", "ppo_clip")
 
 
-def _wrong(path: str, config: Config, asked: str, found: str) -> ConfigError:
-    what = f"{named(path)} with {_ours(config)}"
-    return ConfigError(explain(what, required=asked, found=found, fix="change it, or the correction"))
+def _wrong(path: str, config: Config, required: str, found: str) -> ConfigError:
+    what = f"{named(path)} with {_given(config)}"
+    return ConfigError(explain(what, required=required, found=found, fix="change the setting, or the correction"))
 
 
-def _ours(config: Config) -> str:
+def _given(config: Config) -> str:
     bounds = config.correction_bounds
     given = "" if bounds is None else f", correction_bounds={bounds}"
     return f"correction={config.correction!r}{given}{', acr=True' if config.acr else ''}"

@@ -1,7 +1,7 @@
-"""QuRL's adaptive clipping range in verl, as one more entry of its registry of policy losses.
+"""QuRL's adaptive clipping range (ACR) in verl, as an entry of its registry of policy losses.
 
-The loss needs ρ before it was truncated; verl's losses get one tensor, ``rollout_is_weights``. So verl computes, applies
-and logs what it always does (truncated weights, ``rollout_corr/*``), and what then travels under that name is ρ itself.
+The loss needs ρ before truncation, but verl passes its losses one tensor, ``rollout_is_weights``. verl therefore computes
+and logs its truncated weights (``rollout_corr/*``) as usual, and the tensor is then replaced by ρ.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from jetrl_patch.correction.kinds import interval
 
 __all__ = ["policy_loss", "register", "weights_and_mask"]
 
-#: above e^20, the largest ratio that verl knows
+#: above e^20, the largest ratio after verl's clamp
 _NO_CAP = 1e9
 
 
 def register(module: ModuleType, journal: Journal) -> None:
-    """Enter the loss into ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
+    """Add the loss to ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
     journal.set_item(
         module.POLICY_LOSS_REGISTRY,
         ACR_LOSS,
         policy_loss,
         target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
-        reason="QuRL's adaptive clipping range, by verl's registry",
+        reason="verl has no policy loss with QuRL's adaptive clipping range",
     )
 
 
 def weights_and_mask(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``compute_rollout_correction_and_rejection_mask``, which both trainers go through.
+    """Wrap ``compute_rollout_correction_and_rejection_mask``, which both trainers call.
 
-    The weights that it gives become the plain ratio ρ; mask and figures stay verl's.
+    Replace its weights by the plain ratio ρ. Mask and metrics stay verl's.
     """
 
     def compute_rollout_correction_and_rejection_mask(
@@ -62,9 +62,9 @@ def policy_loss(
     config: Any = None,
     rollout_is_weights: Any = None,
 ) -> tuple[Any, dict[str, Any]]:
-    """verl's ``vanilla`` with ``correction.objectives.acr_loss`` in place of its clip; all tensors [B, T].
+    """Compute verl's ``vanilla`` loss with ``correction.objectives.acr_loss`` in place of its clip; all tensors are [B, T].
 
-    ``rollout_is_weights`` is ρ, not truncated. Clip ranges, dual clip, aggregation and metrics are verl's.
+    ``rollout_is_weights`` is ρ without truncation. Clip ranges, dual clip, aggregation and metrics are verl's.
     """
     from verl.trainer.ppo.core_algos import agg_loss
     from verl.utils.torch_functional import masked_mean

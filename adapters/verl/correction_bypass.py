@@ -1,8 +1,8 @@
-"""The mismatch in verl's bypass mode, where no pass over the batch computes the trainer's log-probs for itself.
+"""Measure the mismatch in verl's bypass mode, which runs no separate forward pass for the trainer's log-probs.
 
-There ``old_log_probs`` are the rollout's, and the first time that the trainer's stand beside them is in the loss. Its
-first mini-batch after a weight sync is scored with the weights that sampled; sums over it travel to the trainer loop in
-the report of the next sync, which ends the same step.
+In this mode ``old_log_probs`` are the rollout's, and the loss is the first place that sees both. The first mini-batch after
+a weight sync is scored with the weights that sampled it. Sums over it reach the trainer loop in the report of the next sync,
+which ends the same step.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from jetrl_patch.adapters.verl.state import WORKER
 
 __all__ = ["LOSS", "figures", "hand_over", "measure", "register", "train_batch"]
 
-#: verl's name of the loss, and of our sums in a worker's report
+#: verl's name of the loss; also the key of the sums in a worker's report
 LOSS = "bypass_mode"
 
 
 def register(module: ModuleType, journal: Journal) -> None:
-    """Put the measuring loss into ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
+    """Wrap the bypass loss in ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
     journal.set_item(
         module.POLICY_LOSS_REGISTRY,
         LOSS,
         measured(module.POLICY_LOSS_REGISTRY[LOSS]),
         target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{LOSS!r}]",
-        reason="in bypass mode the mismatch is seen in the loss and nowhere else",
+        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
         remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
     )
 
 
 def measured(original: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's loss, which also looks at both log-probs while the weights are those that sampled."""
+    """Wrap verl's loss: record the mismatch while the trainer still has the weights that sampled."""
 
     def compute_policy_loss_bypass_mode(
         old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, config: Any, **kwargs: Any
@@ -48,7 +48,7 @@ def measured(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -> tuple[Any, Any]:
-    """Sums of the mismatch, and of the correction in use (None without one that has a name), over one micro-batch."""
+    """Sum the mismatch, and the effect of the correction (None if it has no name), over one micro-batch."""
     from jetrl_patch.correction.mismatch import sums
 
     log_ratio = log_prob.detach() - rollout_log_prob
@@ -57,26 +57,26 @@ def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -
 
 
 def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``TrainingWorker.train_batch``: one mini-batch and an optimizer step, after which the weights are others."""
+    """Wrap ``TrainingWorker.train_batch``: stop measuring once the optimizer step has changed the weights."""
 
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
         finally:
-            if WORKER.measured:  # else it was a critic's batch
+            if WORKER.measured:  # empty after a critic's batch
                 WORKER.measuring = False
 
     return train_batch
 
 
 def hand_over() -> list[tuple[Any, Any]]:
-    """At a weight sync: what was measured since the last one; the next mini-batch is measured again."""
+    """At a weight sync, return what was measured since the last one, and measure the next mini-batch again."""
     found, WORKER.measured, WORKER.measuring = WORKER.measured, [], True
     return found
 
 
 def figures(reports: Sequence[dict[str, Any]]) -> tuple[Any, dict[str, float]] | None:
-    """The mismatch that the workers' reports come to, and the correction's figures; None if nothing was measured."""
+    """Merge the workers' reports into the mismatch and the correction's metrics; None if nothing was measured."""
     parts = [part for report in reports for part in report.get(LOSS, ())]
     if not parts:
         return None

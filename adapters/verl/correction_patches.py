@@ -1,4 +1,4 @@
-"""What the corrections replace in verl and enter into its registries."""
+"""The patches and registry entries of the corrections in verl."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TRAIN_BATCH = Patch(
     module="verl.workers.engine_workers",
     attr="TrainingWorker.train_batch",
     make=correction_bypass.train_batch,
-    reason="when the weights are no longer those that sampled: the mismatch of a bypassed batch ends there",
+    reason="later mini-batches run on updated weights and would count as mismatch in bypass mode",
     remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
 )
 
@@ -22,39 +22,39 @@ _WEIGHTS = Patch(
     module="verl.trainer.ppo.rollout_corr_helper",
     attr="compute_rollout_correction_and_rejection_mask",
     make=correction_acr.weights_and_mask,
-    reason="ACR needs the ratio before it is truncated, and verl's losses get one tensor",
-    remove_when="verl's policy losses get rollout_log_probs",
+    reason="ACR needs the ratio before truncation, and verl passes its losses only the truncated weights",
+    remove_when="verl passes rollout_log_probs to its policy losses",
 )
 
 _MEASURES = Patch(
     module="verl.trainer.ppo.rollout_corr_helper",
     attr="compute_is_metrics",
     make=correction_masks.compute_is_metrics,
-    reason="verl 0.9.1 divides by zero where a correction drops every token of a batch, or of a micro-batch in bypass mode",
-    remove_when="verl's effective sample size of nothing is no error",
+    reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
+    remove_when="verl computes the effective sample size of all-zero weights without an error",
 )
 
 
 def correction_patches(config: Config) -> tuple[Patch, ...]:
-    """In every mode what measures verl's bypass mode; with ACR what it needs; what dropping tokens needs."""
+    """Return the patch that ends the measurement of bypass mode, and those that dropping tokens and ACR need."""
     masks = (_MEASURES,) if drops_tokens(config) else ()
     return (_TRAIN_BATCH, *masks, *((_WEIGHTS,) if config.acr else ()))
 
 
 def correction_hooks(config: Config) -> tuple[OnImport, ...]:
-    """Entries of verl's registry of policy losses."""
+    """Return the entries for verl's registry of policy losses."""
     bypass = OnImport(
         module=_ALGORITHMS,
         name=f"POLICY_LOSS_REGISTRY[{correction_bypass.LOSS!r}]",
         apply=correction_bypass.register,
-        reason="in bypass mode the mismatch is seen in the loss and nowhere else",
+        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
         remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
     )
     acr = OnImport(
         module=_ALGORITHMS,
         name=f"POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
         apply=correction_acr.register,
-        reason="QuRL's adaptive clipping range, by verl's registry",
+        reason="verl has no policy loss with QuRL's adaptive clipping range",
         remove_when="verl has ACR",
     )
     return (bypass, acr) if config.acr else (bypass,)

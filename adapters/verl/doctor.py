@@ -1,4 +1,4 @@
-"""verl's configuration, composed by hydra as verl's main would, for ``jetrl doctor``."""
+"""Compose verl's configuration with hydra as verl's main does, for ``jetrl doctor``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from jetrl_patch.adapters.verl import preset
 from jetrl_patch.adapters.verl.paths import MODEL
 from jetrl_patch.doctor.folders import file_of
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, explain
 
 __all__ = ["model_path", "needs_flash_attn", "read"]
 
 
 def read(arguments: Sequence[str]) -> Any:
-    """What ``python -m verl.trainer.main_ppo ARGUMENTS`` would get; hydra's own options count as well.
+    """Return the configuration of ``python -m verl.trainer.main_ppo ARGUMENTS``, including hydra's own options.
 
     Raises ConfigError with hydra's message.
     """
@@ -28,33 +28,35 @@ def read(arguments: Sequence[str]) -> Any:
 
     trainer = file_of("verl", "trainer")
     if trainer is None:
-        raise ConfigError("verl has no folder trainer here; install verl")
+        raise ConfigError(
+            explain("verl in this environment", required="its folder trainer", found="none", fix="install verl")
+        )
     preset.store()
     try:
         options = get_args_parser().parse_args(list(arguments))
     except SystemExit:
-        raise ConfigError(f"hydra does not understand {' '.join(arguments)!r}; see its --hydra-help") from None
+        raise ConfigError(f"Hydra cannot parse {' '.join(arguments)!r}. See --hydra-help.") from None
     overrides = list(options.overrides)
     if options.config_dir is not None:
         overrides.append(f"hydra.searchpath=[file://{os.path.abspath(options.config_dir)}]")
-    folder = str(trainer / (options.config_path or "config"))  # an absolute path stays what it is
+    folder = str(trainer / (options.config_path or "config"))  # joining keeps an absolute path
     GlobalHydra.instance().clear()
     try:
         with _no_plugins(), initialize_config_dir(folder, version_base=None):
             return compose(options.config_name or "ppo_trainer", overrides)
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"hydra cannot compose verl's configuration: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"Hydra cannot compose verl's configuration: {' '.join(str(error).split())}") from error
 
 
 def model_path(verl_config: Any) -> tuple[str, str]:
-    """Where the model is, and the setting that says so."""
+    """Return the model's path and the setting that gives it."""
     from omegaconf import OmegaConf
 
     return str(OmegaConf.select(verl_config, f"{MODEL}.path", default="")), f"{MODEL}.path"
 
 
 def needs_flash_attn(verl_config: Any) -> str:
-    """What in the configuration needs flash-attn on a GPU; empty if nothing does."""
+    """Return the setting that needs flash-attn on a GPU; empty if none does."""
     from omegaconf import OmegaConf
 
     chosen = OmegaConf.select(verl_config, f"{MODEL}.override_config.attn_implementation", default="flash_attention_2")
@@ -67,7 +69,7 @@ def needs_flash_attn(verl_config: Any) -> str:
 
 @contextlib.contextmanager
 def _no_plugins() -> Iterator[None]:
-    """A search path ``pkg://verl…`` makes hydra import verl, which would load its plugins, ours among them."""
+    """Disable verl's plugins: a search path ``pkg://verl…`` makes hydra import verl, which would load jetrl_patch's."""
     name = "VERL_USE_EXTERNAL_PLUGINS"
     before = os.environ.get(name)
     os.environ[name] = "none"

@@ -1,10 +1,10 @@
-"""What verl's entry point group ``verl.plugins`` loads, in the driver and in every Ray worker that imports verl.
+"""The module behind verl's entry point group ``verl.plugins``, loaded in every process that imports verl.
 
-verl (0.9.1, ``verl/__init__.py``) logs an exception of a plugin at debug level and goes on without it. A run that was
-meant to be patched must not go on unpatched, so what goes wrong here leaves as ``PluginFailed``, which is no
-``Exception`` and which verl therefore does not swallow.
+verl (0.9.1, ``verl/__init__.py``) logs a plugin's exception at debug level and continues without the plugin. A run that
+opted in must not continue unpatched, so a failure here raises ``PluginFailed``. It is a ``BaseException``, which verl does
+not catch.
 
-Where the environment does not opt in, verl's configuration still may (``preset.py``).
+If the environment does not opt in, verl's configuration still can (``preset.py``).
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jetrl_patch.adapters.verl import preset
 
 
 class PluginFailed(BaseException):
-    """This process could not be patched; the cause says why."""
+    """Raised when this process could not be patched; its cause says why."""
 
 
 def activate() -> None:
-    """Patch this process if its environment opts in, else look out for a configuration that does.
+    """Patch this process if its environment opts in; otherwise watch for a configuration that does.
 
     Raises PluginFailed with the real error as its cause.
     """

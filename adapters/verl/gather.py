@@ -1,4 +1,4 @@
-"""The FP8 all-gather in verl's FSDP2 engine: who is marked for it, and which strategies have none."""
+"""The FP8 all-gather in verl's FSDP2 engine: mark the weights, and refuse the other strategies."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 
 from jetrl_patch.adapters.verl.paths import ACTOR, REF, named
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, JetrlError
+from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.trainer.rules import Rule, broken, other_than
 
-#: both engines are built in one process from these
+#: one process builds both engines from these settings
 _STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")
-_RULES = tuple(Rule(path, other_than("fsdp2"), "fsdp2 for fp8_all_gather", "use it", "all") for path in _STRATEGIES)
+_RULES = tuple(Rule(path, other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all") for path in _STRATEGIES)
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Strategies that gather weights in a way of their own."""
+    """Yield an error for each strategy other than FSDP2."""
     if config.fp8_all_gather:
         yield from broken(_RULES, select, config, named)
 
 
 def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> None:
-    """After conversion and before ``fully_shard``: the weights that ``engine`` will gather in FP8.
+    """Mark the weights that ``engine`` gathers in FP8, after conversion and before ``fully_shard``.
 
     Raises ConfigError for an engine that is not FSDP2.
     """
@@ -32,5 +32,8 @@ def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> 
 
     strategy = engine.engine_config.strategy
     if strategy != "fsdp2":
-        raise ConfigError(f"fp8_all_gather=True needs verl's strategy fsdp2, found {strategy!r}; use fsdp2 or leave it off")
+        fix = "set strategy=fsdp2, or fp8_all_gather=False"
+        raise ConfigError(
+            explain("verl's engine with fp8_all_gather=True", required="strategy fsdp2", found=repr(strategy), fix=fix)
+        )
     gather_in_fp8(module, layers, engine.device_mesh.size(-1))

@@ -1,8 +1,8 @@
-"""Exact mode and FP16: the trainer's log-prob of a token is computed as the rollout computes it.
+"""Compute the trainer's log-probs as the rollout does, in exact mode and FP16.
 
-vLLM's sampler: logits to FP32, divided by the temperature in FP32, log-softmax in FP32, tokens that verl bans at −inf.
-verl's trainer divides BF16 logits in BF16 and then takes another formula per dtype (BF16-rounded log-probs for BF16
-logits, ``x − logsumexp`` for FP32 ones), over the whole vocabulary.
+vLLM's sampler casts logits to FP32, divides by the temperature, sets the tokens that verl bans to −inf and takes the
+log-softmax, all in FP32. verl's trainer divides BF16 logits in BF16. It then uses a formula per dtype (log-probs rounded to
+BF16 for BF16 logits, ``x − logsumexp`` for FP32) over the whole vocabulary.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from jetrl_patch.gate import while_config
 
-#: what banned logits become: exp of it is 0 like that of -inf, and entropy's 0 · logit stays 0 instead of NaN
+#: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
 BANNED = -1e30
 
 _same_log_probs = while_config(lambda config: config.same_log_probs)
@@ -20,7 +20,7 @@ _same_log_probs = while_config(lambda config: config.same_log_probs)
 
 @_same_log_probs
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``transformer_impl._scale_logits_by_temperature``: logits [..., V] divided in FP32."""
+    """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32."""
 
     def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
         if is_unit_temperature or bool((temperature == 1.0).all()):
@@ -32,7 +32,7 @@ def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_same_log_probs
 def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
+    """Replace ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
 
     def logprobs_from_logits(logits: Any, labels: Any, inplace_backward: bool = True) -> Any:
         from jetrl_patch.exact.ops import token_log_probs
@@ -44,7 +44,7 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPEngineWithLMHead.prepare_model_outputs``: bans the tokens that the rollout cannot sample."""
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample."""
 
     def prepare_model_outputs(self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = getattr(self, "_jetrl", None)
@@ -56,9 +56,9 @@ def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def ban(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:
-    """Logits [..., V] with what lies beyond the tokenizer, and the banned tokens, out of the distribution.
+    """Remove the banned tokens, and those beyond the tokenizer, from the distribution of logits [..., V].
 
-    verl masks the same ones in vLLM (``monkey_patch_compute_logits``). Returns the same tensor when there are none.
+    verl masks the same tokens in vLLM (``monkey_patch_compute_logits``). Returns the same tensor if there are none.
     """
     import torch
 
@@ -70,6 +70,6 @@ def ban(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:
     out[tail:] = True
     if banned:
         out[torch.tensor(banned, device=logits.device)] = True
-    if logits.dtype == torch.float16:  # which cannot hold the number
+    if logits.dtype == torch.float16:  # cannot represent BANNED
         logits = logits.float()
     return logits.masked_fill(out, BANNED)

@@ -1,4 +1,4 @@
-"""Megatron's model in a training worker: audited after it is loaded, and what a weight sync needs to know of it.
+"""Megatron's model in a training worker: check it after loading, and describe it to the weight sync.
 
 ``MegatronEngine._build_megatron_module`` → ``get_per_tensor_param`` (Megatron-Bridge: whole BF16 tensors under Hugging Face's
 names, on every rank) → TransformerEngine's quantizer → the same sync as with FSDP.
@@ -21,29 +21,29 @@ from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.source import Source
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
 
-#: attributes of Megatron's TransformerConfig -> what they must be once the model is built
+#: attributes of Megatron's TransformerConfig -> their required values after the model is built
 BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_last_layers_bf16": False}
 
 
 @dataclass(kw_only=True)
 class MegatronSource(Source):
-    """A Megatron model whose parameters are BF16 and whose layers are TransformerEngine's.
+    """A Megatron model with BF16 parameters and TransformerEngine layers.
 
     Attributes:
-        tied: names that share another tensor's value; Megatron-Bridge sends them or not, the rollout ties them itself.
+        tied: names tied to another tensor; Megatron-Bridge may send them or not, and the rollout ties them itself.
     """
 
     tied: frozenset[str] = frozenset()
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
-        """As ``Source.stream``, without the tied tensors, and always by ``quantize``: there are no modules to ask."""
+        """Like ``Source.stream``, but skip tied tensors and always call ``quantize``: there are no modules to ask."""
         own = ((name, weight) for name, weight in weights if name not in self.tied)
         return quantized_stream(
             own, terms=self.terms, layers=self.layers, shapes=self.shapes, stats=stats, quantize=self.quantize
         )
 
     def quantize(self, layer: str, weight: Any) -> tuple[Any, Any]:
-        """The bytes that TransformerEngine makes of this weight, in every forward pass as here."""
+        """Return the bytes and scales that TransformerEngine makes of this weight in every forward pass."""
         from jetrl_patch.fp8.transformer_engine import quantize_weight
 
         return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ class MegatronSource(Source):
 
 @while_active
 def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``MegatronEngine._build_megatron_module``. Critics (value models) stay what they are."""
+    """Wrap ``MegatronEngine._build_megatron_module``. Critics (value models) stay unchanged."""
 
     def _build_megatron_module(self: Any) -> Any:
         module = original(self)
@@ -65,11 +65,11 @@ def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
-    """Check that the model, as built, computes in the run's format, and note what will be sent.
+    """Check that the built model computes in the run's format, and return what the weight sync sends.
 
     Raises:
-        ModelError: the settings did not reach Megatron, TransformerEngine runs another recipe, a block holds something
-            else than its layers, or a block of 128 holds two of the rollout's layers.
+        ModelError: the settings did not reach Megatron, TransformerEngine runs another recipe, a transformer block has
+            other linear layers, or a 128-row block spans two of the rollout's layers.
     """
     from jetrl_patch.fp8.transformer_engine import check_recipe, require_te_linears
 
@@ -79,7 +79,8 @@ def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
     recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
     check_recipe(recipe, config.scale_format, "Megatron's layers")
     if len(chunks) != 1:
-        raise ModelError(explain("Megatron's model", required="one chunk", found=f"{len(chunks)}", fix="use no virtual pipeline"))
+        fix = "set megatron.virtual_pipeline_model_parallel_size to null"
+        raise ModelError(explain("Megatron's model", required="one chunk", found=str(len(chunks)), fix=fix))
     require_te_linears(chunks[0], PER_BLOCK * int(hf_config.num_hidden_layers))
     source = announce(hf_config, config)
     runtime.register_layers(source.layers)
@@ -88,7 +89,7 @@ def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
 
 
 def announce(hf_config: Any, config: Config) -> MegatronSource:
-    """What the model's Hugging Face form says about a sync: its FP8 layers and the shapes of all tensors."""
+    """Describe a sync from the Hugging Face form of the model: its FP8 layers and the shapes of all tensors."""
     import torch
     from transformers import AutoModelForCausalLM
     from verl.utils.model import convert_weight_keys
@@ -113,20 +114,20 @@ def _check_built(tf_config: Any, config: Config) -> None:
         raise ModelError(
             explain(
                 "verl's Megatron engine",
-                required="precision='fp8-unified', align='linear', backend='te' and nothing excluded",
+                required="precision='fp8-unified', align='linear', backend='te', exclude=[]",
                 found=f"precision={config.precision!r}, align={config.resolved_align!r}, backend={config.backend!r}, "
                 f"exclude={list(config.exclude)}",
-                fix="set them so, or use strategy=fsdp2",
+                fix="use these settings, or set strategy=fsdp2",
             )
         )
     have = {name: getattr(tf_config, name, None) or False for name in BUILT}
-    have = {name: getattr(value, "value", value) for name, value in have.items()}  # names may be members of an enum
+    have = {name: getattr(value, "value", value) for name, value in have.items()}  # a value may be an enum member
     if have != BUILT:
         raise ModelError(
             explain(
-                "the configuration that Megatron's model was built with",
+                "the TransformerConfig of Megatron's model",
                 required=str(BUILT),
                 found=str(have),
-                fix="let the plugin complete verl's configuration in the driver (it patches verl.utils.config)",
+                fix="enable jetrl_patch in the driver, where it completes verl's configuration",
             )
         )

@@ -1,4 +1,4 @@
-"""Shards of verl's FSDP engine as one Hugging Face folder, by verl's own merger. It holds the whole model in memory."""
+"""Merge shards of verl's FSDP engine into a Hugging Face folder with verl's own merger, which holds the whole model in memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def merge(checkpoint: Path, target: Path) -> None:
         from verl.model_merger.fsdp_model_merger import FSDPModelMerger
     except ImportError as error:
         raise ConfigError(
-            explain(f"checkpoint {checkpoint}", required="verl, which merges its shards", found=error, fix="install verl")
+            explain(f"checkpoint {checkpoint}", required="verl, to merge its shards", found=error, fix="install verl")
         ) from error
     config = ModelMergerConfig(
         operation="merge",
@@ -27,10 +27,10 @@ def merge(checkpoint: Path, target: Path) -> None:
     )
     try:
         FSDPModelMerger(config).merge_and_save()
-    except Exception as error:  # whatever a missing or broken shard makes verl raise
+    except Exception as error:  # verl raises various types for a missing or broken shard
         found = f"{type(error).__name__}: {error}"
         raise ConfigError(
             explain(
-                f"checkpoint {checkpoint}", required="shards that verl can merge", found=found, fix="take a whole copy"
+                f"checkpoint {checkpoint}", required="shards that verl can merge", found=found, fix="copy the complete checkpoint"
             )
         ) from error

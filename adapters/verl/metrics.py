@@ -1,4 +1,4 @@
-"""Mismatch and sync figures into verl's own log, in every mode, with or without a correction."""
+"""Add mismatch and sync metrics to verl's log, in every mode, with or without a correction."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
 from jetrl_patch.adapters.verl.state import DRIVER
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
-from jetrl_patch.errors import ConflictError, NotPatchedError
+from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
@@ -20,7 +20,7 @@ from jetrl_patch.trainer.report import sync_metrics
 
 @while_active
 def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
+    """Wrap ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
 
     def _compute_old_log_prob(self: Any, batch: Any) -> Any:
         result = original(self, batch)
@@ -33,11 +33,11 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``PPOTrainer._compute_old_log_prob`` (trainer V1, whose batches live in the TransferQueue)."""
+    """Wrap ``PPOTrainer._compute_old_log_prob`` (trainer V1, which keeps its batches in the TransferQueue)."""
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         result = original(self, batch, metrics)
-        if not is_bypassed(self.config):  # there the two are the same tensor
+        if not is_bypassed(self.config):  # in bypass mode the two are the same tensor
             import transfer_queue
 
             fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
@@ -51,20 +51,20 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any) -> None:
-    """Compare log-probs ``[batch, response]`` and keep the figures for the step's line in the log."""
+    """Compare log-probs [B, T] and keep the metrics for the step's log line."""
     corrected = correction_figures(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
     note(mismatch(trainer, rollout, mask), {} if corrected is None else corrected.as_metrics())
 
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
-    """Keep the figures of a step, those of its correction above the plain ones; say so where exact is not exact."""
+    """Keep a step's metrics, where those of the correction take precedence, and warn if exact mode is not exact."""
     DRIVER.metrics.update(step_metrics(found, corrected))
     say_if_inexact(found, runtime.active_config().exact)
 
 
 @while_active
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``CheckpointEngineManager.update_weights``: every worker must report, and its figures are kept."""
+    """Wrap ``CheckpointEngineManager.update_weights``: collect a report from every worker."""
     from verl.utils.ray_utils import auto_await
 
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
@@ -72,7 +72,10 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
         if self.backend != "naive":
             if runtime.active_config().quantized_rollout:
-                raise ConflictError(f"checkpoint_engine.backend={self.backend!r} sends BF16; use 'naive' with FP8")
+                fix = "set checkpoint_engine.backend=naive"
+                raise ConflictError(
+                    explain("weight sync to a quantized rollout", required="backend 'naive'", found=repr(self.backend), fix=fix)
+                )
             return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
         results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
         note_sync(results)
@@ -82,24 +85,24 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_sync(results: Sequence[Any]) -> None:
-    """Keep what the training workers report of a sync. Raises NotPatchedError when one reports nothing."""
+    """Keep the training workers' reports of a sync. Raises NotPatchedError if one reports nothing."""
     reports = [result[MARK] for result in results if isinstance(result, dict) and MARK in result]
     if len(reports) < len(results):
         silent = [rank for rank, result in enumerate(results) if not isinstance(result, dict) or MARK not in result]
         raise NotPatchedError(
-            f"training worker {silent} is not patched; install jetrl_patch on its node, give it the JETRL_* variables "
-            f"and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)"
+            f"training workers {silent} are not patched. Install jetrl_patch on their nodes, pass them the JETRL_* variables "
+            "and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
         )
     if (measured := bypassed_figures(reports)) is not None:
         note(*measured)
     DRIVER.metrics.update(sync_metrics(reports))
     for line in reports[0]["lines"]:
-        print(f"jetrl_patch: WARNING: {line}", flush=True)  # as verl's console logger: its TaskRunner shows no warnings
+        print(f"jetrl_patch: WARNING: {line}", flush=True)  # like verl's console logger: verl's TaskRunner shows no warnings
 
 
 @while_active
 def log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``Tracking.log``: the line of a training step also has our figures."""
+    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step."""
 
     def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
         if "training/global_step" in data:

@@ -1,4 +1,4 @@
-"""The trainer's model: converted after it is loaded, before verl wraps it for LoRA, QAT or FSDP."""
+"""Convert the trainer's model after loading, before verl wraps it for LoRA, QAT or FSDP."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from jetrl_patch.sync.source import Source, convert
 
 @dataclass(kw_only=True)
 class Prepared(Source):
-    """What is known about an engine's model from before it was sharded, and about verl's vocabulary.
+    """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
 
     Attributes:
-        vocabulary: how many tokens the tokenizer has; verl's rollout never samples what lies beyond.
-        banned: tokens inside of it that verl's rollout never samples.
+        vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
+        banned: tokens of the tokenizer that verl's rollout never samples.
     """
 
     vocabulary: int | None = None
@@ -30,7 +30,7 @@ class Prepared(Source):
 
 @while_active
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``FSDPEngine._build_module``. Critics (value models) stay what they are."""
+    """Wrap ``FSDPEngine._build_module``. Critics (value models) stay unchanged."""
 
     def _build_module(self: Any) -> Any:
         module = original(self)
@@ -46,7 +46,7 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def prepare(module: Any, config: Config, engine: Any) -> Prepared:
-    """Convert the loaded model of verl's ``engine`` in place and note what the weight sync needs to know about it."""
+    """Convert the loaded model of verl's ``engine`` in place and return what the weight sync needs to know about it."""
     from verl.utils.device import get_device_name
     from verl.utils.model import convert_weight_keys
 
@@ -63,7 +63,7 @@ def _vocabulary(model_config: Any) -> int | None:
 
 
 def _banned(model_config: Any) -> list[int]:
-    """Tokens that verl's rollout never samples: vision placeholders."""
+    """Return the tokens that verl's rollout never samples: vision placeholders."""
     from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
     return list(get_vision_placeholder_token_ids(getattr(model_config, "processor", None)))

@@ -1,4 +1,4 @@
-"""The optimizer's states in verl: its own setting for an optimizer's class names ours; FSDP only."""
+"""Optimizer states in verl: its setting for the optimizer class names the plugin's class. FSDP only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STRATEGIES = ("fsdp", "fsdp2")
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """What stands against ``optimizer_states`` in verl's configuration, as the errors to raise."""
+    """Yield an error for each setting in verl's configuration that contradicts ``optimizer_states``."""
     states = config.optimizer_states
     if states == "fp32":
         return
@@ -33,7 +33,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
                     f"{named(section)}.strategy with optimizer_states={states!r}",
                     required=" or ".join(_STRATEGIES),
                     found=repr(strategy),
-                    fix="use one of them, or leave optimizer_states at 'fp32' (Megatron has exp_avg_dtype of its own)",
+                    fix="set it to fsdp2, or leave optimizer_states at 'fp32' (Megatron has its own exp_avg_dtype)",
                 )
             )
             continue
@@ -44,7 +44,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
                     f"{named(section)}.optim with optimizer_states={states!r}",
                     required="verl's default, torch.optim.AdamW",
                     found=".".join(map(str, chosen)),
-                    fix="leave optimizer and optimizer_impl out, or optimizer_states at 'fp32'",
+                    fix="remove optimizer and optimizer_impl, or leave optimizer_states at 'fp32'",
                 )
             )
         options = select(f"{section}.optim.override_optimizer_config")
@@ -55,7 +55,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 
 def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
-    """What verl's configuration has to say; nothing for FP32 states."""
+    """Return the settings that verl's configuration needs; none for FP32 states."""
     if config.optimizer_states == "fp32":
         return {}
     found = {}
@@ -66,6 +66,6 @@ def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
 
 
 def _sections(select: Callable[[str], Any]) -> list[str]:
-    """The actor, and the critic unless it is switched off."""
+    """Return the actor's section, and the critic's unless it is disabled."""
     critic = select(f"{_CRITIC}.optim") is not None and select(f"{_CRITIC}.enable") is not False
     return [ACTOR, _CRITIC] if critic else [ACTOR]

@@ -1,4 +1,4 @@
-"""Where things stand in verl's configuration, as dotted paths."""
+"""Dotted paths of verl's configuration."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
-#: what verl hands on to vLLM's engine
+#: arguments that verl passes to vLLM's engine
 ENGINE = f"{ROLLOUT}.engine_kwargs.vllm"
 
 
 def named(path: str) -> str:
-    """How errors call the setting at ``path``."""
+    """Name the setting at ``path`` in an error."""
     return f"verl setting {path}"

@@ -1,9 +1,9 @@
-"""``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in verl: settings that are refused or completed, and the loss scale.
+"""``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in verl: check and complete the settings, and watch the loss scale.
 
-verl 0.9.1 trains in FP16 by itself where FSDP's ``mixed_precision.param_dtype`` is fp16: autocast, FP32 parameters, reduction and
-buffers, and a ``ShardedGradScaler(growth_interval=400)`` with unscale before the clip, as Precision-RL has it. Added here: that
-actor, reference and rollout agree, that log-probs are FP32 (``logprob``; verl rounds them to FP16), that the scaler really
-scales, that its skipped steps are counted, that what does not fit FP16 is an error, and that the sync sends FP16.
+verl 0.9.1 itself trains in FP16 if FSDP's ``mixed_precision.param_dtype`` is fp16: with autocast, FP32 parameters, reduction
+and buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip, as in Precision-RL. This module
+makes actor, reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises on values that do not fit
+FP16, and sends FP16 in the sync. ``logprob`` computes FP32 log-probs, which verl rounds to FP16.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ __all__ = ["build_fsdp_module", "check_model", "figures", "optimizer_step", "pro
 
 FP16 = ("float16", "fp16", "half")
 
-_FSDP = "fsdp or fsdp2: with other engines it was not tried"
-_MASTERS = "fp32: parameters are held in FP32 and cast for the forward"
+_FSDP = "fsdp or fsdp2 (other engines are untested)"
+_MASTERS = "fp32 (the forward pass casts FP32 parameters)"
 
 RULES: tuple[Rule, ...] = (
-    Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "use one of them", "all"),
-    Rule(f"{REF}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "use one of them", "all"),
-    Rule(f"{ACTOR}.fsdp_config.model_dtype", other_than("fp32", "float32"), _MASTERS, "set it so", "all"),
+    Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2", "all"),
+    Rule(f"{REF}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2", "all"),
+    Rule(f"{ACTOR}.fsdp_config.model_dtype", other_than("fp32", "float32"), _MASTERS, "set it to fp32", "all"),
     *(
-        Rule(f"{MODEL}.{name}", bad, "full weights: verl merges adapters in BF16", f"set it to {off}", "all")
+        Rule(f"{MODEL}.{name}", bad, "full weights (verl merges adapters in BF16)", f"set it to {off}", "all")
         for name, bad, off in (("lora_rank", positive, 0), ("lora.rank", positive, 0), ("lora_adapter_path", is_set, "null"))
     ),
-    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive: the others send BF16", "use it", "all"),
+    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (the others send BF16)", "set it to naive", "all"),
 )
 
 HEAD_RULES: tuple[Rule, ...] = (
-    Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "use one of them, or leave head_dtype at 'auto'", "all"),
+    Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2, or leave head_dtype at 'auto'", "all"),
     Rule(
-        f"{MODEL}.use_fused_kernels", is_set, "logits from lm_head: fused kernels read its weight and pass its forward by",
-        "switch it off, or leave head_dtype at 'auto'", "all",
+        f"{MODEL}.use_fused_kernels", is_set, "logits from lm_head's forward, which fused kernels bypass",
+        "set it to false, or leave head_dtype at 'auto'", "all",
     ),
 )  # fmt: skip
 
-#: where a 16-bit dtype is said
+#: the settings that may name a 16-bit dtype
 DTYPES = (
     f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", f"{REF}.fsdp_config.mixed_precision.param_dtype", f"{ROLLOUT}.dtype",
     f"{ENGINE}.dtype", f"{ACTOR}.megatron.dtype",
@@ -61,12 +61,13 @@ def _is_half(value: Any) -> bool:
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
-    """What cannot be kept with these three settings, as the errors to raise."""
+    """Yield an error for each setting in verl's configuration that contradicts these three."""
     if config.mode.scales_loss:
         yield from broken(RULES, select, config, named)
-        asked = select(f"{ENGINE}.dtype")
-        if asked is not None and not _is_half(asked):
-            yield ConflictError(explain(named(f"{ENGINE}.dtype"), required="float16", found=repr(asked), fix="leave it out"))
+        dtype = select(f"{ENGINE}.dtype")
+        if dtype is not None and not _is_half(dtype):
+            what = f"{named(f'{ENGINE}.dtype')} with precision='fp16'"
+            yield ConflictError(explain(what, required="float16", found=repr(dtype), fix="remove it"))
     elif config.mode.only_measures:
         found = [f"{path}={select(path)}" for path in DTYPES if _is_half(select(path))]
         if found:
@@ -75,7 +76,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
                     "verl settings with precision='bf16'",
                     required="BF16 on both sides",
                     found=", ".join(found),
-                    fix="FP16 on one side alone is worse than none: use precision='fp16', which sets both sides",
+                    fix="set precision='fp16' (JETRL_PRECISION=fp16), which uses FP16 on both sides",
                 )
             )
     if config.fp32_head:
@@ -83,15 +84,15 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     if config.kv_cache == "fp8":
         other = select(f"{ENGINE}.kv_cache_dtype")
         if other not in (None, "auto", "fp8", "fp8_e4m3"):
-            fix = "leave it out"
-            yield ConflictError(explain(named(f"{ENGINE}.kv_cache_dtype"), required="kv_cache='fp8'", found=repr(other), fix=fix))
+            what = f"{named(f'{ENGINE}.kv_cache_dtype')} with kv_cache='fp8'"
+            yield ConflictError(explain(what, required="fp8 or auto", found=repr(other), fix="remove it"))
         error = registry.rollout().kv_cache_error()
         if error is not None:
             yield error
 
 
 def wanted(config: Config) -> dict[str, Any]:
-    """verl settings that FP16 needs: path -> value. The critic stays what it is."""
+    """Return the verl settings that FP16 needs: path -> value. The critic stays unchanged."""
     if not config.mode.scales_loss:
         return {}
     values: dict[str, Any] = {f"{ROLLOUT}.dtype": "float16"}
@@ -109,7 +110,7 @@ def scales_loss() -> bool:
 
 
 def check_model(module: Any) -> None:
-    """Raise ModelError for a loaded checkpoint whose weights do not fit FP16; meta tensors are another rank's to check."""
+    """Raise ModelError if the loaded weights do not fit FP16. Another rank checks weights that are meta tensors here."""
     if not scales_loss():
         return
     from jetrl_patch.precision.fp16 import check_fits
@@ -118,14 +119,14 @@ def check_model(module: Any) -> None:
 
 
 def stream(weights: Iterable[tuple[str, Any]], stats: SyncStats) -> Iterator[tuple[str, Any]]:
-    """The weights of a sync in FP16; see ``fp16_stream``."""
+    """Stream the weights of a sync in FP16 (``fp16_stream``)."""
     from jetrl_patch.precision.fp16 import fp16_stream
 
     return fp16_stream(weights, stats)
 
 
 def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPEngine._build_fsdp_module``, which makes the scaler: torch makes one that does nothing without CUDA.
+    """Wrap ``FSDPEngine._build_fsdp_module``, which creates the scaler: replace one that torch disables without CUDA.
 
     Raises ConflictError if a language model was built for another dtype.
     """
@@ -139,7 +140,7 @@ def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
                         "verl's FSDP engine with precision='fp16'",
                         required="torch.float16",
                         found=str(self._autocast_dtype),
-                        fix="leave fsdp_config.mixed_precision unset",
+                        fix="remove fsdp_config.mixed_precision",
                     )
                 )
             self.scaler = None if self.engine_config.forward_only else scaling(self.scaler)
@@ -149,31 +150,33 @@ def build_fsdp_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def scaling(scaler: Any) -> Any:
-    """verl's scaler if it scales, else one that does on this device."""
+    """Return verl's scaler if it is enabled, else a new one for this device."""
     if scaler is not None and scaler.is_enabled():
         return scaler
     from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
     from verl.utils.device import get_device_name
 
-    ours = ShardedGradScaler(get_device_name(), growth_interval=GROWTH_INTERVAL)
-    if not ours.is_enabled():
-        raise ConfigError(
-            explain("precision='fp16'", required="a loss scale", found=f"none on {get_device_name()!r}", fix="use 'bf16'")
-        )
-    return ours
+    scaler = ShardedGradScaler(get_device_name(), growth_interval=GROWTH_INTERVAL)
+    if not scaler.is_enabled():
+        found = f"none on {get_device_name()!r}"
+        raise ConfigError(explain("precision='fp16'", required="a loss scale", found=found, fix="use precision='bf16'"))
+    return scaler
 
 
 def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPEngine.optimizer_step``: was the step skipped, and how often lately?
+    """Wrap ``FSDPEngine.optimizer_step``: count skipped steps.
 
-    Raises PrecisionError (``LossScale.note``) when no step comes through any more.
+    Raises PrecisionError (``LossScale.note``) once every step is skipped.
     """
 
     def optimizer_step(self: Any) -> Any:
         if not scales_loss() or self.model_config.model_type != "language_model":
             return original(self)
         if getattr(self, "scaler", None) is None:
-            raise NotPatchedError("the trainer's model was built before this process was patched; it trains without a loss scale")
+            raise NotPatchedError(
+                "the trainer's model was built before this process was patched, so it has no loss scale. "
+                "Call jetrl_patch.enable() before the model is built."
+            )
         from jetrl_patch.adapters.verl.state import WORKER
 
         before = self.scaler.get_scale()
@@ -186,7 +189,7 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def figures() -> dict[str, float]:
-    """For the report of a worker: the loss scale and the skipped steps; nothing in another precision."""
+    """Return the loss scale and the skipped steps for a worker's report; empty in other precisions."""
     from jetrl_patch.adapters.verl.state import WORKER
 
     return WORKER.loss_scale.figures() if scales_loss() else {}

@@ -1,11 +1,11 @@
-"""Our settings in verl's own configuration: ``+jetrl=unified`` on the command line, or a ``jetrl:`` section in YAML.
+"""Settings in verl's own configuration: ``+jetrl=unified`` on the command line, or a ``jetrl:`` section in YAML.
 
-Two things make it work, both without an environment variable:
+Two mechanisms make this work without an environment variable:
 
-- the presets stand in hydra's ``ConfigStore`` (its means for configuration that a library brings along), stored
-  when hydra is imported. Every preset has all fields of ``Config``; ``null`` leaves a field to its default.
-- verl's first look at its composed configuration is watched (``watch_verl``). Where it has a ``jetrl`` section,
-  the process is patched there, before Ray starts; where it has none, nothing happens.
+- The presets are in hydra's ``ConfigStore`` (its mechanism for a library's configuration), stored when hydra is imported.
+  Every preset has all fields of ``Config``; ``null`` keeps a field's default.
+- Wrappers see verl's composed configuration first (``watch_verl``). If it has a ``jetrl`` section, they patch the process
+  before Ray starts; otherwise they do nothing.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jetrl_patch.patching.patch import apply_patch
 
 _UNIFIED = SETTINGS["precision"].default
 
-#: name of the preset -> what it sets; a precision of its own has a preset of its name, in hydra's spelling
+#: preset -> the settings it makes; the other precisions have presets of their own name, in hydra's spelling
 PRESETS: dict[str, dict[str, str]] = {
     "unified": {"precision": _UNIFIED},
     **{align: {"precision": _UNIFIED, "align": align} for align in SETTINGS["align"].choices},
@@ -35,7 +35,7 @@ PRESETS: dict[str, dict[str, str]] = {
 
 
 def store(_: ModuleType | None = None) -> None:
-    """Put the presets into hydra's ConfigStore, as group ``jetrl``."""
+    """Store the presets in hydra's ConfigStore, as group ``jetrl``."""
     from hydra.core.config_store import ConfigStore
 
     every = {field.name: None for field in dataclasses.fields(Config)}
@@ -44,16 +44,21 @@ def store(_: ModuleType | None = None) -> None:
 
 
 def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Config | None:
-    """The settings that verl's configuration asks for, the ``JETRL_*`` variables filling in; None without a section.
+    """Return the settings of verl's ``jetrl`` section, completed by the ``JETRL_*`` variables; None without a section.
 
-    Raises ConflictError where a variable says something else than the section, ConfigError where either is wrong.
+    Raises ConflictError if a variable contradicts the section, ConfigError if either is invalid.
     """
     asked = given(verl_config)
     if asked is None:
         return None
     if env.switched_off(environ):
         raise ConflictError(
-            explain(f"{env.SWITCH}=0", required="no patching", found=f"{SECTION}: {asked}", fix="unset one of the two")
+            explain(
+                f"{env.SWITCH}=0",
+                required=f"no {SECTION} section in verl's configuration",
+                found=f"{SECTION}={asked}",
+                fix=f"unset {env.SWITCH}, or remove the section",
+            )
         )
     fields = {field: variable for variable, field in env.FIELDS.items()}
     for name, theirs in from_text(env.read_fields(environ)).items():
@@ -63,14 +68,14 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
                     f"{SECTION}.{name} in verl's configuration",
                     required=repr(asked[name]),
                     found=f"{fields[name]}={theirs!r} in the environment",
-                    fix="say it in one place",
+                    fix="set it in one place only",
                 )
             )
     return Config.from_env(environ, **asked)
 
 
 def activate(verl_config: Any) -> None:
-    """Patch this process as verl's configuration asks; nothing if it does not. Where it is patched, ``check`` judges."""
+    """Patch this process if verl's configuration asks for it. In a patched process ``settings.check`` compares the two."""
     if runtime.is_active():
         return
     wanted = config_of(verl_config)
@@ -87,7 +92,7 @@ def _first_look(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    # verl's main has bound this very function, so it never calls the one that enable() puts in its place
+    # verl's main has already bound this function, so it never calls the replacement that enable() installs
     return _first_look(settings.validate_config(original))
 
 
@@ -96,15 +101,15 @@ def _trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
         asked = given(config)
         if asked is not None and not runtime.is_active():
             raise NotPatchedError(
-                f"verl's configuration has {SECTION}: {asked}, but the driver started without it and this process is not "
-                "patched; call jetrl_patch.enable() before ray.init, or start with `python -m verl.trainer.main_ppo`"
+                f"verl's configuration has {SECTION}={asked}, but this process is not patched: the driver started without "
+                "jetrl_patch. Start with `python -m verl.trainer.main_ppo`, or call jetrl_patch.enable() before ray.init."
             )
         original(self, config, *args, **kwargs)
 
     return __init__
 
 
-_REMOVE = "verl hands its composed configuration to plugins"
+_REMOVE = "verl passes its composed configuration to plugins"
 _TRAINERS = (
     ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.__init__"),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.__init__"),
@@ -115,14 +120,14 @@ WATCHES: tuple[Patch, ...] = (
         module="verl.utils.device",
         attr="auto_set_device",
         make=_first_look,
-        reason="the first call that gets verl's composed configuration; it may ask for us",
+        reason="verl's plugins never see its composed configuration, so a jetrl section would be ignored",
         remove_when=_REMOVE,
     ),
     Patch(
         module="verl.utils.config",
         attr="validate_config",
         make=_validate_config,
-        reason="the same, and the checks that the driver makes before Ray starts",
+        reason="verl's main binds this function before enable() replaces it, so the driver's checks would not run",
         remove_when=_REMOVE,
     ),
     *(
@@ -130,7 +135,7 @@ WATCHES: tuple[Patch, ...] = (
             module=module,
             attr=attr,
             make=_trainer_init,
-            reason="a run whose configuration asks for us does not go on unpatched",
+            reason="a run whose configuration has a jetrl section would continue unpatched",
             remove_when=_REMOVE,
         )
         for module, attr in _TRAINERS
@@ -139,12 +144,12 @@ WATCHES: tuple[Patch, ...] = (
 
 
 def offer() -> None:
-    """Make the presets known to hydra, now or when it is imported."""
+    """Store the presets in hydra, now or when it is imported."""
     watch("hydra.core.config_store", store)
 
 
 def watch_verl() -> None:
-    """Look for our section where verl reads its configuration. These few wrappers stay for the life of the process."""
+    """Look for the ``jetrl`` section where verl reads its configuration. These wrappers stay for the life of the process."""
     journal = Journal()
     for patch in WATCHES:
         watch(patch.module, lambda module, patch=patch: apply_patch(patch, module, journal))  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""A run that is resumed: its checkpoint must be scaled (``invariant_scale``) as the model that it is loaded into."""
+"""Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["load_checkpoint", "recorded_in"]
 
 @while_active
 def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
+    """Wrap ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
 
-    Not covered: a checkpoint that verl fetches from HDFS while it loads.
+    Does not cover a checkpoint that verl fetches from HDFS during the load.
     """
 
     def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -31,7 +31,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def recorded_in(local_path: Any) -> tuple[bool, float | None]:
-    """Whether the checkpoint has a config.json, and the factor that it names."""
+    """Return whether the checkpoint has a config.json, and the factor recorded there."""
     file = os.path.join(str(local_path or ""), "huggingface", "config.json")
     if not os.path.isfile(file):
         return False, None

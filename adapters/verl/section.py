@@ -1,4 +1,4 @@
-"""The ``jetrl`` section of verl's configuration: what it asks for, and whether this process runs so."""
+"""Read the ``jetrl`` section of verl's configuration, and compare it with the settings of this process."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ SECTION = "jetrl"
 
 
 def given(verl_config: Any) -> dict[str, Any] | None:
-    """The fields of ``Config`` that the section sets; None if there is no section. ``null`` sets nothing.
+    """Return the fields of ``Config`` that the section sets; None without a section. ``null`` sets nothing.
 
-    Raises ConfigError for a section that is no mapping. What the fields may be is said by ``Config``.
+    Raises ConfigError if the section is not a mapping. ``Config`` checks the fields.
     """
     from omegaconf import OmegaConf
 
@@ -28,7 +28,7 @@ def given(verl_config: Any) -> dict[str, Any] | None:
                 f"{SECTION} in verl's configuration",
                 required="a mapping of settings",
                 found=repr(section),
-                fix=f"write +{SECTION}=unified, or {SECTION}.precision=...",
+                fix=f"use +{SECTION}=unified, or set {SECTION}.precision",
             )
         )
     plain = OmegaConf.to_container(section, resolve=True)
@@ -41,7 +41,7 @@ def given(verl_config: Any) -> dict[str, Any] | None:
 
 
 def disagreement(verl_config: Any, config: Config) -> JetrlError | None:
-    """The error to raise where the section asks for something else than ``config``, with which this process runs."""
+    """Return the error for a section that contradicts ``config``, the settings of this process; None if they agree."""
     try:
         asked = given(verl_config)
         if asked is None or config.replace(**asked).resolved() == config.resolved():
@@ -55,6 +55,6 @@ def disagreement(verl_config: Any, config: Config) -> JetrlError | None:
             required=asked,
             found=runs,
             origin=" from the environment or enable()",
-            fix="say it in one place",
+            fix="set it in one place only",
         )
     )

@@ -1,4 +1,4 @@
-"""What this adapter offers as ``Trainer`` (jetrl_patch/trainer/interface.py) and ``Merger``."""
+"""This adapter's ``Trainer`` (jetrl_patch/trainer/interface.py) and ``Merger``."""
 
 from jetrl_patch.adapters.verl.doctor import model_path, needs_flash_attn, read
 from jetrl_patch.adapters.verl.merge import merge

@@ -1,4 +1,4 @@
-"""verl's configuration, checked and completed before anything starts, so that the user changes nothing in it."""
+"""Check and complete verl's configuration before anything starts, so that the user need not edit it."""
 
 from __future__ import annotations
 
@@ -30,63 +30,69 @@ def _dtype_other_than_bf16(value: Any) -> bool:
 
 
 _ENGINES = ("fsdp", "fsdp2", megatron.STRATEGY)
-_OFF = "switch it off"
-_QUANTIZED = "no other quantization beside jetrl_patch (precision='bf16' measures it)"
-_PARALLEL = "a trainer that holds whole sequences and a rollout of plain tensor parallelism"
+_PROCESSED = "processed_logprobs"
+_FALSE = "set it to false"
+_OURS = "no quantization but jetrl_patch's"
+_FULL = "full weights without LoRA"
+_TP_ONLY = "a rollout with tensor parallelism alone"
+_ONE_MODEL = "no vLLM engine besides the policy's"
+_SEQUENCES = "whole sequences on each rank"
+_ONLY = "the only value that the trainer reproduces"
+_STRATEGY = "fsdp, fsdp2 or megatron"
 
 RULES: tuple[Rule, ...] = (
-    Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set rollout.name=vllm", "all"),
-    Rule(f"{ROLLOUT}.quantization", is_set, _QUANTIZED, "set it to null", "changed", ConflictError),
-    Rule(f"{ROLLOUT}.quantization_config_file", is_set, _QUANTIZED, "set it to null", "changed", ConflictError),
-    Rule(f"{ROLLOUT}.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
-    Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _QUANTIZED, _OFF, "changed", ConflictError),
-    Rule(f"{ENGINE}.quantization", other_than(*QUANTIZATIONS), _QUANTIZED, "leave it out", "changed", ConflictError),
-    Rule(f"{MODEL}.lora_rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
-    Rule(f"{MODEL}.lora.rank", positive, "full weights", "set it to 0", "quantized", ConflictError),
-    Rule(f"{MODEL}.lora_adapter_path", is_set, "full weights", "set it to null", "quantized", ConflictError),
-    Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "quantized"),
-    Rule(f"{REF}.strategy", other_than(*_ENGINES), ", ".join(_ENGINES), "use one of them", "quantized"),
-    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "use it", "quantized"),
-    Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own manager", "leave it out", "all"),
-    Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _PARALLEL, _OFF, "quantized"),
-    Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _PARALLEL, "set it to 1", "quantized"),
-    Rule(f"{ROLLOUT}.expert_parallel_size", more_than_one, _PARALLEL, "set it to 1", "quantized"),
-    Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _OFF, "quantized"),
-    Rule(f"{ENGINE}.speculative_config", is_set, "no speculative decoding", "leave it out", "quantized"),
-    Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it so", "quantized"),
-    Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it so", "quantized"),
-    Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at sync", _OFF, "quantized"),
-    Rule("reward.reward_model.enable", is_set, "vLLM engines that serve the policy", "use a reward function", "quantized"),
-    Rule("distillation.enabled", is_set, "vLLM engines that serve the policy", _OFF, "quantized"),
-    Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _OFF, "exact"),
-    Rule(f"{MODEL}.use_liger", is_set, "norm, RoPE and activation of exact mode", _OFF, "exact", ConflictError),
-    Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _PARALLEL, "set it to 1", "exact"),
-    Rule(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", more_than_one, _PARALLEL, "set it to 1", "exact"),
-    Rule(f"{ACTOR}.use_prefix_grouper", is_set, "the attention of exact mode", _OFF, "exact"),
-    Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _PARALLEL, "use more replicas instead", "exact"),
-    Rule(f"{ROLLOUT}.top_p", other_than(1, 1.0), "1, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.top_k", other_than(-1, 0), "-1, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.repetition_penalty", other_than(1, 1.0), "1.0, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.min_p", other_than(0, 0.0), "0, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.min_tokens", other_than(0), "0, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.presence_penalty", other_than(0, 0.0), "0, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), "0, which the trainer can reproduce", "set it so", "exact"),
-    Rule(f"{ROLLOUT}.temperature", lambda t: float(t) <= 0, "a positive temperature", "set one", "exact"),
-    Rule(f"{ROLLOUT}.logprobs_mode", other_than("processed_logprobs"), "processed_logprobs", "use it", "exact"),
-    Rule(f"{ENGINE}.logprobs_mode", other_than("processed_logprobs"), "processed_logprobs", "use it", "exact"),
-    Rule(f"{ENGINE}.logits_processors", is_set, "logits the trainer can reproduce", "leave it out", "exact"),
-    Rule("trainer.v1.trainer_mode", other_than("sync"), "sync: one version of the weights per sample", "use it", "exact"),
+    Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
+    Rule(f"{ROLLOUT}.quantization", is_set, _OURS, "set it to null", "changed", ConflictError),
+    Rule(f"{ROLLOUT}.quantization_config_file", is_set, _OURS, "set it to null", "changed", ConflictError),
+    Rule(f"{ROLLOUT}.qat.enable", is_set, _OURS, _FALSE, "changed", ConflictError),
+    Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _OURS, _FALSE, "changed", ConflictError),
+    Rule(f"{ENGINE}.quantization", other_than(*QUANTIZATIONS), _OURS, "remove it", "changed", ConflictError),
+    Rule(f"{MODEL}.lora_rank", positive, _FULL, "set it to 0", "quantized", ConflictError),
+    Rule(f"{MODEL}.lora.rank", positive, _FULL, "set it to 0", "quantized", ConflictError),
+    Rule(f"{MODEL}.lora_adapter_path", is_set, _FULL, "set it to null", "quantized", ConflictError),
+    Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), _STRATEGY, "set it to fsdp2", "quantized"),
+    Rule(f"{REF}.strategy", other_than(*_ENGINES), _STRATEGY, "set it to fsdp2", "quantized"),
+    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "set it to naive", "quantized"),
+    Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own checkpoint manager", "set it to null", "all"),
+    Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _TP_ONLY, _FALSE, "quantized"),
+    Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
+    Rule(f"{ROLLOUT}.expert_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
+    Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _FALSE, "quantized"),
+    Rule(f"{ENGINE}.speculative_config", is_set, "no speculative decoding", "remove it", "quantized"),
+    Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
+    Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
+    Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at each sync", _FALSE, "quantized"),
+    Rule("reward.reward_model.enable", is_set, _ONE_MODEL, "set it to false and use a reward function", "quantized"),
+    Rule("distillation.enabled", is_set, _ONE_MODEL, _FALSE, "quantized"),
+    Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _FALSE, "exact"),
+    Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
+    Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
+    Rule(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
+    Rule(f"{ACTOR}.use_prefix_grouper", is_set, "exact mode's own attention", _FALSE, "exact"),
+    Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _TP_ONLY, "set it to 1 and use more replicas", "exact"),
+    Rule(f"{ROLLOUT}.top_p", other_than(1, 1.0), f"1, {_ONLY}", "set it to 1", "exact"),
+    Rule(f"{ROLLOUT}.top_k", other_than(-1, 0), "-1 or 0 (the trainer reproduces no other value)", "set it to -1", "exact"),
+    Rule(f"{ROLLOUT}.repetition_penalty", other_than(1, 1.0), f"1.0, {_ONLY}", "set it to 1.0", "exact"),
+    Rule(f"{ROLLOUT}.min_p", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
+    Rule(f"{ROLLOUT}.min_tokens", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
+    Rule(f"{ROLLOUT}.presence_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
+    Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
+    Rule(f"{ROLLOUT}.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
+    Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
+    Rule(f"{ENGINE}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, "remove it", "exact"),
+    Rule(f"{ENGINE}.logits_processors", is_set, "logits that the trainer reproduces", "remove it", "exact"),
+    Rule("trainer.v1.trainer_mode", other_than("sync"), "sync (one weight version per sample)", "set it to sync", "exact"),
 )  # fmt: skip
 
 
 def check(verl_config: Any, config: Config) -> None:
-    """Raise ConflictError, ConfigError or ModelError for the first thing that cannot be kept; change nothing."""
+    """Raise ConflictError, ConfigError or ModelError for the first setting that the mode does not support; change nothing."""
     for problem in problems(verl_config, config):
         raise problem
 
 
 def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
-    """Everything in verl's configuration that cannot be kept, as the errors to raise."""
+    """Yield an error for each setting in verl's configuration that the mode does not support."""
     contradiction = disagreement(verl_config, config)
     if contradiction is not None:
         yield contradiction
@@ -102,7 +108,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
 
 
 def _check_model(select: Callable[[str], Any], config: Config) -> None:
-    """The model's family and the rollout's tensor parallelism, from the model's config.json and without weights."""
+    """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
     path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
     tp = int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     hf_config = check_checkpoint(path, config, tp, bool(select(f"{MODEL}.trust_remote_code")))
@@ -111,13 +117,13 @@ def _check_model(select: Callable[[str], Any], config: Config) -> None:
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
-    """Write into verl's configuration what our modes need and its user need not know; what was changed, in words."""
+    """Set what the mode needs in verl's configuration; return a description of each change."""
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
     if config.exact or config.guard_sqnr is not None:
-        # a compiled graph fuses ops and rounds them otherwise; and it would go on with layers that left FP8
+        # a compiled graph fuses ops and rounds differently, and it would keep running layers that have left FP8
         wanted[f"{ROLLOUT}.enforce_eager"] = True
     if config.exact:
-        wanted[f"{ROLLOUT}.logprobs_mode"] = "processed_logprobs"
+        wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):
@@ -134,19 +140,19 @@ def complete(verl_config: Any, config: Config) -> list[str]:
 
 
 def prepare(verl_config: Any, config: Config) -> None:
-    """Check, then complete, and say in the log what was changed."""
+    """Check the configuration, complete it, and log each change."""
     check(verl_config, config)
     for change in complete(verl_config, config):
         logger.warning("jetrl_patch: %s", change)
 
 
 def mark(verl_config: Any, config: Config) -> None:
-    """Leave our settings in verl's configuration (``rollout.custom``), for the workers to compare with theirs."""
+    """Store the plugin's settings in verl's configuration (``rollout.custom``), where each worker compares them with its own."""
     _update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
 
 
 def _selector(verl_config: Any) -> Callable[[str], Any]:
-    """What gives the value at a dotted path of verl's configuration, None where there is none."""
+    """Return a function that reads a dotted path of verl's configuration, None where it is missing."""
     from omegaconf import OmegaConf
 
     return lambda path: OmegaConf.select(verl_config, path, default=None)
@@ -160,7 +166,7 @@ def _update(verl_config: Any, path: str, value: Any) -> None:
 
 @while_active
 def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``verl.utils.config.validate_config``: the driver checks before it starts Ray."""
+    """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
         prepare(config, runtime.active_config())
@@ -171,7 +177,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps the trainers' ``__init__``: the same again where the trainer loop runs, and the mark for its workers."""
+    """Wrap the trainers' ``__init__``: repeat the check where the trainer loop runs and leave the mark for its workers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         prepare(config, runtime.active_config())

@@ -1,4 +1,4 @@
-"""What the patches of one process tell each other."""
+"""State that the patches of one process share."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from jetrl_patch.trainer import state
 
 @dataclass
 class WorkerState(state.Worker):
-    """In a training worker.
+    """State of a training worker.
 
     Attributes:
-        rollout_tp: tensor parallel size of the rollout that this trainer feeds.
-        stats: of the sync that is under way or was the last.
-        measuring: in verl's bypass mode, whether the weights are still those of the last sync.
-        measured: what the loss saw meanwhile, micro-batch by micro-batch (``correction_bypass``).
+        rollout_tp: tensor parallel size of the rollout.
+        stats: of the current or last weight sync.
+        measuring: in verl's bypass mode, whether the weights have not changed since the last sync.
+        measured: the loss's sums since then, one per micro-batch (``correction_bypass``).
     """
 
     measuring: bool = False
@@ -31,5 +31,5 @@ DRIVER = state.Driver()
 
 
 def reset() -> None:
-    """As at start; called by ``disable()``."""
+    """Restore the initial state. Called by ``disable()``."""
     state.reset(WORKER, DRIVER)

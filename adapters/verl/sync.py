@@ -1,4 +1,4 @@
-"""Trainer's side of the weight sync in verl: what is sent, by whom, and what is reported.
+"""The trainer's side of the weight sync in verl: what is sent, by whom, and what is reported.
 
 ``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
 verl's own buckets → ``worker.py`` in the vLLM worker.
@@ -16,7 +16,7 @@ from jetrl_patch.adapters.verl import precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import marks
@@ -27,7 +27,7 @@ from jetrl_patch.trainer.report import sync_report
 
 @while_active
 def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``ActorRolloutRefWorker.init_model``: the trainer loop must be patched too, and in the same settings."""
+    """Wrap ``ActorRolloutRefWorker.init_model``: require a patched trainer loop with the same settings."""
 
     def init_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         custom = self.config.rollout.get("custom", None) or {}
@@ -40,19 +40,19 @@ def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_mark(mark: dict[str, str]) -> None:
-    """Compare the settings that the trainer loop wrote into verl's configuration with those of this process."""
+    """Compare the settings that the trainer loop stored in verl's configuration with those of this process."""
     marks.check(
         mark,
         runtime.active_config(),
         "a training worker",
-        "verl's trainer loop (its TaskRunner process) is not patched, while this worker is; install jetrl_patch "
-        "on its node, give it the JETRL_* variables and let verl load its plugins (VERL_USE_EXTERNAL_PLUGINS)",
+        "verl's trainer loop (the TaskRunner process) is not patched, but this worker is. Install jetrl_patch on its node, "
+        "pass it the JETRL_* variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS.",
     )
 
 
 @while_active
 def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``FSDPEngine.get_per_tensor_param``: FP8 bytes and scales instead of FP32 weights."""
+    """Wrap an engine's ``get_per_tensor_param``: send FP8 bytes and scales instead of FP32 or BF16 weights."""
 
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, peft = original(self, *args, **kwargs)
@@ -64,12 +64,12 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         prepared = getattr(self, "_jetrl", None)
         if prepared is None:
             raise NotPatchedError(
-                "the trainer's model was built before this process was patched; call jetrl_patch.enable() first"
+                "the trainer's model was built before this process was patched. "
+                "Call jetrl_patch.enable() before the model is built."
             )
         if peft is not None:
-            raise ConflictError(
-                "LoRA adapters cannot be synced in a quantized format; set lora_rank=0 or use precision='bf16'"
-            )
+            what, fix = "weight sync to a quantized rollout", "set lora_rank=0, or use precision='bf16'"
+            raise ConflictError(explain(what, required="full weights", found="LoRA adapters", fix=fix))
         looks = prepared.monitor is not None and prepared.monitor.decides
         begin_sync(prepared, lambda: weights, WORKER.followers)
         again = original(self, *args, **kwargs)[0] if looks else weights
@@ -79,7 +79,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
-    """The stream as it is, with its bytes counted: nothing is quantized in BF16."""
+    """Pass the stream on unchanged and count its bytes: BF16 mode quantizes nothing."""
     for name, tensor in weights:
         stats.total += tensor.nbytes
         stats.tensors += 1
@@ -88,13 +88,14 @@ def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
 
 @while_active
 def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``ServerAdapter.update_weights``: the same steps, watched and with an end."""
+    """Replace ``ServerAdapter.update_weights``: the same steps, with a watched peer and a timeout."""
 
     async def update_weights(
         self: Any, weights: Any, global_steps: int | None = None, wire_format: str = "named_tensors", **kwargs: Any
     ) -> None:
         if wire_format != "named_tensors":
-            raise ConflictError(f"weight sync in wire format {wire_format!r}; use checkpoint_engine.backend=naive")
+            fix = "set checkpoint_engine.backend=naive"
+            raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
         config = runtime.active_config()
         call = await self._execute_method(
             "update_weights_from_ipc",
@@ -119,7 +120,10 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         except JetrlError:
             raise
         except (TimeoutError, asyncio.TimeoutError) as error:
-            raise SyncError(f"the vLLM workers did not end a weight sync in {config.sync_timeout:g} s") from error
+            raise SyncError(
+                f"the vLLM workers did not finish a weight sync within {config.sync_timeout:g} s. "
+                "Check their logs, or raise JETRL_SYNC_TIMEOUT."
+            ) from error
         except Exception as error:
             raise as_sync_error(error) from error
 
@@ -128,7 +132,7 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``ActorRolloutRefWorker.update_weights``: says who did it, and what it cost."""
+    """Wrap ``ActorRolloutRefWorker.update_weights``: report the worker and the cost of the sync."""
 
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
         start = time.perf_counter()
@@ -145,9 +149,9 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def monitored(engine: Any) -> dict[str, Any]:
-    """Metrics of the step that this sync ends, and lines for the trainer loop's log. Collective.
+    """Return metrics of the step that this sync ends, and lines for the trainer loop's log. Collective.
 
-    Raises PrecisionError where the figures are to stop the run.
+    Raises PrecisionError if the monitor must stop the run.
     """
     prepared = getattr(engine, "_jetrl", None)
     if prepared is None:

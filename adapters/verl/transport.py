@@ -1,7 +1,7 @@
-"""verl's bucketed transfer with an end: no socket waits for ever for a process that is dead.
+"""verl's bucketed transfer with timeouts: no socket waits forever for a dead process.
 
-verl 0.9.1 sends buckets over a ZMQ REQ/REP pair and waits without a limit on both sides. Here the waiting side looks
-at its peer meanwhile (the RPC that runs in the vLLM worker) and at the clock.
+verl 0.9.1 sends buckets over a ZMQ REQ/REP pair and waits without a limit on both sides. Here the waiting side also checks
+its peer (the RPC that runs in the vLLM worker) and the clock.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
 from jetrl_patch.sync import remote
 
 _POLL_MS = 200
-_GRACE = 5.0  # seconds between a worker's answer to the RPC and the arrival of its last acknowledgement
+_GRACE = 5.0  # seconds from a worker's RPC answer to its last acknowledgement
 
 
 class Peer:
-    """The RPC that receives on the other side, and how long to wait for it without progress.
+    """The RPC that receives on the other side, and how long to wait without progress.
 
     Args:
         call: a ``concurrent.futures.Future`` of the RPC, or None on ranks that did not start it.
@@ -31,7 +31,7 @@ class Peer:
         self._ended: float | None = None
 
     def check(self, since: float) -> None:
-        """Raise SyncError if the peer has failed, is gone, or has been silent for too long."""
+        """Raise SyncError if the peer failed, ended early, or has been silent for too long."""
         now = time.monotonic()
         if self.call is not None and self.call.done():
             error = self.call.exception()
@@ -39,30 +39,30 @@ class Peer:
                 raise as_sync_error(error) from error
             self._ended = self._ended or now
             if now - self._ended > _GRACE:
-                raise SyncError("the vLLM worker ended its part of the weight sync before everything was sent")
+                raise SyncError("the vLLM worker finished the weight sync before everything was sent. Check its log.")
         if now - since > self.timeout:
             raise SyncError(
-                f"the vLLM worker has not answered for {self.timeout:g} s during a weight sync; it is dead, stuck, or "
-                f"slower than JETRL_SYNC_TIMEOUT allows"
+                f"the vLLM worker has not answered for {self.timeout:g} s during a weight sync: it is dead, stuck or slow. "
+                "Check its log, or raise JETRL_SYNC_TIMEOUT."
             )
 
 
 class WatchedSocket:
-    """A ZMQ REQ socket whose waits look at the peer. Has what ``BucketedWeightSender`` calls."""
+    """A ZMQ REQ socket that checks its peer while it waits. It has the methods that ``BucketedWeightSender`` calls."""
 
     def __init__(self, socket: Any, peer: Peer) -> None:
         self._socket = socket
         self._peer = peer
 
     def send_pyobj(self, obj: Any) -> None:
-        """As ZMQ's; waits for a connected peer."""
+        """Like ZMQ's; wait for a connected peer."""
         import zmq
 
         self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(obj)
 
     def recv(self) -> bytes:
-        """As ZMQ's."""
+        """Like ZMQ's."""
         import zmq
 
         self._wait(zmq.POLLIN)
@@ -70,7 +70,7 @@ class WatchedSocket:
         return reply
 
     def close(self) -> None:
-        """Drop what was not delivered, so that the process can end."""
+        """Drop undelivered messages, so that the process can exit."""
         self._socket.close(linger=0)
 
     def _wait(self, event: int) -> None:
@@ -80,7 +80,7 @@ class WatchedSocket:
 
 
 def watched_sender(peer: Peer, **kwargs: Any) -> Any:
-    """A ``BucketedWeightSender`` (same arguments) that watches its peer."""
+    """Return a ``BucketedWeightSender`` (same arguments) that watches its peer."""
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightSender
 
     class WatchedSender(BucketedWeightSender):
@@ -93,14 +93,14 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
         def _cleanup(self) -> None:
             try:
                 super()._cleanup()
-            except FileNotFoundError:  # Python removes the shared memory of a process that died attached to it
+            except FileNotFoundError:  # Python removes shared memory whose attached process died
                 self.shm = None
 
     return WatchedSender(**kwargs)
 
 
 def timed_receiver(timeout: float, **kwargs: Any) -> Any:
-    """A ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence."""
+    """Return a ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence."""
     import zmq
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
@@ -108,15 +108,15 @@ def timed_receiver(timeout: float, **kwargs: Any) -> Any:
         def _init_socket(self) -> None:
             super()._init_socket()
             self.socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
-            self.socket.setsockopt(zmq.LINGER, 5000)  # the last acknowledgement, but not for ever
+            self.socket.setsockopt(zmq.LINGER, 5000)  # deliver the last acknowledgement, within a limit
 
     return TimedReceiver(**kwargs)
 
 
 async def ending_early(weights: Iterable[Any], sender: Callable[[], Any]) -> AsyncIterator[Any]:
-    """Pass the stream on; when it breaks (NaN in a weight, …) tell the receiver that nothing more comes.
+    """Pass the stream on. If it raises (NaN in a weight, …), tell the receiver that nothing more follows.
 
-    Without that the receiver would wait for the rest until its own time is up.
+    Otherwise the receiver would wait for the rest until its timeout.
     """
     try:
         for item in weights:
@@ -128,16 +128,16 @@ async def ending_early(weights: Iterable[Any], sender: Callable[[], Any]) -> Asy
                 socket.send_pyobj({"bucket_meta": {}, "is_last": True})
                 socket.recv()
             except Exception:
-                pass  # the error that broke the stream is the one to report
+                pass  # report the error that broke the stream
         raise
 
 
 def as_sync_error(error: BaseException) -> JetrlError:
-    """What a failed RPC into the vLLM worker means. Our own errors come back as text through Ray and vLLM."""
+    """Convert a failed RPC into the vLLM worker to an error. Ray and vLLM return the plugin's errors as text."""
     text = str(error)
     if "unexpected keyword argument 'jetrl'" in text:
         return NotPatchedError(
-            "a vLLM worker is not patched: it does not know this project's weight sync. Install jetrl_patch where vLLM "
-            "runs, and give its processes the JETRL_* variables (VLLM_PLUGINS must not leave jetrl_patch out)"
+            "a vLLM worker is not patched: it does not know jetrl_patch's weight sync. Install jetrl_patch where vLLM runs, "
+            "pass its processes the JETRL_* variables and do not exclude jetrl_patch in VLLM_PLUGINS."
         )
     return remote.as_sync_error(error)

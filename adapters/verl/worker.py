@@ -1,6 +1,6 @@
-"""Rollout's side of the weight sync in verl, in the vLLM worker process.
+"""The rollout's side of the weight sync in verl, in the vLLM worker process.
 
-The receiver itself hangs on the worker: the vLLM adapter put it there when the model was loaded.
+The vLLM adapter attached the receiver to the worker when the model was loaded.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from jetrl_patch.trainer.marks import require_same
 
 
 def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replaces ``vLLMColocateWorkerExtension.update_weights_from_ipc``: buckets go through the receiver's checks.
+    """Replace ``vLLMColocateWorkerExtension.update_weights_from_ipc``: pass buckets through the receiver's checks.
 
-    An unpatched trainer waits without a limit, so what it sends is read to the end, and dropped, before the error.
+    An unpatched trainer waits without a limit, so its data is read to the end and dropped before the error.
 
-    The further argument ``jetrl`` carries the trainer's settings: an unpatched worker does not know it and fails at
-    once, and a patched worker knows that its trainer is patched.
+    The extra argument ``jetrl`` carries the trainer's settings. An unpatched worker does not know it and fails at once; a
+    patched worker learns from it that its trainer is patched.
     """
 
     def update_weights_from_ipc(
@@ -32,14 +32,14 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if not runtime.is_active():
             if jetrl is not None:
-                raise NotPatchedError("this vLLM worker was patched once and no longer is; restart the run")
+                raise NotPatchedError("jetrl_patch was disabled in this vLLM worker. Restart the run.")
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         config = runtime.active_config()
         if jetrl is None:
             _transport(self, use_shm, config.sync_timeout).receive_weights(lambda weights, is_last: None)
             raise NotPatchedError(
-                "the trainer that syncs weights is not patched, while this vLLM worker is; let its process load verl's "
-                "plugins (VERL_USE_EXTERNAL_PLUGINS) with the same JETRL_* variables"
+                "the trainer that syncs weights is not patched, but this vLLM worker is. Pass its process the same JETRL_* "
+                "variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
             )
         require_same("a vLLM worker", required=jetrl, found=config.to_env())
         if not config.quantized_rollout:
@@ -58,10 +58,10 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
         transport.receive_weights(on_bucket_received=lambda weights, is_last: receiver.on_bucket(weights))
     except zmq.Again as error:
         raise receiver.abort(
-            f"the trainer sent nothing for {timeout:g} s during a weight sync; is it alive?"
+            f"the trainer sent nothing for {timeout:g} s during a weight sync. Check the trainer's log."
         ) from error
     except Exception as error:
-        raise receiver.abort(f"the transfer of weights broke off: {type(error).__name__}: {error}") from error
+        raise receiver.abort(f"the weight transfer broke off: {type(error).__name__}: {error}") from error
     report: dict[str, int] = receiver.finish()
     return report
 
@@ -70,6 +70,6 @@ def _transport(worker: Any, use_shm: bool, timeout: float) -> Any:
     import torch
     from verl.utils.device import get_device_name
 
-    if worker.device is None:  # as verl does; vLLM leaves it unset on some platforms
+    if worker.device is None:  # as in verl: vLLM leaves it unset on some platforms
         worker.device = torch.device(f"{get_device_name()}:{worker.local_rank}")
     return timed_receiver(timeout, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)

@@ -19,7 +19,7 @@ class Rule:
     Attributes:
         path: where in the framework's configuration, dotted.
         bad: whether a value is refused.
-        asked: what we need, in words.
+        required: what the plugin needs there, as a noun phrase or a value.
         fix: what to do.
         scope: "all", "changed" (a mode that does more than measure), "quantized" (the rollout's linears are) or "exact".
         error: ConflictError where something else wants to do the same, ConfigError where we cannot do it.
@@ -28,7 +28,7 @@ class Rule:
 
     path: str
     bad: Callable[[Any], bool]
-    asked: str
+    required: str
     fix: str
     scope: Literal["all", "changed", "quantized", "exact"]
     error: type[JetrlError] = ConfigError
@@ -57,7 +57,7 @@ def broken(
         value = select(rule.path)
         if (value is not None or rule.absent) and rule.bad(value):
             what = f"{name(rule.path)} with {mode}"
-            yield rule.error(explain(what, required=rule.asked, found=repr(value), fix=rule.fix))
+            yield rule.error(explain(what, required=rule.required, found=repr(value), fix=rule.fix))
 
 
 def raised(check: Callable[[], object]) -> Iterator[JetrlError]:

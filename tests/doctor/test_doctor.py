@@ -262,7 +262,7 @@ def test_verl_with_a_split_that_cuts_a_block_and_another_problem(model: Path) ->
     ("argument", "message"),
     [
         ("nothing.there=3", "Could not override 'nothing.there'"),
-        ("a b", "hydra cannot compose"),
+        ("a b", "Hydra cannot compose"),
         ("+jetrl=other", "jetrl/other"),
         ("--config-name=gone", "gone"),
     ],

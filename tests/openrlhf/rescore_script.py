@@ -1,4 +1,4 @@
-"""Score samples of an asynchronous run again, each with the checkpoint of the version that made it; print the verdict.
+"""Rescore samples of an asynchronous run, each with the checkpoint of the version that made it, and print the counts.
 
 Arguments: folder with ``samples-*.pt``, model of version 1, folder of checkpoints (``global_step{n}_hf`` is version n + 1).
 """
@@ -25,7 +25,7 @@ def load(path: Path) -> Any:
 
 @torch.no_grad()
 def score(model: Any, sequence: torch.Tensor, mask: torch.Tensor, stop: int) -> torch.Tensor:
-    """Log-probs [actions] of one unpadded sequence [T]; the first action may not be ``stop``."""
+    """Return log-probs [A] of one unpadded sequence [T], with ``stop`` banned at the first action."""
     from jetrl_patch.exact.ops import token_log_probs
 
     logits = model(input_ids=sequence.unsqueeze(0), use_cache=False).logits[0].float()

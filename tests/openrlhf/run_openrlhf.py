@@ -16,7 +16,7 @@ _STATUS = re.compile(r"Global step (\d+): (\{.*\})")
 
 
 def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
-    """A model with a tokenizer, prompts and a reward in OpenRLHF's form, in ``folder``."""
+    """Write a model with a tokenizer, prompts and a reward in OpenRLHF's form into ``folder``."""
     make_verl_task(folder, family, **options)  # type: ignore[arg-type]
     rows = [{"input": f"{i % 10}+{i // 10}=", "label": "1"} for i in range(64)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -30,7 +30,7 @@ def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
 
 
 def arguments(folder: Path, *extra: str, actors: int = 1, stage: int = 2, steps: int = 2) -> list[str]:
-    """Of ``train_ppo_ray``: GRPO-like, 4 prompts with 2 samples each a step."""
+    """Return arguments of ``train_ppo_ray``: GRPO-like, 4 prompts with 2 samples each per step."""
     return [
         "--actor.model_name_or_path", str(folder / "model"),
         "--reward.remote_url", str(folder / "reward_func.py"),
@@ -60,5 +60,5 @@ class Run(ProcessRun):
         )
 
     def metrics(self) -> list[dict[str, float]]:
-        """The status of each step; each node of a cluster may have printed it."""
+        """Return the status of each step, which every node of a cluster may print."""
         return [ast.literal_eval(text) for text in dict(_STATUS.findall(self.text)).values()]

@@ -1,4 +1,4 @@
-"""Corrections in OpenRLHF: what is set, what is refused, its loss with our weights, and real runs."""
+"""Corrections in OpenRLHF: the flags set and refused, its loss with the plugin's weights, and real runs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_openrlhfs_flags_are_set_where_it_has_the_formula(kind, bounds, expected
     config, args = Config(correction=kind, correction_bounds=bounds), arguments()
     changes = settings.complete(args, config)
     assert flags(args) == expected and bool(changes) == (kind not in OURS)
-    assert not list(correction.problems(args, config))  # where it is looked at again
+    assert not list(correction.problems(args, config))  # a second check accepts it
     kept = correction.in_use(args.algo.advantage, config)
     assert kept == (kind, interval(kind, config.correction_bounds))
 
@@ -77,7 +77,7 @@ def test_acr_leaves_openrlhfs_flags_off() -> None:
         ),
         (Config(correction="seq-tis"), arguments(level="token"), "correction='seq-tis'"),
         (Config(correction="tis", acr=True), arguments(level="token", mode="clip", threshold=[0.0, 2.0]), "acr=True"),
-        (Config(correction="tis"), arguments(loss="gspo"), "other losses apply no weights, found 'gspo'"),
+        (Config(correction="tis"), arguments(loss="gspo"), "other losses apply no weights), found 'gspo'"),
     ],
 )  # fmt: skip
 def test_what_contradicts_is_one_error_that_names_both(config, args, says) -> None:
@@ -112,7 +112,7 @@ def test_what_the_user_has_set_is_recognized(args, used) -> None:
 
 
 def test_the_loss_is_touched_only_where_it_must_be() -> None:
-    runtime.enable(Config(precision="bf16", correction="tis"))  # first, for the stand-in of flash_attn
+    runtime.enable(Config(precision="bf16", correction="tis"))  # before the import: it provides a stand-in for flash_attn
     from openrlhf.models.loss import PolicyLoss
 
     before = PolicyLoss.__dict__["forward"]
@@ -128,7 +128,7 @@ def test_the_loss_is_touched_only_where_it_must_be() -> None:
 
 
 def batch_of(log_ratio: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
-    """log-probs of the policy (a leaf), of π_old and of the rollout, advantages."""
+    """Return log-probs of the policy (a leaf), of π_old and of the rollout, and advantages."""
     random = torch.Generator().manual_seed(seed)
     old = -3 * torch.rand(log_ratio.shape, generator=random)
     log_prob = (old + 0.4 * torch.randn(log_ratio.shape, generator=random)).requires_grad_()
@@ -136,7 +136,7 @@ def batch_of(log_ratio: torch.Tensor, seed: int) -> tuple[torch.Tensor, ...]:
 
 
 def policy_loss(config: Config, dual_clip: float | None = None, token_level: bool = True) -> Any:
-    """OpenRLHF's loss as a run of this configuration builds it, in a process that is patched."""
+    """Build OpenRLHF's loss as a run of this configuration does, in a patched process."""
     from openrlhf.models.loss import PolicyLoss
 
     own = {f"is_correction_{name}": value for name, value in DEFAULT.items()}
@@ -148,7 +148,7 @@ def configured(kind: str) -> Config:
 
 
 def is_on_an_end(log_ratio: torch.Tensor, mask: torch.Tensor, config: Config) -> bool:
-    """Whether a ratio is so near to a bound that two ways of rounding may judge it differently."""
+    """Whether a ratio is so close to a bound that rounding decides the side."""
     log = log_ratio.double()
     rows = (log * mask).sum(-1, keepdim=True)
     logs = torch.cat([log, rows, rows / mask.sum(-1, keepdim=True).clamp(min=1)], 1)
@@ -285,7 +285,7 @@ def test_where_they_do_not_agree_the_loss_applies_what_we_log(task, kind, bounds
         assert step["jetrl/correction_weight_max"] <= float(bounds.rpartition(",")[2]) * (1 + 1e-6)
         dropped = kind in ("mis", "seq-mis", "icepop", "geo-mis")
         assert step["jetrl/masked_fraction"] == (step["jetrl/clipped_fraction"] if dropped else 0.0)
-        # OpenRLHF means over micro-batches of unequal size
+        # OpenRLHF averages over micro-batches of unequal size
         assert step["is_filter_ratio"] == pytest.approx(step["jetrl/clipped_fraction"], abs=0.1)
 
 

@@ -1,4 +1,4 @@
-"""Real OpenRLHF, real vLLM rollouts, a few steps on the CPU: what the promise comes to in a run."""
+"""Real OpenRLHF with real vLLM rollouts, a few steps on the CPU: equality and metrics of whole runs."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_critic_ema_entropy_temperature_prefix_caching_and_two_engines(task):
 
 @pytest.mark.slow
 def test_asynchronous_with_partial_rollouts(task):
-    """Samples of the trainer's weights are equal; others may come from older ones, and that is what is measured."""
+    """Samples of the trainer's current weights are equal. Others may come from older weights, which is measured."""
     run = Run(task, "--train.async_enable", "--train.partial_rollout_enable", environ=UNIFIED, steps=4)
     found = finish(run, steps=4)
     assert found[0]["jetrl/bit_equal_fraction"] == 1.0 and found[0]["jetrl/stale_fraction"] == 0.0
@@ -91,7 +91,7 @@ def test_asynchronous_with_partial_rollouts(task):
 
 @pytest.mark.slow
 def test_asynchronous_samples_are_equal_under_the_version_that_made_them(task, tmp_path):
-    """Each sample is scored again, apart from the run, with the checkpoint of the version that it carries."""
+    """Each sample is rescored, outside the run, with the checkpoint of the version that it records."""
     environ = {**UNIFIED, "PYTHONPATH": str(_dumper(tmp_path))}
     extra = ["--train.async_enable", "--ckpt.save_steps", "1", "--ckpt.save_hf"]
     extra += ["--ckpt.path", str(tmp_path / "checkpoints"), "--ckpt.max_num", "9"]
@@ -107,7 +107,7 @@ def test_asynchronous_samples_are_equal_under_the_version_that_made_them(task, t
 
 
 def _dumper(folder: Path) -> Path:
-    """A sitecustomize that writes down every sample: tokens, mask, rollout's log-probs, its version, the trainer's."""
+    """Write a sitecustomize that saves every sample: tokens, mask, rollout log-probs, its version, the trainer's version."""
     (folder / "sitecustomize.py").write_text(
         f"""
 import wrapt
@@ -171,7 +171,7 @@ def test_an_argument_that_contradicts_ours_stops_the_run_before_any_actor(task):
 
 @pytest.mark.slow
 def test_two_nodes(task):
-    """The policy, the reference and the engine need three logical GPUs; no node has so many."""
+    """Policy, reference and engine need three logical GPUs, more than any one node has."""
     cluster = Cluster()
     try:
         cluster.start("head", gpus=1)

@@ -48,7 +48,7 @@ def test_a_checkpoint_beyond_fp16_is_refused_by_name(tmp_path):
 
 
 def test_overflowing_steps_are_skipped_and_counted(task, tmp_path):
-    """The loss of the first update is made too great: DeepSpeed lets one overflow pass before it halves its scale."""
+    """The first update's loss overflows. DeepSpeed tolerates one overflow before it halves its scale."""
     place = tmp_path / "hook"
     place.mkdir()
     (place / "sitecustomize.py").write_text(
@@ -66,7 +66,7 @@ def _(module):
     )
     found = finish(Run(task, environ=FP16 | {"PYTHONPATH": str(place)}, steps=3), 3)
     skipped = [step["jetrl/skipped_steps"] for step in found]
-    assert skipped[0] == 1 and skipped[1] == skipped[2] <= 2, found  # 2^16 may be too great of itself
+    assert skipped[0] == 1 and skipped[1] == skipped[2] <= 2, found  # 2^16 alone may be too large
     assert [step["jetrl/loss_scale"] for step in found] == [2.0 ** (17 - count) for count in skipped], found
 
 

@@ -1,4 +1,4 @@
-"""A real OpenRLHF run in which layers are ill: found, named, in BF16 on both sides, and every token still equal."""
+"""A real OpenRLHF run with ill-conditioned layers: named, moved to BF16 on both sides, and every token still equal."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def assert_guarded(run: Run) -> None:
 
 @pytest.mark.slow
 def test_ill_layers_leave_fp8_on_both_sides_zero2_with_a_reference_model(ill_task):
-    """KL to the reference is 0 before the policy has moved: two layers of the reference left FP8 with it."""
+    """KL to the reference is 0 before the policy changes: two layers of the reference left FP8 with the policy's."""
     run = Run(ill_task, *GENTLY, environ={**UNIFIED, "JETRL_GUARD_SQNR": str(FLOOR)}, steps=3)
     assert_guarded(run)
     assert run.metrics()[0]["kl"] == 0, [step["kl"] for step in run.metrics()]

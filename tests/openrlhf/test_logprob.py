@@ -1,4 +1,4 @@
-"""The trainer's log-probs in exact mode: the ban of EOS at the first token of a response, and nothing else changed."""
+"""The trainer's log-probs in exact mode: EOS is banned at the first token of a response, and nothing else changes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def exact(monkeypatch):
 
 
 class Actor:
-    """What ``Actor.forward`` does around the two functions that are replaced."""
+    """What ``Actor.forward`` does around the two replaced functions."""
 
     _jetrl = object()
     packing_samples = False
@@ -58,7 +58,7 @@ def batch(seed=0):
 
 
 def by_hand(sequences, actions, logits):
-    """One token at a time, straight from the definition."""
+    """Compute one token at a time, directly from the definition."""
     found = torch.zeros(actions.shape)
     for b in range(B):
         for a in range(A):
@@ -76,7 +76,7 @@ def test_the_end_is_banned_at_the_first_token_of_each_turn(packed, seed):
     sequences, attention, actions, logits = batch(seed)
     first = torch.zeros_like(actions).bool()
     first[0, [1, 4]] = first[1, 2] = first[2, 2] = True
-    sequences[:, 1:][first] = 5  # what vLLM has sampled there is no end
+    sequences[:, 1:][first] = 5  # vLLM samples no EOS there
     forward = logprob.actor_forward(Actor.forward)
     found = forward(Actor(logits, packed), sequences, actions, attention)
     assert torch.equal(found, by_hand(sequences, actions, logits))
@@ -89,7 +89,7 @@ def test_gradients_flow_through_both_kinds_of_rows():
     logits.requires_grad_()
     logprob.actor_forward(Actor.forward)(Actor(logits), sequences, actions, attention).sum().backward()
     gradient = logits.grad[0]
-    assert gradient[1].abs().sum() > 0 and gradient[1, [1, 3]].abs().sum() == 0  # first token: the banned have none
+    assert gradient[1].abs().sum() > 0 and gradient[1, [1, 3]].abs().sum() == 0  # first token: banned logits get no gradient
     assert gradient[2, [1, 3]].abs().min() > 0
 
 

@@ -1,4 +1,4 @@
-"""What is patched in OpenRLHF: that it travels to Ray's workers, that it is undone, and that the CPU needs its shims."""
+"""The patches of OpenRLHF reach Ray's workers and are undone, and the CPU still needs its shims."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def python(code: str) -> str:
 
 @pytest.mark.e2e
 def test_actors_use_the_patched_methods_and_disable_gives_back_the_originals():
-    """A class under ``@ray.remote`` is pickled by value; only what it names is looked up in the worker."""
+    """Ray pickles a class under ``@ray.remote`` by value; the worker looks up only the names that it uses."""
     out = python(
         """
         import jetrl_patch
@@ -45,7 +45,7 @@ def test_actors_use_the_patched_methods_and_disable_gives_back_the_originals():
             assert exported(remote)._setup_distributed is worker._setup_distributed
             assert exported(remote).jetrl_report is worker.jetrl_report
         copy = ray.cloudpickle.dumps(exported(ppo_trainer.PPOTrainer))
-        assert b"timing/make_experience" not in copy  # the body of train_step: it travels by name
+        assert b"timing/make_experience" not in copy  # the body of train_step, which is pickled by name
         assert torch.cuda.current_device() == "cpu" and torch.device(f"cuda:{torch.cuda.current_device()}").index == 0
         states = {p.target: p.state for p in jetrl_patch.status().patches if "openrlhf" in p.target}
         waiting = [target for target, state in states.items() if state == "waiting" and "samples_generator" not in target]
@@ -59,7 +59,7 @@ def test_actors_use_the_patched_methods_and_disable_gives_back_the_originals():
         assert torch.cuda.current_device.__module__.startswith("torch")
         """
     )
-    count, waiting = out.strip().splitlines()[-1].split(maxsplit=1)  # libraries print before
+    count, waiting = out.strip().splitlines()[-1].split(maxsplit=1)  # libraries print earlier lines
     assert int(count) > 20 and waiting.strip() == "[]"
 
 

@@ -26,7 +26,7 @@ def assert_measured(found: list[dict[str, float]]) -> None:
 
 
 def test_int8_with_invariant_scale_an_ema_and_a_saved_model(task, tmp_path):
-    """What is saved says that it was scaled; the EMA is scaled with the policy, the reference is not."""
+    """The saved model records its scaling; the EMA is scaled with the policy, the reference is not."""
     extra = ["--train.enable_ema", "--ckpt.output_dir", str(tmp_path / "saved")]
     assert_measured(finish(Run(task, *extra, environ=INT8 | {"JETRL_INVARIANT_SCALE": "1.5"})))
     (config,) = (tmp_path / "saved").rglob("config.json")
@@ -34,7 +34,7 @@ def test_int8_with_invariant_scale_an_ema_and_a_saved_model(task, tmp_path):
 
 
 def test_int8_on_two_ranks_under_zero3_with_invariant_scale(task):
-    """Each rank sees other samples; what is sent is what both saw."""
+    """Each rank sees different samples; the sync uses the activations of both."""
     assert_measured(finish(Run(task, environ=INT8 | {"JETRL_INVARIANT_SCALE": "1.5"}, stage=3, actors=2)))
 
 

@@ -1,4 +1,4 @@
-"""OpenRLHF's arguments: what is refused, what is completed, and the mark that every actor compares."""
+"""OpenRLHF's arguments: the refusals, the completions, and the mark that every actor compares."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BF16 = Config(precision="bf16")
 
 
 def arguments(**changes: Any) -> SimpleNamespace:
-    """OpenRLHF's nested namespace with its defaults, as far as they matter, and dotted changes (``__`` for a dot)."""
+    """OpenRLHF's nested namespace with the defaults that matter, changed by dotted names (``__`` for a dot)."""
     flat = {
         "vllm.num_engines": 1, "vllm.tensor_parallel_size": 1, "vllm.enforce_eager": False, "vllm.enable_sleep": False,
         "ds.load_in_4bit": False, "ds.lora.rank": 0, "ds.tensor_parallel_size": 1, "ds.param_dtype": "bf16",
@@ -82,7 +82,7 @@ def test_exact_refusals_are_not_those_of_linear():
 
 
 def test_deepspeed_has_no_fp8_all_gather():
-    with pytest.raises(ConfigError, match=r"required FSDP2, found OpenRLHF, which trains with DeepSpeed. Leave it off"):
+    with pytest.raises(ConfigError, match=r"required FSDP2, found OpenRLHF, which trains with DeepSpeed. Set fp8_all"):
         settings.check(arguments(), Config(fp8_all_gather=True))
 
 
@@ -116,7 +116,7 @@ def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
     monkeypatch.setattr(runtime, "active_config", lambda: EXACT.resolved())
     assert made(args).jetrl == EXACT.resolved().to_env()
     settings.check_mark(args, "here")
-    with pytest.raises(NotPatchedError, match="driver is not patched, while here is"):
+    with pytest.raises(NotPatchedError, match="driver is not patched, but here is"):
         settings.check_mark(arguments(), "here")
     args.jetrl = BF16.to_env()
     with pytest.raises(ConflictError, match="settings of here"):

@@ -1,4 +1,4 @@
-"""Versions of weights: who sets them, what a sample notes, what the figures count, and an engine that fell behind."""
+"""Weight versions: what sets them, what a sample records, what the metrics count, and a stale engine."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_only_the_end_of_a_sync_makes_a_version():
 
 
 def test_a_sample_carries_the_versions_of_its_first_and_last_token():
-    assert sample(["a", "b"], logs={"x": 1}) == {"x": 1}  # never synced: nothing to carry
+    assert sample(["a", "b"], logs={"x": 1}) == {"x": 1}  # never synced: no version to record
     state.ENGINE.version = 3
     assert sample(["a", "b"], logs={"x": 1}) == {"x": 1, versions.FIRST: 3, versions.LAST: 3}
     assert sample(["a", "sync", "b"]) == {versions.FIRST: 3, versions.LAST: 4}

@@ -1,4 +1,4 @@
-"""Remote calls of a weight sync: they are counted, they end, and what a worker says comes back as an error of ours."""
+"""Remote calls of a weight sync are counted and end in time, and a worker's error keeps its type."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def local_ray(tmp_path_factory):
 
 @ray.remote(num_cpus=0)
 class Engine:
-    """Has the method that OpenRLHF's engines have, and answers by the order."""
+    """An engine with OpenRLHF's method, whose answer depends on the order."""
 
     def update_weight(self, name, dtype, shape, empty_cache=False):
         order = decode(name)
@@ -47,7 +47,7 @@ class Engine:
 
 
 def started():
-    """Two engines that are up: what is silent later is so by order."""
+    """Two running engines; later silence is ordered by the test."""
     made = [Engine.remote() for _ in range(2)]
     Orders(made, PATIENCE).ask("begin")
     yield made
@@ -62,7 +62,7 @@ def engines(local_ray):
 
 @pytest.fixture
 def lost_engines():
-    """Of one test, which they do not outlive."""
+    """Engines for one test."""
     yield from started()
 
 

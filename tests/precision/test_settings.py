@@ -39,14 +39,14 @@ def test_verl_is_set_to_fp16_on_both_sides(base):  # noqa: F811
 @pytest.mark.parametrize(
     ("override", "config", "error", "says"),
     [
-        (f"{R}.dtype=float16", BF16, ConfigError, "FP16 on one side alone"),
-        (f"+{A}.fsdp_config.mixed_precision={{param_dtype: fp16}}", BF16, ConfigError, "param_dtype=fp16.* on one side alone"),
-        (f"+{R}.engine_kwargs.vllm.dtype=half", BF16, ConfigError, "FP16 on one side alone"),
-        (f"+{R}.engine_kwargs.vllm.dtype=bfloat16", FP16, ConflictError, "engine_kwargs.vllm.dtype.* Leave it out"),
+        (f"{R}.dtype=float16", BF16, ConfigError, "required BF16 on both sides"),
+        (f"+{A}.fsdp_config.mixed_precision={{param_dtype: fp16}}", BF16, ConfigError, "required BF16 .*param_dtype=fp16"),
+        (f"+{R}.engine_kwargs.vllm.dtype=half", BF16, ConfigError, "required BF16 on both sides"),
+        (f"+{R}.engine_kwargs.vllm.dtype=bfloat16", FP16, ConflictError, "engine_kwargs.vllm.dtype.* Remove it"),
         ("actor_rollout_ref.model.lora_rank=8", FP16, ConfigError, "verl merges adapters in BF16"),
         (f"{A}.strategy=megatron", FP16, ConfigError, "fsdp or fsdp2"),
-        (f"{A}.fsdp_config.model_dtype=bf16", FP16, ConfigError, "held in FP32"),
-        ("actor_rollout_ref.model.use_fused_kernels=True", LINEAR_HEAD, ConfigError, "fused kernels read its weight"),
+        (f"{A}.fsdp_config.model_dtype=bf16", FP16, ConfigError, "casts FP32 parameters"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", LINEAR_HEAD, ConfigError, "which fused kernels bypass"),
         (f"+{R}.engine_kwargs.vllm.kv_cache_dtype=fp8_e5m2", KV, ConflictError, "kv_cache='fp8'"),
     ],
 )
@@ -58,15 +58,15 @@ def test_verl_settings_that_are_refused(base, override, config, error, says):  #
 def test_openrlhf_is_set_to_fp16():
     args = arguments()
     openrlhf.check(args, FP16)
-    assert openrlhf.complete(args, FP16) == ["--ds.param_dtype fp16: precision='fp16' is FP16 on both sides"]
+    assert openrlhf.complete(args, FP16) == ["--ds.param_dtype fp16: precision='fp16' uses FP16 on both sides"]
     assert args.ds.param_dtype == "fp16" and openrlhf.complete(args, FP16) == []
 
 
 @pytest.mark.parametrize(
     ("changes", "config", "says"),
     [
-        ({"ds__param_dtype": "fp16"}, BF16, "OpenRLHF leaves its vLLM engines in BF16"),
-        ({"ds__tensor_parallel_size": 2}, FP16, "BF16 only"),
+        ({"ds__param_dtype": "fp16"}, BF16, "OpenRLHF's vLLM engines stay in BF16"),
+        ({"ds__tensor_parallel_size": 2}, FP16, "supports only BF16"),
         ({"ds__load_in_4bit": True}, FP16, "weights in FP16"),
         ({"ds__use_liger_kernel": True}, LINEAR_HEAD, "logits from lm_head's forward"),
     ],

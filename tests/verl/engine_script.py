@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=N engine_script.py fsdp|fsdp2 MODEL_DIR [gather]
 
-Trains a few steps, then streams the weights and compares every byte with a direct quantization of the full weights;
-prints one JSON line of facts on rank 0.
+Trains a few steps, then streams the weights and compares every byte with a direct quantization of the full weights.
+Prints one JSON line of facts on rank 0.
 """
 
 import json
@@ -52,7 +52,7 @@ if __name__ == "__main__":
     def log_probs(model, rows, **extra):
         with model.eval_mode(disable_auto_offload=True):
             output = model.infer_batch(batch(rows, **extra))
-        # the last label of a sequence is rolled in from its neighbour: it means nothing
+        # the last label of a sequence comes from its neighbour and has no meaning
         return [t[:-1].clone() for t in output["model_output"]["log_probs"].unbind()]
 
     def loss(model_output, data, dp_group=None):
@@ -67,7 +67,7 @@ if __name__ == "__main__":
     after = log_probs(actor, [0, 1, 2, 3])
     assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "training changed nothing"
 
-    # a row's log-probs depend on that row alone: packed or padded, whatever stands beside it
+    # a row's log-probs depend on that row alone, packed or padded, whatever the other rows are
     same = {
         "packed": log_probs(actor, [0, 1, 2, 3], micro_batch_size_per_gpu=4),
         "padded": log_probs(actor, [0, 1, 2, 3], micro_batch_size_per_gpu=4, use_remove_padding=False),

@@ -2,7 +2,7 @@
 
     torchrun --nproc_per_node=N fp16_engine_script.py fsdp|fsdp2 MODEL_DIR
 
-Trains a step, overflows on one rank alone, streams the weights, breaks one, and ends with a loss that is NaN for good.
+Trains a step, overflows on one rank, streams the weights, breaks one, and ends with a loss that stays NaN.
 """
 
 import math
@@ -41,7 +41,7 @@ if __name__ == "__main__":
         return {n: t.detach().clone() for n, t in type(actor).get_per_tensor_param.__wrapped__(actor)[0]}
 
     def step(factor=1.0):
-        """One step on both ranks; the factor is this rank's own."""
+        """Run one step on both ranks, with this rank's own loss factor."""
         generator = torch.Generator().manual_seed(rank)
         rows = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 17)]
         nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
@@ -73,7 +73,7 @@ if __name__ == "__main__":
     trained = weights()
     assert not same(start, trained) and figures() == {"loss_scale": 2.0**16, "skipped_steps": 0.0}, figures()
 
-    step(1e30 if rank == world - 1 else 1.0)  # the last rank overflows: all of them skip
+    step(1e30 if rank == world - 1 else 1.0)  # the last rank overflows, so all ranks skip
     assert same(trained, weights()) and figures() == {"loss_scale": 2.0**15, "skipped_steps": 1.0}, figures()
     assert on_all_ranks(figures())
     step()

@@ -8,7 +8,7 @@ from typing import Any
 def build(
     strategy: str, model_dir: str, *, optimizer: dict[str, Any] | None = None, checkpoint: Any = None, **engine: Any
 ):
-    """An engine whose model and optimizer do not stand yet.
+    """Return an engine whose model and optimizer are not built yet.
 
     Args:
         strategy: ``fsdp`` or ``fsdp2``.

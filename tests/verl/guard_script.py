@@ -1,8 +1,8 @@
-"""Run under torchrun: verl's real FSDP engines, two ranks with different data, and a model with ill layers.
+"""Run under torchrun: verl's real FSDP engines on two ranks with different data, and a model with ill-conditioned layers.
 
     torchrun --nproc_per_node=N guard_script.py fsdp|fsdp2 MODEL_DIR
 
-Two steps with three syncs that go nowhere; every rank prints what it decided and announced, as one JSON line.
+Runs two steps and three syncs without a receiver. Every rank prints what it decided and announced, as one JSON line.
 """
 
 import json

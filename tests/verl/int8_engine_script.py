@@ -2,8 +2,8 @@
 
     torchrun --nproc_per_node=N int8_engine_script.py fsdp|fsdp2 MODEL_DIR
 
-Each rank trains on other samples; what is streamed afterwards must be the same on all ranks, and the smoothing must be
-that of the activations which all ranks saw together, found here by hooks of its own. Prints FACTS on rank 0.
+Each rank trains on different samples. All ranks must then stream the same bytes, and the smoothing must follow from the
+activations of all ranks together, which the script's own hooks record. Prints FACTS on rank 0.
 """
 
 import json
@@ -61,7 +61,7 @@ if __name__ == "__main__":
         factor = 1 / 1.5 if name.endswith(readers) else 1.5 if "layernorm" in name else 1.0
         assert torch.allclose(weight.float(), original[name] * factor, rtol=1e-6), name
 
-    list(actor.get_per_tensor_param()[0])  # the first sync: from now on the forward is watched
+    list(actor.get_per_tensor_param()[0])  # after the first sync the forward pass is observed
     captured: dict[str, torch.Tensor] = {}
 
     def watch(name):

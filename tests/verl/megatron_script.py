@@ -1,8 +1,8 @@
-"""verl's own Megatron engine class, patched, with Megatron itself stood in for; run in a process of its own.
+"""verl's own Megatron engine class, patched, with a stand-in for Megatron; run in a separate process.
 
-Real: verl's ``transformer_impl.MegatronEngine``, ``enable()`` and its patches, the sync's stream. Stood in for: every
-module of Megatron and those of verl's that cannot be imported without it, Megatron-Bridge's export (it yields a Hugging Face
-model's BF16 tensors, as the real one does), TransformerEngine (``tests/fp8/te_fakes.py``).
+Real: verl's ``transformer_impl.MegatronEngine``, ``enable()`` and its patches, the sync's stream. Stand-ins: every module
+of Megatron, the modules of verl that need it, Megatron-Bridge's export (like the real one, it yields a Hugging Face model's
+BF16 tensors) and TransformerEngine (``tests/fp8/te_fakes.py``).
 Prints ``FACTS {...}``, or ``ERROR <type>: <text>``. Arguments: scale format, what is wrong (or "nothing").
 """
 
@@ -22,7 +22,7 @@ STOOD_IN = ("verl.models.mcore", "verl.utils.megatron", "verl.utils.checkpoint.m
 
 
 class Stub(types.ModuleType):
-    """Has every name: a class that can be made from anything."""
+    """A module in which every name is a class that accepts any arguments."""
 
     def __getattr__(self, name):
         if name.startswith("__"):
@@ -58,7 +58,7 @@ class Setter:
 
 
 class Block(te.nn.Module):
-    """A block of Megatron: four layers of TransformerEngine and the norms that are not in them."""
+    """A transformer block of Megatron: four TransformerEngine layers and the norms outside them."""
 
     def __init__(self):
         super().__init__()
@@ -80,7 +80,7 @@ def megatron_model(layers):
 
 
 class Bridge:
-    """Megatron-Bridge: the weights of a Hugging Face model under its names, tied ones too if the checkpoint has them."""
+    """Megatron-Bridge: export weights under their Hugging Face names, tied ones too if the checkpoint has them."""
 
     def __init__(self, hf):
         self.hf = hf
@@ -100,7 +100,7 @@ def main(scale_format, wrong):
     import torch
 
     sys.meta_path.insert(0, Finder())
-    importlib.import_module("megatron.core")  # installed, as far as the guards can tell
+    importlib.import_module("megatron.core")  # appears installed to the guards
     import jetrl_patch
     from tests.models import build
 

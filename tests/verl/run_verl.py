@@ -13,7 +13,7 @@ R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout
 
 
 def make_task(folder: Path, family: str = "qwen3", fill: bool = False, **options: object) -> Path:
-    """A model, a tokenizer as wide as its vocabulary (``fill``) or narrower, prompts and a reward, in ``folder``."""
+    """Write a model, a tokenizer as wide as its vocabulary (``fill``) or narrower, prompts and a reward into ``folder``."""
     import pandas
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -84,7 +84,7 @@ class Run(ProcessRun):
         super().__init__(folder, start, environ)
 
     def metrics(self) -> list[dict[str, float]]:
-        """The figures of each step's line."""
+        """Return the metrics of each step's log line."""
         steps = []
         for line in self.text.splitlines():
             if "step:" in line and "training/global_step" in line:
@@ -94,7 +94,7 @@ class Run(ProcessRun):
 
 
 def assert_identity(step: dict[str, float]) -> None:
-    """A correction that found nothing to correct."""
+    """Assert that a correction found nothing to correct."""
     assert step["jetrl/bit_equal_fraction"] == 1.0
     for name in ("min", "mean", "max"):
         assert step[f"jetrl/correction_weight_{name}"] == 1.0

@@ -1,4 +1,4 @@
-"""Corrections in verl: what is set, what is refused, and that verl's own weights are those of the formulas."""
+"""Corrections in verl: the settings made and refused, and verl's own weights against the formulas."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TOKENS = st.floats(-20, 20, width=32) | st.floats(-0.5, 0.5, width=32) | st.samp
 
 @pytest.fixture(scope="module")
 def composed() -> Any:
-    """verl's whole default configuration."""
+    """verl's complete default configuration."""
     from hydra import compose, initialize_config_module
 
     with initialize_config_module("verl.trainer.config", version_base=None):
@@ -73,7 +73,7 @@ def test_verls_own_correction_is_set(composed, kind, bounds, level, threshold, r
     assert (here["rollout_is"], here["rollout_is_threshold"]) == (level, threshold)
     assert (here["rollout_rs"], here["rollout_rs_threshold"]) == ("seq_mean_k1" if reject else None, reject)
     assert found.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
-    assert not list(correction.problems(found, config))  # where the trainer loop looks again
+    assert not list(correction.problems(found, config))  # the trainer loop checks again
     kept, ends = correction.in_use(here)
     assert (kept, ends) == (
         kind if bounds != (0.25, 4.0) else "icepop",
@@ -93,7 +93,7 @@ def test_acr_sets_verls_loss_and_leaves_its_weights(composed) -> None:
 
 
 def test_bypass_mode_reaches_the_workers(composed) -> None:
-    """verl sets loss and settings on the trainer loop, after the workers have copied theirs (V0), or never (V1)."""
+    """verl's trainer loop sets loss and settings after the workers have copied theirs (V0), or never (V1)."""
     from verl.utils.config import omega_conf_to_dataclass
 
     config = Config(correction="seq-mis")
@@ -112,16 +112,16 @@ def test_bypass_mode_reaches_the_workers(composed) -> None:
     [
         (
             Config(correction="tis"), [f"{C}.rollout_is=sequence"],
-            "beside jetrl_patch's correction: required correction='tis', found rollout_is='sequence'",
+            "with jetrl_patch's correction: required correction='tis', found rollout_is='sequence'",
         ),
         (Config(correction="tis", correction_bounds=4.0), [f"{C}.rollout_is=token"], "rollout_is_threshold=2.0"),
         (Config(correction="icepop"), [f"{C}.rollout_rs=token_k1", f"{C}.rollout_rs_threshold=0.5_2"], "rollout_rs="),
         (Config(correction="tis"), [f"{C}.rollout_is_batch_normalize=true"], "batch_normalize"),
         (Config(correction="tis"), [f"{LOSS}=geo_mean"], "required a loss that applies weights, found 'geo_mean'"),
-        (Config(correction="tis", acr=True), [f"{LOSS}=gspo"], "'vanilla', which ACR stands in for, found 'gspo'"),
+        (Config(correction="tis", acr=True), [f"{LOSS}=gspo"], "'vanilla', which ACR replaces, found 'gspo'"),
         (Config(correction="tis", acr=True), ["algorithm.adv_estimator=optimal_token_baseline"], "truncated weights"),
         (Config(correction="tis"), [f"{C}.bypass_mode=true"], "required loss_type=reinforce"),
-        (Config(), [f"{C}.bypass_mode=true", f"{LOSS}=gspo"], "losses of its own, found 'gspo'"),
+        (Config(), [f"{C}.bypass_mode=true", f"{LOSS}=gspo"], "its own losses, found 'gspo'"),
     ],
 )  # fmt: skip
 def test_what_contradicts_is_one_error_that_names_both(composed, config, overrides, says) -> None:
@@ -168,7 +168,7 @@ def test_what_the_user_has_set_is_recognized(there, used) -> None:
 
 
 def wanted(kind: str, bounds: Any = None) -> dict[str, Any]:
-    """``rollout_correction`` as we set it, by verl's names."""
+    """Return the ``rollout_correction`` that the plugin sets, by verl's names."""
     found = correction.wanted(OmegaConf.create({}), Config(correction=kind, correction_bounds=bounds))  # type: ignore[arg-type]
     return {path.rpartition(".")[2]: value for path, value in found.items()}
 
@@ -176,7 +176,7 @@ def wanted(kind: str, bounds: Any = None) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", KINDS_ON)
 @given(batch=batches(TOKENS), bounds=st.none() | st.tuples(st.floats(0.01, 0.9), st.floats(1.1, 20)))
 def test_verls_weights_are_those_of_the_formulas(kind, batch, bounds) -> None:
-    """Within verl's own bound: it holds the log of a sequence's ratio, and of a token's, within ±20."""
+    """Within verl's clamp: it limits the log-ratio of a sequence, and of a token, to ±20."""
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights, compute_rollout_rejection_mask
 
     log_ratio, mask = batch
@@ -184,7 +184,7 @@ def test_verls_weights_are_those_of_the_formulas(kind, batch, bounds) -> None:
         bounds = bounds[1:]
     here, found = wanted(kind, bounds), correct(kind, log_ratio, mask, bounds)
     if not found.kept.any():
-        return  # verl fails on a batch without a token, and where none is left (next test)
+        return  # verl fails on a batch without tokens, or with all of them dropped (next test)
     if kind == "geo-mis":
         kept, _ = compute_rollout_rejection_mask(log_ratio, mask, here["rollout_rs"], here["rollout_rs_threshold"])
         mean = (log_ratio * mask).sum(-1) / mask.sum(-1).clamp(min=1)
@@ -201,12 +201,12 @@ def test_verls_weights_are_those_of_the_formulas(kind, batch, bounds) -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_a_batch_of_which_nothing_is_left_is_measured(level) -> None:
-    """verl 0.9.1 divides by the sum of squares; a micro-batch of one sequence is enough for that in bypass mode."""
+    """verl 0.9.1 divides by the sum of squares; in bypass mode a micro-batch of one dropped sequence triggers it."""
     from verl.trainer.ppo import rollout_corr_helper
 
     mask = torch.tensor([[1, 1, 0], [0, 0, 0]])
     arguments = (torch.full((2, 3), 2.0), mask, level, "1e-09_2.0")
-    with pytest.raises(ZeroDivisionError):  # else the patch can go
+    with pytest.raises(ZeroDivisionError):  # if it no longer raises, remove the patch
         rollout_corr_helper.compute_rollout_correction_weights(*arguments)
     runtime.enable(Config(precision="bf16", correction="seq-mis"))
     weights, found = rollout_corr_helper.compute_rollout_correction_weights(*arguments)
@@ -230,7 +230,7 @@ def test_verls_weights_are_exactly_one_where_both_sides_agree(kind) -> None:
 
 @pytest.mark.parametrize("kind", KINDS_ON)
 def test_verl_logs_and_applies_what_we_log(kind) -> None:
-    """The step of verl's trainers that makes the weights, over a batch, against our figures of the same batch."""
+    """Compare the step of verl's trainers that computes the weights with the plugin's figures of the same batch."""
     from verl.protocol import DataProto
     from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 

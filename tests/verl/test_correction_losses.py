@@ -1,4 +1,4 @@
-"""ACR and bypass mode in verl: the loss is the formula, and what verl compares and logs is what happened."""
+"""ACR and bypass mode in verl: the loss equals the formula, and verl compares and logs what it applied."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_acr_without_a_mismatch_is_verls_own_loss_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("module", ["rollout_corr_helper", "v1.trainer_base"])
 def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one(module) -> None:
-    """By the function of each trainer: V0 looks it up where it is defined, V1 where it has imported it."""
+    """Through each trainer's function: V0 looks it up where it is defined, V1 where it is imported."""
     import importlib
 
     from verl.protocol import DataProto
@@ -113,7 +113,7 @@ def test_in_bypass_mode_the_first_mini_batch_after_a_sync_is_measured() -> None:
     assert correction_bypass.hand_over() == []
     train_batch(None, [])  # a critic's
     train_batch(None, [slice(0, 2), slice(3, 6)])
-    train_batch(None, [slice(0, 6)])  # other weights by now
+    train_batch(None, [slice(0, 6)])  # the weights have changed
     rank = {correction_bypass.LOSS: correction_bypass.hand_over()}
     assert correction_bypass.hand_over() == []
     found, logged = correction_bypass.figures([rank, {correction_bypass.LOSS: []}])

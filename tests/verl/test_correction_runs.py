@@ -1,4 +1,4 @@
-"""Corrections in real runs of verl: the identity where both sides agree, and what verl applies where they do not."""
+"""Corrections in real verl runs: the identity where both sides agree, and what verl applies where they do not."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _FIGURES = re.compile(r"((?:jetrl|rollout_corr|actor)/\w+):([^ ]+)")
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    """Without tokens beyond the tokenizer, so that outside of exact mode the mismatch is the model's."""
+    """No tokens beyond the tokenizer, so that outside exact mode the whole mismatch is the model's."""
     return make_task(tmp_path_factory.mktemp("correction"), fill=True)
 
 
@@ -93,11 +93,11 @@ def test_acr_with_a_mismatch(task, v1) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("v1", [False, True])
 def test_policy_gradients_in_bypass_mode(task, v1) -> None:
-    """PG-Seq-TIS, two mini-batches a step: equality is measured over the first, whose weights are those that sampled."""
+    """PG-Seq-TIS with two mini-batches per step: equality is measured over the first, scored with the weights that sampled."""
     extra = [f"{C}.bypass_mode=true", f"{C}.loss_type=reinforce", f"{A}.ppo_mini_batch_size=2"]
     for step in steps_of(task, *extra, v1=v1, JETRL_PRECISION="fp8-unified", JETRL_CORRECTION="seq-tis"):
         assert_identity(step)
-        assert "rollout_corr/rollout_is_mean" in step  # else another loss than the bypass mode's has run
+        assert "rollout_corr/rollout_is_mean" in step  # present only if the bypass loss ran
 
 
 @pytest.mark.slow

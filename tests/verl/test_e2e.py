@@ -1,4 +1,4 @@
-"""Real verl, real vLLM rollouts, a few GRPO steps on the CPU: what the promise comes to in a run."""
+"""Real verl with real vLLM rollouts, a few GRPO steps on the CPU: equality and metrics of whole runs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def task(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain_task(tmp_path_factory):
-    """Without tokens beyond the tokenizer: outside of exact mode verl's one-sided mask would be most of the mismatch."""
+    """No tokens beyond the tokenizer: outside exact mode verl's one-sided mask would cause most of the mismatch."""
     return make_task(tmp_path_factory.mktemp("plain"), fill=True)
 
 
@@ -41,7 +41,7 @@ def assert_exact(found: list[dict[str, float]]) -> None:
 @pytest.mark.e2e
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_unified_is_exact_v0_fsdp2(task):
-    """The vocabulary is wider than the tokenizer: verl bans the rest in vLLM, and we in the trainer.
+    """The vocabulary is wider than the tokenizer: verl bans the rest in vLLM, the plugin in the trainer.
 
     GPUs are hidden as machines for CI do it; Ray would refuse its logical ones for that.
     """
@@ -76,12 +76,12 @@ def test_unified_is_exact_on_two_ranks_with_tensor_parallel_rollout(task):
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_unified_is_exact_with_the_fp8_all_gather(task):
-    """Two ranks, gradient checkpointing and a reference model, whose weights are gathered from pinned or plain memory."""
+    """Two ranks, gradient checkpointing, and a reference model whose weights are gathered from pinned or pageable memory."""
     extra = ["trainer.use_v1=False", f"{A}.use_kl_loss=True", f"{M}.enable_gradient_checkpointing=True"]
     environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_FP8_ALL_GATHER": "1"}
     run = Run(task, *extra, processes=2, steps=3, environ=environ)
     assert_exact(finish(run, 3))
-    assert run.text.count("6 of 21 FP8 layers are gathered in BF16") == 2  # k and v; said once for each model
+    assert run.text.count("6 of 21 FP8 layers are gathered in BF16") == 2  # k and v, logged once per model
 
 
 @pytest.mark.e2e
@@ -105,7 +105,7 @@ def test_the_other_modes_are_measured(plain_task, environ, least):
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT + 100)
 def test_a_vllm_worker_killed_during_a_sync_stops_the_run_in_bounded_time(task):
-    """The worker stops itself (SIGSTOP, by a debug hook of the test) in the middle of a sync, and is then killed."""
+    """The test's hook stops the worker (SIGSTOP) in the middle of a sync; the test then kills it."""
     import os
 
     environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC_TIMEOUT": "20", "PYTHONPATH": str(_stopper(task))}
@@ -118,7 +118,7 @@ def test_a_vllm_worker_killed_during_a_sync_stops_the_run_in_bounded_time(task):
 
 
 def _stopper(folder):
-    """A sitecustomize that makes the second sync of a vLLM worker stop in the middle."""
+    """Write a sitecustomize that stops a vLLM worker in the middle of its second sync."""
     place = folder / "stopper"
     place.mkdir(exist_ok=True)
     (place / "sitecustomize.py").write_text(

@@ -1,4 +1,4 @@
-"""verl's FSDP engines under torchrun: training in FP8, and the bytes that a sync would send."""
+"""verl's FSDP engines under torchrun: FP8 training, and the bytes that a sync sends."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_streams_the_bytes_of_a_direct_quantization(strategy, ranks, model_dir):
 @pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "gathered"), [(1, 0), (2, 15)])
 def test_the_fp8_all_gather_changes_no_byte(ranks, gathered, model_dir):
-    """On one rank there is nothing to gather; on two, k and v stay in BF16, because their 128 rows would be cut."""
+    """One rank has nothing to gather. On two, k and v stay in BF16, because sharding would cut their 128 rows."""
     found = facts("fsdp2", ranks, model_dir, "gather")
     assert found.pop("gathered") == [gathered, gathered]
     expected = facts("fsdp2", ranks, model_dir)

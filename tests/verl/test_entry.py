@@ -1,4 +1,4 @@
-"""verl's plugin entry point: verl swallows exceptions of plugins, a run must not go on unpatched all the same."""
+"""verl's plugin entry point: verl swallows plugin exceptions, but a run must not continue unpatched."""
 
 from __future__ import annotations
 

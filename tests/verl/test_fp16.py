@@ -19,14 +19,14 @@ def task(tmp_path_factory):
 
 
 def weights_in_16_bits(task) -> int:
-    """Bytes of the model's tensors, two each."""
+    """Bytes of the model's tensors at two bytes per element."""
     from safetensors.torch import load_file
 
     return sum(2 * weight.numel() for weight in load_file(task / "model" / "model.safetensors").values())
 
 
 def assert_fp16(task, found: list[dict[str, float]]) -> None:
-    """The first scale, 2^16, may be too great for a model of random weights, and is halved then."""
+    """The initial scale, 2^16, may be too large for random weights and is then halved."""
     for step in found:
         assert 0 < step["jetrl/logp_abs_diff_mean"] < 3e-3 and step["jetrl/tokens"] >= 16, found
         assert step["jetrl/sync_bytes_total"] == weights_in_16_bits(task)
@@ -68,7 +68,7 @@ def test_a_checkpoint_beyond_fp16_is_refused_by_name(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
 def test_overflowing_steps_are_skipped_and_counted(task, tmp_path, strategy):
-    """The loss of the second and third update is made so great that its gradients overflow at every scale in use.
+    """Scale up the loss of the second and third update, so that its gradients overflow at every scale in use.
 
     A model of random weights may overflow at the first scale, 2^16, too.
     """
@@ -104,7 +104,7 @@ def _(module):
 def test_one_sided_fp16_is_refused(task):
     run = Run(task, V0, f"{R}.dtype=float16", environ=BF16)
     assert run.wait(TIMEOUT) != 0
-    assert "FP16 on one side alone is worse than none" in run.text
+    assert "required BF16 on both sides" in run.text
 
 
 @pytest.mark.slow

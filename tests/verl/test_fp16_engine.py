@@ -1,4 +1,4 @@
-"""verl's FSDP engines under torchrun in FP16: the loss scale over ranks, the FP16 stream, and what ends a run."""
+"""verl's FSDP engines under torchrun in FP16: the loss scale across ranks, the FP16 stream, and the errors that end a run."""
 
 from __future__ import annotations
 

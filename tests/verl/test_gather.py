@@ -1,4 +1,4 @@
-"""The FP8 all-gather in verl's settings and engines: FSDP2, and nothing else."""
+"""The FP8 all-gather in verl's settings and engines: FSDP2 only."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_layers_are_marked_for_the_shards_of_the_last_dimension():
     before = copy.deepcopy(model.state_dict())
     gather.mark_layers(engine("fsdp2", (4, 2)), model, names, Config())
     assert not any(isinstance(p, Fp8Shard) for p in model.parameters())
-    with pytest.raises(ConfigError, match="needs verl's strategy fsdp2, found 'fsdp'"):
+    with pytest.raises(ConfigError, match="required strategy fsdp2, found 'fsdp'"):
         gather.mark_layers(engine("fsdp", (2,)), model, names, ON)
     gather.mark_layers(engine("fsdp2", (4, 2)), model, names, ON)
     assert [isinstance(model.get_submodule(n).weight, Fp8Shard) for n in names] == [True, False]

@@ -1,4 +1,4 @@
-"""Real verl runs in which layers are ill: they are found, named, and leave FP8 on both sides, and nothing else changes."""
+"""Real verl runs with ill-conditioned layers: the guard finds and names them, and only they leave FP8, on both sides."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ill_task(tmp_path_factory):
 
 
 def assert_guarded(run: Run, found: list[dict[str, float]]) -> None:
-    """Exact in every step; gate and up leave FP8 before the first step, down after it, by what the step showed."""
+    """Every step is exact. gate and up leave FP8 before the first step, down after it, by the step's figures."""
     for step in found:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0, found
         assert step["jetrl/tokens"] >= 16
@@ -44,7 +44,7 @@ def assert_guarded(run: Run, found: list[dict[str, float]]) -> None:
 
 @pytest.mark.parametrize("strategy", ["fsdp2", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
-    """Engines alone, under torchrun: no Ray, no vLLM."""
+    """Engines only, under torchrun, without Ray and vLLM."""
     script = Path(__file__).with_name("guard_script.py")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)]
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -62,7 +62,7 @@ def test_two_ranks_that_see_different_data_decide_alike(ill_task, strategy):
 
 
 def test_ill_layers_leave_fp8_on_both_sides_v0_fsdp2(ill_task):
-    """With a correction, which stays the identity: both sides change in the same step."""
+    """The correction stays the identity, because both sides change in the same step."""
     corrected = {"JETRL_CORRECTION": "tis", "JETRL_ACR": "1"}
     run = Run(ill_task, *GENTLY, environ={**UNIFIED, **corrected, "JETRL_GUARD_SQNR": str(FLOOR)}, steps=3)
     assert run.wait(TIMEOUT) == 0, run.text[-6000:]
@@ -80,13 +80,13 @@ def test_ill_layers_leave_fp8_on_both_sides_v0_fsdp2(ill_task):
 
 @pytest.mark.slow
 def test_linear_alignment(ill_task):
-    """Equality is not promised there; both sides still change together, or the sync's audit would end the run."""
+    """align=linear does not guarantee equality, but both sides change together, or the sync's audit would end the run."""
     environ = {**UNIFIED, "JETRL_ALIGN": "linear", "JETRL_GUARD_SQNR": str(FLOOR)}
     run = Run(ill_task, *GENTLY, environ=environ, steps=3)
     assert run.wait(TIMEOUT) == 0, run.text[-6000:]
     found = run.metrics()
     assert found[-1]["jetrl/guard_layers"] == 3 and found[-1]["jetrl/quantized_layers"] == 18
-    # what 1e5 flows through is noisy where the other ops differ: 0.05 to 0.06 were seen
+    # activations of 1e5 amplify the differences of the other ops: observed 0.05 to 0.06
     assert all(step["jetrl/logp_abs_diff_mean"] < 0.1 for step in found), found
 
 

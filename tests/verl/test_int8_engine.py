@@ -1,4 +1,4 @@
-"""verl's FSDP engines under torchrun in INT8: all ranks agree on the smoothing, and the policy alone is scaled."""
+"""verl's FSDP engines under torchrun in INT8: all ranks agree on the smoothing, and only the policy is scaled."""
 
 from __future__ import annotations
 

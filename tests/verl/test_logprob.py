@@ -1,4 +1,4 @@
-"""Exact mode's log-probs against vLLM's own sampler, in the units that verl's engine calls."""
+"""Exact mode's log-probs, through the functions that verl's engine calls, against vLLM's own sampler."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LABELS = torch.arange(6) * 7
 
 
 def _vllm(logits, temperature):
-    """What vLLM's sampler does: FP32, in-place division, log-softmax (vllm/v1/sample/sampler.py)."""
+    """Compute log-probs as vLLM's sampler does: FP32, in-place division, log-softmax (vllm/v1/sample/sampler.py)."""
     return torch.log_softmax(logits.to(torch.float32).div_(temperature), dim=-1, dtype=torch.float32)
 
 

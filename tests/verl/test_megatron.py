@@ -1,4 +1,4 @@
-"""verl's configuration for Megatron, checked and completed; and verl's own Megatron engine, with Megatron stood in for."""
+"""verl's configuration for Megatron, checked and completed, and verl's Megatron engine with a stand-in for Megatron."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FP32 = LINEAR.replace(scale_format="fp32")
 
 @pytest.fixture
 def installed(monkeypatch):
-    """What this environment is said to have."""
+    """Fake the installed packages."""
 
     def say(te="2.20.2", megatron_there=True):
         monkeypatch.setattr(megatron, "installed_version", lambda name: te)
@@ -109,11 +109,11 @@ def test_nothing_of_it_is_written_where_megatron_does_not_train_in_fp8(composed,
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Config(backend="te"), r"align='exact' with verl setting .*actor.strategy=megatron: required 'linear': Megatron's norm"),
+        (Config(backend="te"), r"align='exact' with verl setting .*actor.strategy=megatron: required 'linear' .Megatron has"),
         (Config(precision="fp8-rollout"), "precision='fp8-rollout' .*required 'fp8-unified' or 'bf16'"),
         (Config(align="linear"), "backend='auto' .*required 'te'.*JETRL_BACKEND=te"),
         (Config(precision="int8-rollout"), "precision='int8-rollout' .*required 'fp8-unified' or 'bf16'"),
-        (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required what TransformerEngine's layers do"),
+        (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required the default .TransformerEngine's layers"),
     ],
 )
 def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
@@ -127,7 +127,7 @@ CONTRADICTIONS = [
     (f"+{LAYERS}.fp8_recipe=tensorwise", ConflictError, "fp8_recipe"),
     (f"+{LAYERS}.fp8_recipe=mxfp8", ConflictError, "fp8_recipe"),
     ("+actor_rollout_ref.actor.optim.override_optimizer_config.fp8_recipe=delayed", ConflictError, "override_optimizer"),
-    (f"+{LAYERS}.fp8_param=true", ConfigError, "fp8_param .*required BF16 parameters: .*reloads no masters"),
+    (f"+{LAYERS}.fp8_param=true", ConfigError, "fp8_param .*required BF16 parameters .*never reloads them"),
     (f"+{M}.override_ddp_config.fp8_param_gather=true", ConfigError, "fp8_param_gather"),
     (f"+{LAYERS}.first_last_layers_bf16=true", ConfigError, "first_last_layers_bf16"),
     (f"+{LAYERS}.transformer_impl=local", ConfigError, "transformer_impl"),
@@ -175,7 +175,7 @@ def test_what_is_not_installed(composed, installed, there, found):
 
 
 def test_this_very_environment_has_none_of_it(composed):
-    """Real guards, no stand-in: the driver stops before Ray starts."""
+    """With the real guards, the driver stops before Ray starts."""
     pytest.importorskip("verl")
     if megatron.is_installed("megatron.core"):
         pytest.skip("Megatron is installed here")
@@ -219,7 +219,7 @@ def test_the_scales_are_exported_and_taken_back(monkeypatch, config, value):
     journal = Journal()
     ADAPTER.on_apply(config, journal)
     assert os.environ[megatron.SCALES] == value
-    ADAPTER.check(config)  # as a child of this process would find it
+    ADAPTER.check(config)  # as a child process would find it
     journal.rollback()
     assert megatron.SCALES not in os.environ
 
@@ -252,7 +252,7 @@ def test_its_patches_wait_only_where_megatron_is(monkeypatch, there):
 
 
 def engine(scale_format: str, wrong: str = "nothing") -> tuple[str, str]:
-    """What ``megatron_script`` printed last: its first word and the rest."""
+    """Run ``megatron_script``; return the first word of its last line, and the rest."""
     environ = {k: v for k, v in os.environ.items() if not k.startswith(("JETRL_", "NVTE_", "COV"))}
     done = subprocess.run(
         [sys.executable, "-m", "tests.verl.megatron_script", scale_format, wrong],
@@ -266,7 +266,7 @@ def engine(scale_format: str, wrong: str = "nothing") -> tuple[str, str]:
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 def test_the_stream_is_what_transformer_engine_computes_with(monkeypatch, scale_format):
-    """With FP32 scales the contract's own quantizer gives other bytes, so it cannot stand in here."""
+    """With FP32 scales the plugin's own quantizer gives other bytes, so it cannot replace TransformerEngine's."""
     te.install(monkeypatch)
     hf = build("llama", head_dim=128, tie_word_embeddings=True)
     source = megatron_engine.announce(hf.config, LINEAR.replace(scale_format=scale_format))
@@ -320,7 +320,7 @@ def test_tied_weights_and_critics():
 
 
 def test_the_real_packages():
-    """The names of Megatron and Megatron-Bridge that the code and the stand-ins rely on."""
+    """Check the names of Megatron and Megatron-Bridge that the code and the stand-ins use."""
     fp8_utils = pytest.importorskip("megatron.core.fp8_utils")
     import dataclasses
 

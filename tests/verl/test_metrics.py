@@ -1,4 +1,4 @@
-"""Figures on their way into verl's log, and the check that every worker is patched."""
+"""Metrics in verl's log, and the check that every worker is patched."""
 
 from __future__ import annotations
 

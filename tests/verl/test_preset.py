@@ -104,7 +104,7 @@ def test_the_environment_fills_in_and_may_not_contradict(monkeypatch: pytest.Mon
         preset.config_of(verl_config)
     monkeypatch.delenv("JETRL_ALIGN")
     monkeypatch.setenv("JETRL_ENABLED", "0")
-    with pytest.raises(ConflictError, match="JETRL_ENABLED=0: required no patching"):
+    with pytest.raises(ConflictError, match="JETRL_ENABLED=0: required no jetrl section"):
         preset.config_of(verl_config)
 
 
@@ -122,7 +122,7 @@ def test_a_section_that_contradicts_the_running_process() -> None:
 
 @pytest.fixture
 def main(monkeypatch, tmp_path, overrides):
-    """verl's own ``main``, as far as the call that would start Ray; what stood then is in the list it gives."""
+    """Run verl's own ``main`` up to the call that would start Ray; return configuration, session and JETRL_* variables there."""
     module = importlib.import_module("verl.trainer.main_ppo")
     seen: list[Any] = []
 
@@ -168,7 +168,7 @@ def test_verls_main_refuses_what_contradicts(main) -> None:
     with pytest.raises(ConflictError, match=r"rollout\.quantization"):
         main("+jetrl=unified", f"{R}.quantization=fp8")
     with pytest.raises(ConflictError, match="required align='linear', found align='exact'"):
-        main("+jetrl=linear")  # the session of the first call stands
+        main("+jetrl=linear")  # the session of the first call is still active
 
 
 def test_a_trainer_loop_does_not_go_on_unpatched() -> None:

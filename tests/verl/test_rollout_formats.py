@@ -27,7 +27,7 @@ def assert_measured(found: list[dict[str, float]]) -> None:
 
 @pytest.mark.slow
 def test_int8_with_invariant_scale_v0(task):
-    """Two steps: the second sync is smoothed by what the trainer's forward showed."""
+    """Two steps: the second sync is smoothed by the activations of the trainer's forward pass."""
     environ = INT8 | {"JETRL_INVARIANT_SCALE": "1.5"}
     assert_measured(finish(Run(task, "trainer.use_v1=False", environ=environ)))
 
@@ -61,7 +61,7 @@ def test_the_unified_flow_stays_exact_with_invariant_scale(task):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_not_scaled_again(tmp_path):
-    """Two steps, a checkpoint, a third step in a new run: norms are 1.5 times the original's, not 2.25 times."""
+    """Two steps, a checkpoint, a third step in a new run: norms are scaled by 1.5, not by 2.25."""
     import torch
     from safetensors.torch import load_file
 

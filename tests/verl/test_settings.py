@@ -1,4 +1,4 @@
-"""verl's own configuration, with each setting that cannot stand beside ours, refused before anything starts."""
+"""verl's own configuration: each contradicting setting is refused before anything starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""verl's own FP8 rollout, left as it is and measured: a baseline that its users know."""
+"""verl's own FP8 rollout, unchanged and measured: the baseline that its users know."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.verl.run_verl import R, Run, make_task
 TIMEOUT = 900
 ROOT = Path(__file__).resolve().parents[2]
 
-#: vLLM's own kernel needs AMX, which not every machine has
+#: replaces vLLM's own kernel, which needs AMX
 STAND_IN = """
 import wrapt
 
@@ -37,4 +37,4 @@ def test_verls_fp8_rollout_is_measured_and_nothing_else(tmp_path):
     assert len(steps) == 2
     for step in steps:
         assert step["jetrl/logp_abs_diff_mean"] > 1e-3 and step["jetrl/bit_equal_fraction"] < 1.0
-        assert step["jetrl/quantized_layers"] == 0  # none of ours
+        assert step["jetrl/quantized_layers"] == 0  # the plugin quantizes no layer

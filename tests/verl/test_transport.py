@@ -1,6 +1,6 @@
-"""verl's own bucketed transfer, watched: whatever happens to the other side, the sender ends in bounded time.
+"""verl's own bucketed transfer, watched: whatever happens to the receiver, the sender ends in bounded time.
 
-Each case runs in a process of its own, with the CPU platform; the receiver is verl's, in a child process.
+Each case runs in a separate process on the CPU platform, with verl's receiver in a child process.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ jetrl_patch.enable(precision="fp8-unified", platform="cpu")
 import torch
 from jetrl_patch.adapters.verl.transport import Peer, ending_early, timed_receiver, watched_sender
 from jetrl_patch.errors import SyncError
-import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # before the receiver is forked: it takes long
+import verl.workers.rollout.vllm_rollout.bucketed_weight_transfer  # a slow import, done before the receiver is forked
 
-PATIENCE = 400  # seconds that the machine may take
+PATIENCE = 400  # seconds that a slow machine may need
 HANDLE = f"ipc:///tmp/jetrl-test-{uuid.uuid4().hex}.sock"
 WEIGHTS = [(f"w{i}", torch.full((200_000,), float(i))) for i in range(12)]  # 0.8 MB each, buckets of 1 MB
 
@@ -115,7 +115,7 @@ def test_a_stream_that_breaks_tells_the_receiver():
         def broken():
             yield from WEIGHTS[:5]
             raise SyncError("w5 holds NaN or Inf")
-        process, queue = start(timeout=3600)  # what ends its wait is the sender, not its own patience
+        process, queue = start(timeout=3600)  # the sender must end its wait, not its own timeout
         send(Peer(None, PATIENCE), broken())
         print("receiver got", len(queue.get(timeout=PATIENCE)))
     """)

@@ -1,4 +1,4 @@
-"""The vLLM worker's side: what it does with trainers it cannot trust."""
+"""The vLLM worker's side of the weight sync, with unpatched, different and failing trainers."""
 
 from __future__ import annotations
 
@@ -86,6 +86,6 @@ def test_bf16_is_verls_own(call, monkeypatch):
 
 def test_a_worker_that_lost_its_patches(call, monkeypatch):
     monkeypatch.setattr(runtime, "is_active", lambda: False)
-    with pytest.raises(NotPatchedError, match="no longer is"):
+    with pytest.raises(NotPatchedError, match="disabled in this vLLM worker"):
         call(Transport([]), jetrl=MINE.to_env())
     assert call(Transport([])) == "verl's own"
