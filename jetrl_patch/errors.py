@@ -50,7 +50,7 @@ class ConflictError(JetrlError):
 
 
 class PrecisionError(JetrlError):
-    """Training lost its numbers: a layer is beyond a threshold with ``monitor_action="stop"``, or FP16 gradients overflow."""
+    """A precision check stops the run: a layer is beyond a threshold (``monitor_action="stop"``), or FP16 gradients overflow."""
 
 
 class SyncError(JetrlError):

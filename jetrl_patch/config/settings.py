@@ -24,7 +24,7 @@ __all__ = ["Config"]
 class Config(Fields):
     """The settings of a run, frozen and keyword-only. Every process of a run must have equal settings.
 
-    The fields are those of ``jetrl_patch.config.fields.Fields``. Raises ConfigError for a value that is unknown or
+    The fields are the settings in ``jetrl_patch/config/fields.py``. Raises ConfigError for a value that is unknown or
     malformed, and for settings that contradict each other.
     """
 
