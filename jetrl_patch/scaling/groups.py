@@ -42,7 +42,7 @@ def groups_of(names: Iterable[str], family: str | None, asked: str) -> list[Grou
         raise ModelError(
             explain(
                 asked,
-                required=f"one of the model families {', '.join(covered)}, whose function it keeps",
+                required=f"one of the model families {', '.join(covered)}, whose function it preserves",
                 found=f"model_type={family!r}",
                 fix="switch it off: set smoothing=0, or drop invariant_scale",
             )
