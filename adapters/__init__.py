@@ -2,6 +2,6 @@
 
 if __name__ == "adapters":
     raise ImportError(
-        "this folder is installed as jetrl_patch.adapters; import it by that name (imported as 'adapters' every "
-        "module in it would exist twice). From a clone: pip install -e ."
+        "this folder is installed as jetrl_patch.adapters: imported as 'adapters', each of its modules would exist twice. "
+        "Import it as jetrl_patch.adapters; in a clone, run pip install -e . first."
     )

@@ -1,8 +1,8 @@
-"""The adapter's lifecycle: what the runtime asks of the code that knows one framework.
+"""The lifecycle of an adapter, the code that knows one framework.
 
-``enable()`` calls, for each adapter whose framework is installed: version guard on ``requires``, ``check``, then
-``patches`` and ``hooks`` (whose modules are looked for, not imported), and only when all adapters have passed,
-``on_apply``. ``disable()`` rolls the journal back and calls ``on_undo``.
+For each adapter whose framework is installed, ``enable()`` guards the versions in ``requires``, then calls ``check``,
+``patches`` and ``hooks`` (it looks for their modules but does not import them). Only when all adapters have passed does
+it call ``on_apply``. ``disable()`` rolls back the journal and calls ``on_undo``.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ class Adapter:
     requires: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: Config) -> None:
-        """Raise (ConfigError, ModelError, VersionError) what can be known to go wrong; change nothing."""
+        """Raise ConfigError, ModelError or VersionError for what is sure to fail. Change nothing."""
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """The attributes to replace, each when its module is imported (at once if it already is)."""
+        """Return the attributes to replace, each when its module is imported, or at once if it is already."""
         return ()
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """What is to be done with a module beyond replaced attributes, such as an entry in a registry."""
+        """Return changes to a module other than replaced attributes, such as a registry entry."""
         return ()
 
     def services(self) -> Services:
-        """What it offers other adapters and the core; its modules are imported here, its framework is not."""
+        """Return what the adapter offers other adapters and the core. Imports the adapter's modules, not its framework."""
         return Services()
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """Changes at extension points that do not wait for an import, through the journal."""
+        """Make, through the journal, the changes that do not wait for an import."""
 
     def on_undo(self) -> None:
-        """Called after the journal was rolled back: drop what the adapter itself remembers."""
+        """Drop the adapter's own state. Called after the journal is rolled back."""

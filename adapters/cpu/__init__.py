@@ -1,1 +1,1 @@
-"""What lets verl, with its real trainer and real vLLM rollouts, run on a machine without an accelerator."""
+"""Run real verl and OpenRLHF, with real vLLM rollouts, on a machine without an accelerator."""

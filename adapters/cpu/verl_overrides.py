@@ -1,17 +1,17 @@
-"""The Hydra overrides of verl that a CPU run still needs, in one place.
+"""The Hydra overrides of verl that a CPU run needs.
 
-They are a matter of size and of what a CPU does not have, not of precision; a user of a laptop writes them (or takes
-them from here) in any mode. ``python -m jetrl_patch.adapters.cpu.verl_overrides`` prints them for a shell.
+They fit the run to a CPU's size and features and do not depend on the precision mode.
+``python -m jetrl_patch.adapters.cpu.verl_overrides`` prints them for a shell.
 """
 
 from __future__ import annotations
 
 
 def cpu_overrides(processes: int = 1) -> list[str]:
-    """Overrides for ``python -m verl.trainer.main_ppo``.
+    """Return the overrides for ``python -m verl.trainer.main_ppo``.
 
     Args:
-        processes: training processes, and Ray's logical GPUs; also the most that vLLM's tensor parallelism may use.
+        processes: training processes, and Ray's logical GPUs; also the upper limit of vLLM's tensor-parallel size.
     """
     actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
     return [

@@ -1,4 +1,4 @@
-"""The Ray adapter: one patch, on ``ray.init``, because that is where a job's workers get their environment."""
+"""The Ray adapter: one patch, on ``ray.init``, where a job's workers get their environment."""
 
 from __future__ import annotations
 
@@ -16,32 +16,33 @@ INIT = Patch(
     module="ray",
     attr="init",
     make=connect.init,
-    reason="give every worker of the job our settings and our setup hook, and ask every node whether it is patched",
+    reason="without it the workers of a job are not patched, and nothing tells the driver; not covered: Ray Client (ray://), "
+    "and a connection made before enable()",
     remove_when="Ray loads plugins in its workers by entry points",
 )
 
 
 class RayAdapter(Adapter):
-    """Ray 2.55 and later: a driver that connects after ``enable()`` has patched workers, or does not go on."""
+    """Patches the workers of a driver that connects after ``enable()``, or stops the driver."""
 
     name: ClassVar[str] = "ray"
     requires: ClassVar[tuple[str, ...]] = ("ray",)
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """The same in every mode."""
+        """Return the same patch in every mode."""
         return (INIT,)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """Say so if the driver's connection is there already: its workers are what they are."""
+        """Warn if the driver is connected already: its workers cannot be patched any more."""
         if is_connected_driver():
             logger.warning(
-                "jetrl_patch: enable() came after ray.init(), so Ray does not carry it to the workers of this "
-                "connection; call enable() first (workers that should be patched and are not stop the run by themselves)"
+                "jetrl_patch: enable() was called after ray.init(), so the workers of this connection are not patched and will "
+                "stop the run if they must be; call enable() first"
             )
 
 
 def is_connected_driver() -> bool:
-    """Whether this process is a driver with a connection. False in a worker, which is patched by its hook."""
+    """Whether this process is a connected driver. False in a worker, which its setup hook patches."""
     ray = sys.modules.get("ray")
     connected = getattr(ray, "is_initialized", None)
     if ray is None or connected is None or not connected():

@@ -1,4 +1,4 @@
-"""``ray.init`` with our part in the job's runtime environment, and with an answer from every node before it returns."""
+"""``ray.init`` that adds the plugin to the job's runtime environment and checks every node before it returns."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
 
 @while_active
 def init(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps ``ray.init``. A call on an existing connection starts no workers and passes as it is."""
+    """Wrap ``ray.init``. A call on an existing connection starts no workers and passes through unchanged."""
 
     def init(*args: Any, **kwargs: Any) -> Any:
         import ray
@@ -38,7 +38,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             require_nodes(config, installs={**job, **kwargs["runtime_env"]})
         except BaseException:
-            ray.shutdown()  # this connection is ours, and nothing may run on it
+            ray.shutdown()  # this call opened the connection, and nothing may run on it
             raise
         return context
 
@@ -46,7 +46,7 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dict[str, Any]:
-    """What the caller gave, with ours. ``job_config`` has one too, which counts only where ``runtime_env`` has none."""
+    """Merge the caller's runtime environment with the plugin's. That of ``job_config`` counts only without ``runtime_env``."""
     given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
 
     def hook(own: Hook) -> Callable[[], None]:
@@ -56,16 +56,16 @@ def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dic
 
 
 def _one_of(own: Hook, submitted: Hook) -> Hook:
-    """The user's hook, by the rule that Ray has for two of them."""
+    """Choose between two user hooks by Ray's own rule."""
     if own is None or submitted is None or own == submitted:
         return submitted if own is None else own
     if os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
         raise ConflictError(
             explain(
                 "worker_process_setup_hook",
-                required=f"{own!r} in ray.init",
-                found=f"{submitted!r} in the job's runtime_env",
-                fix="give one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to take the first",
+                required=f"one hook, such as {own!r} in ray.init",
+                found=f"also {submitted!r} in the job's runtime_env",
+                fix="pass only one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to take the first",
             )
         )
     return own
@@ -73,9 +73,9 @@ def _one_of(own: Hook, submitted: Hook) -> Hook:
 
 @contextlib.contextmanager
 def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
-    """Inside, the variable of ``ray job submit`` is without what we set ourselves. Gives what is left, and its hook.
+    """Hide from Ray what the plugin sets itself in the variable of ``ray job submit``. Yields the rest and its hook.
 
-    Ray merges it with the argument of ``ray.init`` and refuses what stands in both.
+    Ray merges the variable with the argument of ``ray.init`` and refuses keys in both.
     """
     text = os.environ.get(JOB_CONFIG)
     if text is None:
@@ -91,7 +91,7 @@ def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
 
 
 def _refuse_client(address: Any) -> None:
-    """Ray Client (``ray://``) carries no setup hook. Ray reads RAY_ADDRESS where no address is given."""
+    """Raise ConfigError for Ray Client (``ray://``), which carries no setup hook. Ray falls back to RAY_ADDRESS."""
     found = os.environ.get("RAY_ADDRESS") or address if address in (None, "auto") else address
     if isinstance(found, str) and found.startswith("ray://"):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """Functions that travel to the workers by value.
 
-A nested function is pickled with its code, so it also runs where ``jetrl_patch`` is missing, and can say so. By name,
-Ray could only report that it failed to import something. What they call in the package is in ``worker.py``.
+A nested function is pickled with its code, so it runs even where ``jetrl_patch`` is missing, and can report that. By
+name, Ray could only report a failed import. What these functions call in the package is in ``worker.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ __all__ = ["make_hook", "make_probe"]
 
 
 def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any] | str | None) -> Callable[[], None]:
-    """The ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``.
+    """Make the ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``.
 
     Args:
         version: of ``jetrl_patch`` in the driver.
@@ -32,7 +32,7 @@ def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any]
             found = getattr(sys.modules.get("jetrl_patch"), "__version__", "none")
             raise RuntimeError(
                 f"jetrl_patch on node {socket.gethostname()} ({sys.executable}): required version {version}, as in "
-                f"the driver, found {found} ({type(error).__name__}: {error}); install it there"
+                f"the driver, found {found} ({type(error).__name__}: {error}). Install that version on the node."
             ) from error
         worker.start(version, expected)
         worker.run_hook(then)
@@ -41,9 +41,9 @@ def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any]
 
 
 def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Callable[[], dict[str, Any]]:
-    """A task that tells what stands in a worker, as plain data: see ``worker.report``.
+    """Make a task that reports the state of a worker as plain data: see ``worker.report``.
 
-    With ``attempt`` it is meant for a worker without the hook: it does what the hook does, and reports what goes wrong.
+    ``attempt`` is for a worker without the hook: the task does what the hook does, and reports what goes wrong.
     """
     expected = dict(settings)
 

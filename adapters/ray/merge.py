@@ -1,4 +1,4 @@
-"""Our part of a job's ``runtime_env``, put beside the user's. Pure functions on plain data; Ray is not needed."""
+"""Merge the plugin's part of a job's ``runtime_env`` with the user's. Pure functions on plain data, without Ray."""
 
 from __future__ import annotations
 
@@ -10,16 +10,25 @@ from jetrl_patch import env
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, differences, explain
 
-__all__ = ["HOOK", "HOOK_NAME", "HOOK_VARIABLE", "Hook", "check_variables", "merge_runtime_env", "take_hook", "take_ours"]
+__all__ = [
+    "HOOK",
+    "HOOK_NAME",
+    "HOOK_VARIABLE",
+    "Hook",
+    "check_variables",
+    "merge_runtime_env",
+    "take_hook",
+    "take_ours",
+]
 
 HOOK = "worker_process_setup_hook"
-#: of our own hook, as Ray gives it back in ``get_runtime_context().runtime_env``
+#: name of the plugin's hook, as ``get_runtime_context().runtime_env`` returns it
 HOOK_NAME = "jetrl_patch_setup_hook"
 #: where Ray keeps the hook's name or key in the workers' environment (``ray_constants``; a test compares)
 HOOK_VARIABLE = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
-#: Ray takes a hook of this form from its own store, under a key of one job
+#: prefix of a hook that Ray keeps in its own store, under one job's key
 _BY_KEY = "ray_runtime_env_func::"
-#: fields beside which Ray allows no hook
+#: fields that Ray does not combine with a hook
 _ALONE = ("container", "image_uri")
 
 Hook = Callable[[], Any] | str | None
@@ -28,15 +37,15 @@ Hook = Callable[[], Any] | str | None
 def merge_runtime_env(
     given: Mapping[str, Any] | None, config: Config, make_hook: Callable[[Hook], Callable[[], None]]
 ) -> dict[str, Any]:
-    """A new ``runtime_env`` with the user's content and ours; ``given`` is not changed.
+    """Return a new ``runtime_env`` with the user's content and the plugin's. ``given`` is unchanged.
 
     Args:
-        given: the user's: a dict, a ``RuntimeEnv`` (which is one) or an OmegaConf container.
+        given: the user's ``runtime_env``: a dict (``RuntimeEnv`` is one) or an OmegaConf container.
         config: the driver's settings; they go into ``env_vars``.
-        make_hook: gets the user's hook or None, gives the one to install.
+        make_hook: takes the user's hook or None, returns the one to install.
 
-    Raises ConflictError if a ``JETRL_*`` variable of the user's says something else than ``config``, ConfigError if it
-    does not exist, or if the ``runtime_env`` has a field beside which Ray allows no hook.
+    Raises ConflictError if a ``JETRL_*`` variable of the user contradicts ``config``. Raises ConfigError if there is no such
+    variable, or if the ``runtime_env`` has a field that Ray does not combine with a hook.
     """
     merged = _plain(given or {})
     for name in _ALONE:
@@ -45,8 +54,8 @@ def merge_runtime_env(
                 explain(
                     "runtime_env of ray.init",
                     required="a setup hook, which patches the workers",
-                    found=f"{name!r}, beside which Ray allows none",
-                    fix="start the nodes themselves in that image",
+                    found=f"{name!r}, which Ray does not combine with a hook",
+                    fix="drop it and start the nodes themselves in that image",
                 )
             )
     variables = dict(merged.get("env_vars") or {})
@@ -58,10 +67,10 @@ def merge_runtime_env(
 
 
 def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[str, Any], Hook]:
-    """Of the ``runtime_env`` of ``ray job submit``: what stays there, and its hook.
+    """Split the ``runtime_env`` of ``ray job submit`` into what stays there and its hook.
 
-    Ray refuses a key that is given both there and in ``ray.init``, so what we are going to set is taken out: the
-    ``JETRL_*`` settings, if they agree with ours, and the hook, which the caller chains.
+    Ray refuses a key given both there and in ``ray.init``. So this removes what the plugin sets: the ``JETRL_*`` settings,
+    if they agree with ``config``, and the hook, which the caller chains.
     """
     rest = _plain(injected or {})
     variables = dict(rest.pop("env_vars", None) or {})
@@ -74,10 +83,10 @@ def take_ours(injected: Mapping[str, Any] | None, config: Config) -> tuple[dict[
 
 
 def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
-    """Remove the user's hook from both places where it can stand, and return it.
+    """Remove the user's hook from both places where it can be, and return it.
 
-    A process of a job that hands its own environment on (vLLM does, to its Ray workers) hands on our hook, by name and by
-    the key of that job: it is renewed, and what it ran besides stays with that job.
+    A process that passes on its own environment (as vLLM does to its Ray workers) passes on the plugin's hook, by name and
+    by its job's key. That hook is replaced by a new one; the user hook it chained stays with that job.
     """
     hook = runtime_env.pop(HOOK, None)
     inherited = variables.pop(HOOK_VARIABLE, None)
@@ -88,9 +97,9 @@ def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
             raise ConflictError(
                 explain(
                     "runtime_env of ray.init",
-                    required="a setup hook that can be run beside ours",
+                    required="a setup hook that this job can run",
                     found=f"{HOOK_VARIABLE}, which refers to another job's function",
-                    fix="give the hook by its dotted path",
+                    fix="pass the hook by its dotted path",
                 )
             )
         hook = inherited
@@ -99,7 +108,7 @@ def take_hook(runtime_env: dict[str, Any], variables: dict[str, Any]) -> Hook:
 
 
 def check_variables(variables: Mapping[str, Any], config: Config) -> None:
-    """Raise ConflictError if a ``JETRL_*`` variable among these means something else than ``config``."""
+    """Raise ConflictError if a ``JETRL_*`` variable among these contradicts ``config``."""
     ours = config.to_env()
     given = {
         name: str(value) for name, value in variables.items() if name.startswith(env.PREFIX) and str(value).strip()
@@ -112,16 +121,16 @@ def check_variables(variables: Mapping[str, Any], config: Config) -> None:
     if wrong:
         raise ConflictError(
             differences(
-                "runtime_env of the Ray job beside the driver's settings",
+                "JETRL_* variables in the runtime_env of the Ray job",
                 required={name: ours.get(name, "") for name in wrong},
                 found={name: given[name] for name in wrong},
-                fix="leave them out, they are set for every worker anyway",
+                fix="remove them: the driver sets them for every worker",
             )
         )
 
 
 def _plain(value: Any) -> Any:
-    """A copy in which every mapping is a dict: OmegaConf's containers are none, and Ray wants dicts."""
+    """Return a copy in which every mapping is a dict, as Ray requires: OmegaConf's containers are not."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     return copy.deepcopy(value) if isinstance(value, list) else value

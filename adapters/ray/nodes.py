@@ -1,4 +1,4 @@
-"""What every node says about itself: one small task per node, through the same hook as the user's own tasks."""
+"""Status of every node: one small task per node, through the same hook as the user's tasks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ __all__ = ["NodeStatus", "collect_status", "require_nodes"]
 
 logger = logging.getLogger(__name__)
 
-#: seconds in which every node has to answer; starting a worker takes one or two, on a busy machine ten
+#: seconds that every node has to answer; a worker starts in one or two, on a busy machine ten
 LIMIT = 120.0
-#: and in which a node that did not answer may say why
+#: seconds that a silent node then has to report why
 _REASON_LIMIT = 60.0
-#: fields of a runtime environment that are built on each node first, for which Ray itself allows ten minutes
+#: fields of a runtime environment that each node builds first; Ray allows ten minutes for it
 _INSTALLS = ("pip", "uv", "conda", "working_dir", "py_modules")
 _INSTALL_LIMIT = 600.0
 
@@ -34,8 +34,8 @@ class NodeStatus:
 
     Attributes:
         node_id, ip, hostname, name: as Ray knows the node; ``name`` is the ip unless the node was given one.
-        error: why there is no report, or what the worker says is wrong; "" if the worker is patched.
-        report: the data of ``worker.report`` with ``pid``, ``python`` and ``version``; empty without an answer.
+        error: why there is no report, or what the worker reports as wrong; "" if the worker is patched.
+        report: ``worker.report`` with ``pid``, ``python`` and ``version``; empty without an answer.
     """
 
     node_id: str
@@ -47,7 +47,7 @@ class NodeStatus:
 
     @property
     def where(self) -> str:
-        """The node for people."""
+        """Describe the node for messages."""
         name = "" if self.name in ("", self.ip) else f", named {self.name}"
         return f"node {self.ip} ({self.hostname}{name})"
 
@@ -56,7 +56,7 @@ def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list
     """Ask a worker on every alive node of this connection for its status; a node that cannot answer has ``error``.
 
     Args:
-        config: what the workers should be patched with; without it, what this process is.
+        config: the settings that the workers should have; by default this process's.
         timeout: seconds to wait for the slowest node.
 
     Raises NotPatchedError if there is no connection, or no config and this process is not patched.
@@ -69,25 +69,25 @@ def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list
     nodes = [node for node in ray.nodes() if node["Alive"]]
     answers = _ask(nodes, config, timeout, attempt=False)
     silent = [node for node in nodes if isinstance(answers[node["NodeID"]], str)]
-    # a worker whose hook fails dies before it can tell us why; one without a hook can
+    # a worker whose hook fails dies before it can report why; one without a hook can
     reasons = _ask(silent, config, min(timeout, _REASON_LIMIT), attempt=True) if silent else {}
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]} if silent else set(answers)
     return [
         _status(node, answers[node["NodeID"]], reasons.get(node["NodeID"]))
         for node in nodes
-        if node["NodeID"] in alive  # who left meanwhile has no workers to patch
+        if node["NodeID"] in alive  # a node that has left has no workers to patch
     ]
 
 
 def require_nodes(config: Config, installs: Mapping[str, Any]) -> list[NodeStatus]:
-    """All nodes are patched as this driver is, or an error that names those that are not.
+    """Check that all nodes are patched as this driver is, or raise and name those that are not.
 
     Args:
         config: the driver's settings.
-        installs: the job's runtime environment, which may take time to be built on each node.
+        installs: the job's runtime environment, which each node may take time to build.
 
-    Raises NotPatchedError for a node without the plugin, or where it fails or does not answer; ConflictError if all
-    that is wrong is another version or other settings.
+    Raises NotPatchedError for a node where the plugin is missing, fails or does not answer; ConflictError if only
+    versions or settings differ.
     """
     start = time.monotonic()
     limit = LIMIT + (_INSTALL_LIMIT if any(installs.get(name) for name in _INSTALLS) else 0.0)
@@ -101,7 +101,7 @@ def require_nodes(config: Config, installs: Mapping[str, Any]) -> list[NodeStatu
 
 
 def judge(node: NodeStatus, config: Config) -> JetrlError | None:
-    """What is wrong with a node, as the error to raise, or None."""
+    """Return the error for a node, or None if it is patched."""
     version = node.report.get("version")
     settings = node.report.get("settings")
     if node.report and version is not None and version != VERSION:
@@ -109,19 +109,19 @@ def judge(node: NodeStatus, config: Config) -> JetrlError | None:
         return ConflictError(explain(node.where, required=asked, found=version, fix=fix))
     if node.report and version is None:
         asked, python = f"jetrl_patch {VERSION}", node.report["python"]
-        found, fix = f"{node.error} in {python}", "install it there, as in the driver's environment"
+        found, fix = f"{node.error} in {python}", "install that version on the node"
         return NotPatchedError(explain(node.where, required=asked, found=found, fix=fix))
     if node.error:
-        asked, fix = "a patched worker", "see the worker's log on that node"
+        asked, fix = "a patched worker", "check the worker's log on that node"
         return NotPatchedError(explain(node.where, required=asked, found=node.error, fix=fix))
     if settings != config.to_env():
-        fix = "remove JETRL_* settings of that node"
+        fix = "remove the JETRL_* variables of that node"
         return ConflictError(differences(node.where, required=config.to_env(), found=settings or {}, fix=fix))
     return None
 
 
 def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, attempt: bool) -> dict[str, Any]:
-    """Node id -> report, or text that says why there is none. With ``attempt`` the workers start without any hook."""
+    """Return node id -> report, or the reason why there is none. With ``attempt`` the workers start without any hook."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -142,17 +142,17 @@ def _ask(nodes: Sequence[Mapping[str, Any]], config: Config, timeout: float, att
     for task in ready:
         try:
             answers[asked[task]] = ray.get(task)
-        except Exception as error:  # whatever kept the worker from answering is the finding
+        except Exception as error:  # whatever kept the worker from answering is the result
             answers[asked[task]] = f"{type(error).__name__}: {_first_line(error)}"
     return answers
 
 
 def _status(node: Mapping[str, Any], answer: Any, reason: Any) -> NodeStatus:
-    """``answer`` of a worker with the hook; ``reason`` of one without, if the first one gave none."""
+    """Combine ``answer`` of a worker with the hook and, if it gave none, ``reason`` of one without."""
     report = answer if isinstance(answer, dict) else reason if isinstance(reason, dict) else {}
     error = report.get("error", "")
     if not isinstance(answer, dict) and not error:
-        error = answer  # without the hook it works, or does not answer either: then this is all that is known
+        error = answer  # the worker without the hook reported no error: nothing more is known
     elif not error and not report.get("enabled"):
         error = report.get("failure") or "the worker is not patched, although its setup hook ran"
     return NodeStatus(

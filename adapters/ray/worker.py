@@ -1,4 +1,4 @@
-"""What runs in a Ray worker, called by the functions of ``hook.py``."""
+"""Code that runs in a Ray worker, called by the functions in ``hook.py``."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["report", "run_hook", "start"]
 def start(version: str, settings: Mapping[str, str]) -> None:
     """Patch this process as the driver is, before user code runs in it.
 
-    Raises ConflictError if the plugin or the settings here are others than the driver's, NotPatchedError if the
-    environment switches the plugin off, and whatever ``enable()`` raises. Ray then ends the worker with this text.
+    Raises ConflictError if the plugin's version or settings differ from the driver's, NotPatchedError if the environment
+    switches the plugin off, and whatever ``enable()`` raises. Ray then ends the worker with this text.
     """
     where = f"Ray worker on node {socket.gethostname()}"
     if version != VERSION:
         raise ConflictError(
             explain(
-                f"jetrl_patch of a {where}",
+                f"jetrl_patch in the {where}",
                 required=f"{version}, as in the driver",
                 found=VERSION,
                 fix="install the same version on every node",
@@ -54,7 +54,7 @@ def run_hook(hook: Callable[[], Any] | str | None) -> None:
 
 
 def report() -> dict[str, Any]:
-    """``runtime.status()`` of this process as plain data, and its settings as ``JETRL_*`` variables."""
+    """Return ``runtime.status()`` as plain data, and the settings as ``JETRL_*`` variables."""
     status = runtime.status()
     return {
         "enabled": status.enabled,

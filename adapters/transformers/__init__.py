@@ -1,1 +1,1 @@
-"""The trainer's side: Hugging Face models with FP8 linears and exact ops."""
+"""The trainer's side of a Hugging Face model: FP8 linears and exact ops."""

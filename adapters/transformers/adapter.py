@@ -1,4 +1,4 @@
-"""What transformers is told: one more attention implementation, through its own registries."""
+"""The transformers adapter: adds an attention implementation through transformers' own registries."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class TransformersAdapter(Adapter):
     requires = ("torch", "transformers")
 
     def services(self) -> Services:
-        """Models as the trainer computes them."""
+        """Offer model conversion and scoring."""
         from jetrl_patch.adapters.transformers import services
 
         return Services(models=services)
@@ -28,13 +28,13 @@ class TransformersAdapter(Adapter):
                 "transformers.modeling_utils",
                 "AttentionInterface",
                 _register_attention,
-                reason="the trainer's attention must be the rollout's kernel; this is transformers' own registry",
+                reason="without it the trainer's attention rounds differently from the rollout's",
             ),
             OnImport(
                 "transformers.masking_utils",
                 "AttentionMaskInterface",
                 _register_mask,
-                reason="the exact attention reads the padding mask as it is; this is transformers' own registry",
+                reason="without it the exact attention gets no raw padding mask; uses transformers' own registry",
             ),
         )
 
@@ -59,7 +59,7 @@ def _register_mask(module: ModuleType, journal: Journal) -> None:
         NAME,
         keep_padding_mask,
         target=f"transformers.AttentionMaskInterface[{NAME!r}]",
-        reason="hand the padding mask through",
+        reason="the exact attention reads the padding mask unchanged",
     )
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face's attention interface on top of the exact kernel: which tokens form a sequence, and the call."""
+"""Hugging Face's attention interface over the exact kernel: finds the sequences of a batch and calls the kernel."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from torch import Tensor, nn
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact.ops import attention_varlen
 
-#: the name under which transformers knows it: ``attn_implementation="jetrl_exact"``
+#: its name in transformers: ``attn_implementation="jetrl_exact"``
 NAME = "jetrl_exact"
 
 
 def keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor | None:
-    """The mask interface: hand the [B, T] padding mask through; causality is the kernel's own."""
+    """Implement the mask interface: return the [B, T] padding mask unchanged; the kernel is causal itself."""
     return attention_mask
 
 
 class _Layout(NamedTuple):
-    """Which of the B * T places hold tokens (None: all of them), and where each sequence begins."""
+    """Which of the B * T positions hold tokens (None: all), and where each sequence begins."""
 
     places: Tensor | None
     cu_seqlens: Tensor
 
 
 class _LastLayout:
-    """All layers of one forward pass see the same mask and positions: the layout is found once."""
+    """Caches the layout: all layers of a forward pass see the same mask and positions."""
 
     def __init__(self) -> None:
         self._key: tuple[Any, ...] = ()
@@ -53,11 +53,11 @@ _last = _LastLayout()
 
 
 def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int, int]) -> _Layout:
-    """Sequences of a padded or packed batch.
+    """Find the sequences of a padded or packed batch.
 
     Args:
-        mask: [B, T], nonzero where a token stands (padding on either side), or None.
-        positions: [B or 1, T]; a new sequence begins where they do not go on by one (packed batches). shape: (B, T).
+        mask: [B, T], nonzero for tokens (padding on either side), or None.
+        positions: [B or 1, T]; a sequence begins where they do not increase by one (packed batches). shape: (B, T).
 
     Returns:
         The places in the flattened batch that hold tokens and cu_seqlens int32 [R + 1] over those.

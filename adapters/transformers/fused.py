@@ -1,8 +1,8 @@
-"""The norms and activations that feed FP8 layers, fused with the quantization: for the trainer's speed on a GPU.
+"""Fuse the norms and activations that feed FP8 layers with the quantization, for the trainer's speed on a GPU.
 
-Only in ``align="linear"``: the exact modules of ``modules`` are the rollout's, bit for bit, and stay what they are.
-A fused module keeps its parameters, its name and its place; where its kernel does not take an input (FP32 masters under
-autocast), it does what it did before.
+Only with ``align="linear"``: the exact modules of ``modules`` match the rollout bit for bit and are left alone. A fused
+module keeps its parameters and its name. If its kernel does not support an input (FP32 masters under autocast), the
+original forward runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 
 class FusedNorm:
-    """RMSNorm, quantized for the layers that read it."""
+    """RMSNorm whose output is quantized for the layers that read it."""
 
     weight: Tensor
     variance_epsilon: float
@@ -44,10 +44,10 @@ class FusedMLP:
 
 
 def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
-    """Fuse what can be in a model whose layers are FP8 already, in place; the names of the modules that changed.
+    """Fuse modules of a model with FP8 layers, in place. Returns the names of the changed modules.
 
-    Classes are known by their names, so that a part of a model is enough. The norms of heads and of the whole model feed no
-    FP8 layer and stay.
+    Classes are recognized by name, so part of a model is enough. Per-head norms and the final norm feed no FP8 layer and
+    are left alone.
     """
     if not producers.available(backend, device_type):
         return []

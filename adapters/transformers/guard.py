@@ -1,4 +1,4 @@
-"""FP8 layers of a running trainer that become BF16 layers, in place."""
+"""Move FP8 layers of a running trainer to BF16, in place."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from jetrl_patch.fp8.linear import Fp8Linear
 
 
 def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
-    """Make these layers what ``exclude`` would have made them: all of them, or none and an error.
+    """Move layers to BF16, as ``exclude`` would have: all of them, or none and raise.
 
-    Parameters stay what they are, so that FSDP, ZeRO and the optimizer notice nothing. What the layer knew about FP8
-    stays on it: a fused activation before it may go on asking.
+    Parameters keep their identity, so FSDP, ZeRO and the optimizer are unaffected. The layer keeps its FP8 state, which a
+    fused activation before it may still read.
 
     Args:
         layers: ``Fp8Linear`` by name.
-        exact: whether they get the row-invariant product of exact mode, with their ranges of K, or ``nn.Linear``'s.
+        exact: whether they get the batch-invariant GEMM of exact mode, with their splits of K, or ``nn.Linear``'s.
 
     Raises:
-        ModelError: one of them is another kind of layer, or its weight is gathered in FP8 and has no BF16 value.
+        ModelError: a layer is not an ``Fp8Linear``, or its weight is gathered in FP8 and has no BF16 value.
     """
     for name, layer in layers.items():
         _check(name, layer)
@@ -45,7 +45,7 @@ def _check(name: str, layer: Any) -> None:
             explain(
                 f"taking {name} out of FP8",
                 required="a weight that FSDP2 gathers in BF16",
-                found="one that it gathers as FP8 bytes",
-                fix="gather in BF16 where guard_sqnr is set",
+                found="one that FSDP2 gathers as FP8 bytes",
+                fix="turn fp8_all_gather off, or leave guard_sqnr unset",
             )
         )

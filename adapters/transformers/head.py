@@ -1,7 +1,7 @@
-"""``head_dtype="float32"``: the trainer's ``lm_head`` in FP32, put in place by swapping its class.
+"""``head_dtype="float32"``: the trainer's ``lm_head`` in FP32, installed by swapping its class.
 
-The rollout holds the head in the run's 16-bit dtype, so its hidden states and weights are rounded to that first and
-then multiplied in FP32: the same operands on both sides, and logits that are never rounded to 16 bits.
+The rollout holds the head in the run's 16-bit dtype. So hidden states and weights are first rounded to that dtype and
+then multiplied in FP32: both sides use the same operands, and logits are never rounded to 16 bits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["ExactFp32Head", "Fp32Head", "check_head", "widen_head"]
 
 
 class Fp32Head:
-    """Logits FP32 ``[..., V]`` of hidden states ``[..., K]``, with autocast off."""
+    """Computes FP32 logits ``[..., V]`` from hidden states ``[..., K]``, with autocast off."""
 
     weight: Tensor
     bias: Tensor | None
@@ -35,7 +35,7 @@ class Fp32Head:
 
 
 class ExactFp32Head:
-    """The same with a product that gives a row its bits whatever stands beside it."""
+    """``Fp32Head`` with a batch-invariant GEMM."""
 
     weight: Tensor
     bias: Tensor | None
@@ -46,7 +46,7 @@ class ExactFp32Head:
 
 
 def check_head(model: Any) -> None:
-    """Raise ModelError if there is no plain ``lm_head`` to widen."""
+    """Raise ModelError if ``lm_head`` is not a plain ``nn.Linear``."""
     head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Linear):
         raise ModelError(

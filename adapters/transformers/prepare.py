@@ -1,4 +1,4 @@
-"""The trainer's side of a Hugging Face model: FP8 linears, and in exact mode every other op of the rollout."""
+"""Convert a Hugging Face model for the trainer: FP8 linears, and in exact mode the rollout's other ops too."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ def prepare_model(
 ) -> list[str]:
     """Convert a causal language model in place, before it is wrapped by FSDP or ZeRO.
 
-    Everything is checked before anything changes. Parameters keep their names, dtypes and identity; meta
-    tensors stay meta.
+    All checks run before any change. Parameters keep their names, dtypes and identity; meta tensors stay meta.
 
     Args:
         model: a Hugging Face model with an ``lm_head``.
-        rollout_tp: tensor parallel size of the rollout, whose order of partial sums the trainer follows.
-        device_type: where the model will run; decides the backend.
+        rollout_tp: tensor-parallel size of the rollout, whose order of partial sums the trainer follows.
+        device_type: device the model will run on; decides the backend.
 
     Returns:
-        Names of the FP8 layers: of those converted here, or, where only the rollout is FP8, of those that
-        the rollout quantizes. Empty in BF16.
+        Names of the quantized layers: those converted here or, if only the rollout is quantized, those that the rollout
+        quantizes. Empty in BF16.
 
     Raises:
-        ModelError: the model cannot be converted; ConfigError: no such backend here, or no exact ops; NotPatchedError: exact
-        attention was not registered with transformers.
+        ModelError: the model cannot be converted.
+        ConfigError: this machine lacks the backend or the exact ops.
+        NotPatchedError: the exact attention is not registered with transformers.
     """
     if config.fp32_head:
         check_head(model)
@@ -56,7 +56,7 @@ def prepare_model(
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp)
     if config.fp32_head:
-        widen_head(model, config)  # before the swaps below, which leave it alone then
+        widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
         _make_exact(model, kinds, rollout_tp)
     else:
@@ -65,17 +65,21 @@ def prepare_model(
 
 
 def _check_exact(model: Any) -> dict[str, type]:
-    """The exact counterpart of each class of the model's family that has one."""
+    """Return class name -> exact counterpart for the model's family."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     te = next((name for name, module in model.named_modules() if is_te_linear(module)), None)
     if te is not None:
         raise ModelError(
-            f'align="exact" does not cover TransformerEngine, whose GEMM promises no row its bits, found it in {te}; '
+            f'align="exact" does not support TransformerEngine, whose GEMM is not batch-invariant (found in {te}); '
             'use align="linear"'
         )
     family = check_family(model.config)
-    kinds: dict[str, type] = {family.norm: modules.ExactNorm, family.rotary: modules.ExactRotary, family.mlp: modules.ExactMLP}
+    kinds: dict[str, type] = {
+        family.norm: modules.ExactNorm,
+        family.rotary: modules.ExactRotary,
+        family.mlp: modules.ExactMLP,
+    }
     for name, module in model.named_modules():
         known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in kinds
         if not known and next(module.parameters(recurse=False), None) is not None:
@@ -84,12 +88,12 @@ def _check_exact(model: Any) -> dict[str, type]:
                     f'align="exact" of {name}',
                     required=f"linears, embeddings and {family.norm}, as transformers builds {family.causal_lm}",
                     found=type(module).__name__,
-                    fix='switch off what replaced it, or use align="linear"',
+                    fix='turn off what replaced it, or use align="linear"',
                 )
             )
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise NotPatchedError(
-            f"transformers does not know the attention {NAME!r} in this process; call jetrl_patch.enable() before "
+            f"the attention {NAME!r} is not registered with transformers in this process; call jetrl_patch.enable() before "
             "the model is prepared"
         )
     if not isinstance(getattr(model, "lm_head", None), nn.Linear):

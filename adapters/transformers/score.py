@@ -1,4 +1,4 @@
-"""The trainer's log-probs of given tokens, for ``jetrl parity``: the model as a trainer holds it, no gradients."""
+"""The trainer's log-probs of given tokens, for ``jetrl parity``, without gradients."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def score(job: Job, samples: Sequence[Sample]) -> Tensor:
     """Load the checkpoint, convert it for the mode, and score all response tokens.
 
     Returns:
-        FP32 [tokens], in the order of the samples. Sequences run in padded micro-batches of 8, so that they stand
-        beside other neighbours than they had in the rollout.
+        FP32 [tokens], in the order of the samples. Sequences run in padded micro-batches of 8, so that they are batched
+        differently than in the rollout.
     """
     from transformers import AutoModelForCausalLM
 
@@ -43,7 +43,7 @@ def score(job: Job, samples: Sequence[Sample]) -> Tensor:
 
 @torch.no_grad()
 def score_batch(model: Any, samples: Sequence[Sample], temperature: float) -> Tensor:
-    """FP32 log-probs [tokens] of the responses of one right-padded batch."""
+    """Return FP32 log-probs [tokens] of the responses of one right-padded batch."""
     rows = [[*s.prompt, *s.response[:-1]] for s in samples]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)

@@ -1,8 +1,8 @@
-"""The vLLM adapter: what goes in where, and how it comes out again.
+"""The vLLM adapter: its patches, and its entries in vLLM's registries.
 
-Wherever vLLM has an extension point, that is used: the quantization registry, the tables of out-of-tree ops and of
-attention backends. Their entries are classes that inherit from vLLM's own, so they can be made only when vLLM's
-modules are fully imported: ``install`` runs when vLLM loads its plugins or builds an engine, not at import.
+It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
+of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
+``install`` runs when vLLM loads its plugins or builds an engine, not on import.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ADAPTER", "VllmAdapter"]
 
 
 class VllmAdapter(Adapter):
-    """See the module's docstring."""
+    """The adapter; see the module docstring."""
 
     name = "vllm"
     requires = ("torch", "vllm")
@@ -30,13 +30,13 @@ class VllmAdapter(Adapter):
         self._session: tuple[Config, Journal] | None = None
 
     def services(self) -> Services:
-        """The rollout engine."""
+        """Offer the rollout engine."""
         from jetrl_patch.adapters.vllm import services
 
         return Services(rollout=services)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
-        """Remember the session; the registries follow in ``install``."""
+        """Remember the session. ``install`` fills the registries later."""
         self._session = (config, journal)
 
     def on_undo(self) -> None:
@@ -45,7 +45,7 @@ class VllmAdapter(Adapter):
         REGISTRIES.filled = False
 
     def install(self) -> None:
-        """Fill vLLM's registries. Does nothing the second time, or when the process is not enabled."""
+        """Fill vLLM's registries. Does nothing if they are filled already or the process is not patched."""
         with self._lock:
             if self._session is None or REGISTRIES.filled:
                 return
@@ -55,37 +55,37 @@ class VllmAdapter(Adapter):
             REGISTRIES.filled = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """The engine's settings, the worker's load and step, the CPU's BF16 linears, and classes of transformers left alone."""
+        """Patch engine settings, the worker's load and step, BF16 linears on CPU, and compilation in the transformers backend."""
         return (
             Patch(
                 module="vllm.engine.arg_utils",
                 attr="EngineArgs.create_engine_config",
                 make=functools.partial(_create_engine_config, adapter=self, config=config),
-                reason="choose quantization='jetrl_fp8' and eager mode, refuse what cannot be combined; "
-                "an engine built from a VllmConfig by hand is not covered, its workers refuse to load instead",
-                remove_when="vLLM plugins may set or check engine arguments",
+                reason="without it an engine is built unquantized and compiled, and conflicting settings go unnoticed; "
+                "not covered: an engine built from a VllmConfig by hand, whose workers refuse to load",
+                remove_when="vLLM lets plugins set and check engine arguments",
             ),
             Patch(
                 module="vllm.v1.worker.gpu_worker",
                 attr="Worker.load_model",
                 make=functools.partial(_load_model, config=config),
-                reason="audit the loaded model and give the worker its weight receiver and its report; "
-                "workers that do not derive from gpu_worker.Worker are not covered",
+                reason="without it a worker has no weight receiver and may serve a model that was never audited; "
+                "not covered: workers that do not derive from gpu_worker.Worker",
                 remove_when="vLLM calls plugins after a model is loaded",
             ),
             Patch(
                 module="vllm.v1.worker.gpu_worker",
                 attr="Worker.execute_model",
                 make=_execute_model,
-                reason="an engine whose weights are half updated must not generate",
-                remove_when="vLLM lets a weight transfer engine veto steps",
+                reason="without it an engine generates from half-updated weights after a failed sync",
+                remove_when="vLLM lets a weight transfer engine block steps",
             ),
             Patch(
                 module="vllm.model_executor.layers.utils",
                 attr="dispatch_cpu_unquantized_gemm",
                 make=keep_live_weight,
-                reason="vLLM on CPU repacks BF16 weights after loading and empties them: later weight updates would "
-                "fail or go unseen; only CPU builds call it",
+                reason="vLLM on CPU packs BF16 weights after loading and frees the originals: later weight updates fail or "
+                "have no effect; only CPU builds call it",
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
             ),
             *([_LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
@@ -104,8 +104,8 @@ _LEAVE_TRANSFORMERS_ALONE = Patch(
     module="vllm.model_executor.models.transformers.base",
     attr="Base._decorate_for_torch_compile",
     make=_decorate_for_torch_compile,
-    reason="an engine that runs transformers' code changes transformers' own class for compilation, eager or not: a trainer "
-    "in the same process could build no such model any more; engines that compile are not covered",
+    reason="vLLM's transformers backend modifies transformers' own class for compilation, even in eager mode: a trainer in "
+    "the same process can then no longer build that model; not covered: engines that compile",
     remove_when="vLLM compiles a subclass, or leaves the class alone in eager mode",
 )
 

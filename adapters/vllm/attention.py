@@ -1,8 +1,8 @@
-"""The rollout's attention in exact mode, on CPU: the trainer's kernel over vLLM's paged cache.
+"""The rollout's attention in exact mode on CPU: the trainer's kernel over vLLM's paged cache.
 
-The backend keeps vLLM's name, scheduler and blocks, and only fills and reads a block in a layout of its own: the
-``KH * BS * 2D`` elements of a block are ``[2, BS, KH, D]`` here, keys before values, so that a token's keys lie
-together. Nothing else looks inside a block, so prefix caching and chunked prefill work as they do in vLLM.
+The backend keeps vLLM's name, scheduler and blocks, but uses its own layout inside a block: the ``KH * BS * 2D``
+elements are ``[2, BS, KH, D]``, keys before values, so that a token's keys are contiguous. Nothing else looks inside a
+block, so prefix caching and chunked prefill work as in vLLM.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = ["ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAtte
 
 
 class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
-    """Metadata without the work plan of vLLM's own kernel, which is not called."""
+    """Builds metadata without the work plan of vLLM's own kernel, which is not called."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        # Past the parent's constructor, which picks an instruction set for its own kernel and some head sizes only.
+        # Skip the parent's constructor: it selects an instruction set for its own kernel and limits the head sizes.
         super(CPUAttentionMetadataBuilder, self).__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
     ) -> CPUAttentionMetadata:
-        """The step's shapes as vLLM describes them; R requests, T tokens."""
+        """Describe the step's shapes as vLLM does, without a scheduler plan."""
         common = common_attn_metadata
         return CPUAttentionMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -49,7 +49,7 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 
 
 class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
-    """Causal attention over whole contexts. Everything that would change the formula is refused by name."""
+    """Causal attention over whole contexts. Refuses, by name, everything that would change the formula."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
 
     @staticmethod
     def pages(kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """vLLM's cache ``[NB, KH, BS, 2D]`` seen as keys and values, each ``[NB, BS, KH, D]``."""
+        """View vLLM's cache ``[NB, KH, BS, 2D]`` as keys and values, each ``[NB, BS, KH, D]``."""
         blocks, kv_heads, size, width = kv_cache.shape
         paged = kv_cache.view(blocks, 2, size, kv_heads, width // 2)
         return paged[:, 0], paged[:, 1]
@@ -103,7 +103,7 @@ class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
         kv_cache: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Writes ``key`` and ``value [T, KH, D]`` to the slots of their tokens; slot -1 is padding."""
+        """Write ``key`` and ``value [T, KH, D]`` to the slots of their tokens; slot -1 is padding."""
         keys, values = self.pages(kv_cache)
         slots = slot_mapping.long()
         count = slots.shape[0]
@@ -127,7 +127,7 @@ class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``query [T, H, D]`` BF16 -> ``output [T, H, D]``, filled in place."""
+        """Fill ``output [T, H, D]`` in place from ``query [T, H, D]``, both BF16."""
         if attn_metadata is None:
             return output
         keys, values = self.pages(kv_cache)
@@ -135,11 +135,11 @@ class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
 
 
 class ExactCPUAttentionBackend(CPUAttentionBackend):
-    """Registered in place of vLLM's ``CPU_ATTN``, under the same name."""
+    """Replaces vLLM's ``CPU_ATTN`` under the same name."""
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """All of them."""
+        """Return an empty list: every size is supported."""
         return []
 
     @staticmethod

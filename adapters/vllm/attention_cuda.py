@@ -1,7 +1,7 @@
-"""The rollout's attention in exact mode, on CUDA: the trainer's Triton kernel over vLLM's paged cache.
+"""The rollout's attention in exact mode on CUDA: the trainer's Triton kernel over vLLM's paged cache.
 
-Cache, its layouts and its filling are those of vLLM's own Triton backend; only the attention over it is ours. The step's
-metadata stay on the device and nothing is read back. Graphs are not offered: exact mode runs eagerly.
+The cache, its layouts and the code that fills it are those of vLLM's own Triton backend; only the attention differs. The
+step's metadata stay on the device, and nothing is read back. CUDA graphs are not supported: exact mode runs eagerly.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, Trito
 
 from jetrl_patch.adapters.vllm.paged import attend
 from jetrl_patch.adapters.vllm.refuse import refuse_attention
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 
 __all__ = ["ExactCudaAttentionBackend", "ExactCudaAttentionBuilder", "ExactCudaAttentionImpl", "ExactCudaMetadata"]
 
 
 @dataclass
 class ExactCudaMetadata(AttentionMetadata):
-    """A step of R requests and T tokens, all int32 on the device but ``slot_mapping [T]``, int64."""
+    """A step of R requests and T tokens. Tensors are int32 on the device, except ``slot_mapping [T]``, int64."""
 
     num_actual_tokens: int
     query_start_loc: torch.Tensor
@@ -32,7 +32,7 @@ class ExactCudaMetadata(AttentionMetadata):
 
 
 class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
-    """The common metadata as they are: no plan, no split, nothing that depends on the batch."""
+    """Passes on the common metadata: no plan, no split, nothing that depends on the batch."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
 
@@ -40,12 +40,16 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> ExactCudaMetadata:
-        """Raises ModelError for a cascade or an attention that is not causal."""
+        """Build the metadata. Raises ModelError for cascade or non-causal attention."""
         common = common_attn_metadata
         if common_prefix_len or common.causal is not True:
             raise ModelError(
-                f"align='exact' computes causal attention over whole contexts, but vLLM planned "
-                f"{'a cascade' if common_prefix_len else 'another mask'}; use align='linear'"
+                explain(
+                    "align='exact' in vLLM",
+                    required="causal attention over whole contexts",
+                    found="a cascade" if common_prefix_len else "a mask that is not causal",
+                    fix="use align='linear'",
+                )
             )
         return ExactCudaMetadata(
             num_actual_tokens=common.num_actual_tokens,
@@ -57,7 +61,7 @@ class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
 
 
 class ExactCudaAttentionImpl(TritonAttentionImpl):
-    """Fills the cache as its parent does, and reads it with the trainer's kernel."""
+    """Fills the cache as its parent does and reads it with the trainer's kernel."""
 
     jetrl_exact = True
 
@@ -86,13 +90,13 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
             sinks=sinks,
         )
         if unknown:
-            raise ModelError(f"align='exact' does not know attention with {', '.join(unknown)}; use align='linear'")
+            raise ModelError(f"align='exact' does not support attention with {', '.join(unknown)}; use align='linear'")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
-        """No: the output is rounded to BF16 once."""
+        """Return False: the output is rounded to BF16 once."""
         return False
 
     def forward(
@@ -107,17 +111,19 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``query [T, H, D]`` BF16, ``kv_cache [blocks, KH, block size, 2D]`` in any layout -> ``output``, filled in place."""
-        if attn_metadata is None:  # vLLM measures its memory
+        """``query [T, H, D]`` BF16, ``kv_cache [blocks, KH, block size, 2D]`` in any layout -> ``output``, in place."""
+        if attn_metadata is None:  # vLLM's memory profiling run
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
-            raise ModelError("align='exact' rounds attention to BF16 once, but vLLM asked for a quantized output")
+            raise ModelError(
+                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output; use align='linear'"
+            )
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return attend(query, keys, values, attn_metadata, self.scale, output)
 
 
 class ExactCudaAttentionBackend(TritonAttentionBackend):
-    """Registered as vLLM's ``CUSTOM`` backend. Offers only what the exact kernel computes."""
+    """Registered as vLLM's ``CUSTOM`` backend. Supports only what the exact kernel computes."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
     supported_kv_cache_dtypes: ClassVar[list[Any]] = ["auto", "bfloat16"]

@@ -1,4 +1,4 @@
-"""On which devices which mode is to be had. Knows no vLLM, so that it can be asked before anything is imported."""
+"""Which devices support exact mode. Imports no vLLM, so it can be called early."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ __all__ = ["refuse_exact_on"]
 def refuse_exact_on(device_type: str) -> None:
     """Raise ConfigError for a device without the ops that trainer and rollout share in exact mode.
 
-    On CUDA this says whether they can run; whether they keep their promise there is tried before an engine serves
-    (``jetrl_patch.exact.trial``).
+    On CUDA this checks that they can run. ``jetrl_patch.exact.trial`` checks that they are exact before an engine serves.
     """
     from jetrl_patch.exact.capability import check_exact_cuda
 

@@ -1,6 +1,6 @@
-"""Engine settings: choose what our modes need, refuse by name what they cannot keep.
+"""Engine settings: set what a mode needs, and refuse by name what it cannot support.
 
-Runs in the process that builds the engine, before a worker starts, so that errors are seen where they are made.
+Runs in the process that builds the engine, before a worker starts, so that errors appear where the user sees them.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ logger = logging.getLogger(__name__)
 
 
 def prepare_arguments(args: EngineArgs, config: Config) -> None:
-    """Before vLLM resolves them: set our quantization, and eager mode where compilation would change roundings.
+    """Set the quantization, and eager mode if compilation would change rounding, before vLLM resolves the arguments.
 
     Raises:
-        ConflictError: another quantization or attention, LoRA, speculative decoding and the like stand beside ours.
+        ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
     """
     set_arguments(args, config)
     if not config.quantized_rollout:
@@ -40,8 +40,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         raise ConflictError(
             explain(
                 "vLLM quantization",
-                required=repr(args.quantization or args.quantization_config),
-                found=f"JETRL_PRECISION={config.precision}, which brings {ours!r}",
+                required=f"{ours!r}, for precision={config.precision!r}",
+                found=repr(args.quantization or args.quantization_config),
                 fix="leave quantization unset, or use precision='bf16'",
             )
         )
@@ -60,8 +60,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     found = [name for name, there in refused.items() if there]
     if found:
         raise ConflictError(
-            f"vLLM was asked for {', '.join(found)}, which precision={config.precision!r} with "
-            f"align={config.resolved_align!r} does not cover; switch it off"
+            f"precision={config.precision!r} with align={config.resolved_align!r} does not support vLLM's "
+            f"{', '.join(found)}; turn it off"
             + (", or use align='linear'" if config.exact and not args.enable_lora else "")
         )
     if config.exact:
@@ -69,19 +69,19 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     args.quantization = ours
     if not args.enforce_eager and (config.exact or _on_cpu()):
         logger.warning(
-            "jetrl_patch: enforce_eager=True: a compiled graph fuses ops and rounds them otherwise"
+            "jetrl_patch: set enforce_eager=True, because a compiled graph fuses ops and changes their rounding"
             if config.exact
-            else "jetrl_patch: enforce_eager=True: the quantized kernels for CPU cannot be traced"
+            else "jetrl_patch: set enforce_eager=True, because the quantized CPU kernels cannot be traced"
         )
         args.enforce_eager = True
 
 
 def check_engine(vllm_config: VllmConfig, config: Config) -> None:
-    """After vLLM resolved everything.
+    """Check the configuration that vLLM has resolved.
 
     Raises:
-        ModelError: a family, an attention or a tensor-parallel split that cannot be kept.
-        ConfigError: a dtype other than BF16, or a device without the ops of exact mode.
+        ModelError: the family, the attention or the tensor-parallel split is not supported.
+        ConfigError: the dtype is not BF16, or the device lacks the ops of exact mode.
     """
     check_resolved(vllm_config, config)
     if not config.quantized_rollout:
@@ -91,15 +91,15 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise ConfigError(
             explain(
                 "vLLM dtype",
-                required=str(model.dtype),
-                found="quantized linears, which need bfloat16",
+                required="torch.bfloat16, for quantized linears",
+                found=str(model.dtype),
                 fix="set dtype='bfloat16'",
             )
         )
     if config.exact:
         _check_exact(vllm_config, model.hf_text_config)
     if config.channelwise:
-        return  # one scale per row: no split cuts anything
+        return  # one scale per row: no split cuts a block
     cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
     if cut:
         raise cut_error(cut, parallel.tensor_parallel_size)
@@ -114,7 +114,7 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     problems = {
         "model_impl='transformers'": model.using_transformers_backend() and family.rollout != "transformers",
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
-        "the V2 model runner, whose log-softmax is another (set VLLM_USE_V2_MODEL_RUNNER=0)": (
+        "the V2 model runner, whose log-softmax differs (set VLLM_USE_V2_MODEL_RUNNER=0)": (
             vllm_config.use_v2_model_runner
         ),
         "sequence parallelism": bool(vllm_config.compilation_config.pass_config.enable_sp),
@@ -122,13 +122,13 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     found = [what for what, there in problems.items() if there]
     if found:
         raise ModelError(
-            f"align='exact' cannot keep trainer and rollout equal with {', '.join(found)}; switch it off, or use "
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ; turn it off, or use "
             f"align='linear'"
         )
 
 
 def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
-    """Row-parallel layers of a model in blocks whose share of K is no multiple of 128 (others: see ``quant``)."""
+    """Return row-parallel block layers whose share of K is not a multiple of 128 (``method`` checks the others)."""
     keys = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
     sizes = {key: getattr(hf_config, key, None) for key in keys}
     if tp == 1 or not all(isinstance(size, int) for size in sizes.values()):

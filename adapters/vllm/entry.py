@@ -1,14 +1,14 @@
-"""What vLLM's entry point ``vllm.general_plugins`` calls, in the API process, in EngineCore and in every worker.
+"""The ``vllm.general_plugins`` entry point, which vLLM calls in the API process, in EngineCore and in every worker.
 
-vLLM logs and skips a plugin whose *import* fails, so importing this file does nothing that can fail. It passes on
-what *calling* the plugin raises, so everything that can go wrong is said from inside ``register``.
+vLLM logs and skips a plugin whose *import* fails, so importing this file does nothing that can fail. vLLM does
+propagate what *calling* the plugin raises, so ``register`` does all the work.
 """
 
 __all__ = ["register"]
 
 
 def register() -> None:
-    """Patch this process if its environment opts in (``JETRL_*``), else do nothing. May be called many times."""
+    """Patch this process if its environment opts in (``JETRL_*``). Calling it again is a no-op."""
     from jetrl_patch import runtime
 
     if runtime.activate_from_env() and runtime.is_active():

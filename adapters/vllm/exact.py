@@ -1,4 +1,4 @@
-"""Exact mode's own part of the engine: which attention serves, and the trial of the ops before they do."""
+"""Exact mode in the engine: choose the attention backend, and test the ops before they serve."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["choose_attention", "device_problems", "finish_model", "rank_sizes", 
 
 
 def choose_attention(args: EngineArgs) -> None:
-    """On CUDA: select our attention, which vLLM knows as CUSTOM. On a CPU it stands in for vLLM's only one.
+    """Select the exact attention on CUDA, where vLLM knows it as CUSTOM. On CPU it replaces vLLM's only backend.
 
     Raises:
-        ConflictError: another attention backend was asked for.
+        ConflictError: another attention backend is set.
     """
     from vllm.config import AttentionConfig
     from vllm.platforms import current_platform
@@ -35,8 +35,8 @@ def choose_attention(args: EngineArgs) -> None:
         raise ConflictError(
             explain(
                 "vLLM attention backend",
-                required=getattr(other[0], "name", other[0]),
-                found="align='exact', which brings its own",
+                required="the exact attention, for align='exact'",
+                found=getattr(other[0], "name", other[0]),
                 fix="leave the attention backend unset, or use align='linear'",
             )
         )
@@ -45,7 +45,7 @@ def choose_attention(args: EngineArgs) -> None:
 
 
 def device_problems(vllm_config: VllmConfig) -> None:
-    """Raises ConfigError for a device without the exact ops, ModelError for a head width without an attention kernel."""
+    """Raise ConfigError if the device lacks the exact ops, ModelError if no attention kernel fits the head width."""
     from vllm.platforms import current_platform
 
     if current_platform.is_cpu():
@@ -57,7 +57,7 @@ def device_problems(vllm_config: VllmConfig) -> None:
 
 
 def rank_sizes(vllm_config: VllmConfig) -> Any:
-    """``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
+    """Return the ``jetrl_patch.exact.trial.Sizes`` of one tensor-parallel rank."""
     from jetrl_patch.exact.trial import Sizes
 
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
@@ -72,7 +72,7 @@ def rank_sizes(vllm_config: VllmConfig) -> Any:
 
 
 def finish_model(worker: Any) -> None:
-    """In a worker whose model is loaded: make exact what vLLM's tables do not reach. Raises ModelError where it cannot."""
+    """Make exact the modules of a loaded worker that vLLM's registries do not reach. Raises ModelError if it cannot."""
     family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
     if family.rollout == "transformers":
         from jetrl_patch.adapters.vllm.transformers_backend import finish
@@ -81,10 +81,10 @@ def finish_model(worker: Any) -> None:
 
 
 def try_ops(worker: Any) -> None:
-    """In a worker whose model is loaded: try the ops on its device; nothing is done on a CPU.
+    """Test the ops on the device of a loaded worker. Does nothing on a CPU.
 
     Raises:
-        ModelError: an op that depends on its batch, or a backend of attention that is not ours.
+        ModelError: an op depends on its batch, or another attention backend is active.
     """
     from vllm.platforms import current_platform
 

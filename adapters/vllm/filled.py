@@ -25,5 +25,5 @@ def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str,
     """Put an entry into a vLLM registry. Raises ConflictError if another plugin holds the key."""
     held = registry.get(key)
     if held is not None:
-        raise ConflictError(explain(target, required="a free key", found=repr(held), fix="switch the other plugin off"))
+        raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix="disable the plugin that registered it"))
     journal.set_item(registry, key, value, target=target, reason=reason)

@@ -1,7 +1,7 @@
-"""The formats of a rollout's linears: dtype, scales, quantizer and product of each.
+"""The formats of the rollout's linears: dtype, scales, quantizer and GEMM of each.
 
-A layer holds ``weight [N, K]`` in the format's dtype and FP32 scales beside it. Weights are always quantized whole, before
-they are sliced, so that the bytes do not depend on the tensor-parallel degree.
+A layer holds ``weight [N, K]`` in the format's dtype, and FP32 scales. Weights are quantized whole, before they are
+sliced, so that the bytes do not depend on the tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["BlockFp8", "ChannelFp8", "LinearFormat", "format_of"]
 
 
 class LinearFormat(abc.ABC):
-    """How one linear is held and multiplied. Each layer has its own."""
+    """Storage and GEMM of one linear. Each layer has its own instance."""
 
     dtype: ClassVar[torch.dtype]
     scales: ClassVar[Scales]
@@ -36,7 +36,7 @@ class LinearFormat(abc.ABC):
         self._backend: Backend | None = None
 
     def backend(self, device: torch.device) -> Backend:
-        """The FP8 GEMM backend, chosen once, by the same rule as in the trainer."""
+        """Return the FP8 GEMM backend, chosen once by the same rule as in the trainer."""
         if self._backend is None:
             self._backend = get_backend(choose_backend(self.config.backend, device.type))
         return self._backend
@@ -45,25 +45,27 @@ class LinearFormat(abc.ABC):
         """Raise ModelError for a layer that is too wide."""
 
     def check_serving(self, weight: torch.Tensor) -> None:  # noqa: B027  # most formats promise nothing more
-        """Before anything is served. Raises ModelError where the format's promise does not hold on this device."""
+        """Raise ModelError before serving if the format does not keep its guarantee on this device."""
 
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """A whole BF16 weight [N, K] -> bytes [N, K] and scales, as the trainer makes them."""
+        """Quantize a whole BF16 weight [N, K] to bytes [N, K] and scales, as the trainer does."""
 
     @abc.abstractmethod
-    def product(self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        """BF16 activations times this rank's weight, [M, N] in BF16, or in FP32 as the unrounded partial sum."""
+    def product(
+        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
+        """Multiply BF16 activations by this rank's weight: [M, N] in BF16, or in FP32 as an unrounded partial sum."""
 
 
 class BlockFp8(LinearFormat):
-    """e4m3, weights in blocks of 128x128, activations in groups of 128: the trainer's own flow."""
+    """e4m3 weights in 128x128 blocks, activations in groups of 128, as in the trainer."""
 
     dtype = FP8
     scales = BlockScales()
 
     def check_serving(self, weight: torch.Tensor) -> None:
-        """On a GPU a backend whose rows depend on the batch is refused: it does not sample what the trainer computes."""
+        """Refuse a backend whose rows depend on the batch: it would not sample what the trainer computes."""
         if self.config.fp8_train:
             shape = (weight.shape[0], weight.shape[1])
             require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format)
@@ -72,13 +74,15 @@ class BlockFp8(LinearFormat):
         """Scales [ceil(N/128), ceil(K/128)]."""
         return self.backend(w_NK.device).quantize_weight(w_NK, self.config.scale_format)
 
-    def product(self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
         """By the backend, scales [N, ceil(K/128)]."""
         return self.backend(x_MK.device).fprop(x_MK, w_NK, scale, self.config.scale_format, out_dtype)
 
 
 class ChannelFp8(LinearFormat):
-    """e4m3 with a scale per output channel and per token, as a block product whose scales do not change along K."""
+    """e4m3 with per-channel weight scales and per-token activation scales: a block GEMM with scales constant along K."""
 
     dtype = FP8
     scales = RowScales()
@@ -87,12 +91,14 @@ class ChannelFp8(LinearFormat):
         """Scales [N, 1]."""
         return channel.quantize_rows(w_NK, self.config.scale_format)
 
-    def product(self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
+    def product(
+        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+    ) -> torch.Tensor:
         """By the backend, scales [N, 1]."""
         return channel.fprop(self.backend(x_MK.device), x_MK, w_NK, scale, self.config.scale_format, out_dtype)
 
 
-#: name of a format -> its class; each is imported where an engine has it
+#: format name -> class, imported on first use
 _CLASSES = {
     "fp8-block": "formats:BlockFp8",
     "fp8-channel": "formats:ChannelFp8",
@@ -101,7 +107,7 @@ _CLASSES = {
 
 
 def format_of(config: Config) -> LinearFormat:
-    """A format for one layer of a quantized rollout."""
+    """Return the format for one layer of a quantized rollout."""
     assert config.format is not None
     module, _, name = _CLASSES[config.format.name].partition(":")
     found: LinearFormat = getattr(importlib.import_module(f"jetrl_patch.adapters.vllm.{module}"), name)(config)

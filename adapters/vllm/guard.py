@@ -1,4 +1,4 @@
-"""FP8 layers of a running engine that become BF16 layers, in place and before the weights that follow."""
+"""Move FP8 layers of a running engine to BF16, in place, before the weights that follow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["guarded_modules", "to_bf16"]
 
 @dataclass(frozen=True)
 class _Change:
-    """A layer, what it becomes, and its new weight."""
+    """A layer, its new method and its new weight."""
 
     layer: LinearBase
     names: list[str]
@@ -27,13 +27,13 @@ class _Change:
 
 
 def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
-    """Make these FP8 linears what ``exclude`` would have made them. Their weights are unwritten until they are loaded.
+    """Move FP8 linears to BF16, as ``exclude`` would have. Their weights are uninitialized until loaded.
 
     Args:
         wanted: Hugging Face module names.
 
     Raises:
-        AuditError: a name is no FP8 layer here, or only a part of a fused one. Nothing has changed then.
+        AuditError: a name is not an FP8 layer here, or only part of a fused one. Nothing has changed then.
     """
     missing = set(wanted)
     changes = []
@@ -42,19 +42,22 @@ def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
         missing -= set(inside)
         if inside and len(inside) != len(method.names):
             raise AuditError(
-                f"the precision guard takes {', '.join(inside)} out of FP8, and vLLM holds {', '.join(method.names)} as one "
-                f"layer; they must change together"
+                f"the precision guard takes {', '.join(inside)} out of FP8, but vLLM fuses {', '.join(method.names)} into one "
+                f"layer: they must change together; leave guard_sqnr unset, or exclude all of them"
             )
         if inside:
             changes.append(_prepare(layer, method))
     if missing:
-        raise AuditError(f"the precision guard takes {', '.join(sorted(missing))} out of FP8, not FP8 layers here")
+        raise AuditError(
+            f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but they are not "
+            f"FP8 layers in this engine; use the same model and JETRL_EXCLUDE on both sides"
+        )
     for change in changes:
         _carry_out(change)
 
 
 def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]]:
-    """The linears that ``to_bf16`` changed, with the Hugging Face names in them, in module order."""
+    """Return the linears that ``to_bf16`` changed, with their Hugging Face names, in module order."""
     return [(m, m.jetrl_guarded) for m in model.modules() if isinstance(m, LinearBase) and hasattr(m, "jetrl_guarded")]
 
 
@@ -77,4 +80,4 @@ def _carry_out(change: _Change) -> None:
     layer.weight = change.weight
     layer.quant_method = change.method
     layer.jetrl_guarded = change.names
-    change.method.process_weights_after_loading(layer)  # where vLLM packs: what is loaded later is packed again
+    change.method.process_weights_after_loading(layer)  # where vLLM packs weights, later loads are packed again

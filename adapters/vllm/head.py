@@ -1,8 +1,8 @@
-"""The BF16 products of exact mode: ``lm_head``, and linears that ``exclude`` names.
+"""The BF16 GEMMs of exact mode: ``lm_head``, and the linears that ``exclude`` names.
 
-vLLM on CPU repacks these weights once after loading (so that a later weight update is not seen) and multiplies by a
-GEMM whose rounding depends on how many rows stand in the batch. Here the product reads the live weight and gives a
-row the same bits whatever stands beside it; the trainer uses the same one.
+vLLM on CPU packs these weights once after loading, so a later weight update has no effect, and its GEMM rounds
+differently for different batch sizes. Here the GEMM reads the live weight and is batch-invariant: a row's bits depend on
+that row alone. The trainer uses the same GEMM.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["ExactHeadMethod", "ExactLinearMethod"]
 
 
 class ExactHeadMethod(UnquantizedEmbeddingMethod):
-    """For ``lm_head``, and for the embedding where the two are tied.
+    """For ``lm_head``, and for the embedding if the two are tied.
 
     Args:
         fp32: whether logits stay unrounded (``head_dtype="float32"``).
@@ -39,13 +39,13 @@ class ExactHeadMethod(UnquantizedEmbeddingMethod):
 
 @register_weight_loader_v2_supported_method
 class ExactLinearMethod(UnquantizedLinearMethod):
-    """For linears that stay BF16 on both sides."""
+    """For linears that are BF16 on both sides."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Nothing: the weight is used as loaded."""
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [..., K]`` BF16 -> ``[..., N]`` BF16, the bias added after the rounding."""
+        """``x [..., K]`` BF16 -> ``[..., N]`` BF16; the bias is added after rounding."""
         return ops.linear(x, layer.weight.data, bias)
 
     def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:

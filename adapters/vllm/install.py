@@ -1,4 +1,4 @@
-"""The engine's end of a weight sync: poison, load, check that nothing is missing, and say what now lies in memory."""
+"""The engine's end of a weight sync: poison, load, check completeness, and report digests of what is in memory."""
 
 from __future__ import annotations
 
@@ -28,35 +28,35 @@ class VllmInstaller:
         self._loaded: set[str] = set()
 
     def quantized_layers(self) -> list[str]:
-        """Hugging Face module names of the quantized linears."""
+        """Return the Hugging Face module names of the quantized linears."""
         return [name for _, method in quantized_modules(self.model) for name in method.names]
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:
-        """The precision guard's decision, carried out here; what the engine had cached of graphs does not exist (eager)."""
+        """Move these layers to BF16, as the precision guard decided."""
         guard.to_bf16(self.model, layers)
         runtime.register_guarded(layers)
 
     @torch.no_grad()
     def poison(self) -> None:
-        """NaN into every parameter, quantized weights and scales included, so that an unwritten one explodes."""
+        """Fill every parameter with NaN, quantized weights and scales included, so that an unwritten one shows."""
         self._loaded = set()
         for parameter in self.model.parameters():
-            if parameter.element_size() == 1:  # the byte 0x7F is NaN in e4m3fn; an integer has none, its scales are NaN
+            if parameter.element_size() == 1:  # 0x7F is NaN in e4m3fn; int8 has no NaN, but its scales do
                 parameter.data.view(torch.uint8).fill_(0x7F)
             elif parameter.is_floating_point():
                 parameter.data.fill_(float("nan"))
 
     @torch.no_grad()
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Whole Hugging Face tensors into this rank's part of the model."""
+        """Load whole Hugging Face tensors into this rank's part of the model."""
         self._loaded |= set(self.model.load_weights(iter(weights)))
 
     def finish(self) -> None:
-        """Nothing is repacked, so only completeness is left. Raises SyncError with the parameters still missing."""
-        # Tied parameters are the same object under two names; named_parameters() lists it once, load under either.
+        """Check completeness. Raises SyncError, which names the parameters still missing."""
+        # Tied parameters are one object with two names: named_parameters() lists it once, load() may use either name.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
-        # A weight that came in BF16 was quantized here, scales included, under the one name of the weight.
+        # A weight that arrived in BF16 was quantized here, and its scales are recorded under the weight's name only.
         missing = [
             name
             for name, p in self.model.named_parameters()
@@ -64,14 +64,14 @@ class VllmInstaller:
         ]
         if missing:
             raise SyncError(
-                f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:10])}"
+                f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}"
             )
 
     @torch.no_grad()
     def installed(self) -> list[Rect]:
-        """Digests of quantized weights and their scales, and of weights that the guard took out of FP8, as they lie here.
+        """Return digests of the quantized weights, their scales and the guarded weights in this rank's memory.
 
-        In Hugging Face names and coordinates.
+        Names and coordinates are Hugging Face's.
         """
         rects: list[Rect] = []
         for layer, method in quantized_modules(self.model):

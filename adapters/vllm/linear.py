@@ -1,8 +1,8 @@
-"""Row-parallel linears whose sum over the ranks is rounded once.
+"""Row-parallel linears that round their sum over the ranks once.
 
-vLLM rounds every rank's partial sum to BF16 before its all-reduce, and the all-reduce may add in any order. Here the
-partial sums stay FP32, every rank gathers all of them, adds them in rank order and rounds once; the trainer
-accumulates over the same splits of K.
+vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. Here the partial sums stay
+FP32: every rank gathers all of them, adds them in rank order and rounds once. The trainer accumulates over the same
+splits of K.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["JetrlRowParallelLinear"]
 
 
 class JetrlRowParallelLinear(RowParallelLinear):
-    """Stands in for ``RowParallelLinear``; other quantizations and a single rank behave as before."""
+    """Replaces ``RowParallelLinear``. Other quantizations and single-rank runs are unchanged."""
 
     def forward(self, input_: torch.Tensor) -> Any:
         """``input_ [..., K / ranks]`` BF16 -> ``[..., N]`` BF16, the same on every rank."""

@@ -1,8 +1,8 @@
-"""BF16 linears of vLLM on CPU that stay open to weight updates.
+"""Keep the BF16 linears of vLLM on CPU open to weight updates.
 
-After loading, vLLM on CPU packs a BF16 weight into the layout of its kernel and, except for ``lm_head``, throws the
-weight itself away. A later update then fails, or lands where nobody looks. Here the weight is kept, and whoever
-writes it through its loader makes the layer pack again at its next use: the same kernel and the same bits as before.
+After loading, vLLM on CPU packs a BF16 weight into its kernel's layout and, except for ``lm_head``, frees the original.
+A later update then fails or has no effect. Here the weight is kept, and a write through its loader makes the layer pack
+again at its next use: same kernel, same bits.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ __all__ = ["keep_live_weight"]
 
 
 def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
-    """Wraps ``dispatch_cpu_unquantized_gemm``. Costs the memory of the packed copy beside the weight.
+    """Wrap ``dispatch_cpu_unquantized_gemm``. The packed copy takes memory in addition to the weight.
 
-    Not covered: writes past the parameter's ``weight_loader``, straight into its storage.
+    Not covered: writes that bypass the parameter's ``weight_loader``.
     """
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:

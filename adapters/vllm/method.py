@@ -1,7 +1,7 @@
-"""The one linear method of our quantizations: it loads and multiplies a linear of any ``LinearFormat``.
+"""The linear method of all jetrl_patch quantizations: it loads and multiplies a linear of any ``LinearFormat``.
 
-Parameters take what the trainer sends (bytes and scales) and what a checkpoint holds (BF16, quantized here), always for the
-whole Hugging Face weight.
+Its parameters load what the trainer sends (bytes and scales) and what a checkpoint holds (BF16, quantized here), always as
+whole Hugging Face weights.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ __all__ = ["QuantizedLinearMethod", "cut_error", "quantized_modules"]
 
 @register_weight_loader_v2_supported_method
 class QuantizedLinearMethod(LinearMethodBase):
-    """Loads and multiplies one quantized linear; what it is made of is its ``format``'s matter."""
+    """Loads and multiplies one quantized linear; ``format`` decides storage and GEMM."""
 
     def __init__(self, quant_config: JetrlQuantConfig, prefix: str) -> None:
         self.quant_config = quant_config
@@ -43,7 +43,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         params_dtype: torch.dtype,
         **extra: Any,
     ) -> None:
-        """Registers ``weight`` [N, K] and ``weight_scale_inv``, FP32, N and K of this rank."""
+        """Register ``weight`` [N, K] and ``weight_scale_inv`` (FP32), with this rank's N and K."""
         assert isinstance(layer, LinearBase)
         n, k = sum(output_partition_sizes), input_size_per_partition
         self.format.check_width(self.names[0], k)
@@ -59,11 +59,11 @@ class QuantizedLinearMethod(LinearMethodBase):
         layer.weight_scale_inv = self.format.scales.parameter(n, k, self._scale_loader(layer, load))
 
     def shards(self, layer: LinearBase) -> list[Shard]:
-        """The Hugging Face rectangles in this rank's parameters."""
+        """Return the Hugging Face rectangles in this rank's parameters."""
         return shards_of(layer, self.names)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Before anything is captured or served. Raises ModelError where the format's promise does not hold here."""
+        """Raise ModelError before serving if the format does not keep its guarantee on this device."""
         self.format.check_serving(layer.weight)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -88,7 +88,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             bf16_NK = loaded.to(torch.bfloat16)
             if not torch.isfinite(bf16_NK).all():
                 raise SyncError(
-                    f"{name}.weight has a NaN or an infinity, so it cannot be quantized; nothing may run on it"
+                    f"{name}.weight holds NaN or Inf and cannot be quantized; check the checkpoint or the last optimizer step"
                 )
             q_NK, scales = self.format.quantize(bf16_NK.to(param.device))
             load(param, q_NK, *shard, **kwargs)
@@ -111,7 +111,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         return next((s for s in self.shards(layer) if s.shard_id == wanted), None)
 
     def _whole(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Rows of the whole weight that is being loaded; a weight that is fused on disk comes without a shard."""
+        """Return the rows of the whole weight being loaded. A weight that is fused on disk has no shard."""
         return (self._find(layer, shard, kwargs) or self.shards(layer)[0]).rows
 
     def _hf_name(self, layer: LinearBase, shard: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
@@ -119,13 +119,13 @@ class QuantizedLinearMethod(LinearMethodBase):
         return found.name if found else self.prefix
 
     def _check_split(self, layer: LinearBase) -> None:
-        # By the first load the whole model stands, so the list is complete.
+        # At the first load the whole model is built, so the list is complete.
         if self.quant_config.cut:
             raise cut_error(self.quant_config.cut, layer.tp_size)
 
 
 def cut_error(layers: list[str], tp: int) -> ModelError:
-    """The error for row-parallel layers whose share of K is not whole 128-blocks."""
+    """Return the error for row-parallel layers whose share of K is not a multiple of 128."""
     leaves = sorted({name.rsplit(".", 1)[-1] for name in layers})
     return ModelError(
         f"tensor_parallel_size={tp} cuts 128-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's "
@@ -135,7 +135,7 @@ def cut_error(layers: list[str], tp: int) -> ModelError:
 
 
 def quantized_modules(model: torch.nn.Module) -> list[tuple[LinearBase, QuantizedLinearMethod]]:
-    """All quantized linears of a built vLLM model, with their methods, in module order."""
+    """Return the quantized linears of a built vLLM model with their methods, in module order."""
     found = []
     for module in model.modules():
         method = getattr(module, "quant_method", None)

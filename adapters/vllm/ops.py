@@ -1,6 +1,6 @@
-"""vLLM's norm, rotary embedding, activation and scaled logits in the order and rounding of Hugging Face models.
+"""vLLM's norm, rotary embedding, activation and scaled logits, with the operation order and rounding of Hugging Face.
 
-All of them go in by vLLM's own table of out-of-tree ops, which swaps a class by name when a model is built.
+vLLM's table of out-of-tree ops swaps each class by name when it builds a model.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.linear_scaling_rope import LinearScalingRotaryEmbedding
 from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3RotaryEmbedding
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.families import FAMILIES
 
@@ -24,7 +24,7 @@ __all__ = ["OPS", "ExactLogitsProcessor", "ExactRMSNorm", "ExactRotaryEmbedding"
 
 
 class ExactRMSNorm(RMSNorm):
-    """vLLM normalises the unrounded sum of input and residual; Hugging Face models the BF16 sum."""
+    """Normalizes the BF16 sum of input and residual, as Hugging Face does; vLLM normalizes the unrounded sum."""
 
     def forward(
         self, x: torch.Tensor, residual: torch.Tensor | None = None
@@ -32,7 +32,7 @@ class ExactRMSNorm(RMSNorm):
         """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
         if self.variance_size_override is not None or not self.has_weight:
             raise ModelError(
-                "align='exact' has no RMSNorm over a part of the width or without a weight; use align='linear'"
+                "align='exact' does not support an RMSNorm over part of the width or without a weight; use align='linear'"
             )
         if residual is None:
             return ops.rms_norm(x, self.weight.data, self.variance_epsilon)
@@ -41,7 +41,7 @@ class ExactRMSNorm(RMSNorm):
 
 
 class ExactLogitsProcessor(LogitsProcessor):
-    """vLLM multiplies the logits by the rounded reciprocal of what the trainer's model divides them by."""
+    """Divides the logits, as the trainer's model does; vLLM multiplies them by the rounded reciprocal."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,14 +67,18 @@ class ExactSiluAndMul(SiluAndMul):
 
 
 class ExactRotaryEmbedding(RotaryEmbedding):
-    """Tables rounded to BF16, and every product and sum rounded, as in Hugging Face's ``apply_rotary_pos_emb``."""
+    """Rounds the tables and every product and sum to BF16, as Hugging Face's ``apply_rotary_pos_emb`` does."""
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
-        """``[2, P, D/2]`` BF16: cosines, then sines, so that each table is dense."""
+        """``[2, P, D/2]`` BF16: cosines, then sines, so that each table is contiguous."""
         if not self.is_neox_style or self.rotary_dim != self.head_size:
             raise ModelError(
-                "align='exact' needs a rotary embedding over the whole head in two halves; "
-                f"found rotary_dim={self.rotary_dim} of {self.head_size}, neox={self.is_neox_style}; use align='linear'"
+                explain(
+                    "align='exact' in vLLM",
+                    required=f"a rotary embedding over the whole head (rotary_dim={self.head_size}, neox=True)",
+                    found=f"rotary_dim={self.rotary_dim}, neox={self.is_neox_style}",
+                    fix="use align='linear'",
+                )
             )
         model = get_current_vllm_config().model_config
         positions = max(self.max_position_embeddings, model.max_model_len)
@@ -95,11 +99,11 @@ class ExactRotaryEmbedding(RotaryEmbedding):
 
 
 class ExactLlama3RotaryEmbedding(ExactRotaryEmbedding, Llama3RotaryEmbedding):
-    """Where vLLM has a class of its own for Llama 3's frequencies."""
+    """Replaces vLLM's separate class for Llama 3 frequencies."""
 
 
 class ExactLinearScalingRotaryEmbedding(ExactRotaryEmbedding, LinearScalingRotaryEmbedding):
-    """Where vLLM has a class of its own for positions divided by a factor."""
+    """Replaces vLLM's separate class for linearly scaled positions."""
 
 
 OPS: dict[str, type] = {

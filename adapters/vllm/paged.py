@@ -1,4 +1,4 @@
-"""One step of the exact attention over vLLM's paged cache; the backends of all devices read it with this."""
+"""One step of exact attention over vLLM's paged cache, shared by the backends of all devices."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["attend"]
 def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
 ) -> torch.Tensor:
-    """Fills ``output [T, H, D]`` in place and gives it back.
+    """Fill ``output [T, H, D]`` in place and return it.
 
     Args:
-        query: ``[T, H, D]``; rows behind ``step.num_actual_tokens`` are padding, here and in ``output``.
+        query: ``[T, H, D]``; rows after ``step.num_actual_tokens`` are padding, as in ``output``.
         keys, values: the cache, each ``[blocks, block size, KH, D]`` with any strides.
-        step: the backend's metadata of a step, under vLLM's names.
+        step: the backend's step metadata, with vLLM's field names.
     """
     tokens = step.num_actual_tokens
     found = ops.attention_paged(

@@ -1,7 +1,7 @@
-"""The rollout's dtype (FP16), KV cache and head dtype: set before vLLM resolves its arguments, checked after.
+"""The rollout's FP16 dtype, KV cache and head dtype: set before vLLM resolves its arguments, checked after.
 
-All three are vLLM's own means: ``dtype``, ``kv_cache_dtype``, and ``head_dtype`` in ``hf_overrides``. Only in exact mode the
-head is ours (``head.ExactHeadMethod``), whose rows do not depend on their neighbours, as those of vLLM's FP32 head may.
+All three use vLLM's own settings: ``dtype``, ``kv_cache_dtype``, and ``head_dtype`` in ``hf_overrides``. In exact mode the
+head is ``head.ExactHeadMethod`` instead, because rows of vLLM's FP32 head may depend on the batch.
 """
 
 from __future__ import annotations
@@ -28,11 +28,14 @@ def set_arguments(args: EngineArgs, config: Config) -> None:
     """Write dtype, KV cache and head dtype into the engine's arguments.
 
     Raises:
-        ConflictError: another KV cache or head dtype was asked for.
-        ConfigError: an FP8 KV cache on a device that has none.
+        ConflictError: another KV cache or head dtype is set.
+        ConfigError: the device does not support an FP8 KV cache.
     """
     if config.mode.scales_loss and str(args.dtype) not in _HALF:
-        logger.warning("jetrl_patch: dtype='float16', which was %r: precision='fp16' is FP16 on both sides", str(args.dtype))
+        logger.warning(
+            "jetrl_patch: set dtype='float16' instead of %r, because precision='fp16' is FP16 on both sides",
+            str(args.dtype),
+        )
         args.dtype = config.compute_dtype
     if config.kv_cache == "fp8":
         if args.kv_cache_dtype not in ("auto", "fp8", "fp8_e4m3"):
@@ -49,7 +52,9 @@ def _set_head(args: EngineArgs) -> None:
     overrides = args.hf_overrides
     if not isinstance(overrides, Mapping):
         raise ConflictError(
-            explain("vLLM hf_overrides", required="a mapping, for head_dtype", found=repr(overrides), fix="give a mapping")
+            explain(
+                "vLLM hf_overrides", required="a mapping, for head_dtype", found=repr(overrides), fix="pass a mapping"
+            )
         )
     asked = overrides.get("head_dtype", "float32")
     if str(asked).removeprefix("torch.") != "float32":
@@ -58,23 +63,25 @@ def _set_head(args: EngineArgs) -> None:
 
 
 def _conflict(what: str, asked: object, ours: str, name: str) -> ConflictError:
-    return ConflictError(explain(f"vLLM {what}", required=repr(asked), found=ours, fix=f"leave {name} unset"))
+    return ConflictError(explain(f"vLLM {what}", required=ours, found=repr(asked), fix=f"leave {name} unset"))
 
 
 def kv_cache_error() -> ConfigError | None:
-    """The error for a machine without an FP8 KV cache; None where vLLM has one."""
+    """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""
     problem = kv_cache_problem()
     if not problem:
         return None
-    return ConfigError(explain("kv_cache='fp8'", required="a device with an FP8 KV cache", found=problem, fix="drop kv_cache"))
+    return ConfigError(
+        explain("kv_cache='fp8'", required="a device with an FP8 KV cache", found=problem, fix="drop kv_cache")
+    )
 
 
 def kv_cache_problem() -> str:
-    """Why vLLM has no FP8 KV cache on this machine; empty where it has one, or where this process sees no device."""
+    """Return why vLLM has no FP8 KV cache on this machine. Empty if it has one, or if this process sees no device."""
     from vllm.platforms import current_platform
 
     if current_platform.is_unspecified():
-        return ""  # a driver without a device: the engine's own process looks again
+        return ""  # a driver without a device: the engine's process checks again
     if current_platform.is_cpu():
         import torch
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
@@ -85,14 +92,15 @@ def kv_cache_problem() -> str:
         return "" if able else "a CPU without AVX-512 and AMX"
     if current_platform.is_cuda():
         return "" if current_platform.has_device_capability(89) else "a GPU below compute capability 8.9"
-    return f"the platform {current_platform.device_type!r}, for which it was not tried"
+    return f"the platform {current_platform.device_type!r}, which is untested"
 
 
 def check_resolved(vllm_config: VllmConfig, config: Config) -> None:
-    """After vLLM resolved everything.
+    """Check the configuration that vLLM has resolved.
 
     Raises:
-        ConfigError: one-sided FP16. ModelError: a head or KV cache that this model or platform does not get.
+        ConfigError: FP16 on one side only.
+        ModelError: the model or platform does not support the head dtype or the KV cache.
     """
     model = vllm_config.model_config
     half = str(model.dtype) == "torch.float16"

@@ -1,7 +1,7 @@
-"""Our quantizations as vLLM knows them: one class for all, registered under the name of the run's format.
+"""The quantizations of jetrl_patch in vLLM: one class, registered under the name of the run's format.
 
-It says which linears are quantized (``method.QuantizedLinearMethod``), which stay in BF16, and refuses to serve in a process
-that was not patched.
+It decides which linears are quantized (``method.QuantizedLinearMethod``) and which stay in BF16, and refuses to serve in a
+process that is not patched.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.shards import hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError
+from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
 from jetrl_patch.fp8.layers import is_quantized
 
 __all__ = ["JetrlQuantConfig", "quantization_name"]
 
 
 def quantization_name(config: Config) -> str:
-    """What vLLM calls our quantization in this mode, which has one."""
+    """Return vLLM's name for the quantization of a quantized mode."""
     assert config.format is not None
     return config.format.quantization
 
 
 class JetrlQuantConfig(QuantizationConfig):
-    """vLLM's handle on our settings. It travels pickled to every worker; the worker's own settings must equal it."""
+    """The plugin's settings inside vLLM. It travels pickled to every worker, whose own settings must be equal."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class JetrlQuantConfig(QuantizationConfig):
         return [torch.bfloat16]
 
     def get_min_capability(self) -> int:
-        """Of the format; vLLM asks an instance, though its own classes answer for all of theirs."""
+        """Return the format's compute capability. vLLM calls it on an instance."""
         assert self.config.format is not None
         return self.config.format.capability
 
@@ -65,15 +65,19 @@ class JetrlQuantConfig(QuantizationConfig):
     def override_quantization_method(
         cls, hf_quant_cfg: dict[str, Any], user_quant: str | None, hf_config: Any = None
     ) -> None:
-        """Called when the checkpoint names a quantization of its own. Raises ConflictError if ours was asked for."""
+        """Raise ConflictError if the checkpoint is quantized already and this quantization was requested."""
         if user_quant in QUANTIZATIONS:
             raise ConflictError(
-                f"quantization: required {user_quant!r}, but the checkpoint's config.json says "
-                f"quant_method={hf_quant_cfg.get('quant_method')!r}; use the BF16 checkpoint"
+                explain(
+                    f"checkpoint for quantization={user_quant!r}",
+                    required="BF16 weights",
+                    found=f"quant_method={hf_quant_cfg.get('quant_method')!r} in its config.json",
+                    fix="use the BF16 checkpoint",
+                )
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Ours for the linears of the blocks, exact BF16 for the head and for what ``exclude`` names."""
+        """Return the quantized method for block linears, and in exact mode the exact BF16 one for the head and ``exclude``."""
         self._require_patched()
         if isinstance(layer, LinearBase):
             if self.is_quantized(prefix):
@@ -84,22 +88,22 @@ class JetrlQuantConfig(QuantizationConfig):
         return None
 
     def _require_patched(self) -> None:
-        """This config may arrive, pickled, in a process that loaded no plugin (``VLLM_PLUGINS`` can do that)."""
+        """Raise if the plugin was not loaded here: this config arrives pickled even if ``VLLM_PLUGINS`` excludes it."""
         runtime.require_active("the vLLM worker", self.config)
         if not REGISTRIES.filled:
             raise NotPatchedError(
-                f"this vLLM worker (pid {os.getpid()}) got quantization={self.get_name()!r}, but not the ops that go with it; "
-                f"let VLLM_PLUGINS include jetrl_patch"
+                f"this vLLM worker (pid {os.getpid()}) has quantization={self.get_name()!r} but not the ops for it; "
+                f"include jetrl_patch in VLLM_PLUGINS"
             )
 
     def is_quantized(self, prefix: str) -> bool:
-        """Whether the linear at ``prefix`` (vLLM's name) is quantized. Raises ModelError if its fused parts disagree."""
+        """Whether the linear at ``prefix`` (vLLM's name) is quantized. Raises ModelError if its fused parts differ."""
         names = hf_names(prefix, self.packed_modules_mapping)
         out = [name for name in names if not is_quantized(name, self.config.exclude)]
         if out and len(out) != len(names):
             inside = sorted(set(names) - set(out))
             raise ModelError(
                 f"exclude={list(self.config.exclude)} takes {', '.join(out)} out of FP8 but not "
-                f"{', '.join(inside)}, and vLLM holds them as one layer {prefix}; exclude all of them or none"
+                f"{', '.join(inside)}, but vLLM fuses them into one layer {prefix}; exclude all of them or none"
             )
         return not out

@@ -1,4 +1,4 @@
-"""What changes the formula of attention, by name: the exact backends of all devices refuse it."""
+"""Attention features that change the formula; the exact backends of all devices refuse them by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def refuse_attention(
     kv_sharing_target_layer_name: Any,
     sinks: Any,
 ) -> None:
-    """Raises ModelError for anything but causal attention over whole contexts in BF16; the names are vLLM's."""
+    """Raise ModelError for anything but causal BF16 attention over whole contexts. Parameter names are vLLM's."""
     refused = {
         "ALiBi": alibi_slopes is not None,
         "a sliding window": sliding_window is not None,
@@ -32,5 +32,5 @@ def refuse_attention(
     found = [what for what, there in refused.items() if there]
     if found:
         raise ModelError(
-            f"align='exact' cannot keep trainer and rollout equal with {', '.join(found)}; use align='linear'"
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ; use align='linear'"
         )

@@ -1,4 +1,4 @@
-"""Our entries in vLLM's registries. Importing this imports vLLM's layers."""
+"""The plugin's entries in vLLM's registries. Importing this imports vLLM's layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["fill"]
 
 
 def fill(config: Config, journal: Journal) -> None:
-    """Register quantization, row-parallel linear and, in exact mode, ops and attention; all through the journal."""
+    """Register, through the journal, the quantization, the row-parallel linear and, in exact mode, ops and attention."""
     # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
     getattr(torch.cpu, "_init_amx", lambda: None)()
     if not config.quantized_rollout:
@@ -36,7 +36,7 @@ def fill(config: Config, journal: Journal) -> None:
 
 
 def _quantization(name: str, journal: Journal) -> None:
-    # register_quantization_config() appends to lists and cannot be undone, so the same entries go in by hand.
+    # register_quantization_config() appends to lists and cannot be undone, so add the same entries by hand.
     lists = [("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS)]
     if current_platform.supported_quantization:
         lists.append(("current_platform.supported_quantization", current_platform.supported_quantization))
@@ -64,13 +64,13 @@ def _exact(journal: Journal) -> None:
 
     for name, replacement in OPS.items():
         _op(journal, name, replacement, "the order and rounding of Hugging Face models")
-    # get_rope() keeps the modules it made; those of an engine built before would come back without our class.
+    # get_rope() caches modules; those of an earlier engine would come back with the original class.
     journal.set_attr(
         rotary_embedding,
         "_ROPE_DICT",
         {},
         target="vllm.model_executor.layers.rotary_embedding._ROPE_DICT",
-        reason="a cache of modules; engines built before and after must not share it",
+        reason="engines built before and after enable() must not share this cache of modules",
     )
     backends = attention_registry.AttentionBackendEnum
     on_cpu = current_platform.is_cpu()
@@ -85,7 +85,7 @@ def _exact(journal: Journal) -> None:
             "VLLM_USE_V2_MODEL_RUNNER",
             "0",
             target="os.environ['VLLM_USE_V2_MODEL_RUNNER']",
-            reason="the log-softmax of vLLM's second model runner, its default on CUDA, is not the trainer's",
+            reason="the log-softmax of vLLM's V2 model runner, the default on CUDA, differs from the trainer's",
         )
     claim(
         journal,

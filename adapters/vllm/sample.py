@@ -1,4 +1,4 @@
-"""Sampling with vLLM for ``jetrl parity``: tokens, and the log-probs with which vLLM sampled them."""
+"""Sampling with vLLM for ``jetrl parity``: tokens and their rollout log-probs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.j
 
 
 def sample(job: Job) -> list[Sample]:
-    """Build an engine in this process, sample batch after batch until there are enough tokens, shut it down."""
+    """Build an engine in this process, sample batches until there are enough tokens, and shut it down."""
     if job.temperature <= 0:
         raise ConfigError(f"--temperature {job.temperature} must be above 0: greedy log-probs have no temperature")
     hf_config = _config(job.model)
@@ -52,7 +52,7 @@ def sample(job: Job) -> list[Sample]:
 
 
 def build_engine(job: Job, max_model_len: int) -> Any:
-    """A ``vllm.LLM`` that takes and gives token ids."""
+    """Build a ``vllm.LLM`` that takes and returns token ids."""
     from vllm import LLM
 
     settings: dict[str, Any] = {
@@ -64,7 +64,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         "tensor_parallel_size": job.tp,
         "enforce_eager": True,
         "seed": job.seed,
-        # what the sampler sampled from; the trainer recomputes it with the same temperature
+        # the distribution that was sampled; the trainer recomputes it with the same temperature
         "logprobs_mode": "processed_logprobs",
     }
     if _on_cpu():
@@ -74,7 +74,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
 
 
 def generate(engine: Any, prompts: list[list[int]], length: int, temperature: float) -> list[Sample]:
-    """Responses of ``length`` tokens to all prompts at once."""
+    """Generate responses of ``length`` tokens for all prompts at once."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=temperature, max_tokens=length, logprobs=0, ignore_eos=True, detokenize=False)
@@ -94,14 +94,14 @@ def _config(model: str) -> Any:
 
 
 def _tokenizer(model: str) -> Any:
-    """Text to token ids, or None if the directory has no tokenizer that loads."""
+    """Return a function from text to token ids, or None if the directory has no tokenizer that loads."""
     from vllm.tokenizers import get_tokenizer
 
     if not any((Path(model) / file).is_file() for file in _TOKENIZER_FILES):
-        return None  # transformers would make up an empty one
+        return None  # transformers would create an empty one
     try:
         tokenizer = get_tokenizer(model)
-    except Exception:  # each tokenizer library has errors of its own; without one, prompts are random
+    except Exception:  # each tokenizer library raises its own errors; without a tokenizer, prompts are random
         return None
     return lambda text: list(tokenizer.encode(text))
 

@@ -1,7 +1,7 @@
-"""Where the scales of a quantized linear lie in a rollout: one per 128-block, or one per row.
+"""The layout of a quantized linear's scales in the rollout: per 128x128 block, or per row.
 
-Both stand beside the weight as FP32 ``weight_scale_inv`` (what a byte is multiplied with), a row of it for each row of the
-weight, so that any fused (qkv, gate_up) or tensor-parallel slice is a plain ``narrow``.
+Both are an FP32 parameter ``weight_scale_inv`` (the factor that dequantizes), with one row for each row of the weight, so
+that any fused (qkv, gate_up) or tensor-parallel slice is a plain ``narrow``.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ class Scales(Protocol):
     """The layout of a format's scales."""
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
-        """Scales of this rank's weight ``[n, k]``, to be loaded."""
+        """Create the scales of this rank's weight ``[n, k]``, to be loaded."""
 
     def cuts(self, k: int, whole: int) -> bool:
-        """Whether a rank's ``k`` columns of ``whole`` cut what has one scale."""
+        """Whether a rank's ``k`` columns of ``whole`` cut through a block with one scale."""
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Scales of a whole weight, as they arrive -> ``[rows, …]``. Raises SyncError for another shape."""
+        """Expand the scales of a whole weight, as received, to ``[rows, …]``. Raises SyncError for a wrong shape."""
 
     def rects(self, shard: Shard, scale: torch.Tensor) -> list[Rect]:
-        """Digests of this rank's scales, in the coordinates in which they were sent."""
+        """Return digests of this rank's scales, in the coordinates in which they were sent."""
 
 
 class BlockScales:
-    """``[N, ceil(K/128)]``: the scale of a 128x128 block stands once per row.
+    """``[N, ceil(K/128)]``: the scale of a 128x128 block is repeated for each of its rows.
 
-    Rows then carry everything they need, so widths need not be multiples of 128. vLLM's own block layout cannot do that:
-    it refuses fused layers whose parts are not multiples of 128.
+    Each row carries its own scales, so widths need not be multiples of 128. vLLM's own block layout refuses fused layers
+    whose parts are not multiples of 128.
     """
 
     def parameter(self, n: int, k: int, load: Callable[..., None]) -> torch.nn.Parameter:
@@ -51,22 +51,22 @@ class BlockScales:
         return ModelWeightParameter(data=data, input_dim=1, output_dim=0, weight_loader=load)
 
     def cuts(self, k: int, whole: int) -> bool:
-        """Whether a rank's share of K is not whole blocks."""
+        """Whether a rank's share of K cuts a block."""
         return k != whole and bool(k % BLOCK)
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """Block scales ``[ceil(rows/128), G]`` as the trainer sends them, or per row as a loader hands them on."""
+        """Expand block scales ``[ceil(rows/128), G]`` from the trainer; per-row scales from a loader pass unchanged."""
         if loaded.shape[0] == rows:
             return loaded
         if loaded.shape[0] != groups(rows):
             raise SyncError(
-                f"{name}.weight_scale_inv: expected {groups(rows)} block rows (or {rows} rows), but got shape "
-                f"{list(loaded.shape)}"
+                f"{name}.weight_scale_inv: required {groups(rows)} block rows or {rows} rows, found shape "
+                f"{list(loaded.shape)}. Install the same version of jetrl_patch on both sides."
             )
         return expand_weight_scale(loaded, rows)
 
     def rects(self, shard: Shard, scale: torch.Tensor) -> list[Rect]:
-        """Per-row scales ``[rows, G]`` as block scales. A block that ranks share is a rectangle of its own, equal on all.
+        """Reduce per-row scales ``[rows, G]`` to block scales. A block that ranks share is a separate rectangle, equal on all.
 
         Raises SyncError if two rows of one block differ.
         """
@@ -102,18 +102,19 @@ class RowScales:
         return ChannelQuantScaleParameter(data=torch.ones(n, 1, dtype=torch.float32), output_dim=0, weight_loader=load)
 
     def cuts(self, k: int, whole: int) -> bool:
-        """Never."""
+        """Return False: a slice keeps whole rows' scales."""
         return False
 
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
-        """As it is, ``[rows, 1]``."""
+        """Return the scales unchanged, ``[rows, 1]``."""
         if tuple(loaded.shape) != (rows, 1):
             raise SyncError(
-                f"{name}.weight_scale_inv: expected one scale for each of {rows} rows, but got shape {list(loaded.shape)}"
+                f"{name}.weight_scale_inv: required shape {[rows, 1]}, found {list(loaded.shape)}. "
+                f"Install the same version of jetrl_patch on both sides."
             )
         return loaded
 
     def rects(self, shard: Shard, scale: torch.Tensor) -> list[Rect]:
-        """One rectangle; ranks that share a row along K hold the same."""
+        """Return one rectangle; ranks that split a row along K hold the same scale."""
         value = digest(scale, shard.row0)
         return [Rect(f"{shard.name}.weight_scale_inv", shard.row0, shard.row1, 0, 1, value)]

@@ -1,9 +1,8 @@
-"""Where the pieces of a fused, tensor-parallel vLLM linear come from.
+"""Map a fused, tensor-parallel vLLM linear to Hugging Face weights.
 
-vLLM holds ``q_proj``, ``k_proj`` and ``v_proj`` as one ``qkv_proj`` and gives every rank a part of the rows (or, for
-row-parallel layers, of the columns). The trainer knows only whole Hugging Face weights ``[N, K]``. One ``Shard``
-says which rectangle of which Hugging Face weight lies at which rows of the local parameter, so that loading
-and checking count the same way.
+vLLM fuses ``q_proj``, ``k_proj`` and ``v_proj`` into one ``qkv_proj`` and gives each rank some of its rows (or, for
+row-parallel layers, columns). The trainer knows only whole Hugging Face weights ``[N, K]``. A ``Shard`` maps a rectangle
+of a Hugging Face weight to rows of the local parameter; loading and checking use the same map.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ class Shard:
 
     Attributes:
         name: Hugging Face module name, such as ``model.layers.0.self_attn.q_proj``.
-        shard_id: what vLLM's loaders call it: ``"q"``, ``0``, or None where nothing is fused.
+        shard_id: vLLM's name for it in loaders: ``"q"``, ``0``, or None if nothing is fused.
         rows: N of the whole Hugging Face weight.
         row0, row1: rows of the whole weight that this rank holds.
         col0, col1: columns of the whole weight that this rank holds.
-        offset: row of the local parameter where ``row0`` lies.
+        offset: row of the local parameter that holds ``row0``.
     """
 
     name: str
@@ -42,14 +41,14 @@ class Shard:
 
 
 def hf_names(prefix: str, packed: Mapping[str, Sequence[str]]) -> list[str]:
-    """Hugging Face names of the modules that are fused under ``prefix``, in their order; else ``[prefix]``."""
+    """Return the Hugging Face names of the modules fused under ``prefix``, in order; otherwise ``[prefix]``."""
     parent, _, leaf = prefix.rpartition(".")
     stem = f"{parent}." if parent else ""
     return [stem + part for part in packed.get(leaf, (leaf,))]
 
 
 def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
-    """The rectangles that this rank's parameter of ``layer`` is made of; ``names`` as from ``hf_names``."""
+    """Return the rectangles that make up this rank's parameter of ``layer``; ``names`` is from ``hf_names``."""
     from vllm.model_executor.layers.linear import (
         ColumnParallelLinear,
         MergedColumnParallelLinear,
@@ -87,7 +86,7 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
 
 
 def _one_weight(name: str, sizes: Sequence[tuple[str | int | None, int, int, int]], k: int) -> list[Shard]:
-    """Parts that are one weight in Hugging Face's model, too: rectangles of one tensor, one below the other."""
+    """Return shards of a weight that Hugging Face fuses too: rectangles of one tensor, stacked by rows."""
     total, base, found, offset = sum(rows for _, rows, _, _ in sizes), 0, [], 0
     for shard_id, rows, local, part in sizes:
         found.append(Shard(name, shard_id, total, base + part * local, base + (part + 1) * local, 0, k, offset))

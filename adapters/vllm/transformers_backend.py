@@ -1,8 +1,8 @@
-"""Models that vLLM runs by transformers' code, with its own layers put in: what is left to make exact after loading.
+"""Finish exact mode for models that vLLM runs through its transformers backend.
 
-vLLM finds linears, norms, MLPs and attention in transformers' model and puts its own there, most of which its table of
-out-of-tree ops has replaced by ours. Two things stay: the rotary embedding is transformers' module, whose tables are the
-trainer's only after the trainer's swap, and norms are a subclass of vLLM's that the table does not know by its name.
+vLLM replaces linears, norms, MLPs and attention in transformers' model with its own, most of which the table of
+out-of-tree ops makes exact. Two remain after loading: the rotary embedding, which is still transformers' module and needs
+the trainer's swap, and the norms, a subclass whose name is not in the table.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ __all__ = ["finish"]
 
 
 def finish(model: nn.Module, family: Family) -> None:
-    """Swap what is left in a loaded model, in place.
+    """Swap the remaining modules of a loaded model, in place.
 
     Raises:
-        ModelError: a module of transformers that computes and has no exact counterpart, with its name.
+        ModelError: a transformers module has no exact counterpart; the error names it.
     """
     for name, module in model.named_modules():
         kind = type(module).__name__

@@ -1,6 +1,6 @@
-"""What a vLLM worker carries once its model is loaded: the weight receiver and a report that can be asked for.
+"""What a vLLM worker gets once its model is loaded: a weight receiver and a report.
 
-``worker.jetrl_receiver`` takes weight syncs, ``collective_rpc("jetrl_report")`` says what stands in each worker.
+``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ __all__ = ["attach", "jetrl_report"]
 
 
 def attach(worker: Any, config: Config) -> None:
-    """Audit the loaded model, register its FP8 layers, and hang receiver and report on the worker.
+    """Audit the loaded model, register its quantized layers, and attach receiver and report to the worker.
 
     Raises:
-        NotPatchedError: FP8 rollout was asked for, but this engine was built without our quantization.
-        ModelError: exact mode's ops do not keep their promise on this device.
+        NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
+        ModelError: the ops of exact mode are not exact on this device.
     """
     from jetrl_patch.adapters.vllm.install import VllmInstaller
 
@@ -32,8 +32,8 @@ def attach(worker: Any, config: Config) -> None:
     layers = installer.quantized_layers()
     if config.quantized_rollout and not layers:
         raise NotPatchedError(
-            f"precision={config.precision!r} asks for quantized linears in the rollout, but this vLLM worker "
-            f"(pid {os.getpid()}) has none: its engine was not built by EngineArgs.create_engine_config in a patched process; "
+            f"precision={config.precision!r} quantizes the rollout's linears, but this vLLM worker (pid {os.getpid()}) has "
+            f"none: no patched process built its engine with EngineArgs.create_engine_config; "
             f"call jetrl_patch.enable() before the engine is built"
         )
     if config.exact:
@@ -58,7 +58,7 @@ def _backend(config: Config, worker: Any) -> str:
 
 
 def _gather(mine: Any) -> Sequence[Any]:
-    """Everybody's object, in tensor-parallel rank order."""
+    """All-gather an object, in tensor-parallel rank order."""
     import torch
     from vllm.distributed import get_tp_group
 
@@ -71,11 +71,11 @@ def _gather(mine: Any) -> Sequence[Any]:
 
 
 def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
-    """What stands in this worker, in plain types: usable as ``llm.collective_rpc("jetrl_report")``.
+    """Report the state of this worker in plain types: ``llm.collective_rpc("jetrl_report")``.
 
     Returns:
         ``pid``, ``tp_rank``, ``config`` (the ``JETRL_*`` variables), ``layers`` (Hugging Face names of the FP8
-        modules), ``guarded`` (of those that the precision guard took out of FP8), ``digests`` (``[tensor, row0, row1,
+        modules), ``guarded`` (those the precision guard moved to BF16), ``digests`` (``[tensor, row0, row1,
         col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend`` and ``state`` of
         the weights.
     """

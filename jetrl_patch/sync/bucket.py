@@ -1,6 +1,6 @@
-"""Many tensors as one: a stream packed into flat byte buffers, each with a description of what lies where.
+"""Pack a stream of tensors into flat byte buffers, each with an index of its tensors.
 
-A framework that moves one tensor per remote call moves one bucket per call instead.
+A framework that makes one remote call per tensor makes one per bucket instead.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from jetrl_patch.sync.stream import NamedTensor
 
 __all__ = ["BUCKET_BYTES", "Bucket", "Entry", "pack", "unpack"]
 
-#: how much is packed at a time; what a sync needs in memory beside the weights, on either side
+#: bucket size; also the extra memory that a sync needs on each side
 BUCKET_BYTES = 256 << 20
-_ALIGN = 16  # bytes; every dtype's elements lie aligned
+_ALIGN = 16  # bytes; enough for every dtype
 
-#: (name, dtype such as "float8_e4m3fn", shape, first byte), plain so that it travels as JSON
+#: (name, dtype such as "float8_e4m3fn", shape, byte offset): plain types that JSON can carry
 Entry = tuple[str, str, list[int], int]
 
 
 @dataclass
 class Bucket:
-    """Bytes uint8 ``[n]`` and what lies in them."""
+    """Bytes, uint8 ``[n]``, and the tensors they contain."""
 
     flat: torch.Tensor
     entries: list[Entry] = field(default_factory=list)
 
 
 def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Copy the tensors of a stream into buckets of at most ``limit`` bytes; a larger tensor gets one of its own.
+    """Copy the tensors of a stream into buckets of at most ``limit`` bytes. A larger tensor gets its own bucket.
 
-    The buckets share one buffer: a bucket is valid until the next one is asked for.
+    The buckets share one buffer, so a bucket is valid only until the next one is requested.
     """
     buffer = torch.empty(0, dtype=torch.uint8, device=device)
     entries: list[Entry] = []
@@ -55,7 +55,7 @@ def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKE
 
 
 def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
-    """Views into the bytes, in the order in which they were packed. Raises SyncError for a broken description."""
+    """Return views into the bytes, in packing order. Raises SyncError if an entry is invalid."""
     found: list[NamedTensor] = []
     for name, dtype, shape, start in entries:
         kind = getattr(torch, dtype, None)

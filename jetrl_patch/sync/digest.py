@@ -1,15 +1,15 @@
-"""A digest of a weight that can be added up over the pieces in which another process holds it.
+"""A digest of a weight that is additive over the pieces another process holds.
 
 A trainer holds ``q_proj.weight``; the rollout engine holds the same bytes as a slice of a fused, tensor-parallel
 parameter. To compare the two without moving bytes, the digest is a *sum*:
 
     digest(T) = Σ_rc  row(r) · col(c) · (byte[r, c] + 1)      (mod 2**64)
 
-with ``r`` the row and ``c`` the byte column *in the whole tensor*. Whatever rectangles tile the tensor, their
-digests add up to the digest of the whole, and a byte that is wrong, missing, doubled or in the wrong place changes
-the sum. ``row`` and ``col`` are odd 64-bit hashes (splitmix64), so a single wrong byte can never cancel out.
+where ``r`` is the row and ``c`` the byte column *in the whole tensor*. The digests of any rectangles that tile the
+tensor add up to the digest of the whole. A byte that is wrong, missing, duplicated or misplaced changes the sum.
+``row`` and ``col`` are odd 64-bit hashes (splitmix64), so a single wrong byte always changes it.
 
-It guards against mistakes, not against an adversary.
+The digest guards against mistakes, not against an adversary.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import NamedTuple
 
 import torch
 
-_CHUNK_BYTES = 1 << 20  # bytes that are widened to int64 at a time: 8 MiB of extra memory
+_CHUNK_BYTES = 1 << 20  # bytes widened to int64 at a time: 8 MiB of extra memory
 _MASK = (1 << 64) - 1
 
 
 class Rect(NamedTuple):
-    """A rectangle of a named tensor as one process holds it: rows [row0, row1), columns [col0, col1).
+    """A rectangle of a named tensor in one process: rows [row0, row1), columns [col0, col1).
 
     Columns count elements, not bytes. ``name`` is the Hugging Face tensor name that the trainer sends
     (``….weight`` or ``….weight_scale_inv``).
@@ -43,14 +43,14 @@ class Rect(NamedTuple):
 
 
 def as_2d(tensor: torch.Tensor) -> torch.Tensor:
-    """View a tensor as the matrix whose digest is taken: a vector is one row, higher ranks keep dim 0 as rows."""
+    """View a tensor as the matrix to digest: a vector is one row, higher ranks keep dim 0 as rows."""
     if tensor.dim() <= 1:
         return tensor.reshape(1, -1)
     return tensor.flatten(1)
 
 
 def digest(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> int:
-    """Digest of a tensor, or of a rectangle of a bigger one.
+    """Return the digest of a tensor, or of a rectangle of a larger one.
 
     Args:
         tensor: any dtype, any rank (see ``as_2d``), contiguous or not.
@@ -58,7 +58,7 @@ def digest(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> int:
         col0: first column of this rectangle in the whole tensor, in elements.
 
     Returns:
-        An int in [0, 2**64) that adds up (mod 2**64, see ``add``) over any tiling by rectangles.
+        An int in [0, 2**64), additive (mod 2**64, see ``add``) over any tiling by rectangles.
     """
     matrix = as_2d(tensor.detach()).contiguous()
     if matrix.numel() == 0:
@@ -77,12 +77,12 @@ def digest(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> int:
 
 
 def add(*digests: int) -> int:
-    """Sum of digests, as the digest of what they tile."""
+    """Add digests: the digest of the tensor that the pieces tile."""
     return sum(digests) & _MASK
 
 
 def _odd_hash(index: torch.Tensor, salt: int) -> torch.Tensor:
-    """splitmix64 of int64 positions, made odd; int64 arithmetic wraps around."""
+    """Return splitmix64 of int64 positions, forced odd. int64 arithmetic wraps around."""
     z = index.to(torch.int64) + _signed(0x9E3779B97F4A7C15 * salt)
     z = (z ^ _shift(z, 30)) * _signed(0xBF58476D1CE4E5B9)
     z = (z ^ _shift(z, 27)) * _signed(0x94D049BB133111EB)
@@ -90,11 +90,11 @@ def _odd_hash(index: torch.Tensor, salt: int) -> torch.Tensor:
 
 
 def _shift(z: torch.Tensor, bits: int) -> torch.Tensor:
-    """Logical right shift: int64 shifts in torch carry the sign along, so mask it off."""
+    """Logical right shift. int64 shifts in torch are arithmetic, so the sign bits are masked off."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _signed(value: int) -> int:
-    """The int64 with the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= _MASK
     return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,6 +1,6 @@
-"""What the trainer says about a sync before the first weight (manifest) and after the last (commit).
+"""The messages around a weight sync: the manifest before the first weight, the commit after the last.
 
-Both travel as ordinary ``(name, tensor)`` pairs over the framework's own transfer, as JSON in a uint8 tensor.
+Both are JSON in a uint8 tensor and travel as ordinary ``(name, tensor)`` pairs over the framework's own transfer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from jetrl_patch.config.modes import MODES, RolloutFormat
-from jetrl_patch.errors import AuditError, SyncError
+from jetrl_patch.errors import AuditError, SyncError, explain
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
@@ -26,14 +26,14 @@ PROTOCOL = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """How both sides compute. Trainer and rollout each have their own; they must be equal.
+    """How one side computes. The terms of trainer and rollout must be equal.
 
     Attributes:
         precision: ``Config.precision``.
         align: ``Config.resolved_align``.
         scale_format: ``Config.scale_format``.
-        backend: the name of the chosen GEMM backend; empty where no FP8 GEMM runs on this side.
-        granularity: of a weight's scales: "block" (128x128) or "channel" (one per output channel).
+        backend: name of the FP8 GEMM backend; empty unless the trainer computes in FP8.
+        granularity: of the weight scales: "block" (128x128) or "channel" (one per output channel).
     """
 
     precision: str
@@ -44,9 +44,9 @@ class Terms:
 
     @classmethod
     def of(cls, config: Config, backend: str) -> Terms:
-        """What a side of a run computes by; ``backend`` is the GEMM backend that it has chosen.
+        """Return the terms of one side. ``backend`` is the GEMM backend it has chosen.
 
-        The backend is left out where the trainer multiplies nothing in FP8, so that there is none to agree about.
+        It is omitted if the trainer runs no FP8 GEMM: the two sides then have no backend to agree on.
         """
         return cls(
             precision=config.precision,
@@ -58,18 +58,18 @@ class Terms:
 
     @property
     def format(self) -> RolloutFormat | None:
-        """Of the quantized linears; None where there are none, and for a precision that is not known here."""
+        """Format of the quantized linears. None if there are none, or if this version does not know the precision."""
         mode = MODES.get(self.precision)
         return None if mode is None else mode.format(self.granularity)
 
     @property
     def quantized(self) -> bool:
-        """Whether the trainer sends quantized bytes and scales (else BF16, which the rollout quantizes)."""
+        """Whether the trainer sends quantized bytes and scales. If not, it sends BF16, which the rollout quantizes."""
         return self.format is not None and self.format.is_sent
 
     @property
     def weight_dtype(self) -> str:
-        """Of the weights of quantized layers, as they are sent."""
+        """Dtype in which the weights of quantized layers are sent."""
         return "bfloat16" if self.format is None else self.format.sent
 
 
@@ -78,13 +78,13 @@ _TERMS = tuple(field.name for field in fields(Terms))
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The announcement of one sync.
+    """The announcement of one weight sync.
 
     Attributes:
         terms: how the trainer computes.
-        layers: module names (Hugging Face) that are quantized.
-        tensors: name -> (shape, dtype) of every tensor that will be sent; scales not listed apart.
-        guarded: module names that were quantized and that the precision guard took out; the rollout does the same.
+        layers: Hugging Face names of the quantized modules.
+        tensors: name -> (shape, dtype) of every tensor to be sent, scales excluded.
+        guarded: modules that the precision guard moved back to BF16. The rollout does the same.
     """
 
     terms: Terms
@@ -93,13 +93,13 @@ class Manifest:
     guarded: tuple[str, ...] = ()
 
     def encode(self) -> torch.Tensor:
-        """As a uint8 tensor ``[n]`` on the CPU."""
+        """Encode as a uint8 tensor ``[n]`` on the CPU."""
         tensors = [[name, list(shape), dtype] for name, (shape, dtype) in self.tensors.items()]
         return encode_json(
             {
                 "version": PROTOCOL,
                 **asdict(self.terms),
-                "fp8_layers": list(self.layers),  # the name of protocol 2, which other versions read
+                "fp8_layers": list(self.layers),  # the key of protocol 2, which other versions read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
             }
@@ -107,12 +107,16 @@ class Manifest:
 
     @classmethod
     def decode(cls, tensor: torch.Tensor) -> Manifest:
-        """Back from ``encode``. Raises SyncError for anything else."""
+        """Invert ``encode``. Raises SyncError for anything else."""
         data = decode_json(tensor, MANIFEST)
         if data.get("version") != PROTOCOL:
             raise SyncError(
-                f"weight sync protocol {data.get('version')!r} arrived, but this process speaks {PROTOCOL}; "
-                f"install the same version of jetrl_patch on both sides"
+                explain(
+                    "weight sync protocol",
+                    required=PROTOCOL,
+                    found=repr(data.get("version")),
+                    fix="install the same version of jetrl_patch in the trainer and in the rollout",
+                )
             )
         try:
             terms = Terms(**{key: str(data[key]) for key in _TERMS})
@@ -120,10 +124,10 @@ class Manifest:
             layers, guarded = (tuple(map(str, data[key])) for key in ("fp8_layers", "guarded_layers"))
             return cls(terms=terms, layers=layers, tensors=tensors, guarded=guarded)
         except (KeyError, TypeError, ValueError) as error:
-            raise SyncError(f"the weight sync's manifest is malformed: {type(error).__name__}: {error}") from error
+            raise SyncError(f"the manifest of the weight sync is malformed: {type(error).__name__}: {error}") from error
 
     def expected(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Everything that must arrive, scales included."""
+        """Return name -> (shape, dtype) of every tensor that must arrive, scales included."""
         everything = dict(self.tensors)
         form = self.terms.format
         if form is not None and form.is_sent:
@@ -134,7 +138,7 @@ class Manifest:
 
 
 def weights_of(layers: tuple[str, ...] | list[str]) -> list[str]:
-    """The weight tensors of these modules."""
+    """Return the names of the weight tensors of these modules."""
     return [layer + ".weight" for layer in layers]
 
 
@@ -144,26 +148,29 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def encode_json(data: Mapping[str, Any]) -> torch.Tensor:
-    """JSON text as a uint8 tensor ``[n]``."""
+    """Encode as JSON text in a uint8 tensor ``[n]``."""
     text = json.dumps(data, separators=(",", ":")).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
 def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
-    """Back from ``encode_json``. Raises SyncError when it is not a JSON object."""
+    """Invert ``encode_json``. Raises SyncError if the bytes are not a JSON object."""
     try:
         data = json.loads(bytes(tensor.detach().cpu().to(torch.uint8).flatten().tolist()))
     except ValueError as error:
-        raise SyncError(f"{what} does not read as JSON; was the transfer cut short? ({error})") from error
+        raise SyncError(
+            f"{what} is not valid JSON ({error}): the transfer may have been cut short; sync again"
+        ) from error
     if not isinstance(data, dict):
-        raise SyncError(f"{what} holds {type(data).__name__}, not an object")
+        found, fix = type(data).__name__, "install the same version of jetrl_patch on both sides"
+        raise SyncError(explain(what, required="a JSON object", found=found, fix=fix))
     return data
 
 
 def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_layers: set[str]) -> None:
-    """Refuse to go on when the two sides do not compute the same thing.
+    """Check that both sides compute the same thing.
 
-    Raises AuditError that names every setting and every layer in which they differ.
+    Raises AuditError, which names the settings or the layers that differ.
     """
     wrong = [
         f"{name} is {theirs!r} in the trainer and {ours!r} in the rollout"
@@ -178,13 +185,13 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
         only_trainer = _some(trainer_layers - rollout_layers)
         only_rollout = _some(rollout_layers - trainer_layers)
         raise AuditError(
-            f"trainer and rollout disagree about which layers are FP8: only in the trainer: {only_trainer}; "
+            f"trainer and rollout quantize different layers: only in the trainer: {only_trainer}; "
             f"only in the rollout: {only_rollout}; use the same model and the same JETRL_EXCLUDE on both sides"
         )
 
 
-def _some(names: set[str], most: int = 20) -> str:
-    """A few names, sorted, with a count of the rest."""
+def _some(names: set[str], most: int = 3) -> str:
+    """Return the first names, sorted, and the count of the rest."""
     if not names:
         return "none"
     shown = sorted(names)[:most]

@@ -1,4 +1,4 @@
-"""The quantizer of each format of a rollout's linears, for weights that the trainer itself multiplies in BF16."""
+"""The weight quantizer of each rollout format, for a trainer that computes in BF16 itself."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jetrl_patch.int8 import quantize as int8
 
 __all__ = ["QUANTIZERS"]
 
-#: name of a ``RolloutFormat`` -> (BF16 weight [N, K], scale format) -> bytes [N, K] and FP32 scales as they are sent
+#: name of a ``RolloutFormat`` -> (BF16 weight [N, K], scale format) -> bytes [N, K] and the FP32 scales to send
 QUANTIZERS: dict[str, Callable[[torch.Tensor, ScaleFormat], tuple[torch.Tensor, torch.Tensor]]] = {
     "fp8-block": quantize_weight,
     "fp8-channel": channel.quantize_rows,

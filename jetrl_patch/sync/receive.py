@@ -3,8 +3,8 @@
     serving ──manifest──▶ receiving (buffers poisoned) ──commit, all checks──▶ serving
                                └────────────── anything wrong ──────────────▶ failed
 
-After a failure the rest of the stream is read and dropped, so that no sender is left waiting, and ``finish`` raises
-on every rank. A failed engine refuses to generate until a later sync arrives whole: it never serves a mix.
+After a failure the rest of the stream is read and dropped, so that no sender hangs, and ``finish`` raises on every
+rank. A failed engine refuses to generate until a later sync completes: it never serves a mix of two versions.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ from jetrl_patch.sync.manifest import (
 )
 from jetrl_patch.sync.tiling import check_tiling
 
-#: hands over one object per tensor-parallel rank and gives back everybody's, in rank order
+#: all-gather of one object per tensor-parallel rank, in rank order
 Gather = Callable[[Any], Sequence[Any]]
 
 
 class Installer(Protocol):
-    """What the engine's adapter has to offer. Names are Hugging Face names throughout."""
+    """The interface that the adapter of a rollout engine implements. All names are Hugging Face names."""
 
     def quantized_layers(self) -> Sequence[str]:
-        """Module names that this engine computes in FP8."""
+        """Return the names of the modules that this engine computes quantized."""
 
     def to_bf16(self, layers: Sequence[str]) -> None:
-        """Take these modules out of FP8: all of them, or none and an error. Their weights then come in BF16."""
+        """Move these modules to BF16: all of them, or none and raise. Their weights then arrive in BF16."""
 
     def poison(self) -> None:
-        """Fill every buffer that a sync must fill with NaN, so that an unwritten one explodes."""
+        """Fill every buffer that a sync must write with NaN, so that an unwritten one shows at once."""
 
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Copy these tensors into the model; a weight and its scales may come in different calls."""
+        """Copy these tensors into the model. A weight and its scales may arrive in different calls."""
 
     def finish(self) -> None:
-        """Process what needs it once everything is loaded."""
+        """Finish the load once every tensor has been copied."""
 
     def installed(self) -> Sequence[Rect]:
-        """Digests of FP8 bytes and scales, and of what ``to_bf16`` was called for, as they now lie in this rank's memory."""
+        """Return digests of the quantized bytes, their scales and the ``to_bf16`` weights in this rank's memory."""
 
 
 class State(enum.Enum):
-    """Where the engine's weights stand."""
+    """State of the engine's weights."""
 
     SERVING = "serving"
     RECEIVING = "receiving"
@@ -67,7 +67,7 @@ class State(enum.Enum):
 
 @dataclass
 class _Sync:
-    """One sync under way."""
+    """One sync in progress."""
 
     manifest: Manifest
     expected: dict[str, tuple[tuple[int, ...], str]]
@@ -77,12 +77,12 @@ class _Sync:
 
 
 class Receiver:
-    """One per engine process; lives as long as the engine.
+    """The receiving end of weight syncs: one per engine process, for the life of the engine.
 
     Args:
         installer: the engine's loader.
         terms: how this process computes.
-        gather: exchanges objects between the tensor-parallel ranks; the default is a single rank.
+        gather: all-gathers objects over the tensor-parallel ranks; the default is for a single rank.
     """
 
     def __init__(self, installer: Installer, terms: Terms, gather: Gather = lambda mine: [mine]) -> None:
@@ -91,12 +91,12 @@ class Receiver:
         self.gather = gather
         self.state = State.SERVING
         self.error: JetrlError | None = None
-        #: layers that the trainer's precision guard took out of FP8, here too
+        #: layers that the trainer's precision guard has moved to BF16, here too
         self.guarded: set[str] = set()
         self._sync: _Sync | None = None
 
     def on_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Take one bucket of the stream. Never raises: what goes wrong is kept for ``finish``."""
+        """Take one bucket of the stream. Never raises: an error is kept for ``finish``."""
         if self.error is not None:
             return
         try:
@@ -105,10 +105,10 @@ class Receiver:
             self._fail(error)
 
     def finish(self) -> dict[str, int]:
-        """End of the stream: check that everything arrived and lies in memory as the trainer sent it.
+        """End the sync: check that everything arrived and is in memory as the trainer sent it.
 
-        Every tensor-parallel rank must call it. Gives ``{"tensors", "bytes", "layers"}``.
-        Raises SyncError (or AuditError, NotPatchedError), the same kind on every rank.
+        Every tensor-parallel rank must call it. Returns ``{"tensors", "bytes", "layers"}``.
+        Raises SyncError, AuditError or NotPatchedError, the same on every rank.
         """
         mine: list[Rect] | None = None
         sync = self._sync
@@ -127,7 +127,7 @@ class Receiver:
                 failure = error
         if failure is not None:
             self._fail(failure)
-            self.error = None  # reported; a later sync may heal the engine
+            self.error = None  # reported; a later sync may recover the engine
             self._sync = None
             raise failure
         assert sync is not None
@@ -135,18 +135,18 @@ class Receiver:
         return {"tensors": len(sync.arrived), "bytes": sync.nbytes, "layers": len(sync.manifest.layers)}
 
     def abort(self, reason: str) -> SyncError:
-        """The transfer itself broke: what has arrived so far must not be served. Gives the error to raise."""
+        """Drop a sync whose transfer failed; what has arrived is never served. Returns the error to raise."""
         error = SyncError(reason)
         self._fail(error)
         self.error, self._sync = None, None
         return error
 
     def check_serving(self) -> None:
-        """Raise SyncError unless the weights in memory are those of one whole sync."""
+        """Raise SyncError unless the weights in memory come from one complete sync."""
         if self.state is not State.SERVING:
             raise SyncError(
-                f"this engine does not generate: its weights are in state {self.state.value!r} after a weight sync "
-                f"that did not arrive whole; sync again or restart the run"
+                f"this engine does not generate: its weights are in state {self.state.value!r} after an incomplete "
+                f"weight sync; sync again or restart the run"
             )
 
     def _take(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -156,8 +156,8 @@ class Receiver:
                 self._open(Manifest.decode(tensor))
             elif self._sync is None:
                 raise NotPatchedError(
-                    f"{name} arrived before {MANIFEST}: the trainer that sends it is not patched; "
-                    f"set the same JETRL_* variables in every process and let verl load its plugins"
+                    f"{name} arrived before {MANIFEST}, so the trainer that sends it is not patched; "
+                    f"set the same JETRL_* variables in every process and let the framework load its plugins"
                 )
             elif self._sync.committed:
                 raise SyncError(f"{name} arrived after the end of the weight sync")
@@ -202,29 +202,31 @@ class Receiver:
         sent, arrived = data.get("digests", {}), self._sync.arrived
         missing = [name for name in self._sync.expected if name not in arrived]
         if missing:
-            raise SyncError(f"weights missing from the sync: {', '.join(missing[:10])} ({len(missing)} in all)")
+            raise SyncError(f"weights missing from the sync: {', '.join(missing[:3])} ({len(missing)} in total)")
         wrong = [name for name, value in arrived.items() if sent.get(name) != value]
         if wrong:
-            raise SyncError(f"weights changed on the way: {', '.join(wrong[:10])} ({len(wrong)} in all)")
+            raise SyncError(f"weights changed on the way: {', '.join(wrong[:3])} ({len(wrong)} in total)")
         self._sync.committed = True
 
     def _install(self) -> list[Rect]:
         if self._sync is None or not self._sync.committed:
-            raise SyncError("the weight sync ended before the trainer said that everything was sent")
+            raise SyncError(
+                "the weight sync ended before the commit of the trainer; see the trainer's log for the cause"
+            )
         self.installer.finish()
         return list(self.installer.installed())
 
     def _compare(self, rects: list[Rect], sync: _Sync) -> None:
-        """What lies in memory, over all ranks, against what the trainer sent."""
+        """Compare the memory of all ranks with what the trainer sent."""
         if not sync.manifest.terms.quantized:
-            return  # BF16 was sent and quantized here: there is no byte of the trainer's to compare with
+            return  # BF16 was sent and quantized here, so there are no trainer bytes to compare with
         fp8 = weights_of(sync.manifest.layers)
         for tensor in (*fp8, *(name + SCALE_SUFFIX for name in fp8), *weights_of(sync.manifest.guarded)):
             shape = sync.expected[tensor][0]
             check_tiling(tensor, (shape[0], shape[1]), sync.arrived[tensor], [r for r in rects if r.name == tensor])
 
     def _fail(self, error: Exception) -> None:
-        """Keep the first error, and make sure that what is half loaded cannot be served."""
+        """Keep the error, and poison half-loaded weights so that they cannot be served."""
         touched = self.state is State.RECEIVING
         self.state = State.FAILED
         if isinstance(error, JetrlError):

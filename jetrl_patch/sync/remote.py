@@ -1,4 +1,4 @@
-"""What an error from a process of the rollout engine means; on the way through RPC layers it became text."""
+"""Recover an error of a rollout engine process, which the RPC layers have turned into text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "Mode
 
 
 def as_sync_error(error: BaseException) -> JetrlError:
-    """The error of ours that the text holds, or a SyncError about a worker that failed or died."""
+    """Return the ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
     if isinstance(error, JetrlError):
         return error
     text = str(error)

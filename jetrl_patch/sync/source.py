@@ -1,4 +1,4 @@
-"""What the trainer's end of a weight sync knows about its model, from before it was sharded."""
+"""The trainer's end of a weight sync: what it records of a model before the model is sharded."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class Source:
     """A converted model.
 
     Attributes:
-        layers: Hugging Face names of the quantized layers, be it in the rollout alone.
-        modules: the converted layers themselves; sharding keeps the objects.
+        layers: Hugging Face names of the quantized layers, also if only the rollout quantizes them.
+        modules: the converted layers; sharding keeps the objects.
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
-        smoother: what moves outliers into the weights on the way out, or None.
-        monitor: measures the layers that are FP8 in the trainer, or in the rollout alone; None where there are none.
-        guarded: layers that were FP8 and are BF16 by the precision guard; no longer among ``layers`` and ``modules``.
+        smoother: moves activation outliers into the weights that are sent, or None.
+        monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
+        guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
     """
 
     layers: list[str]
@@ -47,19 +47,19 @@ class Source:
     guarded: list[str] = field(default_factory=list)
 
     def agree(self) -> None:
-        """Before a sync, on every training rank: what is sent must not depend on a rank's own samples."""
+        """Make all training ranks agree before a sync, so that the weights sent do not depend on a rank's samples."""
         if self.smoother is not None:
             self.smoother.observer.agree()
 
     def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
-        """Before a sync's first byte, on every rank: the guard's decision, carried out; the layers it took.
+        """Carry out the guard's decision before the first byte of a sync, on every rank. Returns the layers it moved.
 
         Args:
-            weights: gives the full weights once more; asked only where the guard decides.
-            quantizes: whether this rank sees the weights; others only take part in the gathering.
+            weights: yields the full weights once more; called only if the guard decides at this sync.
+            quantizes: whether this rank sees the weights; other ranks only take part in the all-gather.
 
         Raises:
-            SyncError: a layer could not be taken out of FP8; no engine has been told of it.
+            SyncError: a layer could not be moved to BF16; no engine has been told.
         """
         if self.monitor is None:
             return []
@@ -70,15 +70,15 @@ class Source:
         return new
 
     def end_sync(self) -> dict[str, float]:
-        """After a sync, on every rank: figures of its step. Raises PrecisionError where they are to stop the run."""
+        """Return the metrics of the step after a sync, on every rank. Raises PrecisionError if they must stop the run."""
         return {} if self.monitor is None else self.monitor.end()
 
     def take_lines(self) -> list[str]:
-        """What the guard did and what is beyond a threshold, for the log of the trainer's loop; each line once."""
+        """Return log lines on guard decisions and exceeded thresholds, each line once."""
         return [] if self.monitor is None else self.monitor.take_lines()
 
     def to_bf16(self, names: Iterable[str]) -> None:
-        """Take layers out of FP8 for good: all of them, or none and a SyncError."""
+        """Move layers to BF16 for good: all of them, or none and raise SyncError."""
         new = [name for name in names if name in self.modules]
         if not new:
             return
@@ -96,7 +96,7 @@ class Source:
         active.register_guarded(new)
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
-        """The protocol of one sync over full weights; see ``quantized_stream``."""
+        """Yield the protocol of one sync over full weights; see ``quantized_stream``."""
         return quantized_stream(
             weights if self.monitor is None else self.monitor.watching(weights),
             terms=self.terms,
@@ -109,7 +109,7 @@ class Source:
         )
 
     def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The bytes and scales this layer computes with: (q [N, K], scales [ceil(N/128), ceil(K/128)])."""
+        """Return the bytes and scales that this layer computes with: (q [N, K], scales [ceil(N/128), ceil(K/128)])."""
         if is_te_linear(self.modules[layer]):
             return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
         own = self.modules[layer].fp8.quantized(weight)
@@ -127,15 +127,15 @@ def convert(
     device_type: str,
     reference: bool = False,
 ) -> Source:
-    """Convert a loaded Hugging Face model in place, before it is wrapped, and note what a sync needs.
+    """Convert a loaded Hugging Face model in place, before it is wrapped, and record what a sync needs.
 
     Args:
-        shapes: of the tensors that will be sent, by Hugging Face name.
-        rollout_tp: tensor parallel size of the rollout that this trainer feeds.
-        reference: whether the model is never trained: it has no updates to be scaled for.
+        shapes: shape of every tensor to be sent, by Hugging Face name.
+        rollout_tp: tensor-parallel size of the rollout.
+        reference: whether the model is never trained; ``invariant_scale`` then does not apply.
 
     Raises:
-        ModelError, ConfigError: as ``prepare_model`` and ``scale_once``; a family that cannot be smoothed.
+        ModelError, ConfigError: as ``prepare_model`` and ``scale_once``, or the family does not support smoothing.
     """
     from jetrl_patch.fp8.backends import choose_backend
 
@@ -161,13 +161,12 @@ def convert(
 
 
 def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
-    """The monitor of a model's layers.
+    """Return the monitor of a model's layers.
 
-    None where it is off, where nothing is FP8 in blocks, and for TransformerEngine's
-    layers.
+    None if it is off, if no layer is block FP8, or if the layers are TransformerEngine's.
 
     Raises:
-        ConfigError: a guard was asked for, and the layers are TransformerEngine's, which cannot leave FP8 one by one.
+        ConfigError: a guard is set, but TransformerEngine layers cannot leave FP8 one by one.
     """
     theirs = [name for name in layers if is_te_linear(modules[name])]
     if theirs and config.guard_sqnr is not None:
@@ -175,7 +174,7 @@ def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], 
             explain(
                 "guard_sqnr",
                 required="layers that can leave FP8 one by one",
-                found=f"TransformerEngine's {theirs[0]} and {len(theirs) - 1} more",
+                found=f"TransformerEngine layers ({theirs[0]} and {len(theirs) - 1} more)",
                 fix="leave guard_sqnr unset, or name layers in exclude",
             )
         )

@@ -1,9 +1,9 @@
-"""The trainer's side of a weight sync: turn the framework's weights into the stream that is sent.
+"""The trainer's side of a weight sync: turn the framework's weights into the stream to send.
 
     manifest · (q, scales) per quantized layer, BF16 for the rest, in the framework's order · commit
 
-Each weight is cast to BF16 first (the contract: every process that sees the BF16 value gets the same bytes), checked,
-and quantized once. At any time one tensor is held besides what the framework's transfer holds itself.
+Each weight is cast to BF16 (every process that sees the BF16 value then gets the same bytes), checked, and quantized
+once. The stream holds one tensor at a time, besides what the framework's own transfer holds.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from jetrl_patch.sync.manifest import (
 from jetrl_patch.sync.quantizers import QUANTIZERS
 
 NamedTensor = tuple[str, torch.Tensor]
-#: (layer name, BF16 weight [N, K]) -> the bytes that are sent and installed: (q [N, K], scales in FP32)
+#: (layer name, BF16 weight [N, K]) -> the bytes to send and install: (q [N, K], scales in FP32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
-#: changes what is sent, before it is checked and quantized
+#: changes the weights before they are checked and quantized
 Transform = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 
 
 @dataclass
 class SyncStats:
-    """What one sync sent, in bytes; filled while the stream runs.
+    """Counts of one sync, sizes in bytes; filled while the stream runs.
 
     Attributes:
         total: all tensors.
-        quantized: the quantized layers: bytes and scales.
-        quantized_as_bf16: what the same layers would have been in BF16.
+        quantized: the quantized layers, weights and scales.
+        quantized_as_bf16: the same layers in BF16.
         layers: number of quantized layers.
         tensors: number of tensors, scales included.
     """
@@ -71,22 +71,24 @@ def quantized_stream(
     Args:
         weights: the framework's ``(Hugging Face name, full tensor)``, any float dtype, or TransformerEngine's FP8.
         terms: how the trainer computes.
-        layers: module names that are quantized.
+        layers: names of the quantized modules.
         shapes: name -> shape of every tensor that ``weights`` must yield.
-        stats: filled on the way.
-        quantize: the trainer's own quantizer, which may know the bytes already; the contract's by default.
-        transform: what is done to the stream before anything is checked and quantized.
-        guarded: module names that are BF16 by the precision guard; none of them is in ``layers``.
+        stats: filled by the stream.
+        quantize: the trainer's own quantizer, which may hold the bytes already; by default that of the format.
+        transform: applied to the weights before they are checked and quantized.
+        guarded: modules that the precision guard moved to BF16; none of them is in ``layers``.
 
     Raises:
-        SyncError: a NaN or Inf in a weight; a tensor that is not announced, comes twice or never.
+        SyncError: a weight holds NaN or Inf; a tensor is unannounced, duplicated or missing.
     """
     ours = set(weights_of(sorted(layers)))
     if quantize is None and terms.quantized:
         quantize = _by_contract(terms)
     absent = sorted(ours - set(shapes))
     if absent:
-        raise SyncError(f"FP8 layers without a weight in the model that is sent: {', '.join(absent[:10])}")
+        raise SyncError(
+            f"quantized layers without a weight in the model that is sent ({len(absent)}): {', '.join(absent[:3])}"
+        )
     announced = {
         name: (tuple(shape), terms.weight_dtype if name in ours else "bfloat16") for name, shape in shapes.items()
     }
@@ -105,7 +107,7 @@ def quantized_stream(
             yield _count(stats, name, bf16)
             continue
         layer = name.removesuffix(".weight")
-        if is_te_tensor(weight):  # FP8 already: its bytes and scales are sent as they are
+        if is_te_tensor(weight):  # already FP8: send its bytes and scales unchanged
             q, scales = take(layer, weight, terms.scale_format)  # type: ignore[arg-type]
         else:
             q, scales = quantize(layer, _to_bf16(name, weight))
@@ -115,7 +117,7 @@ def quantized_stream(
         yield _count(stats, name + SCALE_SUFFIX, scales)
     missing = sorted(set(announced) - set(stats.digests))
     if missing:
-        raise SyncError(f"the trainer announced these tensors and never sent them: {', '.join(missing[:10])}")
+        raise SyncError(f"the trainer announced {len(missing)} tensors but never sent them: {', '.join(missing[:3])}")
     yield COMMIT, encode_json({"digests": stats.digests})
 
 
@@ -133,23 +135,23 @@ def _check_announced(
 
 
 def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The compute value of a weight. Raises SyncError with its name when it is not finite, or is FP8 where it must not be."""
+    """Return a weight in BF16. Raises SyncError, with its name, if it is not finite or is unexpectedly FP8."""
     if is_te_tensor(weight):
         raise SyncError(
-            f"{name} is a {type(weight).__name__} in the trainer, while the rollout computes with it in BF16; keep this "
-            f"layer in BF16 in the trainer too, or use one FP8 flow on both sides and do not exclude it"
+            f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout; keep this layer in BF16 in the "
+            f"trainer too, or do not exclude it and use FP8 on both sides"
         )
     bf16 = weight.detach().to(torch.bfloat16)
     if not bool(torch.isfinite(bf16).all()):
         raise SyncError(
-            f"{name} holds NaN or Inf, so nothing was synced; look at the last optimizer step "
-            f"(gradient norm, learning rate) that made it so"
+            f"{name} holds NaN or Inf, so the sync was stopped; check the gradient norm and the learning rate of the last "
+            f"optimizer step"
         )
     return bf16
 
 
 def _by_contract(terms: Terms) -> Quantize:
-    """The quantizer of a format that the trainer does not compute in."""
+    """Return the quantizer of a format that the trainer does not compute in."""
     assert terms.format is not None
     quantize = QUANTIZERS[terms.format.name]
     return lambda name, weight: quantize(weight, terms.scale_format)  # type: ignore[arg-type]

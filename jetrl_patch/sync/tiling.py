@@ -1,4 +1,4 @@
-"""Do the pieces that lie in the engine's memory make up the tensor that was sent?"""
+"""Check that the pieces in the engine's memory make up the tensor that was sent."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from jetrl_patch.sync.digest import Rect, add
 
 
 def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequence[Rect]) -> None:
-    """The rectangles tile ``[rows, cols]`` exactly and their digests add up to the sender's.
+    """Check that the rectangles tile ``[rows, cols]`` exactly and that their digests add up to the sender's.
 
-    A rectangle that several ranks hold alike (a replicated slice) counts once.
+    A slice that is replicated on several ranks counts once.
 
     Raises:
-        SyncError: names the tensor and what is wrong: held nowhere, replicas that differ, gap, overlap, other bytes.
+        SyncError: names the tensor and the fault: not held, differing replicas, a gap, an overlap, or other bytes.
     """
     pieces: dict[tuple[int, int, int, int], int] = {}
     for rect in rects:
@@ -26,7 +26,7 @@ def check_tiling(name: str, shape: tuple[int, int], expected: int, rects: Sequen
     places = sorted(pieces)
     for i, (r0, r1, c0, c1) in enumerate(places):
         if not (0 <= r0 < r1 <= shape[0] and 0 <= c0 < c1 <= shape[1]):
-            raise SyncError(f"{name}: the engine holds [{r0}:{r1}, {c0}:{c1}], outside of its shape {shape}")
+            raise SyncError(f"{name}: the engine holds [{r0}:{r1}, {c0}:{c1}], outside its shape {shape}")
         for s0, s1, d0, d1 in places[i + 1 :]:
             if r0 < s1 and s0 < r1 and c0 < d1 and d0 < c1:
                 raise SyncError(f"{name}: [{r0}:{r1}, {c0}:{c1}] and [{s0}:{s1}, {d0}:{d1}] overlap in the engine")

@@ -1,1 +1,1 @@
-"""The trainer's side of a run, as far as it is the same in every training framework."""
+"""The part of the trainer's side that every training framework shares."""

@@ -1,4 +1,4 @@
-"""The precision guard around a weight sync: the policy decides, and other models of the process follow it."""
+"""The precision guard around a weight sync: the policy decides, other models of the process follow."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ __all__ = ["Followers", "begin_sync"]
 
 
 class Followers:
-    """Models of this process that leave FP8 where the policy does; a model that is gone is no longer among them."""
+    """Models of this process that move layers to BF16 with the policy. Holds weak references only."""
 
     def __init__(self) -> None:
         self._sources: list[weakref.ref[Source]] = []
 
     def add(self, source: Source) -> None:
-        """From now on ``source`` follows."""
+        """Let ``source`` follow from now on."""
         self._sources.append(weakref.ref(source))
 
     def to_bf16(self, names: Iterable[str]) -> None:
-        """Take these layers out of FP8 in every model that still has them there. Raises SyncError."""
+        """Move these layers to BF16 in every follower that has them in FP8. Raises SyncError."""
         names = list(names)
         for reference in self._sources:
             source = reference()
@@ -33,13 +33,13 @@ class Followers:
 def begin_sync(
     source: Source, weights: Callable[[], Iterable[NamedTensor]], followers: Followers, quantizes: bool = True
 ) -> None:
-    """Before a sync's first byte, on every rank: all ranks agree, and the guard's decision is carried out. Collective.
+    """Agree across ranks and carry out the guard's decision, before the first byte of a sync. Collective.
 
     Args:
-        weights: gives the full weights to look at; asked only where the guard decides at this sync.
+        weights: yields the full weights; called only if the guard decides at this sync.
         quantizes: whether this rank quantizes them.
 
-    Raises SyncError where a layer cannot be changed; no engine has heard of it then.
+    Raises SyncError if a layer cannot be moved; no engine has been told then.
     """
     source.agree()
     followers.to_bf16(source.begin_sync(weights, quantizes))

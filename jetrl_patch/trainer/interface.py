@@ -1,13 +1,13 @@
-"""What the adapter of a training framework provides: the counterpart of ``Installer`` in ``sync/receive.py``.
+"""The interface of a training framework's adapter: the counterpart of ``Installer`` in ``sync/receive.py``.
 
-A module with these functions is a ``Trainer``; the adapter offers it in ``Services``, where mypy compares signatures.
-What is the same in every framework stands in this package, and the adapter calls it:
+A module with these functions is a ``Trainer``. The adapter offers it in ``Services``, where mypy compares signatures.
+This package holds what every framework shares; the adapter calls it:
 
-1. settings: ``problems`` and ``complete`` judge and complete the framework's own by a table of ``rules.Rule``;
-2. the driver leaves ``Config.to_env()`` in the framework's settings, every other process calls ``marks.check``;
+1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
+2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``marks.check``;
 3. model: ``prepare`` converts it before it is wrapped, through ``sync.source.convert``;
 4. sync: ``guard.begin_sync``, then ``Source.stream`` over full weights, then ``report.sync_report``;
-5. log: ``report.sync_metrics`` and ``mismatch.step_metrics`` into ``state.Driver``, which goes with a step's line.
+5. log: ``report.sync_metrics`` and ``mismatch.step_metrics`` go into ``state.Driver``, and from there into the step's log.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ __all__ = ["Trainer"]
 
 
 class Trainer(Protocol):
-    """A training framework. ``settings`` is the framework's own object, as its main function gets it."""
+    """A training framework. ``settings`` is the framework's own object, as its main function receives it."""
 
     def read(self, arguments: Sequence[str], /) -> Any:
-        """What the framework makes of its command line. Raises ConfigError with the framework's message."""
+        """Parse the framework's command line. Raises ConfigError with the framework's message."""
 
     def asked_for(self, settings: Any, environ: Mapping[str, str], /) -> Config | None:
-        """Our settings where they stand among the framework's; None where they do not."""
+        """Return the plugin's settings found among the framework's, or None if there are none."""
 
     def problems(self, settings: Any, config: Config, /) -> Iterator[JetrlError]:
-        """Everything that cannot be kept, as the errors to raise."""
+        """Yield an error for each setting that the plugin cannot support."""
 
     def complete(self, settings: Any, config: Config, /) -> list[str]:
-        """Write into the settings what the mode needs; gives the changes in words."""
+        """Write what the mode needs into the settings. Returns a description of each change."""
 
     def model_path(self, settings: Any, /) -> tuple[str, str]:
-        """Where the model is, and how the setting is called that says so."""
+        """Return the path of the model and the name of the setting that holds it."""
 
     def needs_flash_attn(self, settings: Any, /) -> str:
-        """Which setting needs flash-attn on a GPU; empty if none does."""
+        """Return the setting that needs flash-attn on a GPU, or an empty string."""
 
     def prepare(self, model: Any, config: Config, engine: Any, /) -> Source:
-        """Convert a loaded model in place, before it is wrapped, and note what a weight sync sends.
+        """Convert a loaded model in place, before it is wrapped, and record what a weight sync sends.
 
         Args:
             engine: the framework's object that holds the model.

@@ -1,4 +1,4 @@
-"""The run's settings travel in the framework's own from the driver to every process, which compares them with its own."""
+"""Settings that the driver hands to every process inside the framework's own; each process compares them with its own."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jetrl_patch.errors import ConflictError, NotPatchedError, differences
 
 __all__ = ["MARK", "check", "require_same"]
 
-#: the key that carries our settings, in a framework's settings and in reports
+#: key of the plugin's settings in a framework's settings and in reports
 MARK = "jetrl"
 
 
 def check(mark: Mapping[str, str] | None, config: Config, where: str, unpatched: str) -> None:
-    """Compare what the driver left with the settings of this process.
+    """Compare the settings that the driver wrote with those of this process.
 
     Args:
         where: names this process in errors.
-        unpatched: the message for a driver that left nothing.
+        unpatched: the message if the driver wrote none.
 
-    Raises NotPatchedError when there is no mark, ConflictError when it differs.
+    Raises NotPatchedError if there is no mark, ConflictError if it differs.
     """
     if not mark:
         raise NotPatchedError(unpatched)
@@ -29,7 +29,7 @@ def check(mark: Mapping[str, str] | None, config: Config, where: str, unpatched:
 
 
 def require_same(where: str, *, required: Mapping[str, str], found: Mapping[str, str]) -> None:
-    """Raise ConflictError if the settings of a process (``Config.to_env``) are not those of the run."""
+    """Raise ConflictError if the settings of a process (``Config.to_env``) differ from those of the run."""
     if required != found:
         raise ConflictError(
             differences(

@@ -1,4 +1,4 @@
-"""The mismatch of a step, as its line in the log shows it."""
+"""Mismatch metrics of a step, for the log."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ __all__ = ["say_if_inexact", "step_metrics"]
 
 logger = logging.getLogger(__name__)
 
-#: of a step whose correction is none, or has no name here
+#: defaults for a step whose correction reports nothing
 _UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
 
 
 def step_metrics(found: Mismatch, corrected: Mapping[str, float]) -> dict[str, float]:
-    """Metrics of a step; those of its correction stand above the plain ones."""
+    """Return the metrics of a step. Those of its correction override the defaults."""
     return {**found.as_metrics(), **_UNCORRECTED, **corrected}
 
 
 def say_if_inexact(found: Mismatch, exact: bool) -> None:
-    """Log an error where the mode promises equality and a token differs."""
+    """Log an error if the mode promises equality and a token differs."""
     if exact and found.tokens and found.bit_equal_fraction != 1.0:
         logger.error(
             "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",

@@ -1,4 +1,4 @@
-"""What a model's config.json tells before anything starts and without its weights. Importing this imports no torch."""
+"""Checks on a model's config.json before anything starts, without its weights. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ __all__ = ["check_checkpoint", "check_model"]
 
 
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Any:
-    """``check_model`` for a local folder; gives its config.
+    """Run ``check_model`` on a local folder and return its config.
 
-    None where nothing is quantized, for a remote path (workers check when they have it), and for code of the
-    checkpoint's own, which is not run here.
+    Returns None, unchecked, if nothing is quantized, if the path is remote (workers check once they have it), or if the
+    checkpoint brings its own code, which is not run here.
     """
     folder = os.path.expanduser(str(path or ""))
     if not config.quantized_rollout or not os.path.isdir(folder) or trust_remote_code:
@@ -27,15 +27,15 @@ def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_co
 
 
 def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
-    """The model's family, its quantized layers, its norms, and the rollout's tensor parallelism.
+    """Check the model's family, its quantized layers, its norms, and the rollout's tensor parallelism.
 
     Args:
-        hf_config: Hugging Face's; the model is built on the meta device.
+        hf_config: the Hugging Face config; the model is built on the meta device.
 
     Raises:
-        ModelError: a family that exact mode, smoothing or ``invariant_scale`` does not cover, nothing to quantize, or a
-            split that cuts a block. ConfigError: the checkpoint was scaled by another ``invariant_scale``;
-            a guard beside tensor parallelism.
+        ModelError: exact mode, smoothing or ``invariant_scale`` does not cover the family; there is nothing to quantize;
+            a split cuts a block.
+        ConfigError: the checkpoint was scaled by another ``invariant_scale``; a guard with tensor parallelism.
     """
     import torch
     from transformers import AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""What a weight sync cost: a training process reports it, the trainer loop logs it."""
+"""Cost of a weight sync: each training process reports it, the trainer loop logs it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetrl_patch.sync.stream import SyncStats
 
 __all__ = ["sync_metrics", "sync_report"]
 
-#: figures of a report that are logged as they are; some frameworks and precisions have not all of them
+#: fields of a report that are logged unchanged; not every framework and precision has all of them
 _LOGGED = (
     "sync_bytes",
     "sync_bytes_bf16",
@@ -24,7 +24,7 @@ _LOGGED = (
 
 
 def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
-    """One process's part of a sync that began at ``start`` (``time.perf_counter``), in plain types."""
+    """Report one process's part of a sync that began at ``start`` (``time.perf_counter``), in plain types."""
     return {
         "pid": os.getpid(),
         "sync_seconds": time.perf_counter() - start,
@@ -36,7 +36,7 @@ def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
 
 
 def sync_metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Metrics of a sync from the reports of all ranks: the first rank's figures, and the slowest rank's seconds."""
+    """Combine the reports of all ranks: the first rank's figures and the slowest rank's seconds."""
     first = reports[0]
     found = {f"jetrl/{name}": first[name] for name in _LOGGED if name in first}
     return {**found, **first["monitor"], "jetrl/sync_seconds": max(report["sync_seconds"] for report in reports)}

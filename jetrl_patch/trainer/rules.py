@@ -1,4 +1,4 @@
-"""Settings of a framework that cannot stand beside ours: a table of rules, and what it comes to for one run."""
+"""Framework settings that conflict with the plugin: rules, and the ones that a configuration breaks."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ class Rule:
     """One setting that is refused.
 
     Attributes:
-        path: where in the framework's configuration, dotted.
+        path: dotted path in the framework's configuration.
         bad: whether a value is refused.
-        required: what the plugin needs there, as a noun phrase or a value.
-        fix: what to do.
-        scope: "all", "changed" (a mode that does more than measure), "quantized" (the rollout's linears are) or "exact".
-        error: ConflictError where something else wants to do the same, ConfigError where we cannot do it.
-        absent: whether ``None`` (the setting is not there) is judged by ``bad`` too; else it is never refused.
+        required: what the plugin needs, as a noun phrase or a value.
+        fix: what to do, as an imperative.
+        scope: the modes it holds in: "all", "changed" (all that do more than measure), "quantized" (rollout linears) or
+            "exact".
+        error: ConflictError if another component does the same job, ConfigError if the plugin cannot support it.
+        absent: whether ``bad`` also judges ``None`` (the setting is missing); otherwise it is never refused.
     """
 
     path: str
@@ -44,11 +45,11 @@ class Rule:
 def broken(
     rules: Iterable[Rule], select: Callable[[str], Any], config: Config, name: Callable[[str], str]
 ) -> Iterator[JetrlError]:
-    """The rules that a configuration breaks, as the errors to raise.
+    """Yield an error for each rule that a configuration breaks.
 
     Args:
-        select: gives the value at a path, None where there is none.
-        name: how a path is called to the user.
+        select: returns the value at a path, None if there is none.
+        name: returns the user's name of a path.
     """
     mode = f"precision={config.precision!r}, align={config.resolved_align!r}"
     for rule in rules:
@@ -61,7 +62,7 @@ def broken(
 
 
 def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
-    """What a check raises, for a list of problems; its first error alone."""
+    """Yield the ``JetrlError`` that a check raises, if any."""
     try:
         check()
     except JetrlError as error:
@@ -69,20 +70,20 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
 
 
 def is_set(value: Any) -> bool:
-    """Anything but false, empty and zero."""
+    """Whether a value is anything but false, empty or zero."""
     return bool(value)
 
 
 def more_than_one(value: Any) -> bool:
-    """A count above one."""
+    """Whether a count is above one."""
     return int(value) > 1
 
 
 def positive(value: Any) -> bool:
-    """A count above zero."""
+    """Whether a count is above zero."""
     return int(value) > 0
 
 
 def other_than(*allowed: Any) -> Callable[[Any], bool]:
-    """Whether a value is none of these."""
+    """Return a predicate: whether a value is none of these."""
     return lambda value: value not in allowed

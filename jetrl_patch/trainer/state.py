@@ -1,4 +1,4 @@
-"""What the patches of one process tell each other, as far as every framework has it."""
+"""State that the patches of one process share, in every framework."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Driver", "Worker", "reset"]
 
 @dataclass(kw_only=True)
 class Worker:
-    """In a training process: the loss scale of the policy's optimizer in FP16, and models that follow the guard."""
+    """State of a training process: the FP16 loss scale of the policy's optimizer, and the models that follow the guard."""
 
     loss_scale: LossScale = field(default_factory=LossScale)
     followers: Followers = field(default_factory=Followers)
@@ -21,17 +21,17 @@ class Worker:
 
 @dataclass(kw_only=True)
 class Driver:
-    """In the process of the trainer loop: figures that wait for the next line of its log."""
+    """State of the trainer loop: metrics that wait for its next log line."""
 
     metrics: dict[str, Any] = field(default_factory=dict)
 
     def take(self) -> dict[str, Any]:
-        """The figures, each handed out once."""
+        """Return the metrics, each once."""
         found, self.metrics = self.metrics, {}
         return found
 
 
 def reset(*states: object) -> None:
-    """Each as at start."""
+    """Reset each to its initial state."""
     for state in states:
         state.__init__()  # type: ignore[misc]

@@ -33,7 +33,7 @@ def test_the_hook_travels_by_value_and_says_what_is_missing():
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("RuntimeError: jetrl_patch on node ") and f"required version {VERSION}" in last
-    assert ", found none (" in last and "install it there" in last
+    assert ", found none (" in last and "Install that version on the node" in last
 
 
 def test_the_probe_travels_by_value_and_reports_what_is_missing():

@@ -145,11 +145,11 @@ def test_a_tensor_that_was_not_announced_or_has_another_form():
 
 
 def test_a_protocol_of_another_version_or_garbage():
-    _fails([(MANIFEST, encode_json({"version": 99}))], match="protocol 99 arrived")
+    _fails([(MANIFEST, encode_json({"version": 99}))], match=f"protocol: required {PROTOCOL}, found 99")
     _fails([(MANIFEST, encode_json({"version": PROTOCOL}))], match="malformed")
-    _fails([(MANIFEST, torch.tensor([1, 2, 3], dtype=torch.uint8))], match="does not read as JSON")
+    _fails([(MANIFEST, torch.tensor([1, 2, 3], dtype=torch.uint8))], match="is not valid JSON")
     items = _sent()
-    _fails([*items[:-1], (COMMIT, items[-1][1][:-3])], match="does not read as JSON")
+    _fails([*items[:-1], (COMMIT, items[-1][1][:-3])], match="is not valid JSON")
 
 
 def test_what_comes_after_a_failure_is_read_and_dropped():

@@ -32,7 +32,7 @@ def test_exact_tilings_pass_and_replicas_count_once():
         ((rect(0, 4, 0, 8), rect(3, 6, 0, 8)), "overlap"),
         ((rect(0, 6, 0, 8), Rect("w", 0, 6, 0, 8, 1)), "two ranks hold"),
         ((rect(0, 6, 0, 8, W + 1),), "are not those that the trainer sent"),
-        ((Rect("w", 0, 7, 0, 8, 1),), "outside of its shape"),
+        ((Rect("w", 0, 7, 0, 8, 1),), "outside its shape"),
     ],
 )
 def test_everything_else_is_named(rects, match):

@@ -88,7 +88,7 @@ def test_a_cascade_is_refused() -> None:
     builder = ExactCudaAttentionBuilder(None, [], None, torch.device("cpu"))
     with pytest.raises(ModelError, match="a cascade"):
         builder.build(16, SimpleNamespace(causal=True))
-    with pytest.raises(ModelError, match="another mask"):
+    with pytest.raises(ModelError, match="a mask that is not causal"):
         builder.build(0, SimpleNamespace(causal=False))
 
 
@@ -146,7 +146,7 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
     assert kept.attention_backend is None  # vLLM takes one of the two only
     flash = AttentionBackendEnum.FLASH_ATTN
     for args in (arguments("FLASH_ATTN"), arguments(backend=flash), arguments(kinds={"full_attention": flash})):
-        with pytest.raises(ConflictError, match="required FLASH_ATTN, found align='exact', which brings its own"):
+        with pytest.raises(ConflictError, match="required the exact attention, for align='exact', found FLASH_ATTN"):
             exact.choose_attention(args)
 
 
