@@ -304,7 +304,7 @@ def test_openrlhf_with_a_split_that_cuts_a_block(model: Path) -> None:
         (["--ds.zero_stag", "3", "--vllm.nothing", "1"], "unrecognized arguments"),
         (["--ds.zero_stage", "three"], "invalid int value: 'three'"),
         (["--rollout.n_samples_per_prompt", "1"], "group_norm requires n_samples_per_prompt > 1"),
-        (["--help"], "leave --help out"),
+        (["--help"], "Remove --help"),
     ],
 )
 def test_openrlhf_refuses_its_own_arguments(model: Path, arguments: list[str], message: str) -> None:
