@@ -25,5 +25,6 @@ def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str,
     """Put an entry into a vLLM registry. Raises ConflictError if another plugin holds the key."""
     held = registry.get(key)
     if held is not None:
-        raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix="disable the plugin that registered it"))
+        fix = "disable the plugin that registered it"
+        raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix=fix))
     journal.set_item(registry, key, value, target=target, reason=reason)
