@@ -20,7 +20,7 @@ __all__ = ["while_active", "while_config"]
 Make = Callable[[Any], Callable[..., Any]]
 
 
-def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
+def while_config(wanted: Callable[[Config], bool] | None) -> Callable[[Make], Make]:
     """As ``while_active``, and only in settings that are ``wanted``.
 
     The question is asked at each call; a coroutine asks when it is awaited.
@@ -32,7 +32,8 @@ def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
             ours = make(original)
 
             def chosen() -> Any:
-                return ours if runtime.is_active() and wanted(runtime.active_config()) else original
+                on = runtime.is_active() and (wanted is None or wanted(runtime.active_config()))
+                return ours if on else original
 
             if inspect.iscoroutinefunction(ours):
 
@@ -52,4 +53,4 @@ def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
 
 
 #: marks a ``make`` whose replacement gives way to the original in a process that is not patched
-while_active = while_config(lambda config: True)
+while_active = while_config(None)
