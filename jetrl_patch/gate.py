@@ -21,8 +21,8 @@ __all__ = ["while_active", "while_config"]
 Make = Callable[[Any], Callable[..., Any]]
 
 
-def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
-    """Like ``while_active``, but only for settings that ``wanted`` accepts.
+def while_config(wanted: Callable[[Config], bool] | None) -> Callable[[Make], Make]:
+    """Like ``while_active``, but only for settings that ``wanted`` accepts; ``None`` accepts all of them, unread.
 
     The check runs at each call; for a coroutine, when it is awaited.
     """
@@ -33,7 +33,8 @@ def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
             replacement = make(original)
 
             def chosen() -> Any:
-                return replacement if runtime.is_active() and wanted(runtime.active_config()) else original
+                on = runtime.is_active() and (wanted is None or wanted(runtime.active_config()))
+                return replacement if on else original
 
             if inspect.iscoroutinefunction(replacement):
 
@@ -53,4 +54,4 @@ def while_config(wanted: Callable[[Config], bool]) -> Callable[[Make], Make]:
 
 
 #: marks a ``make`` whose replacement calls the original in an unpatched process
-while_active = while_config(lambda config: True)
+while_active = while_config(None)

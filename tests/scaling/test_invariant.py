@@ -172,7 +172,7 @@ def settled(built: float | None, load: Any, error: str | None, config: Any) -> N
     if error is None:
         load()
         return
-    with pytest.raises(ConfigError, match=f"resuming from .*invariant_scale=1.5.*resume .*{error}"):
+    with pytest.raises(ConfigError, match=f"resuming from .*invariant_scale=1.5.*Resume .*{error}"):
         load()
 
 

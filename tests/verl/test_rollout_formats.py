@@ -83,4 +83,4 @@ def test_a_resumed_run_is_not_scaled_again(tmp_path):
             assert abs(ratio / factor - 1) < 0.1, (step, key, ratio)
     other = Run(folder, *extra, steps=4, environ=INT8 | {"JETRL_INVARIANT_SCALE": "2.0"})
     assert other.wait(TIMEOUT) != 0
-    assert "resuming from" in other.text and "resume with invariant_scale=1.5" in other.text
+    assert "resuming from" in other.text and "Resume with invariant_scale=1.5" in other.text
