@@ -26,18 +26,18 @@ def test_nothing_happens_unless_opted_in() -> None:
 
 
 def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch.adapters.vllm.adapter import ADAPTER
     from jetrl_patch.adapters.vllm.entry import register
+    from jetrl_patch.adapters.vllm.filled import REGISTRIES
 
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
     register()
     assert runtime.is_active()
-    assert ADAPTER.installed
+    assert REGISTRIES.filled
     records = len(runtime.status().patches)
     register()
     assert len(runtime.status().patches) == records
     runtime.disable()
-    assert not ADAPTER.installed
+    assert not REGISTRIES.filled
 
 
 def test_the_entry_point_is_declared() -> None:
