@@ -50,7 +50,7 @@ class ConflictError(JetrlError):
 
 
 class PrecisionError(JetrlError):
-    """A precision check stops the run: a layer is beyond a threshold (``monitor_action="stop"``), or FP16 gradients overflow."""
+    """A layer is beyond a threshold (``monitor_action="stop"``), or gradients overflow at the smallest loss scale."""
 
 
 class SyncError(JetrlError):

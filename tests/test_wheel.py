@@ -81,5 +81,5 @@ def test_from_the_repository_root_an_ordinary_install_is_named_as_the_trap_it_is
         "except Exception as error: print(type(error).__name__, error)"
     )
     said = run(sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, '.')\n{code}", cwd=ROOT)
-    assert said.startswith("PatchError jetrl_patch.adapters cannot be imported")
+    assert said.startswith("PatchError jetrl_patch.adapters: required an installed jetrl_patch")
     assert "pip install -e ." in said

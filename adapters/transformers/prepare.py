@@ -71,8 +71,12 @@ def _check_exact(model: Any) -> dict[str, type]:
     te = next((name for name, module in model.named_modules() if is_te_linear(module)), None)
     if te is not None:
         raise ModelError(
-            f'align="exact" does not support TransformerEngine, whose GEMM is not batch-invariant (found in {te}); '
-            'use align="linear"'
+            explain(
+                "align='exact'",
+                required="batch-invariant GEMMs",
+                found=f"TransformerEngine, whose GEMM is not, in {te}",
+                fix="use align='linear'",
+            )
         )
     family = check_family(model.config)
     kinds: dict[str, type] = {

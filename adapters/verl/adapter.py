@@ -106,7 +106,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="FSDPEngine._build_fsdp_module",
         make=precision.build_fsdp_module,
-        reason="without CUDA verl's loss scaler is disabled and FP16 gradients underflow. "
+        reason="without CUDA verl's loss scaler is disabled and gradients underflow. "
         "Modes without a loss scale are not changed",
         remove_when="verl passes its device to ShardedGradScaler",
     ),

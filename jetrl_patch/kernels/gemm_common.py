@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.fp8.formats import BLOCK, FP8
 
 #: TMA requires rows that start at multiples of 16 bytes
@@ -141,5 +141,10 @@ def check_device(*tensors: Tensor) -> None:
         )
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ConfigError(
-            f'the Triton kernels need a CUDA device, found {tensors[0].device}; use backend="native" or "torch" there'
+            explain(
+                "the Triton kernels",
+                required="a CUDA device",
+                found=tensors[0].device,
+                fix='use backend="native" or backend="torch" there',
+            )
         )

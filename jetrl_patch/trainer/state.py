@@ -13,7 +13,7 @@ __all__ = ["Driver", "Worker", "reset"]
 
 @dataclass(kw_only=True)
 class Worker:
-    """State of a training process: the FP16 loss scale of the policy's optimizer, and the models that follow the guard."""
+    """State of a training process: the loss scale of the policy's optimizer, and the models that follow the guard."""
 
     loss_scale: LossScale = field(default_factory=LossScale)
     followers: Followers = field(default_factory=Followers)

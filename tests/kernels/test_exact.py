@@ -107,5 +107,5 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: elementwise.silu_mul(rows, rows),
         lambda: head.bf16_gemm(rows, rows, torch.bfloat16),
     ):
-        with pytest.raises(ConfigError, match="run on CUDA devices, found cpu"):
+        with pytest.raises(ConfigError, match="required a CUDA device, found cpu"):
             call()

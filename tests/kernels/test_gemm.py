@@ -87,7 +87,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: gemm_dgrad.dgrad(q, s, q.new_zeros(128, 64), torch.ones(1, 1)),
         lambda: gemm_wgrad.wgrad(q, s.t(), q, s.t()),
     ):
-        with pytest.raises(ConfigError, match=r'run on CUDA devices, found cpu\. Use backend="native"'):
+        with pytest.raises(ConfigError, match=r'required a CUDA device, found cpu\. Use backend="native"'):
             call()
 
 

@@ -104,7 +104,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: producers.silu_mul_quantize_both(x, x, "pow2"),
         lambda: producers.rmsnorm_quantize_rows(x, x[0], 1e-6, "pow2"),
     ):
-        with pytest.raises(ConfigError, match=r'run on CUDA devices, found cpu\. Use backend="native"'):
+        with pytest.raises(ConfigError, match=r'required a CUDA device, found cpu\. Use backend="native"'):
             call()
 
 
