@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from jetrl_patch.config.fields import SETTINGS
 from jetrl_patch.config.setting import PREFIX
 from jetrl_patch.config.text import read_switch
-from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.errors import ConfigError, unknown
 
 __all__ = [
     "FIELDS",
@@ -66,16 +66,9 @@ def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
     Raises ConfigError for an unknown ``JETRL_*`` name: a misspelt setting must not be ignored.
     """
     env = os.environ if environ is None else environ
-    unknown = sorted(name for name in env if name.startswith(PREFIX) and name not in VARIABLES)
-    if unknown:
-        raise ConfigError(
-            explain(
-                "environment variables",
-                required=f"names among {', '.join(VARIABLES)}",
-                found=f"unknown {', '.join(unknown)}",
-                fix="correct the name or unset the variable",
-            )
-        )
+    wrong = sorted(name for name in env if name.startswith(PREFIX) and name not in VARIABLES)
+    if wrong:
+        raise ConfigError(unknown(f"environment variable {', '.join(wrong)}", wrong, VARIABLES))
     return {field: env[name].strip() for name, field in FIELDS.items() if env.get(name, "").strip()}
 
 

@@ -6,7 +6,8 @@ A message says what is required, what was found and what to do about it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 
 __all__ = [
     "AuditError",
@@ -22,6 +23,7 @@ __all__ = [
     "differences",
     "explain",
     "split_fix",
+    "unknown",
 ]
 
 
@@ -75,6 +77,18 @@ def explain(what: str, *, required: object, found: object, fix: str) -> str:
         fix: what to do, starting with a verb; the capital letter and the full stop are added.
     """
     return f"{what}: required {required}, found {found}. {fix[0].upper()}{fix[1:]}{'' if fix.endswith('.') else '.'}"
+
+
+def unknown(what: str, names: Iterable[str], known: Iterable[str]) -> str:
+    """Word a message about names that do not exist, with the closest ones that do.
+
+    >>> unknown("setting precison", ["precison"], ["precision", "align"])
+    'unknown setting precison. Use precision, or another name from docs/configuration.md.'
+    """
+    choices = list(known)
+    near = [match for name in names for match in difflib.get_close_matches(name, choices, 1)]
+    start = f"{', '.join(near)}, or another" if near else "a"
+    return f"unknown {what}. Use {start} name from docs/configuration.md."
 
 
 def differences(

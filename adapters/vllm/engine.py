@@ -31,6 +31,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
 
     Raises:
         ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
+        ConfigError: a dtype other than BF16 is set.
     """
     set_arguments(args, config)
     if not config.quantized_rollout:
@@ -45,6 +46,9 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
                 fix="leave quantization unset, or use precision='bf16'",
             )
         )
+    if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
+        fix = "leave dtype at 'auto' or set it to 'bfloat16'"
+        raise ConfigError(explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(args.dtype), fix=fix))
     refused = {
         "enable_lora": bool(args.enable_lora),
         "speculative_config": args.speculative_config is not None,

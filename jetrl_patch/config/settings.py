@@ -12,7 +12,7 @@ from jetrl_patch.config.fields import SETTINGS, Fields, from_text
 from jetrl_patch.config.modes import MODES, Granularity, Mode, ResolvedAlign, RolloutFormat
 from jetrl_patch.config.text import SWITCH, written
 from jetrl_patch.correction.kinds import check_bounds
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, unknown
 from jetrl_patch.monitor.settings import check_monitor
 from jetrl_patch.precision.settings import check_precision
 from jetrl_patch.scaling.settings import check_scaling
@@ -123,9 +123,9 @@ class Config(Fields):
     def replace(self, **overrides: Any) -> Config:
         """A copy with some fields changed. Raises ConfigError for an unknown field."""
         known = [f.name for f in dataclasses.fields(self)]
-        unknown = sorted(set(overrides) - set(known))
-        if unknown:
-            raise ConfigError(f"unknown setting {', '.join(unknown)}. Use one of {', '.join(known)}.")
+        wrong = sorted(set(overrides) - set(known))
+        if wrong:
+            raise ConfigError(unknown(f"setting {', '.join(wrong)}", wrong, known))
         return dataclasses.replace(self, **overrides)
 
     def to_env(self) -> dict[str, str]:

@@ -47,14 +47,14 @@ def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
         layers: (name, K) of each FP8 layer.
 
     Raises:
-        ModelError: names up to three of the layers that would be cut, and their number.
+        ModelError: names up to two of the layers that would be cut, and their number.
     """
     if tp <= 1:
         return
     split = [(name, k) for name, k in layers if is_row_parallel(name) and k % (tp * BLOCK)]
     if split:
-        shown = ", ".join(f"{name} (K = {k})" for name, k in split[:3])
-        shown += f" and {len(split) - 3} more" if len(split) > 3 else ""
+        shown = ", ".join(f"{name} (K = {k})" for name, k in split[:2])
+        shown += f" and {len(split) - 2} more" if len(split) > 2 else ""
         raise ModelError(
             f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(split)} layers: {shown}. "
             f"Use a size that keeps K / size a multiple of {BLOCK}, or keep these layers in BF16 on both sides "

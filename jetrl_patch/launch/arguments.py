@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch.config import SETTINGS, Config, from_text
-from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.errors import ConfigError, explain, unknown
 
 __all__ = ["PROGRAMS", "Launch", "split"]
 
@@ -154,7 +154,7 @@ def _take_program(words: Sequence[str], at: int) -> tuple[str, bool, int]:
 def _parse(name: str, text: str, source: str) -> Any:
     """Parse a field of ``Config`` from text, as from its variable. Only ``exclude`` can be empty."""
     if name not in SETTINGS:
-        raise ConfigError(f"{source}: unknown setting {name!r}. Use one of {', '.join(SETTINGS)}.")
+        raise ConfigError(f"{source}: {unknown(f'setting {name!r}', [name], SETTINGS)}")
     if not text.strip() and name != "exclude":
         raise ConfigError(
             explain(source, required=f"a value of {name}", found="none", fix="add a value or drop the option")

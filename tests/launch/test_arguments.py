@@ -113,7 +113,7 @@ def test_set_gives_each_field_its_type(item, name, value):
         (["--correction-bounds", "two", "x.py"], "--correction-bounds two: JETRL_CORRECTION_BOUNDS='two' is neither"),
         (["--set", "acr=perhaps", "x.py"], "neither on nor off"),
         (["--set", "exclude", "x.py"], "found no '='"),
-        (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'. Use one of precision, align, scale_format"),
+        (["--set", "exclud=a", "x.py"], "unknown setting 'exclud'. Use exclude, or another name"),
         (["--set", "sync_timeout=soon", "x.py"], "--set sync_timeout=soon: "),
         (["--set", "sync_timeout=-1", "x.py"], "must be a positive"),
         (["--set", "align=", "x.py"], "required a value of align"),
