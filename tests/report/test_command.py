@@ -50,7 +50,7 @@ def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
     assert made == {"report.html", "summary.json", "learning.png", "mismatch.png", "time.png", "scales.png"}
     assert "usual" in done.stdout and "16.7%" in done.stdout
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("</script>") == 3  # a name cannot end the data
+    assert page.count("</script>") == 4  # a name cannot end the data
     assert "<title>a &lt; b</title>" in page
     found = payload(page)
     assert [run["name"] for run in found["runs"]] == ["exact </script> run", "usual"]
@@ -61,7 +61,7 @@ def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
     assert first["seed"] is None
     series = next(c["series"] for c in found["charts"].values() if c["title"] == "Mean |Δ log-prob|")
     assert series[0] == [list(range(6)), [0] * 6]
-    assert found["scales"]["saturation"]["model.layers.0.q_proj"][0][1][:2] == [0, 1e-3]
+    assert found["scales"]["saturation"]["layers"]["model.layers.0.q_proj"][0][1][:2] == [0, 1e-3]
 
 
 def test_a_line_that_was_cut_off_is_a_warning_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
