@@ -63,12 +63,23 @@ def test_installed_frameworks_pass(name: str) -> None:
         ("torch", "2.13.0+cu130", True),
         ("torch", "2.14.0a0+git123", False),  # a nightly of a version that is not supported
         ("torch", "2.10.2", False),
-        ("vllm", "0.30.0", True),
+        ("torch", "2.11.0+cu130", True),
+        ("vllm", "0.24.0", True),
         ("vllm", "0.30.1.dev3+gabc", True),
-        ("vllm", "0.31.0", False),
-        ("verl", "0.9.0", False),
+        ("vllm", "0.32.0", True),
+        ("vllm", "0.33.0", False),  # needs torch 2.14
+        ("vllm", "0.23.1", False),
+        ("verl", "0.9.0", True),
+        ("verl", "0.8.0", False),
         ("verl", "0.10.0.dev0", False),
-        ("transformers", "5.15.0", False),
+        ("openrlhf", "0.11.1", True),
+        ("openrlhf", "0.11.0", False),
+        ("transformers", "5.5.3", True),
+        ("transformers", "5.3.0", False),
+        ("transformers", "5.17.0", True),
+        ("transformers", "5.18.0", False),
+        ("ray", "2.41.0", True),
+        ("ray", "2.40.0", False),
         ("ray", "not-a-version", False),
     ],
 )
@@ -110,7 +121,7 @@ def test_all_wrong_versions_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert all(f"{name}>=" in str(error.value) for name in ("torch", "vllm", "verl"))
 
 
-@pytest.mark.parametrize(("name", "found"), [("torch", "2.9.0"), ("vllm", "0.29.0"), ("verl", "0.8.0")])
+@pytest.mark.parametrize(("name", "found"), [("torch", "2.9.0"), ("vllm", "0.23.0"), ("verl", "0.8.0")])
 def test_enable_with_the_real_adapters_refuses_before_anything_changes(
     monkeypatch: pytest.MonkeyPatch, name: str, found: str
 ) -> None:
