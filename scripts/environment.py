@@ -3,7 +3,8 @@
 Run: ``python3.11 scripts/environment.py .venv requirements/build.txt requirements/cpu.txt requirements/docs.txt``. It uses
 the standard library alone, and the pip of the new environment with the user's own pip settings.
 
-torch is a piece of its own. Its CPU build has a version of its own, ``2.13.0+cpu``, which the default package index does
+torch is the last piece: where DeepSpeed's build finds one, it takes torch's build tools, which fail beside the pinned
+setuptools. torch's CPU build has a version of its own, ``2.13.0+cpu``, which the default package index does
 not hold. Three sources are tried in this order:
 
 1. the indexes and folders that pip is configured with;
@@ -61,22 +62,23 @@ def make(folder: Path, digest: str) -> None:
     mark.write_text(digest, encoding="utf-8")
 
 
-def install_torch(folder: Path, pin: str) -> None:
-    """Install torch from the first of its sources that has it."""
+def install_torch(folder: Path, pin: str) -> bool:
+    """Install torch from the first of its sources that has it; whether its dependencies may have come with it."""
     index = os.environ.get("TORCH_INDEX") or TORCH_INDEX
-    if pip(folder, "show", "torch", quiet=True) and works(folder):
-        return
+    if pip(folder, "show", "torch", quiet=True) and works(folder):  # of an interrupted run, whose next piece was still to come
+        return True
     if pip(folder, "install", *ONE, f"{pin}+cpu", quiet=True):
-        return
+        return False
     say(folder, f"pip's own sources have no {pin}+cpu; asking {index}")
     patience = ("--timeout", str(SECONDS), "--retries", "0")
     if pip(folder, "install", *ONE, *patience, "--index-url", index, f"{pin}+cpu", quiet=True):
-        return
+        return False
     say(folder, f"it has none or does not answer; taking {pin} with its CUDA libraries from the default index (gigabytes)")
     if not pip(folder, "install", *COMMON, pin):
         raise Stop(f"no source has {pin}; point pip at one (PIP_INDEX_URL, PIP_FIND_LINKS) and run make again")
     if not works(folder):
         raise Stop(f"the installed {pin} cannot be imported; point pip at PyTorch's CPU wheels (TORCH_INDEX) and run make again")
+    return True
 
 
 def install(folder: Path, required: Sequence[str]) -> None:
@@ -116,9 +118,11 @@ def build(folder: Path, first: Path, others: Sequence[Path]) -> None:
     install(folder, pins([first]))
     rest = pins(others)
     (torch,) = (pin for pin in rest if re.match(r"torch==", pin))
+    rest.remove(torch)
+    install(folder, rest)
     say(folder, f"{torch}, CPU build")
-    install_torch(folder, torch)
-    install(folder, [pin for pin in rest if pin != torch])
+    if install_torch(folder, torch):  # which may have brought other versions than those that are pinned
+        install(folder, rest)
     (folder / UNFINISHED).unlink()
 
 
