@@ -65,7 +65,7 @@ def write(
     summaries = [summarize(run) for run in runs]
     final = next((run.final for run in reversed(runs) if run.final.get("answers")), {})
     changed = final.get("answers_changed", {})
-    if any(not isinstance(changed.get(name), int) for name in CHANGES):
+    if not isinstance(changed, dict) or any(not isinstance(changed.get(name), int) for name in CHANGES):
         changed = {}
     folder.mkdir(parents=True, exist_ok=True)
     _replace(folder / "summary.json", json.dumps(summaries, indent=2) + "\n")
