@@ -78,7 +78,7 @@ def make_page(
         axes=_script("axes"),
         drawing=_script("chart"),
         behaviour=_script("behaviour"),
-        live=_script("live") if live else "",
+        live=_script("live"),
     )
 
 

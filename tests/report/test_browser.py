@@ -339,23 +339,24 @@ def test_text_can_be_read_on_both_grounds(page: Any, scheme: str) -> None:
 def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(browser: Any, tmp_path: Path) -> None:
     run = run_file(tmp_path / "a.jsonl", 1, 0, exact=True)
 
-    def publish(title: str) -> str:
+    def publish(title: str, live: int) -> str:
         write(collect([f"one={run}", f"two={run_file(tmp_path / 'b.jsonl', 2, 0, exact=False)}"], lambda name: True, []),
-              tmp_path / "out", title, live=1)  # fmt: skip
+              tmp_path / "out", title, live=live)  # fmt: skip
         return (tmp_path / "out" / "report.html").as_uri()
 
     context = browser.new_context(viewport={"width": 1280, "height": 900})
     context.set_default_timeout(PATIENCE)
     opened = context.new_page()
-    opened.goto(publish("first"))
+    opened.goto(publish("first", live=1))
     opened.get_by_role("button", name="Pause").click()
     opened.get_by_role("checkbox", name="two").uncheck()
     opened.locator("#by").select_option("tokens")
     opened.locator("#by").blur()
-    publish("second")
+    publish("second", live=0)  # the watch has ended
     assert opened.title() == "first"
     opened.get_by_role("button", name="Go on").click()
     playwright.expect(opened).to_have_title("second", timeout=PATIENCE)
+    opened.wait_for_load_state()
     assert lines(opened, "reward") == ["0"] and opened.locator("#by").input_value() == "tokens"
     assert not opened.get_by_role("checkbox", name="two").is_checked()
     context.close()

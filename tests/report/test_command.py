@@ -53,7 +53,7 @@ def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
     assert made == {"report.html", "summary.json", "learning.png", "mismatch.png", "time.png", "scales.png"}
     assert "usual" in done.stdout and "16.7%" in done.stdout
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("</script>") == 4  # a name cannot end the data
+    assert page.count("</script>") == 5  # a name cannot end the data
     assert "<title>a &lt; b</title>" in page
     found = payload(page)
     assert [run["name"] for run in found["runs"]] == ["exact </script> run", "usual"]
