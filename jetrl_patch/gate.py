@@ -33,7 +33,7 @@ def while_config(wanted: Callable[[Config], bool] | None) -> Callable[[Make], Ma
             replacement = make(original)
 
             def chosen() -> Any:
-                on = runtime.is_active() if wanted is None else runtime.active_with(wanted)
+                on = runtime.is_active() and (wanted is None or wanted(runtime.active_config()))
                 return replacement if on else original
 
             if inspect.iscoroutinefunction(replacement):

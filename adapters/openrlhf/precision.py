@@ -16,8 +16,8 @@ from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, SyncError, explain
 from jetrl_patch.precision.loss_scale import at_smallest
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one
-from jetrl_patch.trainer.state import scales_loss
 
 __all__ = ["check_model", "check_weights", "complete", "figures", "optimizer_step", "problems"]
 

@@ -16,8 +16,8 @@ from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
-from jetrl_patch.trainer.state import scales_loss
 
 if TYPE_CHECKING:
     from jetrl_patch.sync.stream import SyncStats

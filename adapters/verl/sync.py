@@ -22,8 +22,8 @@ from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.guard import begin_sync
 from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.report import sync_report
-from jetrl_patch.trainer.state import scales_loss
 
 
 @while_active

@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_patch import active
 from jetrl_patch.precision.loss_scale import LossScale
 from jetrl_patch.trainer.guard import Followers
 
-__all__ = ["Driver", "Worker", "reset", "scales_loss"]
+__all__ = ["Driver", "Worker", "reset"]
 
 
 @dataclass(kw_only=True)
@@ -30,11 +29,6 @@ class Driver:
         """Return the metrics, each once."""
         found, self.metrics = self.metrics, {}
         return found
-
-
-def scales_loss() -> bool:
-    """Whether this process trains with a loss scale."""
-    return active.active_with(lambda config: config.mode.scales_loss)
 
 
 def reset(*states: object) -> None:
