@@ -149,7 +149,7 @@ _VALUES: dict[str, _Value] = {
     ),
     "compilation_config": _Value(
         lambda value, *_: not (isinstance(value, Mapping) and set(value) <= _CAPTURE),
-        f"nothing but {', '.join(sorted(_CAPTURE))} (others fuse ops or change how they are split)",
+        f"nothing but {', '.join(sorted(_CAPTURE))}, which compute nothing",
         "remove the rest",
     ),
 }

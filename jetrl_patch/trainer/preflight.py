@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.errors import JetrlError, ModelError, explain
 from jetrl_patch.trainer.structure import check_code, check_structure
 
 __all__ = ["check_checkpoint", "check_model"]
@@ -37,7 +37,9 @@ def _read(folder: str, trust_remote_code: bool) -> Any:
             with open(os.path.join(folder, "config.json"), encoding="utf-8") as file:
                 check_code(json.load(file), folder)
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except JetrlError:
+        raise
+    except Exception as error:  # each library below transformers raises its own
         raise _unreadable(f"config.json in {folder}", "a configuration that transformers knows", error) from error
 
 
