@@ -1,4 +1,4 @@
-"""Write ``tests/anchors/*.json`` from the frameworks' wheels: ``make anchors``.
+"""Write ``tests/anchors/*.json`` from the frameworks' wheels: ``make anchors``, or ``make anchors ARGS=--all``.
 
 Downloads the wheel of each supported version into build/anchors, where a later call finds it, and reads what the project
 touches. Nothing is installed or imported. CPU and CUDA wheels of vLLM hold the same Python but for three files.
@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from .patches import FRAMEWORKS, ROOT
 from .source import Sources
@@ -65,29 +66,33 @@ def switches(sources: Sources) -> list[str]:
     return sorted(found)
 
 
-def record(name: str) -> dict[str, object]:
+def record(name: str, old: dict[str, Any]) -> dict[str, Any]:
     """What each version of a framework says about each touched name; a value stands until the next one."""
     targets = [target for target in touched().every() if target.split(".")[0] == name]
-    names: dict[str, dict[str, str | None]] = {target: {} for target in targets}
-    found: dict[str, object] = {"versions": VERSIONS[name], "names": names}
-    split: dict[str, list[str]] = {}
-    for version in VERSIONS[name]:
+    same = old.get("versions") == list(VERSIONS[name])
+    known: dict[str, dict[str, str | None]] = old["names"] if same else {}
+    names = {target: known.get(target, {}) for target in targets}
+    found: dict[str, Any] = {"versions": VERSIONS[name], "names": names}
+    new = [target for target in targets if target not in known]
+    split: dict[str, list[str]] = {} if new else old.get("sequence_parallel", {})
+    for version in VERSIONS[name] if new else ():
         sources = Sources(wheel(name, version), name)
-        for target in targets:
+        for target in new:
             words = sources.describe(target)
-            known = list(names[target].values())
-            if not known or known[-1] != words:
+            if not names[target] or list(names[target].values())[-1] != words:
                 names[target][version] = words
         if name == "vllm":
             split[version] = switches(sources)
-        print(name, version)
+    print(f"{name}: {len(new)} of {len(targets)} names looked up")
     return found | ({"sequence_parallel": split} if split else {})
 
 
 def main() -> None:
-    """Write the records of all frameworks, or of those named on the command line."""
-    for name in sys.argv[1:] or FRAMEWORKS:
-        (HERE / f"{name}.json").write_text(json.dumps(record(name), indent=1, sort_keys=True) + "\n")
+    """Look up what is not recorded yet, or everything with ``--all``, and drop what is no longer touched."""
+    for name in FRAMEWORKS:
+        file = HERE / f"{name}.json"
+        old = json.loads(file.read_text()) if file.exists() and "--all" not in sys.argv else {}
+        file.write_text(json.dumps(record(name, old), indent=1, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

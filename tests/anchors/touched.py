@@ -77,12 +77,19 @@ def touched() -> Touched:
         found.names[patch.module if isinstance(patch, OnImport) else patch.target] = place
         if isinstance(patch, Patch):
             _replacement(found, patch, place)
-    for target in [name for name in found.names if "jetrl" in name or set(name.split(".")) & found.set_here]:
-        del found.names[target]
+    ours = {name for name in found.every() if "jetrl" in name or found.set_here & _members(name)}
+    found.names = {name: place for name, place in found.names.items() if name not in ours}
+    found.calls = {call: place for call, place in found.calls.items() if call[0] not in ours}
     for difference in differences():
         found.names.pop(difference.target, None)
         found.optional[difference.target] = "compat"
     return found
+
+
+def _members(target: str) -> set[str]:
+    """What follows the class in a dotted name."""
+    parts = target.split(".")
+    return set(parts[next((i + 1 for i, part in enumerate(parts) if part[0].isupper()), len(parts)) :])
 
 
 def _replacement(found: Touched, patch: Patch, place: str) -> None:
@@ -226,7 +233,7 @@ class _Reader:
     def assign(self, node: ast.Assign | ast.AnnAssign, env: dict[str, str]) -> None:
         for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
             own = isinstance(target, ast.Attribute) and not self.chain(target, env)
-            if own and isinstance(target.value, ast.Name) and target.value.id in ("self", "layer"):
+            if own and isinstance(target.value, ast.Name) and target.value.id == "layer":
                 self.found.set_here.add(target.attr)
             if node.value is None:
                 continue
