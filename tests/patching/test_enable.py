@@ -111,7 +111,7 @@ def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("dist", "found"),
-    [("torch", "2.10.1"), ("torch", "2.14.0"), ("vllm", "0.29.0"), ("verl", "0.8.0"), ("verl", "main")],
+    [("torch", "2.10.1"), ("torch", "2.14.0"), ("vllm", "0.23.0"), ("verl", "0.8.0"), ("verl", "main")],
 )
 def test_unsupported_versions_stop_before_anything_changes(
     use: Any, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, dist: str, found: str
