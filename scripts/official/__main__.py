@@ -10,9 +10,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.official import keys, page
+from scripts.official import keys, page, run
 from scripts.official.expand import expand
-from scripts.official.judge import Judged, judge, on_target
+from scripts.official.judge import Judged, judge, modes, on_target
 
 PAGE = page.ROOT / "docs" / "official-scripts.md"
 RUNS = Path(__file__).with_name("runs.json")
@@ -43,7 +43,12 @@ def main() -> int:
     parser.add_argument("checkouts", type=Path, nargs="+", help="checkouts of verl or OpenRLHF, or folders of scripts")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--counts", type=Path, help="also write the counts as JSON, to compare a later state with")
-    parser.add_argument("--keys", action="store_true", help="list the settings of accepted launches that nobody has looked at")
+    parser.add_argument(
+        "--run", metavar="TEXT", help="run accepted scripts for real: one of each class whose name has TEXT"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=page.ROOT / "outputs" / "official", help="where the logs of real runs go"
+    )
     args = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("JETRL_")]:
         del os.environ[name]
@@ -60,10 +65,21 @@ def main() -> int:
         print(name)
         for kind, row in page.counts(judged).items():
             print(f"  {kind or 'unknown model'}: " + ", ".join(f"{key} {value}" for key, value in row.items()))
-        if args.keys:
-            for line in keys.unknown(judged):
-                print(f"  {line}")
+        for mode in modes():
+            for key, (number, values) in keys.open_keys(judged, mode).items():
+                print(
+                    f"  {mode}: nobody has looked at {key}, which {number} accepted launches give: {', '.join(values)[:120]}"
+                )
     runs = json.loads(RUNS.read_text()) if RUNS.exists() else []
+    if args.run is not None:
+        for one, mode in [found for _, _, judged in sources for found in run.choose(judged)]:
+            if args.run in one.launch.script:
+                print(f"running {one.launch.script} in {mode} mode", flush=True)
+                row = run.run(one, mode, args.out.resolve())
+                print(f"  {row}", flush=True)
+                runs = [old for old in runs if (old["script"], old["mode"]) != (row["script"], row["mode"])] + [row]
+        runs.sort(key=lambda row: (row["framework"] != "verl", row["script"], row["mode"]))
+        RUNS.write_text(json.dumps(runs, indent=1) + "\n")
     args.page.write_text(page.write(sources, runs))
     print(f"written: {args.page}")
     return 0

@@ -7,6 +7,7 @@ Shell redirections are not stubbed: a script that redirects to an absolute path 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import re
@@ -80,7 +81,9 @@ def find(folder: Path) -> list[Path]:
     return sorted((inner if inner.is_dir() else folder).rglob("*.sh"))
 
 
-def expand(folder: Path, workplace: Path, environ: Mapping[str, str] | None = None, limit: float = LIMIT) -> list[Expansion]:
+def expand(
+    folder: Path, workplace: Path, environ: Mapping[str, str] | None = None, limit: float = LIMIT
+) -> list[Expansion]:
     """Run all scripts of a checkout and return what they would launch.
 
     Args:
@@ -92,7 +95,9 @@ def expand(folder: Path, workplace: Path, environ: Mapping[str, str] | None = No
         raise FileNotFoundError(f"{folder}: no script (*.sh) in it or in its folder examples")
     tree, home = workplace / "checkout", workplace / "home"
     home.mkdir(parents=True)
-    _copy(folder, tree, {path.relative_to(folder).parts[0] for path in found} if (folder / "examples").is_dir() else None)
+    _copy(
+        folder, tree, {path.relative_to(folder).parts[0] for path in found} if (folder / "examples").is_dir() else None
+    )
     records = workplace / "records"
     path = stubs.make(workplace / "bin", records, workplace)
     base = {"PATH": str(path), "HOME": str(home), "USER": "user", "LANG": "C.UTF-8", "TMPDIR": str(home)}
@@ -160,7 +165,10 @@ def _run(
             process.stderr.close()
     called = [json.loads(path.read_text()) for path in sorted(records.glob("*.json"))]
     commands = [
-        (words, {name: value for name, value in call["environ"].items() if base.get(name) != value and name not in _SHELL})
+        (
+            words,
+            {name: value for name, value in call["environ"].items() if base.get(name) != value and name not in _SHELL},
+        )
         for call in called
         if call["program"] in stubs.LAUNCHERS
         for words in _launches([call["program"], *call["arguments"]])
@@ -178,9 +186,11 @@ def _launches(words: Sequence[str]) -> list[tuple[str, ...]]:
     for i, word in enumerate(words[:-1]):
         if word == "-c" and words[i - 1].endswith("sh"):
             with contextlib.suppress(ValueError):
-                parts = " ".join(shlex.quote(w) if w not in _BETWEEN else "\n" for w in _split(words[i + 1])).split("\n")
+                parts = " ".join(shlex.quote(w) if w not in _BETWEEN else "\n" for w in _split(words[i + 1])).split(
+                    "\n"
+                )
                 return [found for part in parts for found in _launches(shlex.split(part))]
-    if words and ("-c" in words[:2] or not any(_starts(word, after) for word, after in zip(words, words[1:]))):
+    if words and ("-c" in words[:2] or not any(_starts(word, after) for word, after in itertools.pairwise(words))):
         return []
     return [tuple(words)] if words else []
 

@@ -20,6 +20,7 @@ from jetrl_patch.config.modes import MODES
 from jetrl_patch.doctor.command import recognise
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError
 from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.patching.guards import installed_version
 from scripts.official import models
 from scripts.official.expand import Launch, without_place
 from scripts.official.renamed import translated
@@ -94,26 +95,43 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
         path = keys.get(_MODEL_KEYS[framework], "")
         text = f"{started.target}: required {PROGRAMS[framework]}, found another entry point. Start with {PROGRAMS[framework]}."
         problems = (Problem(text, "the entry point"),)
-        return Judged(
-            launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes
-        )
+        return Judged(launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes)
     trainer = registry.trainer(framework)
+    own: tuple[Problem, ...] = ()
     try:
         settings = trainer.read(arguments)
     except JetrlError as error:
-        problems = (Problem(without_place(str(error), workplace), "the command line"),)
-        path = keys.get(_MODEL_KEYS[framework], "")
-        kind = _kind(path, False)
-        return Judged(launch, framework, started.target, kind, path, dict.fromkeys(modes(), problems), keys, notes)
+        own = (Problem(_of_this_version(str(error), framework, workplace), f"{framework}'s own refusal"),)
+        try:
+            settings = trainer.read([_forced(word) for word in arguments])
+        except JetrlError:
+            path = keys.get(_MODEL_KEYS[framework], "")
+            verdicts = dict.fromkeys(modes(), own)
+            return Judged(launch, framework, started.target, _kind(path, False), path, verdicts, keys, notes)
     path, _ = trainer.model_path(settings)
     name = models.known(path)
     if name:
         _set_model(framework, settings, str(models.folder(name, place)))
     verdicts = {
-        mode: tuple(_problems(framework, settings, config, place, workplace)) for mode, config in modes().items()
+        mode: (*own, *_problems(framework, settings, config, place, workplace)) for mode, config in modes().items()
     }
     kind = _kind(path, _asynchronous(framework, settings))
     return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes)
+
+
+#: one setting of a command line, with hydra's mark for adding it; a choice of a config group has no dot
+_SETTING = re.compile(r"\+*([a-z]\w*(?:\.\w+)+=.*)", re.DOTALL)
+
+
+def _forced(word: str) -> str:
+    """A hydra setting that is set whether or not this version of the framework has it, so that the others can be judged."""
+    found = _SETTING.fullmatch(word)
+    return f"++{found[1]}" if found else word
+
+
+def _of_this_version(message: str, framework: str, workplace: Path) -> str:
+    short = message.split(" Config search path")[0].split(" To append to")[0].split(" Either remove")[0].rstrip(".")
+    return f"{framework} {installed_version(framework)} itself refuses it: {without_place(short, workplace)}."
 
 
 def _problems(framework: str, settings: Any, config: Config, place: Path, workplace: Path) -> Iterator[Problem]:

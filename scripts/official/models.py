@@ -31,9 +31,9 @@ class Model:
         return str(self.config["model_type"])
 
 
-def _dense(
-    model_type: str, architecture: str, hidden: int, inner: int, layers: int, heads: int, kv: int, vocabulary: int, **more: Any
-) -> Model:
+def _dense(model_type: str, architecture: str, *shape: int, **more: Any) -> Model:
+    """``shape``: hidden size, intermediate size, layers, heads, key-value heads, vocabulary."""
+    hidden, inner, layers, heads, kv, vocabulary = shape
     config = {
         "model_type": model_type, "architectures": [architecture], "hidden_size": hidden, "intermediate_size": inner,
         "num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv, "vocab_size": vocabulary,

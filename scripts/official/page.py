@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.official import keys
 from scripts.official.expand import Expansion
 from scripts.official.judge import ASYNC, Judged, modes
 from scripts.official.models import CLASSES
@@ -36,7 +37,10 @@ def counts(judged: Sequence[Judged]) -> dict[str, dict[str, int]]:
     for kind in classes():
         group = [one for one in judged if one.kind == kind]
         if group:
-            found[kind] = {"launches": len(group), **{mode: sum(one.accepted(mode) for one in group) for mode in modes()}}
+            found[kind] = {
+                "launches": len(group),
+                **{mode: sum(one.accepted(mode) for one in group) for mode in modes()},
+            }
     return found
 
 
@@ -55,7 +59,13 @@ def unlocks(judged: Sequence[Judged], mode: str) -> list[tuple[str, int, int]]:
 
 def plain(text: str) -> str:
     """A message without the words that name the mode, in one line, safe in a table."""
-    return " ".join(_MODE.sub("", text).split()).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("$", "\\$")
+    return (
+        " ".join(_MODE.sub("", text).split())
+        .replace("|", "\\|")
+        .replace("<", "&lt;")
+        .replace("*", "\\*")
+        .replace("$", "\\$")
+    )
 
 
 def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> str:
@@ -70,7 +80,8 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
     lines = [
         "# The frameworks' own scripts",
         "",
-        f"Which launches in the example scripts of {titles} start with the plugin, in every mode, and why the others are refused.",
+        f"Which launches in the example scripts of {titles} start with the plugin, in every mode, and why it refuses",
+        "the others.",
         "",
         "`make official SCRIPTS=DIR` writes this page from a checkout: it runs each script with stubs in place of the programs",
         "that start something, and judges every launch by the checks that `jetrl doctor` and the driver run. A launch is judged",
@@ -84,9 +95,12 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _source(title: str, expansions: Sequence[Expansion], judged: Sequence[Judged], before: Mapping[str, Any]) -> list[str]:
+def _source(
+    title: str, expansions: Sequence[Expansion], judged: Sequence[Judged], before: Mapping[str, Any]
+) -> list[str]:
     lines = [f"## {title}", "", *_summary(expansions, judged), ""]
     lines += _counts(judged, before)
+    lines += _open_keys(judged)
     lines += _unlocks(judged)
     lines += _launches(judged)
     return lines
@@ -103,7 +117,9 @@ def _summary(expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[
         )
     failed = [one for one in expansions if one.failure]
     if failed:
-        parts.append("Not run to their end: " + "; ".join(f"`{one.script}` ({plain(one.failure)})" for one in failed) + ".")
+        parts.append(
+            "Not run to their end: " + "; ".join(f"`{one.script}` ({plain(one.failure)})" for one in failed) + "."
+        )
     notes = dict.fromkeys(note for one in training for note in one.notes)
     parts += [f"{note[0].upper()}{note[1:]}." for note in notes]
     return [" ".join(parts)]
@@ -128,8 +144,21 @@ def _counts(judged: Sequence[Judged], before: Mapping[str, Any]) -> list[str]:
             cells = [f"{cell} ({sum(row[mode] for row in before.values())})" for cell, mode in zip(cells, modes())]
         lines.append(f"| all | {sum(row['launches'] for row in found.values())} | {' | '.join(cells)} |")
     if before:
-        lines += ["", "In brackets: the number of the last release's state, by the same tool."]
+        lines += [
+            "",
+            "In brackets: the number before Ulysses, LoRA and the other settings of this version were covered.",
+        ]
     return [*lines, ""]
+
+
+def _open_keys(judged: Sequence[Judged]) -> list[str]:
+    found = {name for mode in modes() if mode in ("exact", "linear") for name in keys.open_keys(judged, mode)}
+    text = "Every setting that an accepted launch gives is checked by the plugin or known to leave the log-probs alone"
+    if found:
+        text += f" (`scripts/official/keys.py` says why), except {', '.join(f'`{name}`' for name in sorted(found))}"
+    else:
+        text += ": `scripts/official/keys.py` says why"
+    return [f"{text}.", ""]
 
 
 def _unlocks(judged: Sequence[Judged]) -> list[str]:
@@ -147,7 +176,9 @@ def _unlocks(judged: Sequence[Judged]) -> list[str]:
     if not rows:
         return ["Nothing is refused.", ""]
     lines += [f"| what | {' | '.join(chosen)} |", f"| --- | {' | '.join('---' for _ in chosen)} |"]
-    lines += [f"| {_code(about)} | {' | '.join(cells.get(mode, '–') for mode in chosen)} |" for about, cells in rows.items()]
+    lines += [
+        f"| {_code(about)} | {' | '.join(cells.get(mode, '–') for mode in chosen)} |" for about, cells in rows.items()
+    ]
     return [*lines, ""]
 
 
@@ -179,7 +210,10 @@ def _launches(judged: Sequence[Judged]) -> list[str]:
         lines += ["Reasons:", "", *(f"{number}. {text}" for text, number in reasons.items()), ""]
     others = sorted({one.target for one in judged if one.kind is None})
     if others:
-        lines += [f"Without a rollout, so there is nothing to keep equal: {', '.join(f'`{name}`' for name in others)}.", ""]
+        lines += [
+            f"Without a rollout, so there is nothing to keep equal: {', '.join(f'`{name}`' for name in others)}.",
+            "",
+        ]
     return lines
 
 
@@ -193,8 +227,9 @@ def _runs(runs: Sequence[Mapping[str, Any]]) -> list[str]:
     lines = [
         "## Run for real",
         "",
-        "For each accepted class one script, on a CPU with real vLLM: the script's own command line, followed by the settings that",
-        "shrink it (a small model, small batches and lengths, one process, two steps). All other settings are the script's.",
+        "For each accepted class one script, on a CPU with real vLLM: the script's own command line, followed by the settings",
+        "that shrink it (a small model, small batches and lengths, one process, two steps). All other settings are the",
+        "script's. Megatron's launches need GPUs.",
         "",
         "| script | mode | what it covers | steps | tokens | bit-equal, worst step | max abs Δlogp |",
         "| --- | --- | --- | --- | --- | --- | --- |",

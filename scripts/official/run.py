@@ -87,7 +87,11 @@ def covers(one: Judged) -> str:
     if one.framework == "openrlhf":
         names = ("algo.advantage.estimator", "algo.kl.estimator", "algo.advantage.is_correction_level", "ds.zero_stage")
         return ", ".join(f"{name.rpartition('.')[2]} {given[name]}" for name in names if name in given)
-    names = ("algorithm.adv_estimator", "actor_rollout_ref.actor.policy_loss.loss_mode", "actor_rollout_ref.actor.strategy")
+    names = (
+        "algorithm.adv_estimator",
+        "actor_rollout_ref.actor.policy_loss.loss_mode",
+        "actor_rollout_ref.actor.strategy",
+    )
     return ", ".join(f"{name.rpartition('.')[2]} {given[name]}" for name in names if name in given)
 
 
@@ -105,7 +109,8 @@ def run(one: Judged, mode: str, folder: Path) -> dict[str, Any]:
         nothing = {"steps": 0, "tokens": 0, "bit_equal_fraction_min": 0.0, "logp_abs_diff_max": 0.0}
         return {**row, **nothing, "failure": str(error).splitlines()[-1][:200]}
     share, largest, tokens = (
-        [value for _, value in found.series(f"jetrl/{name}")] for name in ("bit_equal_fraction", "logp_abs_diff_max", "tokens")
+        [value for _, value in found.series(f"jetrl/{name}")]
+        for name in ("bit_equal_fraction", "logp_abs_diff_max", "tokens")
     )
     return {
         **row, "steps": len(share), "tokens": int(sum(tokens)), "bit_equal_fraction_min": min(share),

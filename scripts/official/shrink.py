@@ -143,7 +143,9 @@ def openrlhf(
         "ckpt.path": place / "checkpoints",
         "ckpt.save_steps": -1,
     }
-    values |= {name: 8 * (sizes.prompt_tokens + sizes.response_tokens) for name in given if name.endswith("max_tokens_per_gpu")}
+    values |= {
+        name: 8 * (sizes.prompt_tokens + sizes.response_tokens) for name in given if name.endswith("max_tokens_per_gpu")
+    }
     values |= {name: 1 for name in given if name.endswith(("num_nodes", "num_gpus_per_node"))}
     words = [word for name, value in values.items() for word in (f"--{name}", str(value))]
     return [*rest, *words, *(flag for flag in ("--vllm.enforce_eager", "--ckpt.disable_ds") if flag not in rest)]

@@ -9,7 +9,9 @@ from pathlib import Path
 __all__ = ["LAUNCHERS", "make", "preamble"]
 
 #: programs that can start a training
-LAUNCHERS = ("python", "python3", "uv", "torchrun", "deepspeed", "accelerate", "ray", "srun", "sbatch", "mpirun", "numactl", "nohup")
+LAUNCHERS = (
+    "python", "python3", "uv", "torchrun", "deepspeed", "accelerate", "ray", "srun", "sbatch", "mpirun", "numactl", "nohup",
+)  # fmt: skip
 #: programs whose work a launch does not need, or which would reach the network, other processes or the machine
 _OTHERS = (
     "nvidia-smi", "rocm-smi", "npu-smi", "sleep", "pip", "pip3", "conda", "hf", "huggingface-cli", "git", "wget", "curl", "ssh",

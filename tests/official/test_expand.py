@@ -33,7 +33,9 @@ def test_the_launch_is_recorded_word_for_word(tmp_path):
 
 def test_nothing_outside_the_workplace_changes(tmp_path):
     outside = tmp_path / "outside"
-    text = HEAD + f"mkdir -p {outside} ckpt\nrm -rf {tmp_path}\ntouch {tmp_path}/new\npython3 train.py --out {outside}\n"
+    text = (
+        HEAD + f"mkdir -p {outside} ckpt\nrm -rf {tmp_path}\ntouch {tmp_path}/new\npython3 train.py --out {outside}\n"
+    )
     checkout = tmp_path / "checkout"
     found = only(checkout, tmp_path / "work", run=text)
     assert [launch.command for launch in found.launches] == [("python3", "train.py", "--out", str(outside))]
@@ -45,7 +47,7 @@ def test_nothing_outside_the_workplace_changes(tmp_path):
 def test_several_launches_of_one_script_and_a_command_in_a_text(tmp_path):
     text = HEAD + (
         "for i in 1 2; do torchrun --nnodes=1 -m verl.trainer.sft_trainer n=$i; done\n"
-        'srun bash -c "pip install x && /root/ray job submit --address=y -- python3 -m openrlhf.cli.train_ppo_ray --a 1" &\nwait\n'
+        'srun bash -c "pip install x && /root/ray job submit -- python3 -m openrlhf.cli.train_ppo_ray --a 1" &\nwait\n'
     )
     commands = [launch.command for launch in only(tmp_path / "checkout", tmp_path / "work", run=text).launches]
     assert [command[-1] for command in commands] == ["n=1", "n=2", "1"]

@@ -44,8 +44,12 @@ def test_each_refused_setting_is_named_in_the_modes_that_refuse_it(tmp_path):
 
 def test_the_models_shapes_decide(tmp_path):
     """Qwen2.5-7B's MLP of 18944 columns is 148 blocks: two ranks keep them whole, eight do not."""
-    two = verdict(tmp_path / "2", grpo("actor_rollout_ref.rollout.tensor_model_parallel_size=2", model="Qwen/Qwen2.5-7B"))
-    eight = verdict(tmp_path / "8", grpo("actor_rollout_ref.rollout.tensor_model_parallel_size=8", model="Qwen/Qwen2.5-7B"))
+    two = verdict(
+        tmp_path / "2", grpo("actor_rollout_ref.rollout.tensor_model_parallel_size=2", model="Qwen/Qwen2.5-7B")
+    )
+    eight = verdict(
+        tmp_path / "8", grpo("actor_rollout_ref.rollout.tensor_model_parallel_size=8", model="Qwen/Qwen2.5-7B")
+    )
     assert two.accepted("exact")
     assert abouts(eight, "exact") == ["the tensor-parallel split"] and "K = 18944" in eight.verdicts["exact"][0].text
 
@@ -56,7 +60,10 @@ def test_an_unknown_model_is_said_to_be_unknown(tmp_path):
 
 
 def test_another_entry_point_is_refused_by_name(tmp_path):
-    text = HEAD + "python3 -m verl.experimental.fully_async_policy.fully_async_main actor_rollout_ref.model.path=Qwen/Qwen3-8B\n"
+    text = (
+        HEAD
+        + "python3 -m verl.experimental.fully_async_policy.fully_async_main actor_rollout_ref.model.path=Qwen/Qwen3-8B\n"
+    )
     found = verdict(tmp_path, text)
     assert found.kind == ASYNC and found.model == "Qwen/Qwen3-8B"
     assert all("fully_async_main" in found.verdicts[mode][0].text for mode in modes())
