@@ -118,7 +118,9 @@ def _summary(expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[
     failed = [one for one in expansions if one.failure]
     if failed:
         parts.append(
-            "Not run to their end: " + "; ".join(f"`{one.script}` ({plain(one.failure)})" for one in failed) + "."
+            "Not run to their end: "
+            + "; ".join(f"`{_short(one.script)}` ({plain(one.failure)})" for one in failed)
+            + "."
         )
     notes = dict.fromkeys(note for one in training for note in one.notes)
     parts += [f"{note[0].upper()}{note[1:]}." for note in notes]
