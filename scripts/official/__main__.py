@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
+import multiprocessing
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
-from scripts.official import keys, page, run
+from scripts.official import keys, models, page, run
 from scripts.official.expand import expand
-from scripts.official.judge import Judged, judge, modes, on_target
+from scripts.official.judge import judge, modes, on_target
 
 PAGE = page.ROOT / "docs" / "official-scripts.md"
 RUNS = Path(__file__).with_name("runs.json")
@@ -27,15 +29,16 @@ def title(folder: Path) -> str:
     return folder.resolve().name
 
 
-def source(folder: Path, place: Path) -> Iterator[page.Source]:
+def source(folder: Path, place: Path) -> page.Source:
     """Expand and judge one checkout."""
     workplace = place / "work"
     expansions = expand(folder.resolve(), workplace)
-    judged: list[Judged] = []
-    with on_target():
-        for expansion in expansions:
-            judged += [judge(launch, place / "models", workplace) for launch in expansion.launches]
-    yield title(folder), expansions, judged
+    launches = [launch for expansion in expansions for launch in expansion.launches]
+    one = functools.partial(judge, place=place / "models", workplace=workplace)
+    models.write_all(place / "models")
+    with on_target(), ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
+        judged = list(pool.map(one, launches, chunksize=4))
+    return title(folder), expansions, judged
 
 
 def main() -> int:
@@ -53,11 +56,8 @@ def main() -> int:
     for name in [name for name in os.environ if name.startswith("JETRL_")]:
         del os.environ[name]
     with tempfile.TemporaryDirectory(prefix="official-") as temporary:
-        sources = [
-            found
-            for i, folder in enumerate(args.checkouts)
-            for found in source(folder, Path(os.path.realpath(temporary)) / str(i))
-        ]
+        place = Path(os.path.realpath(temporary))
+        sources = [source(folder, place / str(i)) for i, folder in enumerate(args.checkouts)]
     if args.counts:
         table = {name.split()[0]: page.counts(judged) for name, _, judged in sources}
         args.counts.write_text(json.dumps(table, indent=1) + "\n")

@@ -82,7 +82,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     """Judge one launch.
 
     Args:
-        place: where the models' ``config.json`` are written.
+        place: where ``models.write_all`` has written the models' ``config.json``.
         workplace: the temporary folder of the expansion, which no message names.
     """
     started = recognise(launch.command)

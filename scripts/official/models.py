@@ -1,7 +1,7 @@
 """The models that the frameworks' scripts name, as the facts of their ``config.json`` that a check reads.
 
-A script names a model by its hub id or by a path that ends in the hub's name. Nothing is downloaded: ``folder`` writes a
-``config.json`` of these facts. Models of a class that no mode covers are recorded by type and class alone.
+A script names a model by its hub id or by a path that ends in the hub's name. Nothing is downloaded: ``write_all`` writes a
+``config.json`` of these facts for each. Models of a class that no mode covers are recorded by type and class alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
-__all__ = ["CLASSES", "MODELS", "Kind", "Model", "folder", "known"]
+__all__ = ["CLASSES", "MODELS", "Kind", "Model", "folder", "known", "write_all"]
 
 Kind = Literal["dense", "MoE", "VL"]
 #: the classes of models, in the order of the page
@@ -133,9 +133,12 @@ def known(path: str) -> str:
 
 
 def folder(name: str, place: Path) -> Path:
-    """The folder with the model's ``config.json``, written at the first call."""
-    found = place / name
-    if not found.is_dir():
-        found.mkdir(parents=True)
-        (found / "config.json").write_text(json.dumps({"dtype": "bfloat16", **MODELS[name].config}))
-    return found
+    """The folder of a model's ``config.json`` below ``place``, as ``write_all`` has written it."""
+    return place / name
+
+
+def write_all(place: Path) -> None:
+    """Write every model's ``config.json``, before processes share the folder."""
+    for name, model in MODELS.items():
+        folder(name, place).mkdir(parents=True)
+        (folder(name, place) / "config.json").write_text(json.dumps({"dtype": "bfloat16", **model.config}))

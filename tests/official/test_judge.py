@@ -15,6 +15,7 @@ from tests.official.scripts import HEAD, grpo, write
 def verdict(folder: Path, text: str) -> Judged:
     (expansion,) = expand(write(folder / "checkout", run=text), folder / "work")
     assert expansion.failure == ""
+    models.write_all(folder / "models")
     with on_target():
         return judge(expansion.launches[0], folder / "models", folder / "work")
 
