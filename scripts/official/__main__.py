@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import multiprocessing
 import os
 import sys
 import tempfile
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 from scripts.official import keys, models, page, run
@@ -33,11 +30,9 @@ def source(folder: Path, place: Path) -> page.Source:
     """Expand and judge one checkout."""
     workplace = place / "work"
     expansions = expand(folder.resolve(), workplace)
-    launches = [launch for expansion in expansions for launch in expansion.launches]
-    one = functools.partial(judge, place=place / "models", workplace=workplace)
     models.write_all(place / "models")
-    with on_target(), ProcessPoolExecutor(os.cpu_count(), multiprocessing.get_context("fork")) as pool:
-        judged = list(pool.map(one, launches, chunksize=4))
+    with on_target():
+        judged = [judge(one, place / "models", workplace) for expansion in expansions for one in expansion.launches]
     return title(folder), expansions, judged
 
 
