@@ -25,10 +25,12 @@ from scripts.official import models
 from scripts.official.expand import Launch, without_place
 from scripts.official.renamed import translated
 
-__all__ = ["ASYNC", "Judged", "Problem", "judge", "modes", "on_target"]
+__all__ = ["ASYNC", "READ", "Judged", "Problem", "judge", "modes", "on_target"]
 
 #: the class of launches whose rollout does not wait for the trainer, whatever their model
 ASYNC = "async"
+#: the settings of verl that the checks have read, while ``on_target``
+READ: set[str] = set()
 #: modules that train or serve without a rollout
 _NO_ROLLOUT = re.compile(r"(^|[._])(sft|dpo|rm|generation)([._]|$)")
 
@@ -93,8 +95,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     keys = given(framework, arguments)
     if started.target != PROGRAMS[framework]:
         path = keys.get(_MODEL_KEYS[framework], "")
-        text = f"{started.target}: required {PROGRAMS[framework]}, found another entry point. Start with {PROGRAMS[framework]}."
-        problems = (Problem(text, "the entry point"),)
+        problems = (Problem(_other_program(framework, started.target), "the entry point"),)
         return Judged(launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes)
     trainer = registry.trainer(framework)
     own: tuple[Problem, ...] = ()
@@ -134,9 +135,19 @@ def _of_this_version(message: str, framework: str, workplace: Path) -> str:
     return f"{framework} {installed_version(framework)} itself refuses it: {without_place(short, workplace)}."
 
 
+def _other_program(framework: str, target: str) -> str:
+    """Why a program of the framework besides its main one is refused."""
+    refused = getattr(registry.trainer(framework), "program_problem", lambda target: None)(target)
+    required = f"required {PROGRAMS[framework]}, found another program"
+    return str(refused) if refused is not None else f"{target}: {required}. Use {PROGRAMS[framework]}."
+
+
 def _problems(framework: str, settings: Any, config: Config, place: Path, workplace: Path) -> Iterator[Problem]:
+    trainer = registry.trainer(framework)
     try:
-        for error in registry.trainer(framework).problems(settings, config):
+        # what the training engine decides where the user left it open, as the driver does before its checks
+        config = getattr(trainer, "chosen", lambda settings, config: config)(settings, config)
+        for error in trainer.problems(settings, config):
             yield _problem(error, place, workplace)
     except JetrlError as error:
         yield _problem(error, place, workplace)
@@ -203,7 +214,11 @@ def _kind(path: str, asynchronous: bool) -> str:
 
 @contextlib.contextmanager
 def on_target() -> Iterator[None]:
-    """Judge as on the machine that the scripts are for: Megatron's packages are there. Models are built once, without memory."""
+    """Judge as on the machine that the scripts are for: Megatron's packages are there.
+
+    Models are built once, without memory, and ``READ`` collects the settings that the checks read.
+    """
+    from omegaconf import OmegaConf
     from transformers import AutoModelForCausalLM
 
     from jetrl_patch.adapters.verl import megatron
@@ -219,6 +234,14 @@ def on_target() -> Iterator[None]:
             built[key] = build(config, *args, **kwargs)
         return built[key]
 
+    select = OmegaConf.select
+
+    @functools.wraps(select)
+    def read(cfg: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        READ.add(key)
+        return select(cfg, key, *args, **kwargs)
+
+    OmegaConf.select = staticmethod(read)  # type: ignore[assignment]
     megatron.installed_version = lambda name: there.get(name) or version(name)  # type: ignore[assignment]
     megatron.is_installed = lambda name: name in there or installed(name)  # type: ignore[assignment]
     AutoModelForCausalLM.from_config = from_config
@@ -227,3 +250,4 @@ def on_target() -> Iterator[None]:
     finally:
         megatron.installed_version, megatron.is_installed = version, installed  # type: ignore[assignment]
         AutoModelForCausalLM.from_config = build
+        OmegaConf.select = staticmethod(select)  # type: ignore[assignment]

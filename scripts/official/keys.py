@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from jetrl_patch.trainer.rules import Rule
-from scripts.official.judge import Judged
+from scripts.official.judge import READ, Judged
 
 __all__ = ["HARMLESS", "checked", "open_keys", "reason"]
 
@@ -132,9 +132,13 @@ HARMLESS: dict[str, dict[str, str]] = {
 }
 
 
-@functools.cache
 def checked(framework: str) -> frozenset[str]:
-    """The settings that a rule of the plugin reads, and the model's path and parallelism, which the model's check reads."""
+    """The settings that a check of the plugin reads, and those that the plugin sets."""
+    return _ruled(framework) | (READ if framework == "verl" else frozenset())
+
+
+@functools.cache
+def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
         from jetrl_patch.adapters.verl import megatron, precision, settings
         from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
@@ -157,7 +161,8 @@ def checked(framework: str) -> frozenset[str]:
 
 def reason(framework: str, name: str) -> str:
     """Why a setting may be on an accepted command line; empty if nobody has looked at it."""
-    if name in checked(framework):
+    parts = name.split(".")
+    if any(".".join(parts[:n]) in checked(framework) for n in range(len(parts), 1, -1)):  # also as part of a section
         return "checked by the plugin"
     return next((why for pattern, why in HARMLESS[framework].items() if fnmatch.fnmatchcase(name, pattern)), "")
 
