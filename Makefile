@@ -135,12 +135,8 @@ venv: $(SELF)
 
 $(STAMP): $(PINS)
 	@test -n "$(PYTHON)" || { echo "python 3.11 or 3.12 is needed for requirements/cpu.txt; set PYTHON=..." >&2; exit 1; }
-	@echo "building $(VENV) from requirements/ (about two minutes)"
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) -r requirements/build.txt
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt -r requirements/docs.txt
-	@$(VENV)/bin/python -c "import torch" || { echo "the installed torch needs CUDA libraries; point pip at PyTorch's CPU wheels\
-	 (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL) and run make again" >&2; exit 1; }
+	$(PYTHON) scripts/environment.py $(VENV) $(PINS)
+	@rm -f $(VENV)/.pins-*
 	@touch $@
 
 $(SELF): $(STAMP)
