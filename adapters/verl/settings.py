@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import gather, megatron, precision
+from jetrl_patch.adapters.verl import gather, megatron, precision, ulysses
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -36,7 +36,6 @@ _OURS = "no quantization but jetrl_patch's"
 _FULL = "full weights without LoRA"
 _TP_ONLY = "a rollout with tensor parallelism alone"
 _ONE_MODEL = "no vLLM engine besides the policy's"
-_SEQUENCES = "whole sequences on each rank"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
 
@@ -66,8 +65,6 @@ RULES: tuple[Rule, ...] = (
     Rule("distillation.enabled", is_set, _ONE_MODEL, _FALSE, "quantized"),
     Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _FALSE, "exact"),
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
-    Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
-    Rule(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
     Rule(f"{ACTOR}.use_prefix_grouper", is_set, "exact mode's own attention", _FALSE, "exact"),
     Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _TP_ONLY, "set it to 1 and use more replicas", "exact"),
     Rule(f"{ROLLOUT}.top_p", other_than(1, 1.0), f"1, {_ONLY}", "set it to 1", "exact"),
@@ -99,6 +96,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
     yield from gather.problems(select, config)
+    yield from ulysses.problems(select)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -112,6 +110,8 @@ def _check_model(select: Callable[[str], Any], config: Config) -> None:
     path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
     tp = int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
     hf_config = check_checkpoint(path, config, tp, bool(select(f"{MODEL}.trust_remote_code")))
+    if hf_config is not None:
+        ulysses.check_heads(select, hf_config)
     if hf_config is not None and megatron.is_chosen(select, config):
         megatron.check_model(hf_config, int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1))
 
