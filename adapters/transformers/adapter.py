@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
+from typing import Any
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Services
 
@@ -45,7 +46,7 @@ def _register_attention(module: ModuleType, journal: Journal, exact: bool) -> No
     from jetrl_patch.adapters.transformers.packed import PACKED, packed_sdpa
     from jetrl_patch.adapters.transformers.sequence import whole_sequences
 
-    functions = {PACKED: (packed_sdpa, "torch's attention for ranks that share sequences")}
+    functions: dict[str, tuple[Any, str]] = {PACKED: (packed_sdpa, "torch's attention for ranks that share sequences")}
     if exact:
         functions[NAME] = (exact_attention, "the rollout's attention kernel as the trainer's forward")
     for name, (function, reason) in functions.items():
