@@ -57,16 +57,16 @@ def share(module: Any, engine: Any) -> None:
         registry.models().share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
 
 
-def sizes(select: Callable[[str], Any]) -> dict[str, int]:
-    """Return the setting and size of each model whose sequences are cut: the actor and, if the run has one, the reference."""
+def sizes(select: Callable[[str], Any]) -> dict[int, str]:
+    """Return each size above 1 and the setting that gives it, of the actor and, if the run has one, of the reference model."""
     roles = [ACTOR]
     if select("algorithm.use_kl_in_reward") or select(f"{ACTOR}.use_kl_loss"):
         roles.append(REF)
-    found = {}
+    found: dict[int, str] = {}
     for role in roles:
-        for path in (f"{role}.{_SIZE}", f"{role}.fsdp_config.{_SIZE}"):  # the first wins, as in verl
-            if int(select(path) or 1) > 1:
-                found[path] = int(select(path))
+        for path in (f"{role}.{_SIZE}", f"{role}.fsdp_config.{_SIZE}"):  # the first above 1 wins, as in verl
+            if (size := int(select(path) or 1)) > 1:
+                found.setdefault(size, path)
                 break
     return found
 
@@ -74,7 +74,7 @@ def sizes(select: Callable[[str], Any]) -> dict[str, int]:
 def problems(select: Callable[[str], Any]) -> Iterator[JetrlError]:
     """Yield an error for each size that verl's workers would reject after everything has started."""
     ranks = int(select("trainer.nnodes") or 1) * int(select("trainer.n_gpus_per_node") or 1)
-    for path, size in sizes(select).items():
+    for size, path in sizes(select).items():
         if not select(_REMOVE):
             found, fix = f"{_REMOVE}=False", f"set {_REMOVE}=True"
             required = "packed sequences, the only ones that verl cuts"
@@ -86,7 +86,7 @@ def problems(select: Callable[[str], Any]) -> Iterator[JetrlError]:
 
 def check_heads(select: Callable[[str], Any], hf_config: Any) -> None:
     """Raise ModelError if a size does not divide the model's heads as verl needs."""
-    for path, size in sizes(select).items():
+    for size, path in sizes(select).items():
         heads = hf_config.num_attention_heads
         shared = getattr(hf_config, "num_key_value_heads", None) or heads
         if heads % size or (shared % size and size % shared):

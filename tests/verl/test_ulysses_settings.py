@@ -13,51 +13,59 @@ from jetrl_patch.adapters.transformers.packed import PACKED, packed_sdpa
 from jetrl_patch.adapters.verl import settings, ulysses
 from jetrl_patch.errors import ConfigError, ModelError
 from tests.fp8.thresholds import SQNR_ATTENTION, sqnr
-from tests.models import build, config_of
+from tests.models import build
 from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT, base
 
 __all__ = ["base"]
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 REFERENCE = f"{A}.use_kl_loss=True"
-PADDED = "actor_rollout_ref.model.use_remove_padding=False"
+PADDED = "actor_rollout_ref.model.use_remove_padding"
 SIZES = [f"{role}.{part}ulysses_sequence_parallel_size" for role in (A, REF) for part in ("", "fsdp_config.")]
 
 
 @pytest.mark.parametrize("config", [EXACT, LINEAR, ROLLOUT, BF16])
-@pytest.mark.parametrize("path", SIZES)
-def test_each_mode_takes_packed_sequences(base, path, config):
-    settings.check(base(f"{path}=2", REFERENCE), config)
+def test_each_mode_takes_packed_sequences(base, config):
+    settings.check(base(REFERENCE, *(f"{path}=2" for path in SIZES)), config)
 
 
 @pytest.mark.parametrize("path", SIZES)
+def test_what_verls_workers_would_reject_late(path):
+    good = {path: 2, f"{A}.use_kl_loss": True, PADDED: True, "trainer.n_gpus_per_node": 2, "trainer.nnodes": 2}
+    assert list(ulysses.problems(good.get)) == []
+    (problem,) = ulysses.problems({**good, PADDED: False}.get)
+    required = "required packed sequences, the only ones that verl cuts"
+    assert str(problem) == f"verl setting {path}=2: {required}, found {PADDED}=False. Set {PADDED}=True."
+    (problem,) = ulysses.problems({**good, path: 3}.get)
+    assert f"{path}=3: required a divisor of the number of ranks, found 4 ranks. Set it" in str(problem)
+
+
+def test_a_size_for_both_models_is_one_problem():
+    both = {**dict.fromkeys(SIZES, 2), "algorithm.use_kl_in_reward": True}
+    assert len(list(ulysses.problems(both.get))) == 2  # padded, and on one rank
+
+
+def test_the_settings_are_judged_where_verl_reads_them(base):
+    with pytest.raises(ConfigError, match="required packed sequences"):
+        settings.check(base(f"{SIZES[2]}=2", REFERENCE, f"{PADDED}=False"), EXACT)
+    settings.check(base(f"{SIZES[2]}=2", f"{PADDED}=False"), EXACT)  # a run without a reference model
+    with pytest.raises(ModelError, match="found 4 and 2 heads"):
+        settings.check(base(f"{SIZES[0]}=8"), EXACT)
+
+
 @pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        ([PADDED], r"required packed sequences.*found .*use_remove_padding=False\. Set .*use_remove_padding=True"),
-        (["trainer.n_gpus_per_node=3"], r"required a divisor of the number of ranks, found 3 ranks\. Set"),
-    ],
+    ("heads", "shared", "fits"), [(4, 2, {2, 4}), (12, 3, {3, 6, 12}), (8, 8, {2, 4, 8}), (6, 1, {2, 3, 6})]
 )
-def test_what_verls_workers_would_reject_late(base, path, overrides, message):
-    name = path.replace(".", r"\.")
-    with pytest.raises(ConfigError, match=rf"{name}=2: {message}"):
-        settings.check(base(f"{path}=2", REFERENCE, *overrides), EXACT)
-
-
-def test_a_reference_that_the_run_does_not_have_is_not_judged(base):
-    settings.check(base(f"{SIZES[2]}=2", PADDED), EXACT)
-    settings.check(base(PADDED), EXACT)
-
-
-def test_heads_that_the_ranks_cannot_share(base, tmp_path):
-    verl_config = base(f"{A}.ulysses_sequence_parallel_size=8")  # 4 heads
-    with pytest.raises(
-        ModelError, match=r"size=8: required a divisor of the query heads.*found 4 and 2 heads\. Choose"
-    ):
-        settings.check(verl_config, EXACT)
-    settings.check(base(f"{A}.ulysses_sequence_parallel_size=4"), EXACT)  # each key/value head on two ranks
-    config_of("qwen3", num_attention_heads=12, num_key_value_heads=3).save_pretrained(tmp_path)
-    with pytest.raises(ModelError, match="found 12 and 3 heads"):
-        settings.check(base(f"{A}.ulysses_sequence_parallel_size=4", f"actor_rollout_ref.model.path={tmp_path}"), EXACT)
+def test_heads_that_the_ranks_can_share(heads, shared, fits):
+    hf_config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=shared)
+    for size in range(2, 13):
+        cut = {SIZES[0]: size}.get
+        if size in fits:
+            ulysses.check_heads(cut, hf_config)
+        else:
+            with pytest.raises(
+                ModelError, match=rf"size={size}: required a divisor .*found {heads} and {shared} heads\. Choose"
+            ):
+                ulysses.check_heads(cut, hf_config)
 
 
 def engine_of(size: int) -> SimpleNamespace:
