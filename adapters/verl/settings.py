@@ -111,10 +111,10 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield contradiction
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
-    yield from ulysses.problems(select, config)
     yield from model_config.problems(select, config)
     yield from _engine_problems(select, config)
     yield from gather.problems(select, config)
+    yield from ulysses.problems(select)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -138,6 +138,8 @@ def _check_model(select: Callable[[str], Any], config: Config) -> None:
     """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
     path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
     hf_config = check_checkpoint(path, config, _rollout_tp(select), bool(select(f"{MODEL}.trust_remote_code")))
+    if hf_config is not None:
+        ulysses.check_heads(select, hf_config)
     if hf_config is not None and megatron.is_chosen(select, config):
         megatron.check_model(hf_config, int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1))
 
