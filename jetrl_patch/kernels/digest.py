@@ -35,7 +35,8 @@ def digest_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``x`` holds bytes [rows, cols], or with HALVES 16-bit words; ``cols``, ``ld`` and ``col0`` count these.
 
-    out[0] += digest; out[1] = 1 if SPECIAL and a word is a BF16 NaN or infinity.
+    out[0] += digest; out[1] = 1 if a word has the exponent of NaN and infinity: any word with SPECIAL = 1 (BF16), every
+    second one with SPECIAL = 2 (the upper halves of FP32).
     """
     strips = tl.cdiv(cols, COLS)
     c = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
@@ -55,19 +56,23 @@ def digest_kernel(  # type: ignore[no-untyped-def]
             low, high = word & 0xFF, (word >> 8) & 0xFF
             terms = (low + 1).to(tl.int64) * col[None, :] + (high + 1).to(tl.int64) * col_high[None, :]
             if SPECIAL:
-                special |= ((word & 0x7F80) == 0x7F80).to(tl.int32)
+                whole = ((c % SPECIAL) == SPECIAL - 1)[None, :]
+                special |= (((word & 0x7F80) == 0x7F80) & whole).to(tl.int32)
         else:
             terms = ((word & 0xFF) + 1).to(tl.int64) * col[None, :]
         total += odd_hash(r + row0, ROW_SALT) * tl.sum(tl.where(held, terms, 0), 1)
     tl.atomic_add(out, tl.sum(total, 0), sem="relaxed")
     if SPECIAL:
-        if tl.max(tl.max(special, 1), 0) > 0:
-            tl.store(out + 1, tl.full((), 1, tl.int64))
+        tl.store(out + 1, tl.full((), 1, tl.int64), mask=tl.max(tl.max(special, 1), 0) > 0)
 
 
 #: the hashes' offsets, as in ``sync.digest``: splitmix64's increment times the salt, modulo 2**64
 SALTS = {"ROW_SALT": 0x9E3779B97F4A7C15, "COL_SALT": 0x9E3779B97F4A7C15 * 2 % (1 << 64)}
 FIXED = {"ROWS": ROWS, "COLS": COLS, "TILES": TILES, **SALTS}
+
+
+#: words in a value of the dtypes that may hold NaN or Inf
+_SPECIAL = {torch.bfloat16: 1, torch.float32: 2}
 
 
 class Slots:
@@ -88,7 +93,7 @@ _slots = Slots()
 
 
 def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
-    """The digest, and 1 if the matrix is BF16 and holds NaN or Inf: int64 [2] on the device.
+    """The digest, and 1 if the matrix is BF16 or FP32 and holds NaN or Inf: int64 [2] on the device.
 
     Args:
         matrix_RC: any dtype, contiguous rows; the row stride is free. row0, col0: its place in the whole tensor, in elements.
@@ -101,7 +106,7 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
     grid = (-(-cols // COLS) * -(-rows // (ROWS * TILES)),)
     digest_kernel[grid](
         words, out, rows, cols, words.stride(0), row0, col0 * (size // 2 if halves else size),
-        HALVES=halves, SPECIAL=matrix_RC.dtype == torch.bfloat16, num_warps=4, **FIXED,
+        HALVES=halves, SPECIAL=_SPECIAL.get(matrix_RC.dtype, 0), num_warps=4, **FIXED,
     )  # fmt: skip
     return out
 
@@ -109,11 +114,11 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
 _TYPES = {"out": "*i64", "rows": "i32", "cols": "i32", "ld": "i32", "row0": "i32", "col0": "i32"}
 KERNELS = (
     Spec(
-        "digest_bytes", digest_kernel, {"x": "*u8", **_TYPES}, {"HALVES": False, "SPECIAL": False, **FIXED},
+        "digest_bytes", digest_kernel, {"x": "*u8", **_TYPES}, {"HALVES": False, "SPECIAL": 0, **FIXED},
         {"num_warps": 4}, ("cols", "ld"),
     ),
     Spec(
-        "digest_bf16", digest_kernel, {"x": "*i16", **_TYPES}, {"HALVES": True, "SPECIAL": True, **FIXED},
+        "digest_bf16", digest_kernel, {"x": "*i16", **_TYPES}, {"HALVES": True, "SPECIAL": 1, **FIXED},
         {"num_warps": 4}, ("cols", "ld"),
     ),
 )  # fmt: skip

@@ -112,9 +112,9 @@ static uint64_t dot(const uint8_t *x, int64_t n, int64_t ld, const columns *t) {
 }
 #endif
 
-static int holds_special(const uint8_t *x, int64_t n) {  /* a BF16 NaN or infinity among n bytes */
+static int holds_special(const uint8_t *x, int64_t n, int size) {  /* a BF16 (size 2) or FP32 (4) NaN or infinity in n bytes */
     int found = 0;
-    for (int64_t c = 0; c + 2 <= n; c += 2) {
+    for (int64_t c = size - 2; c < n; c += size) {  /* the half with the exponent */
         uint16_t value;
         memcpy(&value, x + c, 2);
         found |= (value & 0x7f80u) == 0x7f80u;
@@ -123,8 +123,8 @@ static int holds_special(const uint8_t *x, int64_t n) {  /* a BF16 NaN or infini
 }
 
 /* Bytes [rows, cols] with a row stride of `ld` bytes; `row0` and `col0` (in bytes) place them in the whole tensor.
- * out[0]: the digest. out[1]: with `bf16`, whether a BF16 value is NaN or infinite; else 0. */
-void jetrl_digest(const uint8_t *x, int64_t ld, int64_t rows, int64_t cols, int64_t row0, int64_t col0, int bf16,
+ * out[0]: the digest. out[1]: for BF16 (`size` 2) and FP32 (4), whether a value is NaN or infinite; else 0. */
+void jetrl_digest(const uint8_t *x, int64_t ld, int64_t rows, int64_t cols, int64_t row0, int64_t col0, int size,
                   uint64_t *out, int threads) {
     uint64_t total = 0;
     int special = 0;
@@ -144,7 +144,7 @@ void jetrl_digest(const uint8_t *x, int64_t ld, int64_t rows, int64_t cols, int6
             for (int64_t r = first; r < last; r++) {
                 const uint8_t *row = x + r * ld + c;
                 total += odd_hash((uint64_t)(row0 + r), 1) * (dot(row, n, ld, &table) + ones);
-                if (bf16) special |= holds_special(row, n);
+                if (size) special |= holds_special(row, n, size);
             }
         }
     }

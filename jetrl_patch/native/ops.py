@@ -113,7 +113,7 @@ def fingerprint(tensor: Tensor) -> int:
 
 
 def digest(matrix_RC: Tensor, row0: int, col0: int) -> tuple[int, bool]:
-    """The digest (``sync.digest``) of a CPU matrix with contiguous rows, and whether it is BF16 and holds NaN or Inf.
+    """The digest (``sync.digest``) of a CPU matrix with contiguous rows, and whether it is BF16 or FP32 and holds NaN or Inf.
 
     ``row0`` and ``col0`` (elements) place it in the whole tensor.
     """
@@ -123,7 +123,7 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> tuple[int, bool]:
     out = (ctypes.c_uint64 * 2)()
     library().jetrl_digest(
         _ptr(matrix_RC), _long(matrix_RC.stride(0) * size), _long(rows), _long(cols * size), _long(row0),
-        _long(col0 * size), int(matrix_RC.dtype == _BF16), out, _threads(rows * cols * size // 4),
+        _long(col0 * size), size if matrix_RC.dtype in (_BF16, torch.float32) else 0, out, _threads(rows * cols * size // 4),
     )  # fmt: skip
     return out[0], bool(out[1])
 

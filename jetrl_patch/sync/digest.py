@@ -12,8 +12,8 @@ tensor add up to the digest of the whole. A byte that is wrong, missing, duplica
 The digest guards against mistakes, not against an adversary.
 
 ``start`` reads a tensor once: on the CPU with a C kernel, on CUDA with a Triton kernel, elsewhere with torch. On a device the
-result stays there; ``read`` fetches those of many tensors in one transfer. The three give the same value, and tell on the way
-whether a BF16 tensor holds NaN or Inf.
+result stays there; ``read`` fetches those of many tensors in one transfer. The three give the same value, and tell on the
+way whether a BF16 or FP32 tensor holds NaN or Inf.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ from typing import NamedTuple
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from jetrl_patch.errors import SyncError
 from jetrl_patch.native import build, ops
 
-#: ``(digest, whether a BF16 tensor holds NaN or Inf)``, or the same as int64 [2] on a device
+#: ``(digest, whether a BF16 or FP32 tensor holds NaN or Inf)``, or the same as int64 [2] on a device
 Pending = tuple[int, bool] | torch.Tensor
 
 _CHUNK_BYTES = 1 << 20  # bytes widened to int64 at a time: 8 MiB of extra memory
@@ -96,7 +97,7 @@ def start(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> Pending:
 
 
 def read(started: Sequence[Pending]) -> list[tuple[int, bool]]:
-    """Return ``(digest, whether a BF16 tensor holds NaN or Inf)`` of each. Waits at most once per device."""
+    """Return ``(digest, whether a BF16 or FP32 tensor holds NaN or Inf)`` of each. Waits at most once per device."""
     done: dict[int, tuple[int, bool]] = {i: found for i, found in enumerate(started) if isinstance(found, tuple)}
     by_device: dict[torch.device, list[int]] = {}
     for i, found in enumerate(started):
@@ -122,7 +123,7 @@ def formula(matrix: torch.Tensor, row0: int = 0, col0: int = 0) -> torch.Tensor:
         chunk = bytes_RC[first : first + step].to(torch.int64) + 1
         total += (row_R[first : first + step] * (chunk * col_C).sum(1)).sum()
     special = torch.zeros_like(total)
-    if matrix.dtype == torch.bfloat16:
+    if matrix.dtype in (torch.bfloat16, torch.float32):
         special += (~torch.isfinite(matrix)).any()
     return torch.stack((total, special))
 
@@ -130,6 +131,33 @@ def formula(matrix: torch.Tensor, row0: int = 0, col0: int = 0) -> torch.Tensor:
 def add(*digests: int) -> int:
     """Add digests: the digest of the tensor that the pieces tile."""
     return sum(digests) & _MASK
+
+
+class Pieces:
+    """The rectangles that a process holds, and checks on them: collected on the device, read once."""
+
+    def __init__(self) -> None:
+        self._places: list[tuple[str, int, int, int, int]] = []
+        self._started: list[Pending] = []
+        self._wrong: list[tuple[torch.Tensor, str]] = []
+
+    def add(self, name: str, row0: int, row1: int, col0: int, col1: int, data: torch.Tensor) -> None:
+        """Add rows [row0, row1), columns [col0, col1) of a named tensor, with their data."""
+        self._places.append((name, row0, row1, col0, col1))
+        self._started.append(start(data, row0, col0))
+
+    def refuse(self, wrong: torch.Tensor, why: str) -> None:
+        """Have ``read`` raise SyncError with this text if ``wrong``, a bool [], is true."""
+        self._wrong.append((wrong, why))
+
+    def read(self) -> list[Rect]:
+        """Return the rectangles in the order in which they were added."""
+        if self._wrong:
+            found = torch.stack([wrong for wrong, _ in self._wrong]).tolist()
+            for wrong, (_, why) in zip(found, self._wrong, strict=True):
+                if wrong:
+                    raise SyncError(why)
+        return [Rect(*place, value) for place, (value, _) in zip(self._places, read(self._started), strict=True)]
 
 
 @functools.cache

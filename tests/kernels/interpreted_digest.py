@@ -37,11 +37,12 @@ def test_a_view_is_read_in_place():
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("-inf")])
-def test_tells_whether_bf16_is_finite(bad):
+def test_tells_whether_values_are_finite(bad):
     weight = torch.randn(66, 300).to(torch.bfloat16)
     assert digest(weight, 0, 0)[1] == 0
+    assert digest(weight.float(), 0, 0)[1] == 0
     weight[65, 299] = bad
-    assert digest(weight, 0, 0)[1] == 1
+    assert digest(weight, 0, 0)[1] == digest(weight.float(), 0, 0)[1] == 1
 
 
 def test_a_single_flipped_bit_is_seen():
