@@ -117,10 +117,9 @@ class WatchedSocket:
 
     def _wait(self, event: int) -> None:
         since = time.monotonic()
-        while not self._socket.poll(0, event) and self.meanwhile():
-            pass
-        while not self._socket.poll(_POLL_MS, event):
-            self._peer.check(since)
+        while not self._socket.poll(0, event):
+            if not self.meanwhile() and not self._socket.poll(_POLL_MS, event):
+                self._peer.check(since)
 
 
 def watched_sender(peer: Peer, **kwargs: Any) -> Any:

@@ -1,0 +1,58 @@
+"""Peak memory and time of log-probs and their gradient: in blocks of tokens, and in one pass over all of them.
+
+``python -m benchmarks.logprob --way blocks`` runs one way in this process, because peak memory belongs to a process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.exact import logprob
+
+
+def one_pass(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:
+    """The definition over all tokens at once, as it was computed before."""
+    x = logits.float() / temperature
+    return torch.log_softmax(x, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+
+
+def run(way: str, tokens: int, vocabulary: int) -> None:
+    hidden = torch.randn(tokens, 8, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(vocabulary, 8, dtype=torch.bfloat16)
+    labels = torch.arange(tokens) % vocabulary
+    logits = hidden @ weight.t()
+    size = logits.nbytes
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    start = time.perf_counter()
+    if way == "blocks":
+        found = logprob.token_log_probs(logits, labels, 0.7, reuse=True)
+    else:
+        found = one_pass(logits, labels, 0.7)
+    del logits
+    found.sum().backward()
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    allowed = 1.2 * size + logprob.BLOCK_BYTES
+    print(
+        f"{way}: {tokens} tokens, vocabulary {vocabulary}: logits {size / 2**20:.0f} MiB, with them at most "
+        f"{(size + peak - before) / 2**20:.0f} MiB ({(size + peak - before) / size:.2f} times the logits), "
+        f"allowed {allowed / 2**20:.0f} MiB; {seconds:.1f} s; gradient {float(hidden.grad.float().norm()):.6g}"  # type: ignore[union-attr]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--way", choices=["blocks", "one pass"], default="blocks")
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--vocabulary", type=int, default=151_936)
+    args = parser.parse_args()
+    run(args.way, args.tokens, args.vocabulary)
+
+
+if __name__ == "__main__":
+    main()
