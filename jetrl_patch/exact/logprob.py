@@ -88,7 +88,7 @@ class _InBlocks(torch.autograd.Function):
         return found
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, labels = ctx.saved_tensors
         found = logits if ctx.reuse else torch.empty_like(logits)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -30,7 +30,7 @@ from jetrl_patch.errors import SyncError
 from jetrl_patch.native import build, ops
 
 #: ``(digest, whether a BF16 or FP32 tensor holds NaN or Inf)``, or the same as int64 [2] on a device
-Pending = tuple[int, bool] | torch.Tensor
+Pending: TypeAlias = tuple[int, bool] | torch.Tensor
 
 _CHUNK_BYTES = 1 << 20  # bytes widened to int64 at a time: 8 MiB of extra memory
 _MASK = (1 << 64) - 1
@@ -104,7 +104,7 @@ def read(started: Sequence[Pending]) -> list[tuple[int, bool]]:
         if isinstance(found, torch.Tensor):
             by_device.setdefault(found.device, []).append(i)
     for places in by_device.values():
-        pairs: list[list[int]] = torch.stack([started[i] for i in places]).tolist()  # type: ignore[misc]
+        pairs: list[list[int]] = torch.stack([started[i] for i in places]).tolist()
         done |= {i: (value & _MASK, bool(special)) for i, (value, special) in zip(places, pairs, strict=True)}
     return [done[i] for i in range(len(started))]
 
