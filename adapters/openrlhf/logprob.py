@@ -15,6 +15,7 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.exact import packed as packing
 from jetrl_patch.gate import while_config
 
 __all__ = ["actor_forward", "check_sampling", "first_tokens", "log_probs_from_logits"]
@@ -56,7 +57,8 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         _current.packed = attention_mask if getattr(self, "packing_samples", False) else None
         _current.alone = not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY
         try:
-            return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+            with packing.sequences(sequences.shape[0]):
+                return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
         finally:
             _current.first, _current.packed, _current.alone = None, None, False
 

@@ -67,6 +67,25 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return logprobs_from_logits
 
 
+@while_config(lambda config: config.exact)
+def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_inputs``: note how many sequences a packed row holds at most.
+
+    They are the micro-batch's, the padding's, of which every token may count as one, and the one that a rank's slice cuts.
+    """
+
+    def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
+        from jetrl_patch.exact import packed
+
+        inputs, arguments = original(self, micro_batch)
+        positions = inputs.get("position_ids")
+        if "pad_size" in arguments and positions is not None:  # verl pads packed rows only
+            packed.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
+        return inputs, arguments
+
+    return prepare_model_inputs
+
+
 @_same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample."""
