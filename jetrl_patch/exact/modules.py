@@ -50,7 +50,8 @@ class ExactRotary:
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = self._table(max(position_ids.shape[-1], longest_context(self.config)), x.device)
+        tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up, so that the table seldom grows
+        cos, sin = self._table(max(tokens, longest_context(self.config)), x.device)
         try:
             cos, sin = cos[position_ids], sin[position_ids]
         except IndexError:
