@@ -144,4 +144,4 @@ def check_sampling(min_tokens: int) -> None:
 
 
 def _exact() -> bool:
-    return runtime.is_active() and runtime.active_config().exact
+    return runtime.active_with(lambda config: config.exact)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.gate import while_config
 
 #: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
@@ -39,7 +40,11 @@ _current = _Current()
 
 @_same_log_probs
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32."""
+    """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32.
+
+    The dtype of the result does not depend on the temperatures: ranks that share sequences, and the micro-batches of one
+    rank, put their entropies together.
+    """
 
     def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
         if is_unit_temperature:
@@ -88,15 +93,21 @@ def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample."""
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample.
+
+    Where verl divides by the temperature in line, in the logits' dtype, it gets FP32 logits.
+    """
 
     def prepare_model_outputs(self: Any, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
         prepared, logits = getattr(self, "_jetrl", None), getattr(output, "logits", None)
-        if prepared is None or logits is None:
+        if logits is None:
             return original(self, output, output_args, micro_batch, *args, **kwargs)
-        outside = banned_columns(logits, prepared.vocabulary, prepared.banned)
-        if not log_probs_alone(micro_batch, logits):
+        outside = None if prepared is None else banned_columns(logits, prepared.vocabulary, prepared.banned)
+        in_line = wants_float_logits()
+        if prepared is None or in_line or not log_probs_alone(micro_batch, logits):
             output.logits = ban(logits, outside)
+            if in_line and not _is_unit(output_args):
+                output.logits = output.logits.float()
             return original(self, output, output_args, micro_batch, *args, **kwargs)
         _current.alone, _current.edit, _current.temperature = True, None, 1.0
         if outside is not None:
@@ -107,6 +118,12 @@ def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
             _current.alone, _current.edit, _current.temperature = False, None, 1.0
 
     return prepare_model_outputs
+
+
+def _is_unit(output_args: Any) -> bool:
+    """Whether every sample's temperature is 1, by which a division in any dtype is exact."""
+    found = output_args.get("temperature_rmpad", output_args.get("temperature"))
+    return bool((found == 1.0).all())
 
 
 def log_probs_alone(micro_batch: Any, logits: Any) -> bool:

@@ -86,8 +86,8 @@ class _Digests:
         for name, (value, special) in zip(self._started, read(list(self._started.values())), strict=True):
             if special:  # a scale is NaN or Inf if a weight in its block is
                 raise SyncError(
-                    f"{name.removesuffix(SCALE_SUFFIX)} holds NaN or Inf, so the sync was stopped; check the gradient norm and "
-                    f"the learning rate of the last optimizer step"
+                    f"{name.removesuffix(SCALE_SUFFIX)} holds NaN or Inf, so the sync was stopped. Check the gradient norm and "
+                    f"the learning rate of the last optimizer step."
                 )
             self._stats.digests[name] = value
         self._started, self._bytes = {}, 0
@@ -182,8 +182,8 @@ def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight in BF16. Raises SyncError, with its name, if it is unexpectedly FP8."""
     if is_te_tensor(weight):
         raise SyncError(
-            f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout; keep this layer in BF16 in the "
-            f"trainer too, or do not exclude it and use FP8 on both sides"
+            f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout. Keep this layer in BF16 in the "
+            f"trainer too, or do not exclude it and use FP8 on both sides."
         )
     return weight.detach().to(torch.bfloat16)
 

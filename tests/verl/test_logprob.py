@@ -11,7 +11,7 @@ import torch
 from verl.utils import tensordict_utils as tu
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import logprob
+from jetrl_patch.adapters.verl import adapter, compat, logprob
 from jetrl_patch.config import Config
 
 from ..waits import NothingIsReadBack
@@ -166,3 +166,28 @@ def test_no_host_waits(mode):
     _run(Engine(300, [5]), alone, 0.7)  # the mask of banned tokens is copied to the device once
     with NothingIsReadBack():
         _run(Engine(300, [5]), alone, 0.7)
+
+
+@pytest.mark.parametrize(("installed", "rounds"), [("0.9.0", True), ("0.9.1", False)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_verl_that_divides_in_line_gets_fp32_logits(mode, monkeypatch, installed, rounds, temperature):
+    """verl 0.9.0 divides inside ``prepare_model_outputs``; 0.9.1 calls a function, which is patched."""
+    monkeypatch.setattr(compat, "installed_version", lambda name: installed)
+    mode(Config())
+    output = SimpleNamespace(logits=LOGITS)
+    compat.wants_float_logits.cache_clear()
+
+    def in_line(self, output, output_args, micro_batch, logits_processor_func):
+        return output.logits / output_args["temperature_rmpad"].clamp(min=1e-8).unsqueeze(-1).to(output.logits.dtype)
+
+    try:
+        found = logprob.prepare_model_outputs(in_line)(
+            None, output, {"temperature_rmpad": torch.full((6,), temperature)}, {}, None
+        )
+        assert any(patch is adapter.TEMPERATURE for patch in adapter.ADAPTER.patches(Config())) is not rounds
+    finally:
+        compat.wants_float_logits.cache_clear()
+    got = logprob.logprobs_from_logits(_original)(found, LABELS)
+    theirs = _vllm(LOGITS, temperature).gather(-1, LABELS[:, None])[:, 0]
+    assert torch.equal(got, theirs) is (rounds or temperature == 1.0)
+    assert output.logits is LOGITS or (rounds and temperature != 1.0)
