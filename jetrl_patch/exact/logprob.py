@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-#: bytes of one FP32 copy of a block; up to three are held at a time
+#: bytes of one FP32 copy of a block, of which the backward pass holds about four
 BLOCK_BYTES = 64 << 20
 #: Rows per block are a multiple of this: in every block, a row has the alignment to 16 bytes that it has among all rows.
 _MULTIPLE = 16
