@@ -47,7 +47,7 @@ def run(way: str, tokens: int, vocabulary: int) -> None:
     print(
         f"{way}: {tokens} tokens, vocabulary {vocabulary}: logits {size / 2**20:.0f} MiB, with them at most "
         f"{(size + peak - before) / 2**20:.0f} MiB ({(size + peak - before) / size:.2f} times the logits), "
-        f"allowed {allowed / 2**20:.0f} MiB; {seconds:.1f} s; gradient {float(gradient[:16].float().norm()):.6g}"
+        f"allowed {allowed / 2**20:.0f} MiB; {seconds:.1f} s; gradient {float(gradient[:16].detach().float().norm()):.6g}"
     )
 
 
