@@ -24,7 +24,8 @@ def _extra(*names: str) -> list[str]:
 
 EXTRAS = {
     "vllm": _extra("torch", "transformers", "vllm"),
-    "verl": _extra("torch", "transformers", "vllm", "verl", "ray"),
+    # verl's default trainer imports TransferQueue, which comes only with some of verl's extras
+    "verl": [*_extra("torch", "transformers", "vllm", "verl", "ray"), "TransferQueue>=0.1.10"],
     "openrlhf": _extra("torch", "transformers", "vllm", "openrlhf", "ray"),
     "te": ["transformer_engine>=2.3", *_extra("torch")],
     "optim": ["torchao>=0.18,<0.19", *_extra("torch")],

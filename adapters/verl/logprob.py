@@ -21,10 +21,14 @@ _same_log_probs = while_config(lambda config: config.same_log_probs)
 
 @_same_log_probs
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32."""
+    """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32.
+
+    The dtype of the result does not depend on the temperatures: ranks that share sequences, and the micro-batches of one
+    rank, put their entropies together.
+    """
 
     def _scale_logits_by_temperature(logits: Any, temperature: Any, *, is_unit_temperature: bool) -> Any:
-        if is_unit_temperature or bool((temperature == 1.0).all()):
+        if is_unit_temperature:
             return logits
         return logits.float() / temperature.clamp(min=1e-8).float()
 
