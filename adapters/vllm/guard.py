@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import ColumnParallelLinear, LinearBase, LinearMethodBase, RowParallelLinear, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    LinearMethodBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
