@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.gate import while_config
 
 #: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
@@ -48,15 +49,27 @@ def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample."""
+    """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample.
 
-    def prepare_model_outputs(self: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    Where verl divides by the temperature in line, in the logits' dtype, it gets FP32 logits.
+    """
+
+    def prepare_model_outputs(self: Any, output: Any, output_args: Any, *args: Any, **kwargs: Any) -> Any:
         prepared = getattr(self, "_jetrl", None)
-        if prepared is not None and getattr(output, "logits", None) is not None:
-            output.logits = ban(output.logits, prepared.vocabulary, prepared.banned)
-        return original(self, output, *args, **kwargs)
+        if getattr(output, "logits", None) is not None:
+            if prepared is not None:
+                output.logits = ban(output.logits, prepared.vocabulary, prepared.banned)
+            if wants_float_logits() and not _is_unit(output_args):
+                output.logits = output.logits.float()
+        return original(self, output, output_args, *args, **kwargs)
 
     return prepare_model_outputs
+
+
+def _is_unit(output_args: Any) -> bool:
+    """Whether every sample's temperature is 1, by which a division in any dtype is exact."""
+    found = output_args.get("temperature_rmpad", output_args.get("temperature"))
+    return bool((found == 1.0).all())
 
 
 def ban(logits: Any, vocabulary: int | None, banned: list[int]) -> Any:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import logprob
+from jetrl_patch.adapters.verl import adapter, compat, logprob
 from jetrl_patch.config import Config
 
 
@@ -86,3 +88,28 @@ def test_gradients_flow_to_what_is_not_banned(mode):
     labels = torch.full((6,), 20)
     logprob.logprobs_from_logits(_original)(logprob.ban(logits, 300, []), labels).sum().backward()
     assert (logits.grad[:, 300:] == 0).all() and (logits.grad[:, 20] != 0).all()
+
+
+@pytest.mark.parametrize(("installed", "rounds"), [("0.9.0", True), ("0.9.1", False)])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_verl_that_divides_in_line_gets_fp32_logits(mode, monkeypatch, installed, rounds, temperature):
+    """verl 0.9.0 divides inside ``prepare_model_outputs``; 0.9.1 calls a function, which is patched."""
+    monkeypatch.setattr(compat, "installed_version", lambda name: installed)
+    mode(Config())
+    output = SimpleNamespace(logits=LOGITS)
+    compat.wants_float_logits.cache_clear()
+
+    def in_line(self, output, output_args, micro_batch, logits_processor_func):
+        return output.logits / output_args["temperature_rmpad"].clamp(min=1e-8).unsqueeze(-1).to(output.logits.dtype)
+
+    try:
+        found = logprob.prepare_model_outputs(in_line)(
+            None, output, {"temperature_rmpad": torch.full((6,), temperature)}, {}, None
+        )
+        assert any(patch is adapter.TEMPERATURE for patch in adapter.ADAPTER.patches(Config())) is not rounds
+    finally:
+        compat.wants_float_logits.cache_clear()
+    got = logprob.logprobs_from_logits(_original)(found, LABELS)
+    theirs = _vllm(LOGITS, temperature).gather(-1, LABELS[:, None])[:, 0]
+    assert torch.equal(got, theirs) is (rounds or temperature == 1.0)
+    assert output.logits is LOGITS or (rounds and temperature != 1.0)
