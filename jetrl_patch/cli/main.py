@@ -18,7 +18,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch import command as launch
 from jetrl_patch.launch.arguments import FLAG, split
 from jetrl_patch.patching.guards import installed_version
-from jetrl_patch.support import check_framework, check_python, installed_frameworks
+from jetrl_patch.support import check_framework, check_python, installed_frameworks, require_torch
 
 __all__ = ["app", "main"]
 
@@ -138,6 +138,7 @@ def export(
 
     Every tensor is read back from disk before the folder gets its final name.
     """
+    require_torch("jetrl export")
     from rich.console import Console
 
     from jetrl_patch.checkpoint.command import command
@@ -153,6 +154,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
     """
     here = set(installed_frameworks())
     rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
+    env.check_names()
     config = Config.from_env() if env.opted_in() else None
     unsupported = [row for row in rows if row[4] == "unsupported"]
     if as_json:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jetrl_patch.errors import explain
+from jetrl_patch.places import check_target, writing
 from jetrl_patch.report import write
 from jetrl_patch.report.charts import draw, wanted
 from jetrl_patch.report.pictures import draw_pictures
@@ -24,7 +25,9 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
 
     Raises:
         ReportError: a run cannot be read, or no run has a metric that the report shows.
+        ConfigError: the system refuses to read a run, or to write the report.
     """
+    check_target(out, folder=True)
     notes: list[str] = []
     seen: list[str] = []
 
@@ -35,12 +38,13 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
 
     runs = collect(texts, keep, notes)
     _look(runs, seen, notes)
-    summaries = write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes)
     made = [out / "report.html", out / "summary.json"]
-    try:
-        made += draw_pictures(runs, out)
-    except ReportError as error:
-        notes.append(str(error))
+    with writing(out):
+        summaries = write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes)
+        try:
+            made += draw_pictures(runs, out)
+        except ReportError as error:
+            notes.append(str(error))
     for note in notes:
         warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(make_table(summaries, title, console.width))
