@@ -6,7 +6,7 @@ checks the signatures. No adapter is imported here; ``registry.py`` finds the ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -45,6 +45,11 @@ class Rollout(Protocol):
 
     def kv_cache_error(self) -> JetrlError | None:
         """The error to raise on a machine that does not support an FP8 KV cache; None where it does."""
+
+    def argument_problems(
+        self, given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str], /
+    ) -> Iterator[JetrlError]:
+        """Yield an error for each engine argument that the mode does not handle; ``name`` returns the user's name of one."""
 
     def refuse_exact_on(self, device_type: str, /) -> None:
         """Raise ConfigError if the device lacks the ops of exact mode. Imports no framework."""

@@ -14,6 +14,7 @@ from jetrl_patch.adapters.verl import (
     metrics,
     model,
     precision,
+    programs,
     scaling,
     settings,
     state,
@@ -231,7 +232,10 @@ class VerlAdapter(Adapter):
         return correction_hooks(config)
 
     def check(self, config: Config) -> None:
-        """Raise ConflictError if the environment gives TransformerEngine another scale format than ``config``."""
+        """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""
+        problem = programs.program_problem(programs.own_program())
+        if problem is not None:
+            raise problem
         megatron.check_scales(config)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
