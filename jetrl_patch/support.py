@@ -19,6 +19,7 @@ __all__ = [
     "check_hopper",
     "check_python",
     "check_torch",
+    "count_gpus",
     "installed_frameworks",
     "require_torch",
 ]
@@ -89,6 +90,15 @@ def check_cuda() -> Check:
     if not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no CUDA device"
     return True, torch.cuda.get_device_name()
+
+
+def count_gpus() -> int:
+    """The number of CUDA devices that torch sees, under ``CUDA_VISIBLE_DEVICES``."""
+    if not check_cuda()[0]:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def check_hopper() -> Check:

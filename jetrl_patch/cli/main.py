@@ -85,7 +85,7 @@ def doctor(
     """Check whether a run would start here, what is missing, and what the plugin would change. Changes nothing.
 
     With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
-    The exit status is 1 if a run would not start.
+    The exit status is 0 if a run would start, 1 if not, and 2 if that cannot be told from here.
     """
     from jetrl_patch.doctor.examine import examine
     from jetrl_patch.doctor.show import show
@@ -98,7 +98,7 @@ def doctor(
         print(json.dumps(report.as_dict()))
     else:
         show(report)
-    raise typer.Exit(1 if report.problems else 0)
+    raise typer.Exit(report.status)
 
 
 @app.command()
