@@ -102,7 +102,7 @@ def _gpus(framework: str, needs: Needs, on_cpu: bool, environ: Mapping[str, str]
 
 
 def _model(place: Place, framework: str) -> Check:
-    path, setting = place
+    setting, path = place
     if path.startswith("~"):
         fix = f"write the whole path in {setting}"
         return _missing("model", place, f"neither {framework} nor transformers replaces the ~", fix)

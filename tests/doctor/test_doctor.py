@@ -37,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def verl(model: Path, *extra: str) -> list[str]:
     data = [f"data.{name}_files={model}/train.parquet" for name in ("train", "val")]
-    gpus = ["trainer.n_gpus_per_node=1", "+ray_kwargs.ray_init.num_gpus=1"]
+    gpus = ["trainer.n_gpus_per_node=1", "+ray_kwargs.ray_init.num_gpus=1", "algorithm.adv_estimator=grpo"]
     return [sys.executable, "-m", "verl.trainer.main_ppo", f"{M}.path={model}", f"{R}.name=vllm", *data, *gpus, *extra]
 
 
@@ -209,7 +209,7 @@ def test_options_that_are_wrong(words: tuple[str, ...]) -> None:
 
 def test_a_verl_run_that_would_start(model: Path) -> None:
     found = doctor("--", "JETRL_PRECISION=fp8-unified", *verl(model), status=0)
-    assert named(found, "command")["finding"] == "verl.trainer.main_ppo, 6 arguments read"
+    assert named(found, "command")["finding"] == "verl.trainer.main_ppo, 7 arguments read"
     assert named(found, "switched on")["state"] == named(found, "verl settings")["state"] == "ok"
     assert f"{R}.enforce_eager=True, which was False" in named(found, "verl changes")["finding"]
     assert named(found, "model")["finding"] == str(model)

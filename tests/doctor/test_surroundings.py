@@ -36,7 +36,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def verl(place: Path, *extra: str) -> list[str]:
     return [
         f"{MODEL}.path={place}", f"{ROLLOUT}.name=vllm", f"data.train_files={place}/train.parquet",
-        f"data.val_files={place}/train.parquet", "trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.num_gpus=2", *extra,
+        f"data.val_files={place}/train.parquet", "trainer.n_gpus_per_node=2", "+ray_kwargs.ray_init.num_gpus=2",
+        "algorithm.adv_estimator=grpo", *extra,
     ]  # fmt: skip
 
 
