@@ -14,6 +14,7 @@ from jetrl_patch.adapters.verl import (
     metrics,
     model,
     precision,
+    programs,
     scaling,
     settings,
     state,
@@ -203,6 +204,14 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     ),
     Patch(
         module=_ENGINE,
+        attr="FSDPEngineWithLMHead.prepare_model_inputs",
+        make=logprob.prepare_model_inputs,
+        reason="verl does not tell the model how many sequences a packed row holds, so exact attention would wait for the GPU to "
+        "count them",
+        remove_when="verl passes the number of sequences, or their boundaries on the host, to the model",
+    ),
+    Patch(
+        module=_ENGINE,
         attr="FSDPEngineWithLMHead.prepare_model_outputs",
         make=logprob.prepare_model_outputs,
         reason="verl bans tokens beyond the tokenizer and vision placeholders in vLLM only",
@@ -236,7 +245,10 @@ class VerlAdapter(Adapter):
         return correction_hooks(config)
 
     def check(self, config: Config) -> None:
-        """Raise ConflictError if the environment gives TransformerEngine another scale format than ``config``."""
+        """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""
+        problem = programs.program_problem(programs.own_program())
+        if problem is not None:
+            raise problem
         megatron.check_scales(config)
 
     def on_apply(self, config: Config, journal: Journal) -> None:

@@ -91,7 +91,7 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
             sinks=sinks,
         )
         if unknown:
-            raise ModelError(f"align='exact' does not support attention with {', '.join(unknown)}; use align='linear'")
+            raise ModelError(f"align='exact' does not support attention with {', '.join(unknown)}. Use align='linear'.")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None
         )
@@ -117,7 +117,7 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ModelError(
-                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output; use align='linear'"
+                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
             )
         keys, values = paged_keys_and_values(kv_cache, self.head_size)
         return attend(query, keys, values, attn_metadata, self.scale, output)

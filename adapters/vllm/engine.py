@@ -17,6 +17,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.structure import check_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -68,8 +69,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if found:
         raise ConflictError(
             f"precision={config.precision!r} with align={config.resolved_align!r} does not support vLLM's "
-            f"{', '.join(found)}; turn it off"
-            + (", or use align='linear'" if config.exact and not args.enable_lora else "")
+            f"{', '.join(found)}. Turn it off"
+            + (", or use align='linear'." if config.exact and not args.enable_lora else ".")
         )
     if config.exact:
         choose_attention(args)
@@ -87,13 +88,16 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     """Check the configuration that vLLM has resolved.
 
     Raises:
-        ModelError: the family, the attention or the tensor-parallel split is not supported.
+        ModelError: the structure, the family, the attention or the tensor-parallel split is not supported.
+        ConflictError: vLLM's batch-invariant kernels are on.
         ConfigError: the dtype is not BF16, or the device lacks the ops of exact mode.
     """
     check_resolved(vllm_config, config)
     if not config.quantized_rollout:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_structure(model.hf_config)
+    _refuse_batch_invariance()
     if str(model.dtype) != "torch.bfloat16":
         raise ConfigError(
             explain(
@@ -110,6 +114,20 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
     if cut:
         raise cut_error(cut, parallel.tensor_parallel_size)
+
+
+def _refuse_batch_invariance() -> None:
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ConflictError(
+            explain(
+                "VLLM_BATCH_INVARIANT with a quantized rollout",
+                required="the kernels that the trainer shares",
+                found="'1', which replaces torch's operators in the engine alone",
+                fix="unset it; align='exact' does not need it",
+            )
+        )
 
 
 def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
@@ -129,8 +147,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     found += [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]
     if found:
         raise ModelError(
-            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ; turn it off, or use "
-            f"align='linear'"
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Turn it off, or use "
+            f"align='linear'."
         )
 
 

@@ -138,6 +138,18 @@ def test_other_neighbours_change_nothing():
             assert all(torch.equal(f[before:], w[part]) for f, w in zip(found, whole))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_hold_some_heads_compute_the_same_bits(ranks):
+    """Sequence parallelism; of four ranks, two need the same key/value head, so fewer rows share a tile."""
+    q, k, v, cu = packed(4, 2, 64, [1, 33, 40])
+    whole = attention.attention_varlen(q, k, v, cu, 0.125)
+    k, v = (t.repeat_interleave(ranks // 2, 1) for t in (k, v))
+    for parts in zip(*(t.chunk(ranks, 1) for t in (q, k, v, *whole)), strict=True):
+        *inputs, out, lse = parts
+        found = attention.attention_varlen(*(t.contiguous() for t in inputs), cu, 0.125)
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse)
+
+
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 def test_gradients_of_attention_against_fp64(heads, kv_heads, width):
     q, k, v, cu = packed(heads, kv_heads, width)
