@@ -17,9 +17,11 @@ PY    := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache
 ifeq ($(DEVICE),cpu)
   RUN   := $(PY)
   READY := $(SELF)
-else
+else ifeq ($(DEVICE),cuda)
   RUN   := python
-  READY :=
+  READY := cuda
+else
+  $(error DEVICE=$(DEVICE): required cpu or cuda. Write make $(or $(MAKECMDGOALS),demo) DEVICE=cuda for a GPU)
 endif
 
 # offline, and without telemetry
@@ -28,7 +30,12 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo demo-openrlhf compare stability sanity official test test-engines test-others test-all test-pins anchors lint docs bench bench-gpu venv clean
+.PHONY: cuda demo demo-openrlhf compare stability sanity official test test-engines test-others test-all test-pins anchors lint docs \
+        bench bench-gpu venv clean
+
+# the active environment must be able to run on a GPU; bench needs no framework
+cuda:
+	@python -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)

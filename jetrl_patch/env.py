@@ -19,6 +19,7 @@ __all__ = [
     "SWITCH",
     "VARIABLES",
     "by_field",
+    "check_names",
     "opted_in",
     "read_fields",
     "read_variable",
@@ -60,15 +61,23 @@ def switched_off(environ: Mapping[str, str] | None = None) -> bool:
     return bool(env.get(SWITCH, "").strip()) and not opted_in(environ)
 
 
-def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Field name -> text, for every variable that is set. An empty variable counts as not set.
-
-    Raises ConfigError for an unknown ``JETRL_*`` name: a misspelt setting must not be ignored.
+def check_names(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for unknown ``JETRL_*`` names: a misspelt variable must not be ignored, least of all the one that
+    would have enabled the plugin.
     """
     env = os.environ if environ is None else environ
     wrong = sorted(name for name in env if name.startswith(PREFIX) and name not in VARIABLES)
     if wrong:
         raise ConfigError(unknown(f"environment variable {', '.join(wrong)}", wrong, VARIABLES))
+
+
+def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Field name -> text, for every variable that is set. An empty variable counts as not set.
+
+    Raises ConfigError for an unknown ``JETRL_*`` name.
+    """
+    env = os.environ if environ is None else environ
+    check_names(env)
     return {field: env[name].strip() for name, field in FIELDS.items() if env.get(name, "").strip()}
 
 

@@ -53,7 +53,8 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         The same as ``status()``.
 
     Raises:
-        ConfigError: a setting is invalid, or the installed frameworks or the device do not support it.
+        ConfigError: a setting is invalid, a ``JETRL_*`` variable does not exist, or the installed frameworks or the device
+            do not support them.
         VersionError: a framework is missing or its version is not supported.
         PatchError: a patch target is missing, or a patch failed.
         ConflictError: the process is already enabled with other settings.
@@ -63,6 +64,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     processes. A second call with the same settings does nothing.
     """
     global _session, _starting
+    env.check_names()
     wanted = (Config.from_env(**overrides) if config is None else config.replace(**overrides)).resolved()
     with _lock:
         current = _session.config if _session is not None else _starting
@@ -126,7 +128,12 @@ def activate_from_env() -> bool:
     """Call ``enable()`` if the environment opts in, and return whether it does. The plugin entry points call this.
 
     Safe to call many times. An earlier ``enable()`` in this process takes precedence over the environment.
+    Raises ConfigError for a ``JETRL_*`` variable that does not exist, also where nothing opts in: it may be the one that
+    should have. ``JETRL_ENABLED=0`` means that the plugin does nothing, so it then checks nothing either.
     """
+    if env.switched_off():
+        return False
+    env.check_names()
     if not env.opted_in():
         return False
     if _session is None and _starting is None:

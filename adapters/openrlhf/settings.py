@@ -17,7 +17,7 @@ from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.preflight import checkpoint_problems
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 __all__ = ["START", "check", "check_mark", "complete", "get_strategy", "problems", "program_problem"]
@@ -83,7 +83,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from correction.problems(args, config)
     tp = int(select("vllm.tensor_parallel_size") or 1)
     path = select("actor.model_name_or_path")
-    yield from raised(lambda: check_checkpoint(path, config, tp, trust_remote_code=True))  # as OpenRLHF loads every model
+    yield from checkpoint_problems(path, config, tp, trust_remote_code=True)  # as OpenRLHF loads every model
 
 
 def complete(args: Any, config: Config) -> list[str]:

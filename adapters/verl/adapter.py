@@ -204,6 +204,14 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     ),
     Patch(
         module=_ENGINE,
+        attr="FSDPEngineWithLMHead.prepare_model_inputs",
+        make=logprob.prepare_model_inputs,
+        reason="verl does not tell the model how many sequences a packed row holds, so exact attention would wait for the GPU to "
+        "count them",
+        remove_when="verl passes the number of sequences, or their boundaries on the host, to the model",
+    ),
+    Patch(
+        module=_ENGINE,
         attr="FSDPEngineWithLMHead.prepare_model_outputs",
         make=logprob.prepare_model_outputs,
         reason="verl bans tokens beyond the tokenizer and vision placeholders in vLLM only",

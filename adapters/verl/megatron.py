@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
-from jetrl_patch.config import Config
+from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.families import covering
 from jetrl_patch.patching.guards import installed_version, is_installed
@@ -36,6 +36,9 @@ SCALES = "NVTE_FP8_BLOCK_SCALING_FP32_SCALES"
 TE_LEAST = "2.3"
 #: TransformerEngine's FP8 layers in one transformer block: linear_qkv, linear_proj, linear_fc1, linear_fc2
 PER_BLOCK = 4
+
+#: the plugin's settings that Megatron runs with
+NEEDED = {"precision": SETTINGS["precision"].default, "align": "linear", "backend": "te"}
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
@@ -108,24 +111,20 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
+    """The plugin's own settings: what is refused, required and found, and the fix. The three that a run needs are one error."""
+    align = config.resolved_align if config.fp8_train else "exact"  # the default of the precision that is needed
+    found = {"precision": config.precision, "align": align, "backend": config.backend}
+    wrong = [name for name, value in NEEDED.items() if found[name] != value]
+    if wrong:
+        yield (
+            ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong),
+            f"{', '.join(f'{name}={value!r}' for name, value in NEEDED.items())} (Megatron has its own norm, RoPE and attention, "
+            "and its FP8 layers are TransformerEngine's)",
+            ", ".join(f"{name}={found[name]!r}" for name in wrong),
+            f"set {' '.join(f'{SETTINGS[name].variable}={NEEDED[name]}' for name in NEEDED)}, or strategy=fsdp2",
+        )
     if not config.fp8_train:
-        yield (
-            f"precision={config.precision!r}",
-            "'fp8-unified' or 'bf16' (a quantized rollout with Megatron in BF16 is untested)",
-            repr(config.precision),
-            "set precision='fp8-unified' (JETRL_PRECISION=fp8-unified), or strategy=fsdp2",
-        )
         return
-    if config.exact:
-        yield (
-            "align='exact'",
-            "'linear' (Megatron has its own norm, RoPE and attention, and TransformerEngine's GEMM is not batch-invariant)",
-            "'exact'",
-            "set align='linear' (JETRL_ALIGN=linear), or strategy=fsdp2",
-        )
-    if config.backend != "te":
-        required = "'te' (TransformerEngine in the trainer and the same GEMM in the rollout)"
-        yield f"backend={config.backend!r}", required, repr(config.backend), "set backend='te' (JETRL_BACKEND=te)"
     for name in ("exclude", "invariant_scale", "fp8_all_gather"):
         value = getattr(config, name)
         if value not in ((), None, False):

@@ -19,7 +19,7 @@ from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.preflight import checkpoint_problems, read_config
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 logger = logging.getLogger(__name__)
@@ -120,7 +120,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
     yield from correction_problems(verl_config, config)
-    yield from raised(lambda: _check_model(select, config))
+    yield from _model_problems(select, config)
 
 
 def _engine_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
@@ -134,14 +134,19 @@ def _rollout_tp(select: Callable[[str], Any]) -> int:
     return int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
 
 
-def _check_model(select: Callable[[str], Any], config: Config) -> None:
+def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
     """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
     path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
-    hf_config = check_checkpoint(path, config, _rollout_tp(select), bool(select(f"{MODEL}.trust_remote_code")))
-    if hf_config is not None:
-        ulysses.check_heads(select, hf_config)
-    if hf_config is not None and megatron.is_chosen(select, config):
-        megatron.check_model(hf_config, int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1))
+    trust = bool(select(f"{MODEL}.trust_remote_code"))
+    found = list(checkpoint_problems(path, config, _rollout_tp(select), trust))
+    yield from found
+    hf_config = None if found else read_config(path, config, trust)
+    if hf_config is None:
+        return
+    yield from raised(lambda: ulysses.check_heads(select, hf_config))
+    if megatron.is_chosen(select, config):
+        size = int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1)
+        yield from raised(lambda: megatron.check_model(hf_config, size))
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:

@@ -17,7 +17,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_quantized
-from jetrl_patch.trainer.structure import check_structure
+from jetrl_patch.structure import check_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

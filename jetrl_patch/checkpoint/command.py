@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,6 +16,7 @@ from jetrl_patch.checkpoint.formats import Format
 from jetrl_patch.checkpoint.source import INDEX, SINGLE
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.places import check_target, reading, writing
 
 __all__ = ["command"]
 
@@ -24,25 +27,44 @@ def command(
     """Export a Hugging Face folder, or a checkpoint of verl's FSDP engine (``global_step_N`` or its ``actor``).
 
     Scale format and excluded layers default to those of the run (``jetrl.json``).
-    Raises ConfigError and ModelError as ``export`` does.
+    Raises ConfigError and ModelError as ``export`` does, and ConfigError for what the system refuses to read or write.
     """
     if format not in ("bf16", "fp8"):
         raise ConfigError(f"--format {format!r} must be 'bf16' or 'fp8'")
-    check_free(out)
-    folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
-    settings = _settings(folder, scale_format, exclude)
+    with writing(out):
+        check_free(out)
+    check_target(out, folder=True)
+    with reading(checkpoint):
+        folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
+        settings = _settings(folder, scale_format, exclude)
     chosen: dict[str, Any] = {"scale_format": settings.scale_format, "exclude": settings.exclude}
-    if not (folder / "fsdp_config.json").is_file():
-        done = export(folder, out, cast("Format", format), **chosen)
-    elif any((folder / "huggingface" / name).is_file() for name in (SINGLE, INDEX)):
-        done = export(folder / "huggingface", out, cast("Format", format), **chosen)
-    else:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged.", dir=out.parent) as merged:
-            registry.merger().merge(folder, Path(merged))
-            done = export(Path(merged), out, cast("Format", format), **chosen)
+    with _reading_or_writing(checkpoint, out):
+        done = _export(folder, out, format, chosen)
     _say(done, settings, console)
     return done
+
+
+@contextlib.contextmanager
+def _reading_or_writing(checkpoint: Path, out: Path) -> Iterator[None]:
+    """Word an OSError by the place that it names: the export's folder, or its unfinished one beside it, or the checkpoint."""
+    try:
+        yield
+    except OSError as error:
+        read = str(error.filename or "").startswith(str(checkpoint))
+        with reading(checkpoint) if read else writing(out):
+            raise
+
+
+def _export(folder: Path, out: Path, format: str, chosen: dict[str, Any]) -> Exported:
+    """Export the folder, or what verl has written or would merge from it."""
+    if not (folder / "fsdp_config.json").is_file():
+        return export(folder, out, cast("Format", format), **chosen)
+    if any((folder / "huggingface" / name).is_file() for name in (SINGLE, INDEX)):
+        return export(folder / "huggingface", out, cast("Format", format), **chosen)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged.", dir=out.parent) as merged:
+        registry.merger().merge(folder, Path(merged))
+        return export(Path(merged), out, cast("Format", format), **chosen)
 
 
 def _settings(folder: Path, scale_format: str | None, exclude: list[str] | None) -> Config:

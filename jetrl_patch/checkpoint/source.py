@@ -166,7 +166,7 @@ def _json(file: Path) -> dict[str, Any]:
         if isinstance(found, dict):
             return found
         raise ValueError("not a JSON object")
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(
             explain(f"{file}", required="a JSON object", found=error, fix=_WHOLE)
         ) from error

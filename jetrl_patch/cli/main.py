@@ -18,7 +18,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch import command as launch
 from jetrl_patch.launch.arguments import FLAG, split
 from jetrl_patch.patching.guards import installed_version
-from jetrl_patch.support import check_framework, check_python, installed_frameworks
+from jetrl_patch.support import check_framework, check_python, installed_frameworks, require_torch
 
 __all__ = ["app", "main"]
 
@@ -85,7 +85,7 @@ def doctor(
     """Check whether a run would start here, what is missing, and what the plugin would change. Changes nothing.
 
     With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
-    The exit status is 1 if a run would not start.
+    The exit status is 0 if a run would start, 1 if not, and 2 if that cannot be told from here.
     """
     from jetrl_patch.doctor.examine import examine
     from jetrl_patch.doctor.show import show
@@ -98,7 +98,7 @@ def doctor(
         print(json.dumps(report.as_dict()))
     else:
         show(report)
-    raise typer.Exit(1 if report.problems else 0)
+    raise typer.Exit(report.status)
 
 
 @app.command()
@@ -143,6 +143,7 @@ def export(
 
     Every tensor is read back from disk before the folder gets its final name.
     """
+    require_torch("jetrl export")
     from rich.console import Console
 
     from jetrl_patch.checkpoint.command import command
@@ -158,6 +159,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
     """
     here = set(installed_frameworks())
     rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
+    env.check_names()
     config = Config.from_env() if env.opted_in() else None
     unsupported = [row for row in rows if row[4] == "unsupported"]
     if as_json:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -28,6 +28,7 @@ class Started:
         overrides: fields of ``Config`` from the command's ``jetrl`` options.
         by_us: whether ``jetrl`` starts it, which patches the driver for any framework.
         environ: variable assignments before the command, also those of ``env``.
+        before: the other words before the program: wrappers, and the interpreter with its options.
     """
 
     framework: str | None
@@ -36,6 +37,7 @@ class Started:
     overrides: dict[str, Any] = field(default_factory=dict)
     by_us: bool = False
     environ: dict[str, str] = field(default_factory=dict)
+    before: tuple[str, ...] = ()
 
 
 def recognise(command: Sequence[str]) -> Started:
@@ -45,19 +47,22 @@ def recognise(command: Sequence[str]) -> Started:
     """
     words = shlex.split(command[0]) if len(command) == 1 and " " in command[0] else list(command)
     environ: dict[str, str] = {}
+    before: list[str] = []
     for i, word in enumerate(words):
         rest = words[i + 1 :]
         module = rest[0] if word == "-m" and rest else ""
         if PurePath(word).name == "jetrl" or module in _OURS:
-            return _ours(rest[1:] if module else rest, environ)
+            return replace(_ours(rest[1:] if module else rest, environ), before=tuple(before))
         if module and not module.startswith("-"):
-            return Started(_framework(module), module, rest[1:], environ=environ)
+            return Started(_framework(module), module, rest[1:], environ=environ, before=tuple(before))
         if word.endswith(".py"):
             target = _module_of(word)
-            return Started(_framework(target), target, rest, environ=environ)
+            return Started(_framework(target), target, rest, environ=environ, before=tuple(before))
         assignment = _ASSIGNMENT.fullmatch(word)
         if assignment:
             environ[assignment[1]] = assignment[2]
+        elif word != "env":
+            before.append(word)
     return Started(None, " ".join(words), [], environ=environ)
 
 

@@ -1,4 +1,4 @@
-"""Run all checks in order: versions, settings, machine, patches, and the command."""
+"""Run all checks in order: versions, settings, machine, patches, and the command. A problem does not end the examination."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from jetrl_patch import env, registry
 from jetrl_patch.config import Config
 from jetrl_patch.doctor import machine
 from jetrl_patch.doctor.command import Started, recognise
+from jetrl_patch.doctor.given import usable
 from jetrl_patch.doctor.patches import check_patches
 from jetrl_patch.doctor.report import Check, Report, from_error
-from jetrl_patch.doctor.settings import check_settings
+from jetrl_patch.doctor.settings import check_launch, check_settings
+from jetrl_patch.doctor.surroundings import check_command
 from jetrl_patch.doctor.versions import check_versions
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch.arguments import PROGRAMS
@@ -39,9 +41,9 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
         report.checks.append(from_error("command", error))
         return report
     report.checks += check_versions(started.framework if started else None)
+    if started is not None:
+        report.checks += check_command(started.before)
     arguments, config = _settings(report, overrides, started)
-    if config is None:
-        return report
     report.config = config
     report.checks += machine.check_machine(config)
     needs = ""
@@ -51,35 +53,36 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
     report.checks.append(machine.check_flash_attn(machine.is_cpu_run(config), needs))
     check, report.patches = check_patches(config)
     report.checks.append(check)
-    if framework is not None:
+    if started is not None and framework is not None:
+        environ = {**os.environ, **started.environ}
+        report.checks += check_launch(framework, arguments, config, environ)
         report.checks += check_settings(framework, arguments, config)
     return report
 
 
-def _settings(report: Report, overrides: dict[str, Any], started: Started | None) -> tuple[Any, Config | None]:
-    """The framework's own settings (None if unknown), and the plugin's from options, environment or command."""
+def _settings(report: Report, overrides: dict[str, Any], started: Started | None) -> tuple[Any, Config]:
+    """The framework's own settings (None if unknown), and the plugin's from options, environment or command.
+
+    A wrong setting is a problem and is then left out, so that everything else is checked as well.
+    """
     environ = {**os.environ, **(started.environ if started else {})}
     given = {**(started.overrides if started else {}), **overrides}
     arguments: Any = None
-    try:
-        config = Config.from_env(environ, **given)
-        source = "the environment" if env.opted_in(environ) else "the defaults"
-        if given:
-            source = "options, then the environment"
-    except JetrlError as error:
-        report.checks.append(from_error("settings", error))
-        return None, None
+    config, wrong = usable(environ, given)
+    report.checks += [from_error("settings", error) for error in wrong]
+    environ = {name: value for name, value in environ.items() if not name.startswith(env.PREFIX) or name in env.VARIABLES}
+    source = "options, then the environment" if given else "the environment" if _opted_in(environ) else "the defaults"
     if started is not None:
         arguments = _arguments(report, started)
         by_settings = False
-        if started.framework and arguments is not None and not env.opted_in(environ) and not given:
+        if started.framework and arguments is not None and not _opted_in(environ) and not given:
             try:
                 section = registry.trainer(started.framework).asked_for(arguments, environ)
+                if section is not None:
+                    by_settings, config, source = True, section, f"{started.framework}'s configuration"
             except JetrlError as error:
+                by_settings = True
                 report.checks.append(from_error("settings", error))
-                return arguments, None
-            if section is not None:
-                by_settings, config, source = True, section, f"{started.framework}'s configuration"
         report.checks.append(_switched_on(started, environ, by_settings))
     report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
     return arguments, config.resolved()
@@ -93,12 +96,12 @@ def _arguments(report: Report, started: Started) -> Any:
         return None
     if started.framework is None:
         finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
-        report.checks.append(Check("command", "warning", finding))
+        report.checks.append(Check("command", "unknown", finding))
         return None
     known = PROGRAMS[started.framework]
     if started.target != known:
         finding = f"{started.target} belongs to {started.framework}, but only the arguments of {known} can be checked"
-        report.checks.append(Check("command", "warning", finding))
+        report.checks.append(Check("command", "unknown", finding))
         return None
     if not is_installed(started.framework):
         report.checks.append(Check("command", "skipped", f"{known}: {started.framework} is not installed"))
@@ -114,8 +117,8 @@ def _arguments(report: Report, started: Started) -> Any:
 
 def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool) -> Check:
     """Whether the command would run patched at all."""
-    name, by_environment, by_option = "switched on", env.opted_in(environ), "precision" in started.overrides
-    if by_option and env.switched_off(environ):
+    name, by_environment, by_option = "switched on", _opted_in(environ), "precision" in started.overrides
+    if by_option and not by_environment and environ.get(env.SWITCH, "").strip():
         return Check(
             name, "problem", f"the command sets a precision, but {env.SWITCH}=0 disables the plugin", "drop one of the two"
         )
@@ -136,6 +139,14 @@ def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool
         "nothing enables jetrl_patch: the command would run unpatched",
         f"use `{way}`" + (", JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else ""),
     )
+
+
+def _opted_in(environ: Mapping[str, str]) -> bool:
+    """As ``env.opted_in``; a malformed switch, which is a problem of its own, counts as off."""
+    try:
+        return env.opted_in(environ)
+    except JetrlError:
+        return False
 
 
 def _words(config: Config) -> str:

@@ -23,6 +23,10 @@ def check_machine(config: Config) -> Iterator[Check]:
     if not guards.is_installed("torch"):
         yield Check("device", "skipped", "torch is not installed")
         return
+    ok, found = support.check_torch()
+    if not ok:
+        yield Check("device", "problem", found, "install torch anew, in a build for this machine")
+        return
     on_cpu = is_cpu_run(config)
     yield _device(on_cpu)
     if on_cpu:

@@ -11,7 +11,7 @@ from jetrl_patch.doctor.report import Report
 
 __all__ = ["show"]
 
-_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red", "skipped": "dim"}
+_STYLES = {"ok": "green", "warning": "yellow", "unknown": "magenta", "problem": "bold red", "skipped": "dim"}
 
 
 def show(report: Report, console: Console | None = None) -> None:
@@ -26,4 +26,5 @@ def show(report: Report, console: Console | None = None) -> None:
         to_do = f"\n[bold]→[/] {escape(check.to_do)}" if check.to_do else ""
         table.add_row(check.name, f"[{style}]{check.state}[/]", escape(check.finding) + to_do)
     console.print(table)
-    console.print(f"[{'bold red' if report.problems else 'bold green'}]{report.verdict}[/]")
+    colour = {True: "green", False: "red", None: "magenta"}[report.starts]
+    console.print(f"[bold {colour}]{report.verdict}[/]")

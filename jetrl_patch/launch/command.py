@@ -60,6 +60,8 @@ def main(command: str, words: Sequence[str]) -> None:
             if problem is not None:
                 raise problem
             _enable(launch.overrides)
+        else:
+            _say_unpatched(launch)
     except JetrlError as error:
         print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)
         sys.exit(2)
@@ -67,7 +69,7 @@ def main(command: str, words: Sequence[str]) -> None:
 
 
 def _wanted(launch: Launch) -> bool:
-    """Whether the plugin is requested. Raises ConfigError for settings given without a precision."""
+    """Whether the plugin is requested. Raises ConfigError for settings without a precision, and for unknown variables."""
     if "precision" in launch.overrides:
         if env.switched_off():
             raise ConfigError(
@@ -79,6 +81,8 @@ def _wanted(launch: Launch) -> bool:
                 )
             )
         return True
+    if not env.switched_off():
+        env.check_names()
     if env.opted_in():
         return True
     if launch.overrides:
@@ -93,12 +97,26 @@ def _wanted(launch: Launch) -> bool:
     return False
 
 
+def _say_unpatched(launch: Launch) -> None:
+    """Print that nothing is patched, and why. Of several ranks only rank 0 prints."""
+    if not _is_first():
+        return
+    why = f"{env.SWITCH}=0" if env.switched_off() else f"no {FLAG}, no --precision and no {SETTINGS['precision'].variable}"
+    # verl loads the plugin, which patches if verl's own configuration asks for it
+    unless = ", unless verl's configuration has a jetrl section" if launch.target == PROGRAMS["verl"] else ""
+    print(f"jetrl: {why}, so nothing is patched{unless}", file=sys.stderr, flush=True)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 def _enable(overrides: dict[str, Any]) -> None:
     """Patch this process and list the patches on stderr, one per line. Of several ranks only rank 0 prints."""
     from jetrl_patch import runtime
 
     status = runtime.enable(**overrides)
-    if os.environ.get("RANK", "0") != "0":
+    if not _is_first():
         return
     assert status.config is not None
     waiting = sum(patch.state == "waiting" for patch in status.patches)

@@ -1,7 +1,9 @@
-"""Compile ``kernels.c`` for this machine at first use and keep the result in the user's cache.
+"""Compile the C sources for this machine at first use and keep the result in the user's cache.
 
-The file name contains a hash of the source, the compiler and the processor, so a new release, a new compiler or
-another machine with the same home directory never loads a stale library.
+The file name contains a hash of the sources, the compiler and the processor, so a new release, a new compiler or
+another machine with the same home directory never loads a stale library. The file ends with a hash of itself, which the
+linker ignores: a file that a full disk or a broken copy cut short would load and then end the process with a bus error, so it
+is compiled anew.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from pathlib import Path
 from jetrl_patch.env import read_variable
 from jetrl_patch.errors import JetrlError, explain
 
-SOURCE = Path(__file__).with_name("kernels.c")
+_REPAIR = 'repair the compiler, or use backend="torch" (slower, the same contract)'
+_HASH = hashlib.sha256
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "digest.c"))
 # The compiler contracts a * b + c to FMA. That is fixed at compile time, so every caller gets the same bits.
 FLAGS = (
     "-O3",
@@ -45,7 +49,7 @@ def available() -> tuple[bool, str]:
     """Whether the kernels can be built and loaded here, and why not. Compiles them if necessary."""
     try:
         library()
-    except (JetrlError, OSError) as error:
+    except JetrlError as error:
         return False, str(error)
     return True, "compiled for this processor"
 
@@ -55,7 +59,7 @@ def library() -> ctypes.CDLL:
     """The loaded kernels.
 
     Raises:
-        JetrlError: there is no compiler, or compilation failed.
+        JetrlError: there is no compiler, it does not work, or the cache cannot be written.
     """
     cc = compiler()
     if cc is None:
@@ -68,20 +72,52 @@ def library() -> ctypes.CDLL:
             )
         )
     target = _cache_dir() / f"kernels-{_fingerprint(cc)}.so"
-    if not target.exists():
-        _compile(cc, target)
-    return ctypes.CDLL(str(target))
+    try:
+        if not is_whole(target):
+            _compile(cc, target)
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        what, fix = f"cache of the native CPU kernels, {target.parent}", "set JETRL_CACHE_DIR to such a folder"
+        raise JetrlError(
+            explain(what, required="a folder to write and load libraries in", found=error, fix=fix)
+        ) from error
+
+
+def is_whole(file: Path) -> bool:
+    """Whether a library in the cache is complete: its last bytes are the hash of those before them."""
+    try:
+        content = file.read_bytes()
+    except OSError:
+        return False
+    size = _HASH().digest_size
+    return _HASH(content[:-size]).digest() == content[-size:]
 
 
 def _cache_dir() -> Path:
-    chosen = read_variable("JETRL_CACHE_DIR", "")
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(chosen) if chosen else Path(base) / "jetrl_patch"
+    chosen, base = read_variable("JETRL_CACHE_DIR"), os.environ.get("XDG_CACHE_HOME")
+    if chosen:
+        return Path(chosen)
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "jetrl_patch"
+    except RuntimeError as error:  # neither HOME nor an entry in the system's list of users
+        raise JetrlError(
+            explain(
+                "cache of the native CPU kernels", required="a home folder", found=error, fix="set JETRL_CACHE_DIR to a folder"
+            )
+        ) from error
 
 
 def _fingerprint(cc: str) -> str:
-    version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (SOURCE.read_text(), " ".join(FLAGS), version, platform.machine(), _processor())
+    try:
+        run = subprocess.run([cc, "--version"], capture_output=True, text=True, errors="replace")
+        wrong = f"exit status {run.returncode} from {cc} --version" if run.returncode else ""
+    except OSError as error:
+        wrong = str(error)
+    if wrong:
+        what = "C compiler for the native CPU kernels"
+        raise JetrlError(explain(what, required="one that works", found=wrong, fix=_REPAIR))
+    sources = (source.read_text() for source in SOURCES)
+    parts = (*sources, " ".join(FLAGS), run.stdout, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
@@ -102,14 +138,18 @@ def _compile(cc: str, target: Path) -> None:
     os.close(handle)
     try:
         for openmp in (("-fopenmp",), ()):  # without OpenMP the kernels run on one thread, with the same bits
-            command = [cc, *FLAGS, *wide, *openmp, str(SOURCE), "-o", scratch, "-lm"]
+            command = [cc, *FLAGS, *wide, *openmp, *map(str, SOURCES), "-o", scratch, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0:
+                content = Path(scratch).read_bytes()
+                Path(scratch).write_bytes(content + _HASH(content).digest())
+                os.chmod(scratch, 0o755)  # mkstemp's files are for their owner alone, and users may share a cache
                 os.replace(scratch, target)
                 return
+        lines = [line for line in result.stderr.splitlines() if line.strip()]
+        found = next((line for line in lines if "error" in line), lines[0] if lines else f"exit status {result.returncode}")
         raise JetrlError(
-            f"{cc} could not compile {SOURCE.name}:\n{result.stderr.strip()}\n"
-            'Repair the compiler, or use backend="torch" (slower, the same contract).'
+            explain(f"{cc} for the native CPU kernels", required="a compiled library", found=found.strip(), fix=_REPAIR)
         )
     finally:
         Path(scratch).unlink(missing_ok=True)

@@ -12,6 +12,9 @@ from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.parity.modes import BY_DEFAULT, Job, check_model, choose
 from jetrl_patch.parity.run import run_mode
+from jetrl_patch.places import check_target, writing
+from jetrl_patch.support import require_torch
+from jetrl_patch.trainer.preflight import check_checkpoint
 
 __all__ = ["main"]
 
@@ -19,13 +22,18 @@ __all__ = ["main"]
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Returns 1 if a mode that promises equality is not equal, else 0. Errors are raised."""
     options = _parser().parse_args(arguments)
+    require_torch("jetrl parity")
     common = {
         "scale_format": options.scale_format,
         "exclude": tuple(options.exclude),
         "backend": options.backend,
     }
     configs = choose(options.precision, options.align, options.rollout_granularity, **common)
-    check_model(options.model, configs)
+    if options.json:
+        check_target(Path(options.json), folder=False)  # measuring takes minutes
+    check_model(options.model, configs, options.tp)
+    for config in configs if options.tp > 1 else ():
+        check_checkpoint(options.model, config, options.tp)
     jobs = [
         Job(
             model=options.model,
@@ -43,7 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     results = _measure(jobs, options.verbose)
     if options.json:
-        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+        with writing(options.json):
+            Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     broken = [r for job, r in zip(jobs, results) if job.promises_equality and r["bit_equal_fraction"] != 1.0]
     for result in broken:
         print(

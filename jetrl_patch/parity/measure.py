@@ -57,9 +57,9 @@ def main() -> None:
     try:
         result = {"result": measure(job)}
     except JetrlError as error:
-        result = {"error": (type(error).__name__, str(error))}
-    except Exception:
-        result = {"error": ("", traceback.format_exc())}
+        result = {"error": (type(error).__name__, str(error), "")}
+    except Exception as error:
+        result = {"error": (type(error).__name__, str(error), traceback.format_exc())}
     Path(sys.argv[1]).write_bytes(pickle.dumps(result))
 
 

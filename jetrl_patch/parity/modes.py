@@ -9,6 +9,7 @@ from typing import Any
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import MODES
 from jetrl_patch.errors import ConfigError, ModelError, explain
+from jetrl_patch.places import reading
 
 __all__ = ["BY_DEFAULT", "Job", "check_model", "choose"]
 
@@ -79,11 +80,11 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
     return configs
 
 
-def check_model(path: str, configs: list[Config]) -> None:
+def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
     """Check what can be checked without loading the model.
 
     Raises:
-        ModelError: there is no checkpoint, or exact mode does not support the model's family.
+        ModelError: there is no checkpoint, exact mode does not support the model's family, or ``tp`` does not divide its heads.
     """
     import json
     from types import SimpleNamespace
@@ -99,7 +100,10 @@ def check_model(path: str, configs: list[Config]) -> None:
             )
         )
     try:
-        settings = json.loads(file.read_text())
+        with reading(file):
+            settings = json.loads(file.read_text())
+        if not isinstance(settings, dict):
+            raise ValueError("not an object")
     except ValueError as error:
         raise ModelError(f"--model {path}: {file.name} is not valid JSON ({error})") from None
     if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
@@ -111,7 +115,24 @@ def check_model(path: str, configs: list[Config]) -> None:
                 fix="give a complete checkpoint",
             )
         )
+    _check_heads(path, settings, tp)
     if any(config.exact for config in configs):
         from jetrl_patch.exact.coverage import check_family
 
         check_family(SimpleNamespace(**settings))
+
+
+def _check_heads(path: str, settings: dict[str, Any], tp: int) -> None:
+    """vLLM gives each rank the same number of attention heads, and whole key/value heads or one copy each."""
+    heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
+    whole = isinstance(heads, int) and isinstance(groups or heads, int)
+    if tp > 1 and whole and (heads % tp or ((groups or heads) % tp and tp % (groups or heads))):
+        sizes = [n for n in range(1, heads + 1) if not heads % n and (not (groups or heads) % n or not n % (groups or heads))]
+        raise ModelError(
+            explain(
+                f"--tp {tp} with {path}",
+                required=f"a size that divides its {heads} attention and {groups or heads} key/value heads",
+                found=str(tp),
+                fix=f"use one of {', '.join(map(str, sizes))}",
+            )
+        )

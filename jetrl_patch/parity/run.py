@@ -30,8 +30,8 @@ _ENVIRONMENT = {
 def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
     """Measure one mode in a child process; see ``measure.measure`` for the result.
 
-    Raises the child's JetrlError if the mode cannot be measured. For any other error, the message holds the traceback, or
-    the end of the child's output if it died.
+    Raises the child's JetrlError if the mode cannot be measured. For any other error, the message names it (with ``verbose``
+    it holds the traceback), or holds the end of the child's output if it died.
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
     environment.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
@@ -57,8 +57,17 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
             )
         found: dict[str, Any] = pickle.loads(answer.read_bytes())
     if "error" in found:
-        kind, text = found["error"]
-        error: type[JetrlError] = getattr(errors, kind) if kind else JetrlError
-        raise error(text if kind else f"measuring {job.config.precision} failed:\n{text}")
+        kind, text, trace = found["error"]
+        error: type[JetrlError] = JetrlError if trace else getattr(errors, kind)
+        raise error(_unforeseen(job, f"{kind}: {text}", trace, verbose) if trace else text)
     result: dict[str, Any] = found["result"]
     return result
+
+
+def _unforeseen(job: Job, line: str, trace: str, verbose: bool) -> str:
+    """The message for an error of a framework: with ``--verbose`` its whole traceback, else the error alone."""
+    if verbose:
+        return f"measuring {job.config.precision} failed:\n{trace}"
+    words = " ".join(line.split())
+    words = words if len(words) <= 240 else f"{words[:237]}..."
+    return f"measuring {job.config.precision} failed: {words.rstrip('.')}. Run again with --verbose for the traceback."

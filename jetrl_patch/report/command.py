@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from jetrl_patch.errors import explain
+from jetrl_patch.places import check_target, writing
 from jetrl_patch.report import write
 from jetrl_patch.report.charts import draw, wanted
 from jetrl_patch.report.pictures import draw_pictures
@@ -25,15 +26,18 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
 
     Raises:
         ReportError: a run cannot be read, or no run has a metric that the report shows.
+        ConfigError: the system refuses to read a run, or to write the report.
     """
+    check_target(out, folder=True)
     notes: list[str] = []
     runs = _read(texts, notes)
-    summaries = write(runs, out, title, _subtitle(runs), notes)
     made = [out / "report.html", out / "summary.json"]
-    try:
-        made += draw_pictures(runs, out)
-    except ReportError as error:
-        notes.append(str(error))
+    with writing(out):
+        summaries = write(runs, out, title, _subtitle(runs), notes)
+        try:
+            made += draw_pictures(runs, out)
+        except ReportError as error:
+            notes.append(str(error))
     for note in notes:
         warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(make_table(summaries, title, console.width))
@@ -59,7 +63,9 @@ def watch(
 
     Raises:
         ReportError: at the end, there is nothing to report on.
+        ConfigError: as ``command``.
     """
+    check_target(out, folder=True)
     page = out / "report.html"
     console.print(f"watching every {every} s; Ctrl-C ends it and writes the finished report", soft_wrap=True)
     before, said = None, ""
@@ -70,7 +76,8 @@ def watch(
                 if state != before:
                     notes: list[str] = []
                     runs = _read(texts, notes)
-                    write(runs, out, title, _subtitle(runs), notes, live=every)
+                    with writing(out):
+                        write(runs, out, title, _subtitle(runs), notes, live=every)
                     steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
                     console.print(f"{time.strftime('%H:%M:%S')}  {steps}  {page}", markup=False, soft_wrap=True)
                     before = state

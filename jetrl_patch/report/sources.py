@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from jetrl_patch.errors import explain
+from jetrl_patch.places import reading
 from jetrl_patch.report.jsonl import Keep, read_jsonl
 from jetrl_patch.report.logs import read_log
 from jetrl_patch.report.runs import ReportError, Run
@@ -106,17 +107,22 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
     """All runs of all RUN arguments, each with a unique name.
 
     Raises:
-        ReportError: a name or a file is given twice, or a file cannot be read.
+        ReportError: a name or a file is given twice, or a file is not of a known format.
+        ConfigError: the system refuses to read a file.
     """
-    sources = [parse(text) for text in texts]
+    sources = []
+    for text in texts:
+        with reading(text):
+            sources.append(parse(text))
     seen: dict[Path, str] = {}
     for source, text in zip(sources, texts, strict=True):
-        file = find_file(source.path)
-        if file.resolve() in seen:
-            found = f"{seen[file.resolve()]} and {text}, which are the same file"
-            raise ReportError(explain("RUN", required="each run once", found=found, fix="remove one"))
-        seen[file.resolve()] = text
-        source.runs = [run for run in read_runs(file, keep, notes) if run.steps]
+        with reading(source.path):
+            file = find_file(source.path)
+            if file.resolve() in seen:
+                found = f"{seen[file.resolve()]} and {text}, which are the same file"
+                raise ReportError(explain("RUN", required="each run once", found=found, fix="remove one"))
+            seen[file.resolve()] = text
+            source.runs = [run for run in read_runs(file, keep, notes) if run.steps]
     name_runs(sources)
     return [run for source in sources for run in source.runs]
 

@@ -13,7 +13,8 @@ This package holds what every framework shares; the adapter calls it:
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
@@ -21,7 +22,49 @@ from jetrl_patch.errors import JetrlError
 if TYPE_CHECKING:
     from jetrl_patch.sync.source import Source
 
-__all__ = ["Trainer"]
+__all__ = ["Needs", "Place", "Pool", "Trainer"]
+
+
+class Pool(NamedTuple):
+    """GPUs that a launch asks Ray for."""
+
+    setting: str
+    per_node: int
+    nodes: int
+
+
+class Place(NamedTuple):
+    """A file, folder or name of a hub that a setting points to; ``path`` is empty where the setting is required but missing."""
+
+    setting: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a launch takes from the machine that it runs on.
+
+    Attributes:
+        pools: its GPUs; no pool shares a GPU with another.
+        num_gpus: the setting that tells Ray how many GPUs there are, and its value (None: Ray counts them).
+        cluster: the setting and the address of a running Ray cluster; an empty path if Ray is started by the launch.
+        models: further models besides the policy.
+        tokenizer: where the tokenizer is.
+        data: data files; a hub's data sets count if the framework takes them.
+        files: the user's code.
+        own_data: whether a class of the user's own reads the data, so that a path need not be a file.
+        interpreter: the command that runs Ray's workers instead of this Python; an empty path if there is none.
+    """
+
+    pools: tuple[Pool, ...]
+    num_gpus: tuple[str, int | None]
+    cluster: Place
+    models: tuple[Place, ...]
+    tokenizer: Place
+    data: tuple[Place, ...]
+    files: tuple[Place, ...]
+    own_data: bool
+    interpreter: Place
 
 
 class Trainer(Protocol):
@@ -51,6 +94,9 @@ class Trainer(Protocol):
 
     def needs_flash_attn(self, settings: Any, /) -> str:
         """Return the setting that needs flash-attn on a GPU, or an empty string."""
+
+    def needs(self, settings: Any, /) -> Needs:
+        """Return what a launch with these settings takes from its machine."""
 
     def prepare(self, model: Any, config: Config, engine: Any, /) -> Source:
         """Convert a loaded model in place, before it is wrapped, and record what a weight sync sends.

@@ -4,29 +4,49 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch.config import Config
-from jetrl_patch.errors import JetrlError, ModelError, explain
-from jetrl_patch.trainer.structure import check_code, check_structure
+from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
+from jetrl_patch.structure import check_code, check_structure
+from jetrl_patch.trainer.folders import local_folder
+from jetrl_patch.trainer.rules import raised
 
-__all__ = ["check_checkpoint", "check_model"]
+__all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "model_problems", "read_config"]
+
+
+def checkpoint_problems(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Iterator[JetrlError]:
+    """Yield all errors that ``check_checkpoint`` would raise, one by one."""
+    read: list[Any] = []
+    yield from raised(lambda: read.append(read_config(path, config, trust_remote_code)))
+    for hf_config in read:
+        if hf_config is not None:
+            yield from model_problems(hf_config, config, rollout_tp)
 
 
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Any:
-    """Run ``check_model`` on a local folder and return its config. The folder's own code is never run.
+    """Run ``check_model`` on a model's folder and return its config, or None if it was not checked (see ``read_config``).
+
+    Raises:
+        ModelError: as ``check_model`` and ``read_config``.
+    """
+    hf_config = read_config(path, config, trust_remote_code)
+    if hf_config is not None:
+        check_model(hf_config, config, rollout_tp)
+    return hf_config
+
+
+def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> Any:
+    """Read the config of a local folder, or of one in the hub's cache. The folder's own code is never run.
 
     Returns None, unchecked, if nothing is quantized, or if the path is remote (workers check once they have it).
 
     Raises:
-        ModelError: as ``check_model``; transformers cannot read the folder; the trainer would run the folder's own code.
+        ModelError: transformers cannot read the folder, or the trainer would run the folder's own code.
     """
-    folder = os.path.expanduser(str(path or ""))
-    if not config.quantized_rollout or not os.path.isdir(folder):
-        return None
-    hf_config = _read(folder, trust_remote_code)
-    check_model(hf_config, config, rollout_tp)
-    return hf_config
+    folder = local_folder(path) if config.quantized_rollout else ""
+    return _read(folder, trust_remote_code) if folder else None
 
 
 def _read(folder: str, trust_remote_code: bool) -> Any:
@@ -54,21 +74,42 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
             there is nothing to quantize; a split cuts a block.
         ConfigError: the checkpoint was scaled by another ``invariant_scale``; a guard with tensor parallelism.
     """
+    for problem in model_problems(hf_config, config, rollout_tp):
+        raise problem
+
+
+def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[JetrlError]:
+    """Yield all errors that ``check_model`` would raise, one by one."""
+    from jetrl_patch.monitor.guard import check_guard
+    from jetrl_patch.scaling.groups import groups_of
+    from jetrl_patch.scaling.invariant import check_record
+
+    structure = list(raised(lambda: check_structure(hf_config)))
+    yield from structure
+    yield from raised(lambda: check_guard(config, rollout_tp))
+    if config.exact:
+        from jetrl_patch.exact.coverage import check_family
+
+        yield from raised(lambda: check_family(hf_config))
+    if structure:  # its layers are not those that a check looks for
+        return
+    yield from raised(lambda: _check_layers(hf_config, config, rollout_tp))
+    scalings = {"smoothing": config.resolved_smoothing, "invariant_scale": config.invariant_scale}
+    for name, value in scalings.items():
+        if value:
+            yield from raised(lambda: groups_of((), hf_config.model_type, f"{name}={value:g}"))  # noqa: B023
+    if config.invariant_scale is not None:
+        yield from raised(lambda: check_record(hf_config, config.invariant_scale))
+
+
+def _check_layers(hf_config: Any, config: Config, rollout_tp: int) -> None:
+    """Build the model on the meta device and check which layers are quantized, and how they are split."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from jetrl_patch.fp8.convert import select_layers
     from jetrl_patch.fp8.layers import check_splits
-    from jetrl_patch.monitor.guard import check_guard
-    from jetrl_patch.scaling.groups import groups_of
-    from jetrl_patch.scaling.invariant import check_record
 
-    check_structure(hf_config)
-    check_guard(config, rollout_tp)
-    if config.exact:
-        from jetrl_patch.exact.coverage import check_family
-
-        check_family(hf_config)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(hf_config)
@@ -78,15 +119,10 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
     layers = select_layers(model, config.exclude)
     if not config.channelwise:
         check_splits(((name, modules[name].in_features) for name in layers), rollout_tp)
-    if config.resolved_smoothing:
-        groups_of((), hf_config.model_type, f"smoothing={config.resolved_smoothing:g}")
-    if config.invariant_scale is not None:
-        groups_of((), hf_config.model_type, f"invariant_scale={config.invariant_scale:g}")
-        check_record(hf_config, config.invariant_scale)
 
 
 def _unreadable(what: str, required: str, error: Exception) -> ModelError:
     """One line for an error of transformers, whose own may fill a page."""
     words = " ".join(str(error).split())
     found = f"{type(error).__name__}: {words if len(words) < 120 else words[:117] + '...'}"
-    return ModelError(explain(what, required=required, found=found, fix="check the folder, or use precision='bf16'"))
+    return ModelError(explain(what, required=required, found=found, fix=f"check the folder, or use {UNQUANTIZED}"))

@@ -94,7 +94,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     arguments, notes = translated(framework, started.arguments)
     keys = given(framework, arguments)
     if started.target != PROGRAMS[framework]:
-        path = keys.get(_MODEL_KEYS[framework], "")
+        path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
         problems = (Problem(_other_program(framework, started.target), "the entry point"),)
         return Judged(launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes)
     trainer = registry.trainer(framework)
@@ -106,7 +106,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
         try:
             settings = trainer.read([_forced(word) for word in arguments])
         except JetrlError:
-            path = keys.get(_MODEL_KEYS[framework], "")
+            path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
             verdicts = dict.fromkeys(modes(), own)
             return Judged(launch, framework, started.target, _kind(path, False), path, verdicts, keys, notes)
     path, _ = trainer.model_path(settings)
@@ -137,7 +137,7 @@ def _of_this_version(message: str, framework: str, workplace: Path) -> str:
 
 def _other_program(framework: str, target: str) -> str:
     """Why a program of the framework besides its main one is refused."""
-    refused = getattr(registry.trainer(framework), "program_problem", lambda target: None)(target)
+    refused = registry.trainer(framework).program_problem(target)
     required = f"required {PROGRAMS[framework]}, found another program"
     return str(refused) if refused is not None else f"{target}: {required}. Use {PROGRAMS[framework]}."
 

@@ -17,6 +17,7 @@ from jetrl_patch.report import collect, write
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 300_000.0  # milliseconds; a busy machine is slow
 QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (chromium, google-chrome)")
@@ -78,6 +79,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, page_file: Path) -> Iterator[Any]:
     """The open page; at the end, the console must be empty and nothing thrown or fetched."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
     opened, troubles = context.new_page(), []
     opened.on("console", lambda message: troubles.append(message.text))
     opened.on("pageerror", lambda error: troubles.append(str(error)))
@@ -343,6 +345,7 @@ def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(browser: Any, t
         return (tmp_path / "out" / "report.html").as_uri()
 
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
     opened = context.new_page()
     opened.goto(publish("first"))
     opened.get_by_role("button", name="Pause").click()
@@ -352,7 +355,7 @@ def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(browser: Any, t
     publish("second")
     assert opened.title() == "first"
     opened.get_by_role("button", name="Go on").click()
-    opened.wait_for_function("document.title === 'second'")
+    playwright.expect(opened).to_have_title("second", timeout=PATIENCE)
     assert lines(opened, "reward") == ["0"] and opened.locator("#by").input_value() == "tokens"
     assert not opened.get_by_role("checkbox", name="two").is_checked()
     context.close()

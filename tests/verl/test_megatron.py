@@ -106,13 +106,18 @@ def test_nothing_of_it_is_written_where_megatron_does_not_train_in_fp8(composed,
     assert "fp8" not in (OmegaConf.select(verl_config, LAYERS) or {})
 
 
+NEEDS = "required precision='fp8-unified', align='linear', backend='te' .*"
+SET = r"\. Set JETRL_PRECISION=fp8-unified JETRL_ALIGN=linear JETRL_BACKEND=te, or strategy=fsdp2\.$"
+
+
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Config(backend="te"), r"align='exact' with verl setting .*actor.strategy=megatron: required 'linear' .Megatron has"),
-        (Config(precision="fp8-rollout"), "precision='fp8-rollout' .*required 'fp8-unified' or 'bf16'"),
-        (Config(align="linear"), "backend='auto' .*required 'te'.*JETRL_BACKEND=te"),
-        (Config(precision="int8-rollout"), "precision='int8-rollout' .*required 'fp8-unified' or 'bf16'"),
+        (Config(backend="te"), f"^align=None with verl setting .*actor.strategy=megatron: {NEEDS}, found align='exact'{SET}"),
+        (Config(precision="fp8-rollout"), f"{NEEDS}, found precision='fp8-rollout', align='exact', backend='auto'{SET}"),
+        (Config(align="linear"), f"^backend='auto' with .*: {NEEDS}, found backend='auto'{SET}"),
+        (Config(), f"{NEEDS}, found align='exact', backend='auto'{SET}"),
+        (Config(precision="int8-rollout"), f"{NEEDS}, found precision='int8-rollout', "),
         (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required the default .TransformerEngine's layers"),
     ],
 )

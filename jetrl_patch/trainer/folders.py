@@ -1,0 +1,34 @@
+"""Where a model named in a framework's settings is on this machine. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+__all__ = ["is_hub_id", "local_folder"]
+
+
+def local_folder(path: Any) -> str:
+    """The folder of a model: the path itself, or the snapshot of a hub's id in the local cache; empty if there is neither."""
+    folder = os.path.expanduser(str(path or ""))
+    if os.path.isdir(folder):
+        return folder
+    return _cached(folder) if is_hub_id(folder) else ""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path can name a model on a hub: ``name`` or ``owner/name``."""
+    return bool(path) and path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and "://" not in path
+
+
+def _cached(name: str) -> str:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return ""
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return ""
+    return os.path.dirname(found) if isinstance(found, str) else ""

@@ -1,0 +1,53 @@
+"""``make`` with a device: one line for what is missing, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+from examples.common import needs
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def make(*words: str, path: str = "") -> subprocess.CompletedProcess[str]:
+    environ = {**os.environ, "PATH": os.pathsep.join(filter(None, (path, os.environ["PATH"])))}
+    return subprocess.run(["make", *words], capture_output=True, text=True, cwd=ROOT, env=environ)
+
+
+@pytest.mark.parametrize("goal", ["demo", "compare", "bench"])
+def test_a_device_that_does_not_exist(goal: str) -> None:
+    done = make(goal, "DEVICE=gpu")
+    assert done.returncode == 2 and done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert f"DEVICE=gpu: required cpu or cuda. Write make {goal} DEVICE=cuda for a GPU" in line
+
+
+def test_an_environment_without_anything(tmp_path: Path) -> None:
+    venv.create(tmp_path, with_pip=False)
+    done = make("demo", "DEVICE=cuda", path=str(tmp_path / "bin"))
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr
+    first, *rest = done.stderr.splitlines()
+    assert first.startswith("DEVICE=cuda: required a GPU and torch, rich, jetrl_patch, vllm, verl, ray in ")
+    assert "found no torch, no rich, no vllm, no verl, no ray, no jetrl_patch. Activate such an environment" in first
+    assert len(rest) == 1 and rest[0].startswith("make: ***")
+
+
+def test_a_machine_without_a_gpu_and_a_broken_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert needs.missing(["rich"]) == f"torch {torch.__version__}, which sees no CUDA device"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert needs.missing(["rich"]) == "" and needs.main(["rich"]) == 0
+    real = needs.importlib.util.find_spec
+    monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: None if name == "verl" else real(name))
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert needs.missing(["verl", "rich"]) == "no verl"
+    monkeypatch.setattr(needs.importlib.util, "find_spec", lambda name: object())
+    assert needs.missing(["rich"]).startswith("a torch that cannot be imported (ModuleNotFoundError")

@@ -1,0 +1,117 @@
+"""The cache of compiled kernels: damaged files are made anew, and what cannot work says so in one line."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.native import build
+
+#: in a process of its own: a library that is cut short may end it with a bus error
+LOAD = (
+    "import torch\nfrom jetrl_patch.native import ops\n"
+    "x = torch.ones(4, 128, dtype=torch.bfloat16)\nassert float(ops.bf16_gemm(x, x, torch.float32)[3, 3]) == 128.0"
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache whose compiler makes the smallest library, quickly."""
+    source = tmp_path / "kernels.c"
+    source.write_text("int jetrl_answer(void) { return 42; }\n")
+    monkeypatch.setattr(build, "SOURCES", (source,))
+    monkeypatch.setenv("JETRL_CACHE_DIR", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def load() -> ctypes.CDLL:
+    return build.library.__wrapped__()
+
+
+def only(cache: Path) -> Path:
+    (file,) = cache.iterdir()
+    return file
+
+
+def put(file: Path, content: bytes) -> None:
+    """Replace a file. This process has mapped the old one, and must not see it shrink."""
+    file.unlink()
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("kept", [0, 100, 0.5, 0.99])
+def test_a_truncated_library_is_made_anew(cache: Path, kept: float) -> None:
+    load()
+    file = only(cache)
+    whole = file.read_bytes()
+    put(file, whole[: int(kept * len(whole)) if kept < 1 else int(kept)])
+    assert not build.is_whole(file)
+    assert load().jetrl_answer() == 42
+    assert build.is_whole(only(cache)) and only(cache) == file
+
+
+def test_a_whole_library_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert load().jetrl_answer() == 42
+
+
+def test_other_users_can_read_it(cache: Path) -> None:
+    load()
+    assert only(cache).stat().st_mode & 0o777 == 0o755
+
+
+def test_the_real_kernels_survive_a_truncated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JETRL_CACHE_DIR", str(tmp_path))
+    load()
+    file = only(tmp_path)
+    put(file, file.read_bytes()[: file.stat().st_size * 6 // 10])
+    done = subprocess.run([sys.executable, "-c", LOAD], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("place", ["file/cache", "/proc/nothing"])
+def test_a_cache_that_cannot_be_written(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("JETRL_CACHE_DIR", str(tmp_path / place))
+    with pytest.raises(JetrlError, match=r"required a folder to write .*, found .* Set JETRL_CACHE_DIR"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("#!/bin/sh\necho broken >&2\nexit 3\n", "found exit status 3 from .*gcc --version"),
+        ("\0garbage", "found .*Exec format error"),
+        ("#!/bin/sh\n[ $1 = --version ] || { echo 'x.c:1: error: no'; echo two; exit 1; } >&2\n", "x.c:1: error: no"),
+        ("#!/bin/sh\n[ $1 = --version ] || exit 9\n", "found exit status 9"),
+    ],
+)
+def test_a_compiler_that_does_not_work_says_so_in_one_line(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: str
+) -> None:
+    (tmp_path / "gcc").write_text(text)
+    (tmp_path / "gcc").chmod(0o755)
+    monkeypatch.setenv("CC", str(tmp_path / "gcc"))
+    with pytest.raises(JetrlError, match=found) as caught:
+        load()
+    assert "\n" not in str(caught.value) and "Repair the compiler" in str(caught.value)
+
+
+def test_no_home_for_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("JETRL_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", nowhere)
+    with pytest.raises(JetrlError, match="Set JETRL_CACHE_DIR"):
+        load()
