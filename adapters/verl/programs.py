@@ -40,7 +40,7 @@ def own_program() -> str:
     """Return the dotted name or the path of the program that this process runs; empty if there is none."""
     main = sys.modules.get("__main__")
     spec = getattr(main, "__spec__", None)
-    return spec.name if spec is not None else str(getattr(main, "__file__", None) or "")
+    return str(spec.name) if spec is not None else str(getattr(main, "__file__", None) or "")
 
 
 def _module(target: str) -> str:

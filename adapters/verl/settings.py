@@ -111,10 +111,10 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield contradiction
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
-    yield from ulysses.problems(select, config)
     yield from model_config.problems(select, config)
     yield from _engine_problems(select, config)
     yield from gather.problems(select, config)
+    yield from ulysses.problems(select)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -140,11 +140,13 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     trust = bool(select(f"{MODEL}.trust_remote_code"))
     found = list(checkpoint_problems(path, config, _rollout_tp(select), trust))
     yield from found
-    if megatron.is_chosen(select, config) and not found:
-        hf_config = read_config(path, config, trust)
-        if hf_config is not None:
-            size = int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1)
-            yield from raised(lambda: megatron.check_model(hf_config, size))
+    hf_config = None if found else read_config(path, config, trust)
+    if hf_config is None:
+        return
+    yield from raised(lambda: ulysses.check_heads(select, hf_config))
+    if megatron.is_chosen(select, config):
+        size = int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1)
+        yield from raised(lambda: megatron.check_model(hf_config, size))
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:

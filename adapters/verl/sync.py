@@ -22,6 +22,7 @@ from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.guard import begin_sync
 from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.report import sync_report
 
 
@@ -57,7 +58,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, peft = original(self, *args, **kwargs)
         stats = WORKER.stats = SyncStats()
-        if precision.scales_loss():
+        if scales_loss():
             return precision.stream(weights, stats), peft
         if not runtime.active_config().quantized_rollout:
             return counted(weights, stats), peft
@@ -139,13 +140,19 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         result = await original(self, global_steps=global_steps, mode=mode)
         report = {
             **sync_report(WORKER.stats or SyncStats(), start),
-            LOSS: hand_over(),
+            LOSS: _measured(self.actor.engine),
             **precision.figures(),
             **monitored(self.actor.engine),
         }
         return {**(result or {}), MARK: report}
 
     return update_weights
+
+
+def _measured(engine: Any) -> list[Any]:
+    """Return what bypass mode measured; of ranks that share sequences and so saw the same tokens, one reports."""
+    found = hand_over()
+    return found if engine.is_mp_src_rank_with_outputs() else []
 
 
 def monitored(engine: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.vllm.compat import sequence_parallel
 from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
@@ -16,7 +17,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_quantized
-from jetrl_patch.trainer.structure import check_structure
+from jetrl_patch.structure import check_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -49,7 +50,9 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         )
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
         fix = "leave dtype at 'auto' or set it to 'bfloat16'"
-        raise ConfigError(explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(args.dtype), fix=fix))
+        raise ConfigError(
+            explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(args.dtype), fix=fix)
+        )
     refused = {
         "enable_lora": bool(args.enable_lora),
         "speculative_config": args.speculative_config is not None,
@@ -66,8 +69,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if found:
         raise ConflictError(
             f"precision={config.precision!r} with align={config.resolved_align!r} does not support vLLM's "
-            f"{', '.join(found)}; turn it off"
-            + (", or use align='linear'" if config.exact and not args.enable_lora else "")
+            f"{', '.join(found)}. Turn it off"
+            + (", or use align='linear'." if config.exact and not args.enable_lora else ".")
         )
     if config.exact:
         choose_attention(args)
@@ -139,13 +142,13 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         "the V2 model runner, whose log-softmax differs (set VLLM_USE_V2_MODEL_RUNNER=0)": (
             vllm_config.use_v2_model_runner
         ),
-        "sequence parallelism": bool(vllm_config.compilation_config.pass_config.enable_sp),
     }
     found = [what for what, there in problems.items() if there]
+    found += [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]
     if found:
         raise ModelError(
-            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ; turn it off, or use "
-            f"align='linear'"
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Turn it off, or use "
+            f"align='linear'."
         )
 
 

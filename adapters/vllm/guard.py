@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    LinearMethodBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
@@ -43,14 +49,14 @@ def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
         if inside and len(inside) != len(method.names):
             raise AuditError(
                 f"the precision guard takes {', '.join(inside)} out of FP8, but vLLM fuses {', '.join(method.names)} into one "
-                f"layer: they must change together; leave guard_sqnr unset, or exclude all of them"
+                f"layer: they must change together. Leave guard_sqnr unset, or exclude all of them."
             )
         if inside:
             changes.append(_prepare(layer, method))
     if missing:
         raise AuditError(
             f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but they are not "
-            f"FP8 layers in this engine; use the same model and JETRL_EXCLUDE on both sides"
+            f"FP8 layers in this engine. Use the same model and JETRL_EXCLUDE on both sides."
         )
     for change in changes:
         _carry_out(change)
@@ -61,7 +67,7 @@ def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]
     return [(m, m.jetrl_guarded) for m in model.modules() if isinstance(m, LinearBase) and hasattr(m, "jetrl_guarded")]
 
 
-def _prepare(layer: LinearBase, method: QuantizedLinearMethod) -> _Change:
+def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> _Change:
     exact = method.quant_config.config.exact
     made: Any = ExactLinearMethod() if exact else UnquantizedLinearMethod()
     old = layer.weight

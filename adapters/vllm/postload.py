@@ -17,7 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 
 __all__ = ["check_layers"]
 
@@ -37,7 +37,7 @@ def check_layers(model: torch.nn.Module) -> None:
                 f"weight sync to {type(model).__name__}",
                 required="layers that compute with their weights as loaded",
                 found=f"{kind} ({name or 'the model'}){more}, which vLLM transforms after loading",
-                fix="use another model, or precision='bf16'",
+                fix=f"use another model, or {UNQUANTIZED}",
             )
         )
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
@@ -62,7 +62,7 @@ def _refuse_stacks(model: nn.Module) -> None:
                         f"FP8 layers of {type(model).__name__}",
                         required="every matrix of a transformer block in a linear layer (experts are not supported)",
                         found=f"{owner}.{name} of shape {list(shape)}",
-                        fix="use a dense model, or precision='bf16'",
+                        fix=f"use a dense model, or {UNQUANTIZED}",
                     )
                 )
 

@@ -1,6 +1,6 @@
-"""Compile ``kernels.c`` for this machine at first use and keep the result in the user's cache.
+"""Compile the C sources for this machine at first use and keep the result in the user's cache.
 
-The file name contains a hash of the source, the compiler and the processor, so a new release, a new compiler or
+The file name contains a hash of the sources, the compiler and the processor, so a new release, a new compiler or
 another machine with the same home directory never loads a stale library. The file ends with a hash of itself, which the
 linker ignores: a file that a full disk or a broken copy cut short would load and then end the process with a bus error, so it
 is compiled anew.
@@ -23,7 +23,7 @@ from jetrl_patch.errors import JetrlError, explain
 
 _REPAIR = 'repair the compiler, or use backend="torch" (slower, the same contract)'
 _HASH = hashlib.sha256
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "digest.c"))
 # The compiler contracts a * b + c to FMA. That is fixed at compile time, so every caller gets the same bits.
 FLAGS = (
     "-O3",
@@ -116,7 +116,8 @@ def _fingerprint(cc: str) -> str:
     if wrong:
         what = "C compiler for the native CPU kernels"
         raise JetrlError(explain(what, required="one that works", found=wrong, fix=_REPAIR))
-    parts = (SOURCE.read_text(), " ".join(FLAGS), run.stdout, platform.machine(), _processor())
+    sources = (source.read_text() for source in SOURCES)
+    parts = (*sources, " ".join(FLAGS), run.stdout, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
@@ -137,7 +138,7 @@ def _compile(cc: str, target: Path) -> None:
     os.close(handle)
     try:
         for openmp in (("-fopenmp",), ()):  # without OpenMP the kernels run on one thread, with the same bits
-            command = [cc, *FLAGS, *wide, *openmp, str(SOURCE), "-o", scratch, "-lm"]
+            command = [cc, *FLAGS, *wide, *openmp, *map(str, SOURCES), "-o", scratch, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0:
                 content = Path(scratch).read_bytes()
@@ -148,7 +149,7 @@ def _compile(cc: str, target: Path) -> None:
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         found = next((line for line in lines if "error" in line), lines[0] if lines else f"exit status {result.returncode}")
         raise JetrlError(
-            explain(f"{cc} for the native CPU kernels", required=f"a compiled {SOURCE.name}", found=found.strip(), fix=_REPAIR)
+            explain(f"{cc} for the native CPU kernels", required="a compiled library", found=found.strip(), fix=_REPAIR)
         )
     finally:
         Path(scratch).unlink(missing_ok=True)

@@ -18,9 +18,9 @@ from jetrl_patch.monitor.guard import check_guard
 from jetrl_patch.monitor.monitor import Monitor, show
 from jetrl_patch.scaling.invariant import scale_once
 from jetrl_patch.scaling.smoothing import Smoother
+from jetrl_patch.structure import check_structure
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
-from jetrl_patch.trainer.structure import check_structure
 
 __all__ = ["Source", "convert"]
 

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from jetrl_patch.config import Config
-from jetrl_patch.errors import JetrlError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
+from jetrl_patch.structure import check_code, check_structure
 from jetrl_patch.trainer.folders import local_folder
 from jetrl_patch.trainer.rules import raised
-from jetrl_patch.trainer.structure import check_code, check_structure
 
 __all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "model_problems", "read_config"]
 
@@ -126,4 +126,4 @@ def _unreadable(what: str, required: str, error: Exception) -> ModelError:
     """One line for an error of transformers, whose own may fill a page."""
     words = " ".join(str(error).split())
     found = f"{type(error).__name__}: {words if len(words) < 120 else words[:117] + '...'}"
-    return ModelError(explain(what, required=required, found=found, fix="check the folder, or use precision='bf16'"))
+    return ModelError(explain(what, required=required, found=found, fix=f"check the folder, or use {UNQUANTIZED}"))

@@ -24,7 +24,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache whose compiler makes the smallest library, quickly."""
     source = tmp_path / "kernels.c"
     source.write_text("int jetrl_answer(void) { return 42; }\n")
-    monkeypatch.setattr(build, "SOURCE", source)
+    monkeypatch.setattr(build, "SOURCES", (source,))
     monkeypatch.setenv("JETRL_CACHE_DIR", str(tmp_path / "cache"))
     return tmp_path / "cache"
 

@@ -79,7 +79,6 @@ REFUSED = [
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True", "reward_model.enable", ROLLOUT),
     ("actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels", EXACT),
-    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses", EXACT),
     ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper", EXACT),
     (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
     (f"{R}.top_p=0.9", "top_p", EXACT),

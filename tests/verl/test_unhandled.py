@@ -48,21 +48,6 @@ def found(verl_config: Any, config: Config) -> list[str]:
     return [str(problem) for problem in settings.problems(verl_config, config)]
 
 
-ULYSSES = "ulysses_sequence_parallel_size"
-
-
-@pytest.mark.parametrize("path", [f"{F}.{ULYSSES}", f"{F}.fsdp_config.{ULYSSES}", f"{A}.fsdp_config.{ULYSSES}"])
-def test_split_sequences_of_either_model_are_one_refusal(base: Compose, path: str) -> None:
-    (problem,) = found(base(f"{path}=2"), EXACT)
-    assert path in problem and "required whole sequences on each rank, found 2" in problem
-    assert found(base(f"{path}=2"), LINEAR) == []
-
-
-def test_the_reference_inherits_the_actors_split(base: Compose) -> None:
-    (problem,) = found(base(f"{A}.{ULYSSES}=4"), EXACT)
-    assert f"{A}.{ULYSSES} and {F}.{ULYSSES}" in problem and "found 4 and 4" in problem
-
-
 #: override, part of the message, the modes that refuse it
 REFUSED: list[tuple[str, str, list[Config]]] = [
     ("trainer.device=npu", "required cuda or cpu", EVERY),

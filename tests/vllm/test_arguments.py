@@ -14,7 +14,7 @@ from torch import nn
 from jetrl_patch import ConflictError, ModelError
 from jetrl_patch.adapters.vllm.arguments import _VALUES, FREE, KERNELS, argument_problems
 from jetrl_patch.config import Config
-from jetrl_patch.trainer.structure import EXPERTS
+from jetrl_patch.structure import EXPERTS
 from tests.models import config_of
 
 

@@ -55,9 +55,11 @@ def run(make: Callable[..., Any], job: Job, batches: Sequence[tuple[int, int]], 
     return samples
 
 
-def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+@pytest.mark.pins
+@pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3", "llama"])
+def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")
-    job = Job(model=checkpoint("qwen2-odd"), config=jetrl_patch.status().config)
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
 
 
@@ -96,7 +98,7 @@ def test_prefix_caching_and_chunked_prefill(
 
 
 def test_linear_alignment_is_close_and_not_equal(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
-    """The other modes do differ, so zero above is no accident of the comparison."""
+    """The other modes differ, so the comparison can tell a difference."""
     jetrl_patch.enable(precision="fp8-unified", align="linear")
     job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
     found = apart(job, run(engine, job, [(16, 1)], 12))

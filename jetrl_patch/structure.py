@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 
 __all__ = ["EXPERTS", "check_code", "check_structure"]
 
@@ -26,7 +26,7 @@ def check_structure(hf_config: Any) -> None:
     """
     for required, found in _unhandled(hf_config):
         what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
-        raise ModelError(explain(what, required=required, found=found, fix="use a dense text model, or precision='bf16'"))
+        raise ModelError(explain(what, required=required, found=found, fix=f"use a dense text model, or {UNQUANTIZED}"))
 
 
 def _unhandled(hf_config: Any) -> Iterator[tuple[str, str]]:
@@ -66,6 +66,6 @@ def check_code(settings: dict[str, Any], folder: str) -> None:
                 f"{folder} with trust_remote_code=True",
                 required="a model that transformers itself implements (nothing compares a checkpoint's own code with vLLM's)",
                 found=f"auto_map for {', '.join(own)} in config.json",
-                fix="take auto_map out of config.json if transformers knows the model, or use precision='bf16'",
+                fix=f"take auto_map out of config.json if transformers knows the model, or use {UNQUANTIZED}",
             )
         )
