@@ -124,14 +124,16 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
 
 def _check_heads(path: str, settings: dict[str, Any], tp: int) -> None:
     """vLLM gives each rank the same number of attention heads, and whole key/value heads or one copy each."""
-    heads, groups = settings.get("num_attention_heads"), settings.get("num_key_value_heads")
-    whole = isinstance(heads, int) and isinstance(groups or heads, int)
-    if tp > 1 and whole and (heads % tp or ((groups or heads) % tp and tp % (groups or heads))):
-        sizes = [n for n in range(1, heads + 1) if not heads % n and (not (groups or heads) % n or not n % (groups or heads))]
+    heads = settings.get("num_attention_heads")
+    groups = settings.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(groups, int):
+        return
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if tp not in sizes:
         raise ModelError(
             explain(
                 f"--tp {tp} with {path}",
-                required=f"a size that divides its {heads} attention and {groups or heads} key/value heads",
+                required=f"a size that divides its {heads} attention and {groups} key/value heads",
                 found=str(tp),
                 fix=f"use one of {', '.join(map(str, sizes))}",
             )

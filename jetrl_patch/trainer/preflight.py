@@ -98,8 +98,9 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[
     for name, value in scalings.items():
         if value:
             yield from raised(lambda: groups_of((), hf_config.model_type, f"{name}={value:g}"))  # noqa: B023
-    if config.invariant_scale is not None:
-        yield from raised(lambda: check_record(hf_config, config.invariant_scale))
+    scale = config.invariant_scale
+    if scale is not None:
+        yield from raised(lambda: check_record(hf_config, scale))
 
 
 def _check_layers(hf_config: Any, config: Config, rollout_tp: int) -> None:
