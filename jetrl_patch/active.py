@@ -22,6 +22,7 @@ __all__ = [
     "is_active",
     "notes",
     "register_backend",
+    "register_cut",
     "register_guarded",
     "register_layers",
     "require_active",
@@ -30,9 +31,17 @@ __all__ = [
 
 @dataclass
 class Notes:
-    """What ``status()`` shows: FP8 layers, layers that the precision guard took out of FP8, and the GEMM backend."""
+    """What ``status()`` shows.
+
+    Attributes:
+        layers: FP8 layers.
+        cut: layers that ``on_cut="bf16"`` leaves in BF16.
+        guarded: layers that the precision guard took out of FP8.
+        backend: the GEMM backend.
+    """
 
     layers: dict[str, None] = field(default_factory=dict)
+    cut: dict[str, None] = field(default_factory=dict)
     guarded: dict[str, None] = field(default_factory=dict)
     backend: str = ""
 
@@ -105,6 +114,11 @@ def require_active(where: str = "this process", expected: Config | None = None) 
 def register_layers(names: Iterable[str]) -> None:
     """Record the names of FP8 layers in this process for ``status()``. Each name is listed once."""
     _notes.layers.update(dict.fromkeys(names))
+
+
+def register_cut(names: Iterable[str]) -> None:
+    """Record layers that ``on_cut="bf16"`` leaves in BF16 in this process, for ``status()``."""
+    _notes.cut.update(dict.fromkeys(names))
 
 
 def register_guarded(names: Iterable[str]) -> None:

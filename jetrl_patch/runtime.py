@@ -12,6 +12,7 @@ from jetrl_patch.active import (
     active_config,
     is_active,
     register_backend,
+    register_cut,
     register_guarded,
     register_layers,
     require_active,
@@ -29,6 +30,7 @@ __all__ = [
     "is_active",
     "preview",
     "register_backend",
+    "register_cut",
     "register_guarded",
     "register_layers",
     "require_active",
@@ -155,6 +157,7 @@ def status() -> Status:
         versions=dict(session.versions),
         patches=tuple(patches),
         layers=tuple(name for name in notes.layers if name not in notes.guarded),
+        cut=tuple(notes.cut),
         guarded=tuple(notes.guarded),
         backend=notes.backend or session.config.backend,
     )

@@ -8,6 +8,7 @@ from typing import ClassVar
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
     checkpoint,
+    fused,
     logprob,
     megatron,
     megatron_engine,
@@ -205,6 +206,22 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         reason="verl bans tokens beyond the tokenizer and vision placeholders in vLLM only",
         remove_when="verl masks the same tokens on both sides",
         upstream="verl/workers/rollout/vllm_rollout/utils.py: monkey_patch_compute_logits",
+    ),
+    Patch(
+        module="verl.models.transformers.dense_common",
+        attr="forward_with_torch_backend",
+        make=fused.forward_with_torch_backend,
+        reason="verl's fused forward does not know which tokens its rollout bans. Its Triton forward is not covered; the driver "
+        "selects this one",
+        remove_when="verl masks the same tokens on both sides",
+        upstream="verl/workers/rollout/vllm_rollout/utils.py: monkey_patch_compute_logits",
+    ),
+    Patch(
+        module="verl.utils.experimental.torch_functional",
+        attr="FusedLinearForPPO.forward",
+        make=fused.forward,
+        reason="verl's fused log-probs come from a product that depends on the batch and are divided by the temperature in BF16",
+        remove_when="verl's fused kernels use the model's own lm_head and FP32 log-softmax",
     ),
 )
 

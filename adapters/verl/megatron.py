@@ -19,7 +19,7 @@ from packaging.version import Version
 
 from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
-from jetrl_patch.config import Config
+from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.families import covering
 from jetrl_patch.patching.guards import installed_version, is_installed
@@ -126,9 +126,9 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
     if config.backend != "te":
         required = "'te' (TransformerEngine in the trainer and the same GEMM in the rollout)"
         yield f"backend={config.backend!r}", required, repr(config.backend), "set backend='te' (JETRL_BACKEND=te)"
-    for name in ("exclude", "invariant_scale", "fp8_all_gather"):
+    for name in ("exclude", "on_cut", "invariant_scale", "fp8_all_gather"):
         value = getattr(config, name)
-        if value not in ((), None, False):
+        if value != SETTINGS[name].default:
             required = "the default (TransformerEngine's layers all use one recipe)"
             yield f"{name}={value!r}", required, repr(value), f"drop {name}, or set strategy=fsdp2"
 

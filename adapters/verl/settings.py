@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import gather, megatron, precision
+from jetrl_patch.adapters.verl import fused, gather, megatron, precision
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -19,7 +19,7 @@ from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.preflight import check_checkpoint, cut_note
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 logger = logging.getLogger(__name__)
@@ -64,7 +64,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at each sync", _FALSE, "quantized"),
     Rule("reward.reward_model.enable", is_set, _ONE_MODEL, "set it to false and use a reward function", "quantized"),
     Rule("distillation.enabled", is_set, _ONE_MODEL, _FALSE, "quantized"),
-    Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _FALSE, "exact"),
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
     Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
     Rule(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
@@ -109,11 +108,17 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
 
 def _check_model(select: Callable[[str], Any], config: Config) -> None:
     """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
-    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
-    tp = int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
-    hf_config = check_checkpoint(path, config, tp, bool(select(f"{MODEL}.trust_remote_code")))
+    hf_config = check_checkpoint(*_checkpoint(select, config), bool(select(f"{MODEL}.trust_remote_code")))
+    if hf_config is not None and fused.is_used(select, config):
+        fused.check_model(hf_config)
     if hf_config is not None and megatron.is_chosen(select, config):
         megatron.check_model(hf_config, int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1))
+
+
+def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:
+    """Return the model's folder, the settings, and the rollout's tensor-parallel size."""
+    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
+    return path, config, int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
@@ -128,9 +133,10 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
+    wanted |= fused.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= optimizer_settings(select, config)
-    changes = []
+    changes = [*fused.notes(select, config), *cut_note(*_checkpoint(select, config))]
     for path, value in wanted.items():
         found = select(path)
         if found != value:

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 
-def token_log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """FP32 log-probs [...] of ``labels`` [...] under ``logits`` [..., V].
+def log_probs(logits: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """FP32 log-probs [..., V] of every token under ``logits`` [..., V].
 
     The logits are converted to FP32 before the division, as in vLLM's sampler; verl divides in BF16 and uses a
     different formula for each dtype. ``temperature`` is a number or a tensor that broadcasts against [..., 1].
@@ -22,4 +22,14 @@ def token_log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor 
         temperature = torch.full((), temperature, dtype=torch.float32, device=x.device)
     if isinstance(temperature, Tensor) or temperature != 1.0:
         x = x / temperature
-    return torch.log_softmax(x, dim=-1).gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+    return torch.log_softmax(x, dim=-1)
+
+
+def pick(every: Tensor, labels: Tensor) -> Tensor:
+    """The values [...] of ``labels`` [...] among ``every`` [..., V]."""
+    return every.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+
+
+def token_log_probs(logits: Tensor, labels: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
+    """FP32 log-probs [...] of ``labels`` [...] under ``logits`` [..., V]; see ``log_probs``."""
+    return pick(log_probs(logits, temperature), labels)

@@ -7,7 +7,7 @@ from typing import Any
 
 from jetrl_patch.config import Config
 
-__all__ = ["check_checkpoint", "check_model"]
+__all__ = ["check_checkpoint", "check_model", "cut_note"]
 
 
 def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Any:
@@ -26,6 +26,23 @@ def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_co
     return hf_config
 
 
+def cut_note(path: Any, config: Config, rollout_tp: int) -> list[str]:
+    """Return the line that names the layers which ``on_cut="bf16"`` leaves in BF16, if the model is a local folder."""
+    folder = os.path.expanduser(str(path or ""))
+    if config.on_cut == "refuse" or not config.quantized_rollout or rollout_tp == 1 or not os.path.isdir(folder):
+        return []
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from jetrl_patch.fp8.convert import split_layers
+    from jetrl_patch.fp8.layers import cut_words
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    cut = split_layers(model, config, rollout_tp)[1]
+    return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
+
+
 def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
     """Check the model's family, its quantized layers, its norms, and the rollout's tensor parallelism.
 
@@ -40,8 +57,7 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from jetrl_patch.fp8.convert import select_layers
-    from jetrl_patch.fp8.layers import check_splits
+    from jetrl_patch.fp8.convert import split_layers
     from jetrl_patch.monitor.guard import check_guard
     from jetrl_patch.scaling.groups import groups_of
     from jetrl_patch.scaling.invariant import check_record
@@ -53,10 +69,7 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
         check_family(hf_config)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(hf_config)
-    modules = dict(model.named_modules())
-    layers = select_layers(model, config.exclude)
-    if not config.channelwise:
-        check_splits(((name, modules[name].in_features) for name in layers), rollout_tp)
+    split_layers(model, config, rollout_tp)
     if config.resolved_smoothing:
         groups_of((), hf_config.model_type, f"smoothing={config.resolved_smoothing:g}")
     if config.invariant_scale is not None:

@@ -78,7 +78,6 @@ REFUSED = [
     (f"{R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True", "reward_model.enable", ROLLOUT),
-    ("actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels", EXACT),
     ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses", EXACT),
     ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper", EXACT),
     (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
@@ -121,6 +120,12 @@ def test_a_tensor_parallel_split_that_cuts_a_block(base):
 
 def test_a_split_layer_may_be_left_out_on_both_sides(base):
     settings.check(base(f"{R}.tensor_model_parallel_size=4"), Config(exclude=("o_proj",)))
+    left = base(f"{R}.tensor_model_parallel_size=4")
+    settings.check(left, Config(on_cut="bf16"))
+    said = [change for change in settings.complete(left, Config(on_cut="bf16")) if "on_cut" in change]
+    assert len(said) == 1 and "3 layers (o_proj; model.layers.0.self_attn.o_proj to model.layers.2" in said[0]
+    whole = base(f"{R}.tensor_model_parallel_size=2")
+    assert not any("on_cut" in change for change in settings.complete(whole, Config(on_cut="bf16")))
 
 
 def test_completes_what_the_user_need_not_know(base):
