@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
+    beside,
     checkpoint,
     fused,
     logprob,
@@ -154,6 +155,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=sync.server_update_weights,
         reason="verl's sender waits forever for a vLLM worker that has died",
         remove_when="BucketedWeightSender has a timeout and watches its peer",
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        attr="vLLMReplica.__init__",
+        make=beside.replica_init,
+        reason="verl serves reward models and distillation teachers with the policy's server class, so their engines would be "
+        "quantized and wait for a weight sync. Engines other than vLLM are left alone already",
+        remove_when="verl tells a server whose model it serves",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.utils",

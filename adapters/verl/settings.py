@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fused, gather, megatron, precision
+from jetrl_patch.adapters.verl import beside, fused, gather, megatron, precision
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -35,7 +35,6 @@ _FALSE = "set it to false"
 _OURS = "no quantization but jetrl_patch's"
 _FULL = "full weights without LoRA"
 _TP_ONLY = "a rollout with tensor parallelism alone"
-_ONE_MODEL = "no vLLM engine besides the policy's"
 _SEQUENCES = "whole sequences on each rank"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
@@ -61,9 +60,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ENGINE}.speculative_config", is_set, "no speculative decoding", "remove it", "quantized"),
     Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
-    Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at each sync", _FALSE, "quantized"),
-    Rule("reward.reward_model.enable", is_set, _ONE_MODEL, "set it to false and use a reward function", "quantized"),
-    Rule("distillation.enabled", is_set, _ONE_MODEL, _FALSE, "quantized"),
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
     Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
     Rule(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
@@ -98,6 +94,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
     yield from gather.problems(select, config)
+    yield from beside.problems(select, config)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -136,6 +133,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     wanted |= fused.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= optimizer_settings(select, config)
+    wanted |= beside.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
     changes = [*fused.notes(select, config), *cut_note(*_checkpoint(select, config))]
     for path, value in wanted.items():
         found = select(path)
