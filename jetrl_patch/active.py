@@ -16,6 +16,7 @@ from jetrl_patch.errors import ConflictError, NotPatchedError, differences, expl
 __all__ = [
     "Notes",
     "active_config",
+    "asked_config",
     "begin",
     "end",
     "failure",
@@ -47,21 +48,22 @@ class Notes:
 
 
 _config: Config | None = None
+_asked: Config | None = None
 _failure: str = ""
 _notes = Notes()
 
 
-def begin(config: Config) -> None:
-    """Mark this process as patched with ``config``."""
-    global _config, _failure
+def begin(config: Config, asked: Config | None = None) -> None:
+    """Mark this process as patched with ``config``, which ``asked`` was resolved to."""
+    global _config, _asked, _failure
     _failure = ""
-    _config = config
+    _config, _asked = config, config if asked is None else asked
 
 
 def end(failure: str = "") -> None:
     """Mark this process as unpatched and drop its notes. ``failure`` says why, unless ``disable()`` asked for it."""
-    global _config, _failure, _notes
-    _config, _failure, _notes = None, failure, Notes()
+    global _config, _asked, _failure, _notes
+    _config, _asked, _failure, _notes = None, None, failure, Notes()
 
 
 def is_active() -> bool:
@@ -85,6 +87,12 @@ def active_config() -> Config:
     if config is None:
         raise NotPatchedError(_not_patched("this process"))
     return config
+
+
+def asked_config() -> Config:
+    """The active settings before they were resolved: what nobody set has its default. Raises as ``active_config``."""
+    config = active_config()
+    return config if _asked is None else _asked
 
 
 def require_active(where: str = "this process", expected: Config | None = None) -> Config:

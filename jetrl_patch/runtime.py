@@ -10,6 +10,7 @@ from typing import Any
 from jetrl_patch import active, env, registry
 from jetrl_patch.active import (
     active_config,
+    asked_config,
     is_active,
     register_backend,
     register_cut,
@@ -25,6 +26,7 @@ from jetrl_patch.snapshot import PatchStatus, Status
 __all__ = [
     "activate_from_env",
     "active_config",
+    "asked_config",
     "disable",
     "enable",
     "is_active",
@@ -63,7 +65,8 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     processes. A second call with the same settings does nothing.
     """
     global _session, _starting
-    wanted = (Config.from_env(**overrides) if config is None else config.replace(**overrides)).resolved()
+    asked = Config.from_env(**overrides) if config is None else config.replace(**overrides)
+    wanted = asked.resolved()
     with _lock:
         current = _session.config if _session is not None else _starting
         if current is not None:
@@ -90,7 +93,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         finally:
             _starting = None
         _session = session
-        active.begin(wanted)
+        active.begin(wanted, asked)
         return status()
 
 

@@ -17,7 +17,7 @@ from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import check_checkpoint, cut_note
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["START", "check", "check_mark", "complete", "get_strategy", "problems"]
+__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "problems"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +91,11 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:
     """Return the model's folder, the settings, and the rollout's tensor-parallel size."""
     return _get(args, "actor.model_name_or_path"), config, int(_get(args, "vllm.tensor_parallel_size") or 1)
+
+
+def chosen(args: Any, asked: Config) -> Config:
+    """Return the plugin's settings unchanged: OpenRLHF has one training engine."""
+    return asked
 
 
 def complete(args: Any, config: Config) -> list[str]:

@@ -150,6 +150,21 @@ def prepare(verl_config: Any, config: Config) -> None:
         logger.warning("jetrl_patch: %s", change)
 
 
+def chosen(verl_config: Any, asked: Config) -> Config:
+    """Return the plugin's settings with those that the training engine decides, where the user left them open."""
+    return megatron.chosen(_selector(verl_config), asked)
+
+
+def adopt(verl_config: Any) -> None:
+    """Restart this process's session with the settings that the training engine decides, before anything else starts."""
+    asked = runtime.asked_config()
+    wanted = chosen(verl_config, asked)
+    if wanted != asked:
+        runtime.disable()
+        runtime.enable(wanted)
+        logger.warning("jetrl_patch: align=%r and backend=%r, because Megatron trains", wanted.align, wanted.backend)
+
+
 def mark(verl_config: Any, config: Config) -> None:
     """Store the plugin's settings in verl's configuration (``rollout.custom``), where each worker compares them with its own."""
     _update(verl_config, f"{ROLLOUT}.custom.{MARK}", config.to_env())
@@ -173,6 +188,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        adopt(config)
         prepare(config, runtime.active_config())
         return original(config, *args, **kwargs)
 

@@ -80,6 +80,8 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
             if section is not None:
                 by_settings, config, source = True, section, f"{started.framework}'s configuration"
         report.checks.append(_switched_on(started, environ, by_settings))
+        if started.framework and arguments is not None:
+            config = registry.trainer(started.framework).chosen(arguments, config)
     report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
     return arguments, config.resolved()
 
