@@ -77,7 +77,7 @@ class JetrlQuantConfig(QuantizationConfig):
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the quantized method for block linears, and in exact mode the exact BF16 one for the other linears and the head."""
+        """Return the quantized method for block linears; in exact mode the exact BF16 one for other linears and the head."""
         self._require_patched()
         if isinstance(layer, LinearBase):
             if self.is_quantized(prefix) and not self._leaves_in_bf16(layer, prefix):
