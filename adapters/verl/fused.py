@@ -91,13 +91,13 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         prepared = _running.get()
         if prepared is None:
-            return original(self, hidden_states, vocab_weights, input_ids, temperature)  # type: ignore[no-any-return]
+            return original(self, hidden_states, vocab_weights, input_ids, temperature)
         from jetrl_patch.exact.chunked import chunked_log_probs
 
         product = product_of(runtime.active_config())
 
         def logits_of(h_TK: Tensor, w_VK: Tensor) -> Tensor:
-            return ban(product(h_TK, w_VK), prepared.vocabulary, prepared.banned)  # type: ignore[no-any-return]
+            return ban(product(h_TK, w_VK), prepared.vocabulary, prepared.banned)
 
         return chunked_log_probs(hidden_states, vocab_weights, input_ids, logits_of, temperature, self.chunk_size)
 

@@ -49,6 +49,12 @@ def test_equals_the_unfused_path(model, temperature):
     assert module.lm_head.weight.grad[300:].count_nonzero() == 0 and module.lm_head.weight.grad[10].count_nonzero() > 0
 
 
+def test_fp16_uses_the_plain_head_in_fp16():
+    hidden, weight = torch.randn(4, 8), torch.randn(16, 8)
+    logits = fused.product_of(Config(precision="fp16"))(hidden, weight)
+    assert torch.equal(logits, torch.nn.functional.linear(hidden.half(), weight.half()))
+
+
 def test_an_unconverted_model_and_an_unpatched_process_keep_verls_own(model):
     from verl.utils.experimental.torch_functional import FusedLinearForPPO
 
