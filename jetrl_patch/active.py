@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from jetrl_patch.config import Config
@@ -16,6 +16,7 @@ from jetrl_patch.errors import ConflictError, NotPatchedError, differences, expl
 __all__ = [
     "Notes",
     "active_config",
+    "active_with",
     "asked_config",
     "begin",
     "end",
@@ -69,6 +70,11 @@ def end(failure: str = "") -> None:
 def is_active() -> bool:
     """Whether this process is patched. Takes no lock and reads no environment variable."""
     return _config is not None
+
+
+def active_with(wanted: Callable[[Config], bool]) -> bool:
+    """Whether this process is patched with settings that ``wanted`` accepts."""
+    return _config is not None and wanted(_config)
 
 
 def failure() -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from jetrl_patch import active, env, registry
 from jetrl_patch.active import (
     active_config,
+    active_with,
     asked_config,
     is_active,
     register_backend,
@@ -26,6 +27,7 @@ from jetrl_patch.snapshot import PatchStatus, Status
 __all__ = [
     "activate_from_env",
     "active_config",
+    "active_with",
     "asked_config",
     "disable",
     "enable",

@@ -102,4 +102,4 @@ def _pad_input(x: Any, places: Any, batch: int, width: int) -> Any:
 
 
 def _all_gather(x: Any, group: Any) -> Any:
-    raise NotImplementedError("ring attention needs flash-attn, which does not run on a CPU; use --ds.ring_attn_size 1")
+    raise NotImplementedError("ring attention needs flash-attn, which does not run on a CPU. Use --ds.ring_attn_size 1.")

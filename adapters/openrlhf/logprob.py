@@ -112,4 +112,4 @@ def _stop_tokens(logits: Any) -> Any:
 
 
 def _exact() -> bool:
-    return runtime.is_active() and runtime.active_config().exact
+    return runtime.active_with(lambda config: config.exact)

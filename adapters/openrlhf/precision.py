@@ -11,14 +11,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch import registry, runtime
+from jetrl_patch import registry
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, SyncError, explain
 from jetrl_patch.precision.loss_scale import at_smallest
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one
 
-__all__ = ["check_model", "check_weights", "complete", "figures", "optimizer_step", "problems", "scales_loss"]
+__all__ = ["check_model", "check_weights", "complete", "figures", "optimizer_step", "problems"]
 
 RULES: tuple[Rule, ...] = (
     Rule("ds.load_in_4bit", is_set, "weights in FP16", "remove the flag", "all"),
@@ -58,11 +59,6 @@ def complete(args: Any, config: Config) -> list[str]:
         return []
     args.ds.param_dtype = "fp16"
     return ["--ds.param_dtype fp16: precision='fp16' uses FP16 on both sides"]
-
-
-def scales_loss() -> bool:
-    """Whether this process trains with a loss scale."""
-    return runtime.is_active() and runtime.active_config().mode.scales_loss
 
 
 def _pieces(module: Any) -> Iterator[tuple[str, Any]]:

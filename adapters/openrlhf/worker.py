@@ -25,7 +25,7 @@ def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_weight(self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
         order = decode(name)
         if order is None:
-            if runtime.is_active() and runtime.active_config().quantized_rollout:
+            if runtime.active_with(lambda config: config.quantized_rollout):
                 _broadcast(self, dtype, shape)  # the sender waits for it
                 raise _unpatched_trainer()
             return original(self, name, dtype, shape, empty_cache)
@@ -60,7 +60,7 @@ def update_weight_cuda_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         order = decode(name)
         if order is None:
-            if runtime.is_active() and runtime.active_config().quantized_rollout:
+            if runtime.active_with(lambda config: config.quantized_rollout):
                 raise _unpatched_trainer()
             return original(self, name, dtype, shape, ipc_handles, empty_cache)
         import torch

@@ -65,7 +65,7 @@ def collect_status(config: Config | None = None, timeout: float = LIMIT) -> list
 
     config = runtime.active_config() if config is None else config
     if not ray.is_initialized():
-        raise NotPatchedError("collect_status() needs a connection to Ray; call ray.init() first")
+        raise NotPatchedError("collect_status() needs a connection to Ray. Call ray.init() first.")
     nodes = [node for node in ray.nodes() if node["Alive"]]
     answers = _ask(nodes, config, timeout, attempt=False)
     silent = [node for node in nodes if isinstance(answers[node["NodeID"]], str)]

@@ -99,7 +99,7 @@ def exact_attention(
     B, H, T, D = query.shape
     if key.shape[2] != T:
         raise ModelError(
-            f"{NAME} computes whole sequences: {T} queries met {key.shape[2]} keys of a cache; pass use_cache=False"
+            f"{NAME} computes whole sequences: {T} queries met {key.shape[2]} keys of a cache. Pass use_cache=False."
         )
     if dropout:
         raise ModelError(f"{NAME} has no dropout, found attention dropout {dropout}")

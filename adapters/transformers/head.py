@@ -51,7 +51,7 @@ def check_head(model: Any) -> None:
     if not isinstance(head, nn.Linear):
         raise ModelError(
             f"head_dtype='float32': {type(model).__name__} has no lm_head that is an nn.Linear (found "
-            f"{type(head).__name__}); leave head_dtype at 'auto' for this model"
+            f"{type(head).__name__}). Leave head_dtype at 'auto' for this model."
         )
 
 

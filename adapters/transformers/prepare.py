@@ -110,8 +110,8 @@ def _check_exact(model: Any) -> dict[str, type]:
             )
     if NAME not in ALL_ATTENTION_FUNCTIONS.valid_keys():
         raise NotPatchedError(
-            f"the attention {NAME!r} is not registered with transformers in this process; call jetrl_patch.enable() before "
-            "the model is prepared"
+            f"the attention {NAME!r} is not registered with transformers in this process. Call jetrl_patch.enable() before "
+            "the model is prepared."
         )
     if not isinstance(getattr(model, "lm_head", None), nn.Linear):
         raise ModelError(f"{type(model).__name__} has no lm_head: exact mode prepares causal language models")

@@ -88,4 +88,4 @@ def policy_loss(
 
 
 def _on() -> bool:
-    return runtime.is_active() and runtime.active_config().acr
+    return runtime.active_with(lambda config: config.acr)

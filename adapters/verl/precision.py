@@ -11,17 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import registry, runtime
+from jetrl_patch import registry
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
 if TYPE_CHECKING:
     from jetrl_patch.sync.stream import SyncStats
 
-__all__ = ["build_fsdp_module", "check_model", "figures", "optimizer_step", "problems", "scales_loss", "stream", "wanted"]
+__all__ = ["build_fsdp_module", "check_model", "figures", "optimizer_step", "problems", "stream", "wanted"]
 
 FP16 = ("float16", "fp16", "half")
 
@@ -106,11 +107,6 @@ def wanted(config: Config) -> dict[str, Any]:
             f"{path}.mixed_precision": {"param_dtype": "fp16", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         }
     return values
-
-
-def scales_loss() -> bool:
-    """Whether this process trains with a loss scale."""
-    return runtime.is_active() and runtime.active_config().mode.scales_loss
 
 
 def check_model(module: Any) -> None:

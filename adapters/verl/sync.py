@@ -22,6 +22,7 @@ from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.guard import begin_sync
 from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.precision import scales_loss
 from jetrl_patch.trainer.report import sync_report
 
 
@@ -57,7 +58,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_per_tensor_param(self: Any, *args: Any, **kwargs: Any) -> Any:
         weights, peft = original(self, *args, **kwargs)
         stats = WORKER.stats = SyncStats()
-        if precision.scales_loss():
+        if scales_loss():
             return precision.stream(weights, stats), peft
         if not runtime.active_config().quantized_rollout:
             return counted(weights, stats), peft

@@ -90,7 +90,7 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
             sinks=sinks,
         )
         if unknown:
-            raise ModelError(f"align='exact' does not support attention with {', '.join(unknown)}; use align='linear'")
+            raise ModelError(f"align='exact' does not support attention with {', '.join(unknown)}. Use align='linear'.")
         super().__init__(
             num_heads, head_size, scale, num_kv_heads, None, None, kv_cache_dtype, None, attn_type, None, None
         )
@@ -116,7 +116,7 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ModelError(
-                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output; use align='linear'"
+                "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
             )
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
         return attend(query, keys, values, attn_metadata, self.scale, output)

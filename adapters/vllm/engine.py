@@ -65,8 +65,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if found:
         raise ConflictError(
             f"precision={config.precision!r} with align={config.resolved_align!r} does not support vLLM's "
-            f"{', '.join(found)}; turn it off"
-            + (", or use align='linear'" if config.exact and not args.enable_lora else "")
+            f"{', '.join(found)}. Turn it off"
+            + (", or use align='linear'." if config.exact and not args.enable_lora else ".")
         )
     if config.exact:
         choose_attention(args)
@@ -126,8 +126,8 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     found = [what for what, there in problems.items() if there]
     if found:
         raise ModelError(
-            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ; turn it off, or use "
-            f"align='linear'"
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Turn it off, or use "
+            f"align='linear'."
         )
 
 

@@ -43,14 +43,14 @@ def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
         if inside and len(inside) != len(method.names):
             raise AuditError(
                 f"the precision guard takes {', '.join(inside)} out of FP8, but vLLM fuses {', '.join(method.names)} into one "
-                f"layer: they must change together; leave guard_sqnr unset, or exclude all of them"
+                f"layer: they must change together. Leave guard_sqnr unset, or exclude all of them."
             )
         if inside:
             changes.append(_prepare(layer, method))
     if missing:
         raise AuditError(
             f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but they are not "
-            f"FP8 layers in this engine; use the same model and JETRL_EXCLUDE on both sides"
+            f"FP8 layers in this engine. Use the same model and JETRL_EXCLUDE on both sides."
         )
     for change in changes:
         _carry_out(change)

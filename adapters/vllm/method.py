@@ -88,7 +88,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             bf16_NK = loaded.to(torch.bfloat16)
             if not torch.isfinite(bf16_NK).all():
                 raise SyncError(
-                    f"{name}.weight holds NaN or Inf and cannot be quantized; check the checkpoint or the last optimizer step"
+                    f"{name}.weight holds NaN or Inf and cannot be quantized. Check the checkpoint or the last optimizer step."
                 )
             q_NK, scales = self.format.quantize(bf16_NK.to(param.device))
             load(param, q_NK, *shard, **kwargs)

@@ -32,7 +32,7 @@ class ExactRMSNorm(RMSNorm):
         """``x [..., D]`` BF16, ``residual`` the same or None -> the norm, and the new residual if there was one."""
         if self.variance_size_override is not None or not self.has_weight:
             raise ModelError(
-                "align='exact' does not support an RMSNorm over part of the width or without a weight; use align='linear'"
+                "align='exact' does not support an RMSNorm over part of the width or without a weight. Use align='linear'."
             )
         if residual is None:
             return ops.rms_norm(x, self.weight.data, self.variance_epsilon)

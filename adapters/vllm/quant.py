@@ -114,6 +114,6 @@ class JetrlQuantConfig(QuantizationConfig):
             inside = sorted(set(names) - set(out))
             raise ModelError(
                 f"exclude={list(self.config.exclude)} takes {', '.join(out)} out of FP8 but not "
-                f"{', '.join(inside)}, but vLLM fuses them into one layer {prefix}; exclude all of them or none"
+                f"{', '.join(inside)}, but vLLM fuses them into one layer {prefix}. Exclude all of them or none."
             )
         return not out

@@ -32,5 +32,5 @@ def refuse_attention(
     found = [what for what, there in refused.items() if there]
     if found:
         raise ModelError(
-            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ; use align='linear'"
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Use align='linear'."
         )

@@ -136,8 +136,8 @@ def check_device(*tensors: Tensor) -> None:
     device = tensors[0].device
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         raise ValueError(
-            f"operands are on {device}, but kernels launch on the current device, cuda:{torch.cuda.current_device()}; "
-            f"select the operands' device with torch.cuda.device(...)"
+            f"operands are on {device}, but kernels launch on the current device, cuda:{torch.cuda.current_device()}. "
+            f"Select the operands' device with torch.cuda.device(...)."
         )
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
         raise ConfigError(

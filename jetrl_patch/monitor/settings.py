@@ -22,11 +22,11 @@ def check_monitor(config: Config) -> None:
     if guard is None:
         return
     if not every:
-        raise ConfigError("guard_sqnr needs the monitor's measurements; set monitor_every to 1 or more")
+        raise ConfigError("guard_sqnr needs the monitor's measurements. Set monitor_every to 1 or more.")
     if not config.fp8_train:
         raise ConfigError(
             f"guard_sqnr={guard!r} contradicts precision={config.precision!r}: the guard moves layers from FP8 to BF16 "
-            f"on both sides, and this mode does not have FP8 on both; unset guard_sqnr"
+            f"on both sides, and this mode does not have FP8 on both. Unset guard_sqnr."
         )
     if config.backend == "te":
         raise ConfigError(
@@ -36,5 +36,5 @@ def check_monitor(config: Config) -> None:
     if config.fp8_all_gather:
         raise ConfigError(
             f"guard_sqnr={guard!r} contradicts fp8_all_gather=True: a layer that leaves FP8 needs its weight in BF16, "
-            f"and FSDP2 gathers only FP8 bytes; unset one of the two"
+            f"and FSDP2 gathers only FP8 bytes. Unset one of the two."
         )

@@ -49,7 +49,7 @@ def make_prompts(
         except OSError as error:
             raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from None
         if not texts:
-            raise ConfigError(f"--prompts {file} contains no prompts; write one per line")
+            raise ConfigError(f"--prompts {file} contains no prompts. Write one per line.")
     if tokenize is not None:
         prompts = [ids for ids in (tokenize(text)[:longest] for text in texts) if ids]
         strange = max((token for ids in prompts for token in ids), default=-1)

@@ -53,7 +53,7 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
             tail = b"" if child.stdout is None else child.stdout[-2000:]
             raise JetrlError(
                 f"the process measuring {job.config.precision} exited with status {child.returncode} and without a "
-                f"result; run again with --verbose. {tail.decode(errors='replace')}"
+                f"result. Run again with --verbose. {tail.decode(errors='replace')}"
             )
         found: dict[str, Any] = pickle.loads(answer.read_bytes())
     if "error" in found:

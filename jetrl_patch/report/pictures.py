@@ -174,7 +174,7 @@ def _figure(panels: int) -> tuple[Any, Any]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ReportError(f"pictures need matplotlib, which is not installed ({error}); run pip install matplotlib") from error
+        raise ReportError(f"pictures need matplotlib, which is not installed ({error}). Run pip install matplotlib.") from error
     columns, rows = min(2, panels), math.ceil(panels / 2)
     figure = Figure(figsize=(5.6 * columns, 3.9 * rows + 0.3), dpi=130, layout="constrained", facecolor="white")
     FigureCanvasAgg(figure)

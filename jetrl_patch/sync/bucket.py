@@ -60,7 +60,7 @@ def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
     for name, dtype, shape, start in entries:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
-            raise SyncError(f"{name} arrived with the unknown dtype {dtype!r}; install the same versions on both sides")
+            raise SyncError(f"{name} arrived with the unknown dtype {dtype!r}. Install the same versions on both sides.")
         size = torch.Size(shape).numel() * kind.itemsize
         if start < 0 or start + size > flat.numel():
             raise SyncError(f"{name} should lie at bytes {start}:{start + size}, but {flat.numel()} bytes arrived")

@@ -159,7 +159,7 @@ def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
         data = json.loads(bytes(tensor.detach().cpu().to(torch.uint8).flatten().tolist()))
     except ValueError as error:
         raise SyncError(
-            f"{what} is not valid JSON ({error}): the transfer may have been cut short; sync again"
+            f"{what} is not valid JSON ({error}): the transfer may have been cut short. Sync again."
         ) from error
     if not isinstance(data, dict):
         found, fix = type(data).__name__, "install the same version of jetrl_patch on both sides"
@@ -179,14 +179,14 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
     ]
     if wrong:
         raise AuditError(
-            f"trainer and rollout do not compute alike: {'; '.join(wrong)}; start both with the same JETRL_* settings"
+            f"trainer and rollout do not compute alike: {'; '.join(wrong)}. Start both with the same JETRL_* settings."
         )
     if trainer_layers != rollout_layers:
         only_trainer = _some(trainer_layers - rollout_layers)
         only_rollout = _some(rollout_layers - trainer_layers)
         raise AuditError(
             f"trainer and rollout quantize different layers: only in the trainer: {only_trainer}; "
-            f"only in the rollout: {only_rollout}; use the same model and the same JETRL_EXCLUDE on both sides"
+            f"only in the rollout: {only_rollout}. Use the same model and the same JETRL_EXCLUDE on both sides."
         )
 
 

@@ -146,7 +146,7 @@ class Receiver:
         if self.state is not State.SERVING:
             raise SyncError(
                 f"this engine does not generate: its weights are in state {self.state.value!r} after an incomplete "
-                f"weight sync; sync again or restart the run"
+                f"weight sync. Sync again or restart the run."
             )
 
     def _take(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:
@@ -211,7 +211,7 @@ class Receiver:
     def _install(self) -> list[Rect]:
         if self._sync is None or not self._sync.committed:
             raise SyncError(
-                "the weight sync ended before the commit of the trainer; see the trainer's log for the cause"
+                "the weight sync ended before the commit of the trainer. See the trainer's log for the cause."
             )
         self.installer.finish()
         return list(self.installer.installed())

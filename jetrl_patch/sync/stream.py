@@ -138,14 +138,14 @@ def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
     """Return a weight in BF16. Raises SyncError, with its name, if it is not finite or is unexpectedly FP8."""
     if is_te_tensor(weight):
         raise SyncError(
-            f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout; keep this layer in BF16 in the "
-            f"trainer too, or do not exclude it and use FP8 on both sides"
+            f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout. Keep this layer in BF16 in the "
+            f"trainer too, or do not exclude it and use FP8 on both sides."
         )
     bf16 = weight.detach().to(torch.bfloat16)
     if not bool(torch.isfinite(bf16).all()):
         raise SyncError(
-            f"{name} holds NaN or Inf, so the sync was stopped; check the gradient norm and the learning rate of the last "
-            f"optimizer step"
+            f"{name} holds NaN or Inf, so the sync was stopped. Check the gradient norm and the learning rate of the last "
+            f"optimizer step."
         )
     return bf16
 

@@ -1,4 +1,4 @@
-"""The CPU platform: when it is chosen, what it registers, and that each of its shims is still needed."""
+"""The CPU platform: when it is chosen, what it registers, and whether each of its shims is still needed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def free_port() -> int:
 
 
 class Cluster:
-    """Nodes in process groups of their own, one temporary folder; everything goes with ``stop``."""
+    """Nodes in process groups of their own, in one temporary folder; ``stop`` removes everything."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
@@ -34,7 +34,7 @@ class Cluster:
         self._log = Path(self._folder.name) / "nodes.txt"
 
     def start(self, name: str, *, cpus: int = 2, gpus: int = 0, jobs: bool = False, **environ: str) -> None:
-        """Start a node with logical resources; the first one is the head, with a server at ``self.jobs`` if asked."""
+        """Start a node with logical resources. The first one is the head, on request with a job server at ``self.jobs``."""
         where = ["--address", self.address]
         if not self._nodes:
             where = ["--head", "--port", self.address.rpartition(":")[2], f"--include-dashboard={jobs}"]

@@ -1,4 +1,4 @@
-"""Two nodes, started from an empty environment: what a driver asks for reaches both, or the driver stops."""
+"""Two nodes with an empty environment: the driver's settings reach both, or the driver stops."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
 
 
 class Original:
-    """In the place of ``ray.init``: notes the call and the environment that it sees."""
+    """Replaces ``ray.init``: records the call and its environment."""
 
     def __init__(self):
         self.calls = []
@@ -30,7 +30,7 @@ class Original:
 
 @pytest.fixture
 def original(monkeypatch):
-    """With ``enable()`` done, and nodes that all answer."""
+    """After ``enable()``, with nodes that all answer."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setattr(connect, "require_nodes", lambda config, installs: [])
     jetrl_patch.enable(precision="bf16")

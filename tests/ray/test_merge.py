@@ -1,4 +1,4 @@
-"""Our part of a ``runtime_env`` beside the user's, and whether Ray's own merge takes the result."""
+"""Our part of a ``runtime_env`` beside the user's; Ray's own merge accepts the result."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_an_image_beside_which_ray_allows_no_hook_is_refused(field):
 @pytest.mark.parametrize("hook", [None, "os.getcwd"])
 @pytest.mark.parametrize("place", [merge.HOOK, merge.HOOK_VARIABLE])
 def test_ray_accepts_ours_beside_a_submitted_job(hook, place):
-    """Ray refuses a key in both; what is left of the job's, and ours, have none in common."""
+    """Ray refuses a key that is in both, so the rest of the job's environment and ours share none."""
     job = {"env_vars": {"JETRL_PRECISION": "fp8-unified", "B": "2"}, "working_dir": "gcs://x.zip"}
     if hook:
         (job if place == merge.HOOK else job["env_vars"])[place] = hook
@@ -142,7 +142,7 @@ def test_a_hook_of_another_job_cannot_be_chained():
 
 
 def test_our_own_hook_in_an_environment_that_is_handed_on_is_renewed():
-    """As vLLM does in a Ray actor, for the Ray workers of an engine with tensor parallelism."""
+    """vLLM does this in a Ray actor for the workers of a tensor-parallel engine."""
     handed_on = {
         "env_vars": {merge.HOOK_VARIABLE: "ray_runtime_env_func::0100", "A": "1"},
         merge.HOOK: make_hook("0", {}, None).__name__,

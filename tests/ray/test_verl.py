@@ -1,4 +1,4 @@
-"""Real verl by ``jetrl verl``, the driver on one node and every worker on another one, started with nothing set."""
+"""Real verl through ``jetrl verl``: the driver on one node, every worker on another, with nothing set on either."""
 
 from __future__ import annotations
 

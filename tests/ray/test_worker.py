@@ -1,4 +1,4 @@
-"""The functions that travel, and the verdict on what nodes report."""
+"""The functions sent to nodes, and the verdict on their reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buckets: what is packed comes out the same, in order, and no bucket is larger than it must be."""
+"""Buckets: what is packed is unpacked unchanged and in order, and no bucket exceeds its size without need."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def tensors(sizes: list[tuple[int, int]], seed: int) -> list[tuple[str, torch.Te
 
 
 def copied(bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-    """A bucket is valid until the next one is asked for."""
+    """A bucket is valid until the next one is requested."""
     return unpack(bucket.flat.clone(), bucket.entries)
 
 

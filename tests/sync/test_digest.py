@@ -1,4 +1,4 @@
-"""The digest adds up over any tiling and sees every byte."""
+"""The digest: it adds up over any tiling, and every byte changes it."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""The receiver: one good way through, and every bad one ends in an error and an engine that does not generate."""
+"""The receiver: one sequence succeeds; every other ends in an error and in an engine that refuses to generate."""
 
 import dataclasses
 import threading

@@ -1,4 +1,4 @@
-"""Rectangles that do, and do not, make up a tensor."""
+"""Rectangles that cover a tensor exactly, and some that do not."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What adapters of training frameworks share: marks, reports, the guard's followers, differing settings."""
+"""What adapters of training frameworks share: marks, reports, the guard's followers, settings that differ."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_metrics_are_the_first_ranks_and_the_slowest_ranks_seconds() -> None:
 
 
 class Model:
-    """Of a ``Source``, what the guard asks of it."""
+    """The part of a ``Source`` that the guard uses."""
 
     def __init__(self, new: tuple[str, ...] = ()) -> None:
         self.new, self.calls = list(new), list[Any]()

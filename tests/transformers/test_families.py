@@ -1,4 +1,4 @@
-"""Families of one record: a token's bits in every company, and gradients against FP64, arithmetic of its own included."""
+"""Each family: a token's bits do not depend on its batch, and gradients match FP64, including the family's own operations."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prepared model in real transformers: the same bits for a token in every company, and gradients that are right."""
+"""A prepared model in real transformers: a token's bits do not depend on its batch, and gradients are correct."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Real engines in this process, one at a time, on tiny checkpoints made once a session."""
+"""Real engines in this process, one at a time, on tiny checkpoints that are made once per session."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_prefix_caching_and_chunked_prefill(
 
 
 def test_linear_alignment_is_close_and_not_equal(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
-    """The other modes do differ, so zero above is no accident of the comparison."""
+    """The other modes differ, so the comparison can tell a difference."""
     jetrl_patch.enable(precision="fp8-unified", align="linear")
     job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
     found = apart(job, run(engine, job, [(16, 1)], 12))

@@ -1,4 +1,4 @@
-"""Layers that leave FP8 in a live engine: afterwards it computes what an engine computes that never had them in FP8."""
+"""Layers that leave FP8 in a live engine: the engine then equals one that never had them in FP8."""
 
 from __future__ import annotations
 

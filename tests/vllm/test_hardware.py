@@ -1,4 +1,4 @@
-"""A backend that this hardware cannot run: the same error in the trainer and in the rollout, before anything changes."""
+"""A backend that this hardware cannot run: trainer and rollout raise the same error before anything changes."""
 
 from __future__ import annotations
 

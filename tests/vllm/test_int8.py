@@ -60,7 +60,7 @@ def sent(model: Any, source: Source, stats: SyncStats | None = None) -> list[Any
 @pytest.mark.e2e
 @pytest.mark.parametrize("mode", ["int8", pytest.param("int8 plain", marks=pytest.mark.slow), "fp8"])
 def test_bytes_in_the_engine(checkpoint: Callable[..., str], engine: Callable[..., Any], mode: str) -> None:
-    """Widths that are no multiples of 128, fused layers with a bias; a BF16 checkpoint first, then a push."""
+    """Widths that are not multiples of 128, and fused layers with a bias: first a BF16 checkpoint, then a push."""
     from jetrl_patch.adapters.vllm.sample import generate
 
     first, second = checkpoint("qwen2-odd"), checkpoint("qwen2-odd", seed=1)
@@ -158,7 +158,7 @@ def test_vllm_knows_it_by_its_own_name(checkpoint: Callable[..., str]) -> None:
 
 
 def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
-    """Two column-parallel ranks hold rows apart, two row-parallel ones hold all rows alike."""
+    """Two column-parallel ranks hold different rows; two row-parallel ranks hold the same rows."""
     from jetrl_patch.adapters.vllm.scales import RowScales
     from jetrl_patch.adapters.vllm.shards import Shard
     from jetrl_patch.sync.tiling import check_tiling

@@ -1,4 +1,4 @@
-"""Each change to vLLM is still needed: these fail when upstream has made one of ours removable."""
+"""Each change to vLLM is still needed: a test fails when upstream makes one of ours removable."""
 
 from __future__ import annotations
 

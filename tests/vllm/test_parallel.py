@@ -75,7 +75,7 @@ def test_bytes_on_all_ranks(
 def test_a_worker_that_loaded_no_plugin_stops_the_engine(
     checkpoint: Callable[..., str], engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``VLLM_PLUGINS`` may leave ours out; the engine's own process is enabled, its workers would not be."""
+    """``VLLM_PLUGINS`` may omit ours: then the engine's process is patched and its workers are not."""
     jetrl_patch.enable(precision="fp8-unified")
     monkeypatch.setenv("VLLM_PLUGINS", "none_of_them")
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "spawn")

@@ -1,4 +1,4 @@
-"""Every FP8 linear of an engine is asked whether its backend may serve, before it serves."""
+"""Before an engine serves, every FP8 linear is checked against its backend."""
 
 from __future__ import annotations
 

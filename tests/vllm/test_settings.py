@@ -1,4 +1,4 @@
-"""What an engine may not be asked for: real EngineArgs, no engine is started."""
+"""Engine arguments that are refused: real EngineArgs, without an engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What lies in a live engine: a BF16 checkpoint, an FP8 push, a broken push. One rank; two are in test_parallel."""
+"""Weights of a live engine after a BF16 checkpoint, an FP8 push and a broken push. One rank; test_parallel has two."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_nan_in_a_bf16_checkpoint_names_the_weight(checkpoint: Callable[..., str
 
 @pytest.mark.e2e
 def test_dummy_weights_load(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
-    """verl starts its engines that way, and fills them by the first sync."""
+    """verl starts its engines that way and fills them with the first sync."""
     path = checkpoint("qwen3")
     jetrl_patch.enable(precision="fp8-unified")
     config = jetrl_patch.status().config
