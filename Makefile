@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | stability | sanity | test | test-all | lint | docs | bench | bench-gpu | clean
+# make demo | demo-openrlhf | compare | stability | sanity | official | test | test-all | test-pins | anchors | lint | docs | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
@@ -28,7 +28,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: demo demo-openrlhf compare stability sanity test test-engines test-others test-all lint docs bench bench-gpu venv clean
+.PHONY: demo demo-openrlhf compare stability sanity official test test-engines test-others test-all test-pins anchors lint docs bench bench-gpu venv clean
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
@@ -47,6 +47,12 @@ stability: $(SELF)
 # algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
+
+# judges the example scripts in checkouts of verl or OpenRLHF, SCRIPTS="DIR DIR", and writes docs/official-scripts.md (about two
+# minutes). RUN=1 runs one accepted script of each class for real, shrunk to a CPU; RUN=TEXT those whose path has the text
+official: $(SELF)
+	@test -n "$(SCRIPTS)" || { echo "make official needs SCRIPTS: one or more checkouts of verl or OpenRLHF" >&2; exit 1; }
+	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.official $(SCRIPTS) $(if $(RUN),--run $(patsubst 1,"",$(RUN))) $(ARGS)
 
 # lint, types and the tests, including real runs of verl and OpenRLHF, two files at a time. tests/vllm, whose tests hold an
 # engine in their own process, runs in a separate pytest at the same time. Line coverage more than doubles Python's time, so
@@ -73,6 +79,31 @@ ifeq ($(ARGS),)
 else
 	$(TEST) $(ARGS)
 endif
+
+# engines and three RL steps in other versions (requirements/pins-NAME.txt, laid over the main environment); without PIN, in
+# those that OpenRLHF pins and in the newest
+PIN ?= openrlhf newest
+PINNED_verl     := tests/verl/test_e2e.py
+PINNED_openrlhf := tests/openrlhf/test_e2e.py
+PINNED_newest   := tests/openrlhf/test_e2e.py
+PINNED_oldest   := tests/verl/test_e2e.py tests/openrlhf/test_e2e.py
+test-pins: $(PIN:%=test-pins-%)
+
+test-pins-%: build/pins/%/.done $(SELF)
+	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m pins tests/vllm/test_exact.py $(PINNED_$*) $(ARGS)
+
+.PRECIOUS: build/pins/%/.done
+build/pins/%/.done: requirements/pins-%.txt $(STAMP)
+	$(PY) -m venv --clear --without-pip build/pins/$*
+	@main=$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	over=$$(build/pins/$*/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$main')" > "$$over/main.pth"
+	build/pins/$*/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile -r $<
+	@touch $@
+
+# reads what the code touches out of the wheels of every supported version, and writes tests/anchors/*.json
+anchors: $(SELF)
+	$(PY) -m tests.anchors.refresh $(ARGS)
 
 lint: $(SELF)
 	$(VENV)/bin/ruff check .
@@ -104,12 +135,8 @@ venv: $(SELF)
 
 $(STAMP): $(PINS)
 	@test -n "$(PYTHON)" || { echo "python 3.11 or 3.12 is needed for requirements/cpu.txt; set PYTHON=..." >&2; exit 1; }
-	@echo "building $(VENV) from requirements/ (about two minutes)"
-	$(PYTHON) -m venv --clear $(VENV)
-	$(PIP) -r requirements/build.txt
-	DS_BUILD_OPS=0 $(PIP) --no-build-isolation -r requirements/cpu.txt -r requirements/docs.txt
-	@$(VENV)/bin/python -c "import torch" || { echo "the installed torch needs CUDA libraries; point pip at PyTorch's CPU wheels\
-	 (PIP_FIND_LINKS or PIP_EXTRA_INDEX_URL) and run make again" >&2; exit 1; }
+	$(PYTHON) scripts/environment.py $(VENV) $(PINS)
+	@rm -f $(VENV)/.pins-*
 	@touch $@
 
 $(SELF): $(STAMP)

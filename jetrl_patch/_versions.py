@@ -8,11 +8,11 @@ VERSION = "0.1.0"
 #: distribution name -> (supported PEP 440 range, release that the tests run on)
 SUPPORTED = {
     "torch": (">=2.11,<2.14", "2.13.0"),
-    "transformers": (">=5.9,<5.11", "5.10.4"),
-    "vllm": (">=0.30,<0.31", "0.30.0"),
-    "verl": (">=0.9.1,<0.10", "0.9.1"),
-    "openrlhf": (">=0.11.2,<0.12", "0.11.2"),
-    "ray": (">=2.55,<3", "2.60.0"),
+    "transformers": (">=5.5.3,<5.18", "5.10.4"),
+    "vllm": (">=0.24,<0.33", "0.30.0"),
+    "verl": (">=0.9,<0.10", "0.9.1"),
+    "openrlhf": (">=0.11.1,<0.12", "0.11.2"),
+    "ray": (">=2.41,<3", "2.60.0"),
 }
 
 CORE_REQUIREMENTS = ["wrapt>=1.16", "packaging>=23", "typer>=0.12", "rich>=13"]
@@ -24,7 +24,8 @@ def _extra(*names: str) -> list[str]:
 
 EXTRAS = {
     "vllm": _extra("torch", "transformers", "vllm"),
-    "verl": _extra("torch", "transformers", "vllm", "verl", "ray"),
+    # verl's default trainer imports TransferQueue, which comes only with some of verl's extras
+    "verl": [*_extra("torch", "transformers", "vllm", "verl", "ray"), "TransferQueue>=0.1.10"],
     "openrlhf": _extra("torch", "transformers", "vllm", "openrlhf", "ray"),
     "te": ["transformer_engine>=2.3", *_extra("torch")],
     "optim": ["torchao>=0.18,<0.19", *_extra("torch")],

@@ -10,6 +10,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 
 __all__ = [
+    "UNQUANTIZED",
     "AuditError",
     "ConfigError",
     "ConflictError",
@@ -25,6 +26,10 @@ __all__ = [
     "split_fix",
     "unknown",
 ]
+
+
+#: the way out for what no quantizing mode handles, for a ``fix``
+UNQUANTIZED = "precision='bf16'"
 
 
 class JetrlError(RuntimeError):

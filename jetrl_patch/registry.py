@@ -42,7 +42,7 @@ def installed() -> list[Adapter]:
                 "enable()",
                 required=f"one of {', '.join(frameworks)}",
                 found="none of them installed",
-                fix="install one, for instance with `pip install 'jetrl_patch[verl]'`",
+                fix="install one, for instance with `pip install -e '.[verl]'` in the clone",
             )
         )
     return found

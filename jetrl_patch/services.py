@@ -6,7 +6,7 @@ checks the signatures. No adapter is imported here; ``registry.py`` finds the ad
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -21,7 +21,22 @@ if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
     from jetrl_patch.parity.sample import Sample
 
-__all__ = ["Merger", "Models", "Platform", "Rollout", "Services"]
+__all__ = ["Exchange", "Merger", "Models", "Platform", "Rollout", "Services"]
+
+
+class Exchange(Protocol):
+    """Trades tokens for heads between the ``size`` ranks that share sequences of T tokens. Differentiable, collective."""
+
+    size: int
+
+    def to_heads(self, x: Tensor, /) -> Tensor:
+        """All heads of a slice [B, H, T/size, D] -> some heads of all tokens [B, H/size, T, D]."""
+
+    def to_slices(self, x: Tensor, /) -> Tensor:
+        """Some heads of all tokens [B, T, H/size, D] -> all heads of a slice [B, T/size, H, D]."""
+
+    def gather(self, positions: Tensor, /) -> Tensor:
+        """The positions of a slice [B, T/size] -> those of all tokens [B, T]."""
 
 
 class Models(Protocol):
@@ -29,6 +44,9 @@ class Models(Protocol):
 
     def prepare_model(self, model: Any, config: Config, /, rollout_tp: int, device_type: str) -> list[str]:
         """Convert a loaded model in place and return the names of its quantized layers."""
+
+    def share_sequences(self, model: Any, exchange: Exchange, /) -> None:
+        """Let attention see whole sequences, of which each rank of ``exchange`` holds a slice. Raises ModelError."""
 
     def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
         """Take layers of a converted model out of FP8: all of them, or none with an error."""
@@ -45,6 +63,11 @@ class Rollout(Protocol):
 
     def kv_cache_error(self) -> JetrlError | None:
         """The error to raise on a machine that does not support an FP8 KV cache; None where it does."""
+
+    def argument_problems(
+        self, given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str], /
+    ) -> Iterator[JetrlError]:
+        """Yield an error for each engine argument that the mode does not handle; ``name`` returns the user's name of one."""
 
     def refuse_exact_on(self, device_type: str, /) -> None:
         """Raise ConfigError if the device lacks the ops of exact mode. Imports no framework."""

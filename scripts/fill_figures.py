@@ -2,6 +2,7 @@
 
 Run: ``python scripts/fill_figures.py --verl outputs/compare --parity parity.json --openrlhf outputs/demo-openrlhf``, or with
 some of these options. The inputs come from ``make compare``, ``jetrl parity`` and ``make demo-openrlhf ARGS=--compare``.
+``--page outputs/demo/report.html`` pictures a report's page; it needs playwright and Chromium.
 Tables go between ``<!-- name -->`` and ``<!-- /name -->``, pictures to ``docs/assets/``.
 """
 
@@ -91,6 +92,22 @@ def openrlhf_table(folder: Path) -> str:
     return "\n".join(lines)
 
 
+def photograph(page: Path, target: Path) -> None:
+    """A picture of the upper part of a report's page, down to the first charts of the mismatch."""
+    from playwright.sync_api import sync_playwright
+
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))))
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=found, args=["--no-sandbox"])
+        opened = browser.new_page(viewport={"width": 1240, "height": 900}, color_scheme="light")
+        opened.goto(page.resolve().as_uri())
+        box = opened.locator("#chart-mismatch-mean").bounding_box()
+        assert box is not None
+        clip = {"x": 0, "y": 0, "width": 1240, "height": box["y"] + box["height"] + 16}
+        opened.screenshot(path=target, full_page=True, clip=clip)
+        browser.close()
+
+
 def figure(value: float) -> str:
     """Format a difference, with exact zeros highlighted."""
     return "**0**" if value == 0 else f"{value:.1e}"
@@ -113,13 +130,15 @@ def main() -> None:
     parser.add_argument("--verl", type=Path, help="output folder of make compare")
     parser.add_argument("--parity", type=Path, help="output of jetrl parity --json")
     parser.add_argument("--openrlhf", type=Path, help="output folder of make demo-openrlhf ARGS=--compare")
+    parser.add_argument("--page", type=Path, help="a report's page, for docs/assets/report.png")
     args = parser.parse_args()
     tables = {}
+    if args.page:
+        photograph(args.page, ROOT / "docs" / "assets" / "report.png")
     if args.verl:
         tables["compare-table"] = compare_table(json.loads((args.verl / "summary.json").read_text()))
         (ROOT / "docs" / "assets").mkdir(exist_ok=True)
-        for picture in ("mismatch.png", "learning.png"):
-            shutil.copy(args.verl / picture, ROOT / "docs" / "assets" / picture)
+        shutil.copy(args.verl / "mismatch.png", ROOT / "docs" / "assets" / "mismatch.png")
     if args.parity:
         tables["parity-table"] = parity_table(json.loads(args.parity.read_text()))
     if args.openrlhf:

@@ -9,11 +9,17 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import jetrl_patch
 from jetrl_patch import _versions, support
 from jetrl_patch.errors import VersionError
 from jetrl_patch.patching import guards
+
+from .anchors.refresh import VERSIONS
+
+ROOT = Path(__file__).resolve().parent.parent
+TORCH = ("2.11.0", "2.12.0", "2.13.0")
 
 
 def test_the_tested_versions_are_supported_and_pinned() -> None:
@@ -49,6 +55,39 @@ def test_extras_come_from_the_table() -> None:
         assert f"torch{_versions.SUPPORTED['torch'][0]}" in _versions.EXTRAS[extra]
 
 
+@pytest.mark.parametrize("framework", ["verl", "openrlhf"])
+def test_pip_can_resolve_the_extra_of_a_framework(framework: str) -> None:
+    """For what a framework requires, with its ``vllm`` extra, some supported release fits both it and the plugin."""
+    checked = set()
+    for text in importlib.metadata.requires(framework) or []:
+        requirement = Requirement(text)
+        extra = "" if requirement.marker is None else str(requirement.marker)
+        if requirement.name in _versions.SUPPORTED and extra in ("", 'extra == "vllm"'):
+            ours = guards.SpecifierSet(_versions.SUPPORTED[requirement.name][0])
+            known = VERSIONS.get(requirement.name, TORCH)
+            assert any(v in ours and v in requirement.specifier for v in known), text
+            checked.add(requirement.name)
+    assert {"vllm", "transformers", "ray"} <= checked
+    assert {f"{name}{_versions.SUPPORTED[name][0]}" for name in checked} <= set(_versions.EXTRAS[framework])
+
+
+def pinned(file: Path) -> dict[str, str]:
+    lines = [line for line in file.read_text().splitlines() if "==" in line and not line.startswith("#")]
+    return {name.removesuffix("-cpu"): version for name, version in (line.split("==") for line in lines)}
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "requirements").glob("pins-*.txt")), ids=lambda file: file.stem)
+def test_other_pins_are_supported_and_documented(file: Path) -> None:
+    pins = {name: version for name, version in pinned(file).items() if name in _versions.SUPPORTED}
+    assert all(version in guards.SpecifierSet(_versions.SUPPORTED[name][0]) for name, version in pins.items())
+    row = next(
+        line
+        for line in (ROOT / "docs" / "install.md").read_text().splitlines()
+        if line.startswith(f"| `{file.stem.removeprefix('pins-')}` |")
+    )
+    assert all(f"{name} {version}" in row for name, version in pins.items()), (pins, row)
+
+
 @pytest.mark.parametrize("name", list(_versions.SUPPORTED))
 def test_installed_frameworks_pass(name: str) -> None:
     ok, found = support.check_framework(name)
@@ -63,12 +102,23 @@ def test_installed_frameworks_pass(name: str) -> None:
         ("torch", "2.13.0+cu130", True),
         ("torch", "2.14.0a0+git123", False),  # a nightly of a version that is not supported
         ("torch", "2.10.2", False),
-        ("vllm", "0.30.0", True),
+        ("torch", "2.11.0+cu130", True),
+        ("vllm", "0.24.0", True),
         ("vllm", "0.30.1.dev3+gabc", True),
-        ("vllm", "0.31.0", False),
-        ("verl", "0.9.0", False),
+        ("vllm", "0.32.0", True),
+        ("vllm", "0.33.0", False),  # needs torch 2.14
+        ("vllm", "0.23.1", False),
+        ("verl", "0.9.0", True),
+        ("verl", "0.8.0", False),
         ("verl", "0.10.0.dev0", False),
-        ("transformers", "5.15.0", False),
+        ("openrlhf", "0.11.1", True),
+        ("openrlhf", "0.11.0", False),
+        ("transformers", "5.5.3", True),
+        ("transformers", "5.3.0", False),
+        ("transformers", "5.17.0", True),
+        ("transformers", "5.18.0", False),
+        ("ray", "2.41.0", True),
+        ("ray", "2.40.0", False),
         ("ray", "not-a-version", False),
     ],
 )
@@ -110,7 +160,7 @@ def test_all_wrong_versions_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert all(f"{name}>=" in str(error.value) for name in ("torch", "vllm", "verl"))
 
 
-@pytest.mark.parametrize(("name", "found"), [("torch", "2.9.0"), ("vllm", "0.29.0"), ("verl", "0.8.0")])
+@pytest.mark.parametrize(("name", "found"), [("torch", "2.9.0"), ("vllm", "0.23.0"), ("verl", "0.8.0")])
 def test_enable_with_the_real_adapters_refuses_before_anything_changes(
     monkeypatch: pytest.MonkeyPatch, name: str, found: str
 ) -> None:

@@ -7,6 +7,7 @@ OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.exact import packed as packing
 from jetrl_patch.gate import while_config
 
 __all__ = ["actor_forward", "check_sampling", "first_tokens", "log_probs_from_logits"]
@@ -28,9 +30,15 @@ MIN_TOKENS = 1
 
 
 class _Current(threading.local):
-    """The batch in this thread's ``Actor.forward``: ``first`` is a bool [B, T] of first response tokens."""
+    """The batch in this thread's ``Actor.forward``.
+
+    ``first`` is a bool [B, T] of first response tokens, ``packed`` the mask of tokens [B, T] if the batch gets packed, and
+    ``alone`` tells whether the logits are read for log-probs and nothing else.
+    """
 
     first: Any = None
+    packed: Any = None
+    alone: bool = False
 
 
 _current = _Current()
@@ -45,16 +53,20 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         if action_mask is None or getattr(self, "_jetrl", None) is None:
             return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
-        first = first_tokens(action_mask, sequences.shape[1])
-        if getattr(self, "packing_samples", False):
-            first = first.flatten()[attention_mask.flatten().bool()].unsqueeze(0)
-        _current.first = first
+        _current.first = first_tokens(action_mask, sequences.shape[1])
+        _current.packed = attention_mask if getattr(self, "packing_samples", False) else None
+        _current.alone = not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY
         try:
-            return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+            with packing.sequences(sequences.shape[0]):
+                return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
         finally:
-            _current.first = None
+            _current.first, _current.packed, _current.alone = None, None, False
 
     return forward
+
+
+#: place of ``return_entropy`` among the arguments of ``Actor.forward`` after ``attention_mask``
+_RETURN_ENTROPY = 6
 
 
 def first_tokens(action_mask: Any, width: int) -> Any:
@@ -81,14 +93,41 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(logits, labels, temperature)
         from jetrl_patch.exact.ops import token_log_probs
 
-        found = token_log_probs(logits, labels, temperature)
         first = _current.first
-        if not WORKER.stop_tokens or not bool(first.any()):
-            return found
-        rows = logits[first].index_fill(-1, _stop_tokens(logits), BANNED)  # copies only these rows
-        return found.masked_scatter(first, token_log_probs(rows, labels[first], temperature))
+        if _current.packed is not None:
+            first = packed(first, _current.packed, labels.numel())
+        tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
+        edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
+        return token_log_probs(logits, labels, temperature, edit=edit, reuse=_current.alone)
 
     return log_probs_from_logits
+
+
+def packed(values: Any, mask: Any, tokens: int) -> Any:
+    """Return the values [B, T] where ``mask`` is nonzero, in order, [tokens]. The host does not wait for their number."""
+    import torch
+
+    order = torch.sort(mask.flatten().bool(), descending=True, stable=True).indices
+    return values.flatten()[order[:tokens]]
+
+
+def ban_at(first: Any, tokens: Any) -> Any:
+    """Return an edit of logits [rows, V] for ``token_log_probs`` that bans ``tokens`` in the rows that ``first`` [T] marks."""
+    import torch
+
+    def edit(block: Any, rows: slice) -> Any:
+        kept = torch.where(first[rows, None], BANNED, block[:, tokens])
+        return block.index_copy(1, tokens, kept)
+
+    return edit
+
+
+@functools.lru_cache(maxsize=8)
+def _on(tokens: tuple[int, ...], device: Any) -> Any:
+    """Token ids on their device; copying them there at each batch would make the host wait."""
+    import torch
+
+    return torch.tensor(tokens, dtype=torch.long, device=device)
 
 
 def check_sampling(min_tokens: int) -> None:
@@ -102,13 +141,6 @@ def check_sampling(min_tokens: int) -> None:
                 fix=f"set min_tokens to {MIN_TOKENS}, or use align='linear'",
             )
         )
-
-
-def _stop_tokens(logits: Any) -> Any:
-    import torch
-
-    inside = [token for token in WORKER.stop_tokens if token < logits.shape[-1]]
-    return torch.tensor(inside, dtype=torch.long, device=logits.device)
 
 
 def _exact() -> bool:

@@ -109,13 +109,13 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
     Calls within gradient accumulation are not steps. Raises PrecisionError once every step is skipped.
     """
 
-    def optimizer_step(self: Any, optimizer: Any, model: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def optimizer_step(self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if not scales_loss():
-            return original(self, optimizer, model, scheduler, *args, **kwargs)
+            return original(self, _optimizer, model, _scheduler, *args, **kwargs)
         engine = model if hasattr(model, "skipped_steps") else model.model  # an Actor holds its engine
         steps, skipped = engine.global_steps, engine.skipped_steps
         try:
-            result = original(self, optimizer, model, scheduler, *args, **kwargs)
+            result = original(self, _optimizer, model, _scheduler, *args, **kwargs)
         except Exception as error:  # DeepSpeed raises a bare Exception there
             if "loss scale already at minimum" in str(error):
                 raise at_smallest(WORKER.loss_scale.in_a_row + 1) from error

@@ -2,6 +2,8 @@
 
 from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, read
 from jetrl_patch.adapters.openrlhf.model import prepare
-from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems
+from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem
 
-__all__ = ["asked_for", "chosen", "complete", "model_path", "needs_flash_attn", "prepare", "problems", "read"]
+__all__ = [
+    "asked_for", "chosen", "complete", "model_path", "needs_flash_attn", "prepare", "problems", "program_problem", "read",
+]  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import runtime
@@ -11,13 +13,14 @@ from jetrl_patch.adapters.openrlhf import correction, optimizer, precision
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.gate import while_active
+from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import check_checkpoint, cut_note
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "problems"]
+__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "problems", "program_problem"]
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +59,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         args: OpenRLHF's nested namespace (``openrlhf.utils.config.hierarchize``).
     """
     if _get(args, "vllm") is None or _get(args, "rollout") is None:
-        yield ConfigError(
-            explain(
-                "jetrl_patch in OpenRLHF",
-                required="openrlhf.cli.train_ppo_ray, which has a rollout",
-                found="training without a rollout (SFT, reward model, DPO)",
-                fix="start this training without jetrl_patch",
-            )
-        )
+        yield _without_rollout("OpenRLHF")
         return
     if config.fp8_all_gather:
         yield ConfigError(
@@ -85,7 +81,8 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
     yield from precision.problems(select, config)
     yield from correction.problems(args, config)
-    yield from raised(lambda: check_checkpoint(*_checkpoint(args, config)))
+    # as OpenRLHF loads every model
+    yield from raised(lambda: check_checkpoint(*_checkpoint(args, config), trust_remote_code=True))
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:
@@ -115,6 +112,26 @@ def complete(args: Any, config: Config) -> list[str]:
             "weights, and jetrl/stale_fraction reports the share of the others"
         )
     return changes
+
+
+def program_problem(target: str) -> JetrlError | None:
+    """Return the error for a training of OpenRLHF without a rollout; None for any other program."""
+    module = ".".join(PurePath(target).with_suffix("").parts) if target.endswith(".py") else target
+    trains = re.search(r"(^|\.)openrlhf\.cli\.train_\w+$", module)
+    if trains is None or module.endswith(PROGRAMS["openrlhf"]):
+        return None
+    return _without_rollout(trains[0].lstrip("."))
+
+
+def _without_rollout(where: str) -> ConfigError:
+    return ConfigError(
+        explain(
+            f"jetrl_patch in {where}",
+            required=f"{PROGRAMS['openrlhf']}, which has a rollout",
+            found="training without a rollout (SFT, reward model, DPO)",
+            fix="start this training without jetrl_patch",
+        )
+    )
 
 
 def check_mark(args: Any, where: str) -> None:

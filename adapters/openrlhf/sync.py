@@ -16,7 +16,7 @@ from jetrl_patch.adapters.openrlhf import guard, precision
 from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.state import WORKER
-from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire
+from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire, send_all
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.gate import while_active
@@ -101,8 +101,7 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     if sends:
         wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, _group(trainer))
         device = next(model.parameters()).device
-        for bucket in pack(source.stream(weights, stats), device):
-            wire.send(bucket)
+        send_all(wire, pack(source.stream(weights, stats), device))
     else:
         for _ in weights:  # every rank takes part in the gather
             pass

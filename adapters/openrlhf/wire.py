@@ -6,17 +6,18 @@ Both transports call ``update_weight…`` of each engine, where OpenRLHF sends o
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.sync.bucket import Bucket, Entry
 from jetrl_patch.sync.remote import as_sync_error
 
-__all__ = ["GroupWire", "IpcWire", "Orders", "Wire", "decode", "encode", "take_shared"]
+__all__ = ["GroupWire", "IpcWire", "Orders", "Wire", "decode", "encode", "send_all", "take_shared"]
 
 _PREFIX = "jetrl:"
 _POLL = 0.2  # seconds
@@ -96,10 +97,32 @@ class Orders:
 
 
 class Wire(Protocol):
-    """A transport for buckets from this rank to the workers."""
+    """A transport for buckets from this rank to the workers, one at a time."""
 
-    def send(self, bucket: Bucket) -> None:
-        """Send a bucket; return when all workers have loaded it."""
+    def start(self, bucket: Bucket) -> None:
+        """Begin to send a bucket. Where nothing blocks, return before it has arrived."""
+
+    def finish(self) -> None:
+        """Return when all workers have loaded the bucket that was started. Raises what went wrong with it."""
+
+
+def send_all(wire: Wire, buckets: Iterable[Bucket]) -> None:
+    """Send buckets; the next one is gathered, quantized and digested while one travels."""
+    travels = False
+    try:
+        for bucket in buckets:
+            if travels:
+                travels = False
+                wire.finish()
+            wire.start(bucket)
+            travels = True
+    except Exception:
+        if travels:  # the stream broke: let the workers finish with what is on its way, whatever comes of it
+            with contextlib.suppress(Exception):
+                wire.finish()
+        raise
+    if travels:
+        wire.finish()
 
 
 class GroupWire:
@@ -112,17 +135,20 @@ class GroupWire:
     def __init__(self, orders: Orders, broadcast: Callable[[Any], None]) -> None:
         self._orders = orders
         self._broadcast = broadcast
+        self._references: list[Any] = []
+        self._moved: threading.Event | None = None
+        self._failure: list[BaseException] = []
 
-    def send(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         name = encode("bucket", entries=bucket.entries)
-        references = self._orders.start("update_weight", name, bucket.flat.numel())
+        self._references = self._orders.start("update_weight", name, bucket.flat.numel())
         if bucket.flat.is_cuda:  # enqueued on the stream: does not block
+            self._moved = None
             self._broadcast(bucket.flat)
-            self._orders.wait(references)
             return
-        # gloo blocks until every worker joins; a thread keeps this one free to notice a dead worker
-        moved = threading.Event()
-        failure: list[BaseException] = []
+        # gloo blocks until every worker joins; a thread keeps this one free to prepare the next bucket
+        moved = self._moved = threading.Event()
+        failure = self._failure = []
 
         def broadcast() -> None:
             try:
@@ -133,9 +159,11 @@ class GroupWire:
                 moved.set()
 
         threading.Thread(target=broadcast, daemon=True).start()
-        self._orders.wait(references, moved)
-        if failure:
-            raise as_sync_error(failure[0]) from failure[0]
+
+    def finish(self) -> None:
+        self._orders.wait(self._references, self._moved)
+        if self._failure:
+            raise as_sync_error(self._failure[0]) from self._failure[0]
 
 
 class IpcWire:
@@ -146,17 +174,22 @@ class IpcWire:
 
     def __init__(self, orders: Orders) -> None:
         self._orders = orders
+        self._references: list[Any] = []
 
-    def send(self, bucket: Bucket) -> None:
+    def start(self, bucket: Bucket) -> None:
         import torch.distributed as dist
-        from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
         handles: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(handles, _share(bucket.flat, dist.get_rank()))
         if dist.get_rank() == 0:
             merged = {key: handle for own in handles for key, handle in own.items()}
             name = encode("bucket", entries=bucket.entries)
-            self._orders.wait(self._orders.start("update_weight_cuda_ipc", name, bucket.flat.numel(), merged))
+            self._references = self._orders.start("update_weight_cuda_ipc", name, bucket.flat.numel(), merged)
+
+    def finish(self) -> None:
+        from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
+
+        self._orders.wait(self._references)  # none on ranks other than 0
         torch_dist_barrier_and_cuda_sync()
 
 

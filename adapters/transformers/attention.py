@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from jetrl_patch.errors import ModelError
+from jetrl_patch.exact import packed
 from jetrl_patch.exact.ops import attention_varlen
 
 #: its name in transformers: ``attn_implementation="jetrl_exact"``
@@ -21,10 +22,14 @@ def keep_padding_mask(*args: Any, attention_mask: Tensor | None = None, **kwargs
 
 
 class _Layout(NamedTuple):
-    """Which of the B * T positions hold tokens (None: all), and where each sequence begins."""
+    """Which of the B * T positions hold tokens (None: all), and where each sequence begins.
+
+    ``exceeded`` (a bool [] on the device) tells whether there are more sequences than the framework said.
+    """
 
     places: Tensor | None
     cu_seqlens: Tensor
+    exceeded: Tensor | None = None
 
 
 class _LastLayout:
@@ -59,6 +64,8 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
         mask: [B, T], nonzero for tokens (padding on either side), or None.
         positions: [B or 1, T]; a sequence begins where they do not increase by one (packed batches). shape: (B, T).
 
+    A packed batch with a known number of sequences (``exact.packed``) needs no look at the device; else the host waits for it.
+
     Returns:
         The places in the flattened batch that hold tokens and cu_seqlens int32 [R + 1] over those.
     """
@@ -68,6 +75,9 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
     begins[:, 0] = True
     if positions is not None and positions.dim() == 2:
         begins[:, 1:] |= (positions[:, 1:] != positions[:, :-1] + 1).expand(B, T - 1)
+    at_most = packed.bound(positions)
+    if mask is None and at_most is not None and B == 1:
+        return _Layout(None, *packed.boundaries(begins[0], at_most))
     places = None
     if mask is not None:
         valid = mask.bool()
@@ -107,6 +117,8 @@ def exact_attention(
     q, k, v = (t.transpose(1, 2).reshape(B * T, -1, D) for t in (query, key, value))
     if layout.places is not None:
         q, k, v = (t[layout.places] for t in (q, k, v))
+    if layout.exceeded is not None:  # boundaries are missing: no result may look right
+        v = v.masked_fill(layout.exceeded, float("nan"))
     out = attention_varlen(q, k, v, layout.cu_seqlens, D**-0.5 if scaling is None else scaling)
     if layout.places is not None:
         out = out.new_zeros(B * T, H, D).index_copy(0, layout.places, out)

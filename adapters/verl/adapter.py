@@ -16,12 +16,14 @@ from jetrl_patch.adapters.verl import (
     metrics,
     model,
     precision,
+    programs,
     scaling,
     settings,
     state,
     sync,
     worker,
 )
+from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
 from jetrl_patch.patching.guards import is_installed
 
@@ -193,20 +195,30 @@ MEGATRON: tuple[Patch, ...] = (
     ),
 )
 
+#: applied only where verl has the function; ``compat`` says what older releases get instead
+TEMPERATURE = Patch(
+    module=_ENGINE,
+    attr="_scale_logits_by_temperature",
+    make=logprob.scale_logits,
+    reason="verl divides BF16 logits by the temperature in BF16, vLLM divides in FP32",
+    remove_when="verl divides by the temperature in FP32",
+)
+
 SAME_LOG_PROBS: tuple[Patch, ...] = (
-    Patch(
-        module=_ENGINE,
-        attr="_scale_logits_by_temperature",
-        make=logprob.scale_logits,
-        reason="verl divides BF16 logits by the temperature in BF16, vLLM divides in FP32",
-        remove_when="verl divides by the temperature in FP32",
-    ),
     Patch(
         module=_ENGINE,
         attr="logprobs_from_logits",
         make=logprob.logprobs_from_logits,
         reason="verl's formula depends on the dtype and rounds BF16 logits' log-probs to BF16; vLLM computes log-softmax in FP32",
         remove_when="verl computes log-softmax in FP32",
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngineWithLMHead.prepare_model_inputs",
+        make=logprob.prepare_model_inputs,
+        reason="verl does not tell the model how many sequences a packed row holds, so exact attention would wait for the GPU to "
+        "count them",
+        remove_when="verl passes the number of sequences, or their boundaries on the host, to the model",
     ),
     Patch(
         module=_ENGINE,
@@ -243,8 +255,10 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, then those of Megatron, log-probs and corrections where ``config`` needs them."""
-        megatron_patches = MEGATRON if is_installed("megatron.core") else ()
-        return EVERY_MODE + megatron_patches + (SAME_LOG_PROBS if config.same_log_probs else ()) + correction_patches(config)
+        patches = EVERY_MODE + (MEGATRON if is_installed("megatron.core") else ())
+        if config.same_log_probs:
+            patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
+        return patches + correction_patches(config)
 
     def services(self) -> Services:
         """Offer verl's settings, models and shard merger to the core."""
@@ -257,7 +271,10 @@ class VerlAdapter(Adapter):
         return correction_hooks(config)
 
     def check(self, config: Config) -> None:
-        """Raise ConflictError if the environment gives TransformerEngine another scale format than ``config``."""
+        """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""
+        problem = programs.program_problem(programs.own_program())
+        if problem is not None:
+            raise problem
         megatron.check_scales(config)
 
     def on_apply(self, config: Config, journal: Journal) -> None:

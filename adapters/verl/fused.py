@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl.logprob import ban, same_log_probs
+from jetrl_patch.adapters.verl.logprob import ban, banned_columns, same_log_probs
 from jetrl_patch.adapters.verl.paths import MODEL, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
@@ -97,7 +97,8 @@ def forward(original: Callable[..., Any]) -> Callable[..., Any]:
         product = product_of(runtime.active_config())
 
         def logits_of(h_TK: Tensor, w_VK: Tensor) -> Tensor:
-            return ban(product(h_TK, w_VK), prepared.vocabulary, prepared.banned)
+            logits = product(h_TK, w_VK)
+            return ban(logits, banned_columns(logits, prepared.vocabulary, prepared.banned))
 
         return chunked_log_probs(hidden_states, vocab_weights, input_ids, logits_of, temperature, self.chunk_size)
 

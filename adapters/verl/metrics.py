@@ -10,8 +10,9 @@ from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
 from jetrl_patch.adapters.verl.state import DRIVER
+from jetrl_patch.config import Config
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
-from jetrl_patch.errors import ConflictError, NotPatchedError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
@@ -24,11 +25,31 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _compute_old_log_prob(self: Any, batch: Any) -> Any:
         result = original(self, batch)
-        ours = result[0].batch["old_log_probs"]
-        note_mismatch(self.config, ours, batch.batch["rollout_log_probs"], batch.batch["response_mask"])
+        rollout = batch.batch.get("rollout_log_probs", None)
+        if rollout is None:
+            _without_log_probs(runtime.active_config())
+        else:
+            note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"])
         return result
 
     return _compute_old_log_prob
+
+
+def _without_log_probs(config: Config) -> None:
+    """Report samples without log-probs, which verl's V0 trainer accepts: nothing compares the two sides.
+
+    Raises ConfigError in exact mode, whose promise would be unproven.
+    """
+    if config.exact:
+        raise ConfigError(
+            explain(
+                "samples of an agent loop with align='exact'",
+                required="response_logprobs for every token, from the rollout",
+                found="none",
+                fix="return response_logprobs in AgentLoopOutput, or use align='linear'",
+            )
+        )
+    print("jetrl_patch: WARNING: the agent loop returns no response_logprobs, so this step has no mismatch", flush=True)
 
 
 @while_active

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fused, precision
+from jetrl_patch.adapters.verl import fused, precision, ulysses
 from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
@@ -30,7 +30,7 @@ class Prepared(Source):
 
 @while_active
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngine._build_module``. Critics (value models) stay unchanged."""
+    """Wrap ``FSDPEngine._build_module``. Critics (value models) are not converted."""
 
     def _build_module(self: Any) -> Any:
         module = original(self)
@@ -41,6 +41,7 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
             if self.engine_config.forward_only:
                 WORKER.followers.add(self._jetrl)
+        ulysses.share(module, self)
         return module
 
     return _build_module

@@ -4,6 +4,10 @@ from jetrl_patch.adapters.verl.doctor import model_path, needs_flash_attn, read
 from jetrl_patch.adapters.verl.merge import merge
 from jetrl_patch.adapters.verl.model import prepare
 from jetrl_patch.adapters.verl.preset import config_of as asked_for
+from jetrl_patch.adapters.verl.programs import program_problem
 from jetrl_patch.adapters.verl.settings import chosen, complete, problems
 
-__all__ = ["asked_for", "chosen", "complete", "merge", "model_path", "needs_flash_attn", "prepare", "problems", "read"]
+__all__ = [
+    "asked_for", "chosen", "complete", "merge", "model_path", "needs_flash_attn", "prepare", "problems", "program_problem",
+    "read",
+]  # fmt: skip

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import beside, fused, gather, megatron, precision
+from jetrl_patch import registry, runtime
+from jetrl_patch.adapters.verl import beside, fused, gather, megatron, model_config, precision, ulysses
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -35,12 +35,22 @@ _FALSE = "set it to false"
 _OURS = "no quantization but jetrl_patch's"
 _FULL = "full weights without LoRA"
 _TP_ONLY = "a rollout with tensor parallelism alone"
-_SEQUENCES = "whole sequences on each rank"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
+_FRESH = "samples of this run, with the log-probs of its weights"
+_REPLAY = "routes that each side computes itself (a mixture of experts is not supported)"
+_WAITING = "a rollout that waits for the weights of its trainer"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
+    Rule("trainer.device", other_than("cuda", "cpu"), "cuda or cpu, for which the plugin has kernels", "set it to cuda", "all"),
+    Rule("async_training", is_set, _WAITING, "start verl.trainer.main_ppo", "all"),
+    Rule("rollout", is_set, _WAITING, "start verl.trainer.main_ppo", "all"),
+    Rule(f"{ROLLOUT}.agent.custom_async_server.path", is_set, "verl's own vLLM server", "set it to null", "all"),
+    *(
+        Rule(f"skip.{name}.enable", is_set, _FRESH, _FALSE, "all")
+        for name in ("rollout", "rollout_tq", "async_rollout")
+    ),
     Rule(f"{ROLLOUT}.quantization", is_set, _OURS, "set it to null", "changed", ConflictError),
     Rule(f"{ROLLOUT}.quantization_config_file", is_set, _OURS, "set it to null", "changed", ConflictError),
     Rule(f"{ROLLOUT}.qat.enable", is_set, _OURS, _FALSE, "changed", ConflictError),
@@ -57,12 +67,17 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
     Rule(f"{ROLLOUT}.expert_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
     Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _FALSE, "quantized"),
-    Rule(f"{ENGINE}.speculative_config", is_set, "no speculative decoding", "remove it", "quantized"),
+    Rule(f"{ROLLOUT}.full_determinism", is_set, "the plugin's own kernels, not vLLM's batch-invariant ones", _FALSE, "quantized"),
+    Rule(f"{ROLLOUT}.enable_rollout_routing_replay", is_set, _REPLAY, _FALSE, "quantized"),
+    *(
+        Rule(f"{ACTOR}.{engine}.router_replay.mode", other_than("disabled"), _REPLAY, "set it to disabled", "quantized")
+        for engine in ("fsdp_config", "megatron")
+    ),
     Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
+    Rule(f"{REF}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
-    Rule(f"{ACTOR}.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
-    Rule(f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", more_than_one, _SEQUENCES, "set it to 1", "exact"),
+    Rule(f"{MODEL}.tiled_mlp.enabled", is_set, "exact mode's own MLP", _FALSE, "exact", ConflictError),
     Rule(f"{ACTOR}.use_prefix_grouper", is_set, "exact mode's own attention", _FALSE, "exact"),
     Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _TP_ONLY, "set it to 1 and use more replicas", "exact"),
     Rule(f"{ROLLOUT}.top_p", other_than(1, 1.0), f"1, {_ONLY}", "set it to 1", "exact"),
@@ -74,8 +89,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
     Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
-    Rule(f"{ENGINE}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, "remove it", "exact"),
-    Rule(f"{ENGINE}.logits_processors", is_set, "logits that the trainer reproduces", "remove it", "exact"),
     Rule("trainer.v1.trainer_mode", other_than("sync"), "sync (one weight version per sample)", "set it to sync", "exact"),
 )  # fmt: skip
 
@@ -93,8 +106,11 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield contradiction
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
+    yield from model_config.problems(select, config)
+    yield from _engine_problems(select, config)
     yield from gather.problems(select, config)
     yield from beside.problems(select, config)
+    yield from ulysses.problems(select)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -103,9 +119,22 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from raised(lambda: _check_model(select, config))
 
 
+def _engine_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each argument of vLLM's engine that verl would hand on unseen."""
+    given = {str(name): value for name, value in (select(ENGINE) or {}).items()}
+    given.pop("quantization", None)  # a rule above judges it, in more modes
+    yield from registry.rollout().argument_problems(given, config, _rollout_tp(select), lambda name: named(f"{ENGINE}.{name}"))
+
+
+def _rollout_tp(select: Callable[[str], Any]) -> int:
+    return int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+
+
 def _check_model(select: Callable[[str], Any], config: Config) -> None:
     """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
     hf_config = check_checkpoint(*_checkpoint(select, config), bool(select(f"{MODEL}.trust_remote_code")))
+    if hf_config is not None:
+        ulysses.check_heads(select, hf_config)
     if hf_config is not None and fused.is_used(select, config):
         fused.check_model(hf_config)
     if hf_config is not None and megatron.is_chosen(select, config):
@@ -115,7 +144,7 @@ def _check_model(select: Callable[[str], Any], config: Config) -> None:
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:
     """Return the model's folder, the settings, and the rollout's tensor-parallel size."""
     path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
-    return path, config, int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    return path, config, _rollout_tp(select)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:

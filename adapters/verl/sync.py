@@ -140,13 +140,19 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         result = await original(self, global_steps=global_steps, mode=mode)
         report = {
             **sync_report(WORKER.stats or SyncStats(), start),
-            LOSS: hand_over(),
+            LOSS: _measured(self.actor.engine),
             **precision.figures(),
             **monitored(self.actor.engine),
         }
         return {**(result or {}), MARK: report}
 
     return update_weights
+
+
+def _measured(engine: Any) -> list[Any]:
+    """Return what bypass mode measured; of ranks that share sequences and so saw the same tokens, one reports."""
+    found = hand_over()
+    return found if engine.is_mp_src_rank_with_outputs() else []
 
 
 def monitored(engine: Any) -> dict[str, Any]:

@@ -6,14 +6,16 @@ its peer (the RPC that runs in the vLLM worker) and the clock.
 
 from __future__ import annotations
 
+import collections
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
 from jetrl_patch.sync import remote
 
 _POLL_MS = 200
+_AHEAD_BYTES = 128 << 20  # quantized and digested while the worker loads a bucket; extra memory on the trainer's side
 _GRACE = 5.0  # seconds from a worker's RPC answer to its last acknowledgement
 
 
@@ -47,12 +49,52 @@ class Peer:
             )
 
 
+class Ahead:
+    """A stream of tensors that can be read ahead, up to ``_AHEAD_BYTES``, while the worker loads a bucket."""
+
+    def __init__(self, weights: Iterable[Any]) -> None:
+        self._weights = iter(weights)
+        self._held: collections.deque[Any] = collections.deque()
+        self._bytes = 0
+        self._error: Exception | None = None
+        self._ended = False
+
+    def fill(self) -> bool:
+        """Produce one more tensor; False if there is no more, or no room. An error is raised when its turn comes."""
+        if self._ended or self._bytes >= _AHEAD_BYTES:
+            return False
+        try:
+            item = next(self._weights)
+        except StopIteration:
+            self._ended = True
+            return False
+        except Exception as error:
+            self._error, self._ended = error, True
+            return False
+        self._held.append(item)
+        self._bytes += item[1].nbytes
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        while self._held or self.fill():
+            item = self._held.popleft()
+            self._bytes -= item[1].nbytes
+            yield item
+        if self._error is not None:
+            raise self._error
+
+
 class WatchedSocket:
-    """A ZMQ REQ socket that checks its peer while it waits. It has the methods that ``BucketedWeightSender`` calls."""
+    """A ZMQ REQ socket that checks its peer while it waits. It has the methods that ``BucketedWeightSender`` calls.
+
+    Attributes:
+        meanwhile: useful work for a wait, done piece by piece; returns False if there is none.
+    """
 
     def __init__(self, socket: Any, peer: Peer) -> None:
         self._socket = socket
         self._peer = peer
+        self.meanwhile: Callable[[], bool] = lambda: False
 
     def send_pyobj(self, obj: Any) -> None:
         """Like ZMQ's; wait for a connected peer."""
@@ -75,8 +117,9 @@ class WatchedSocket:
 
     def _wait(self, event: int) -> None:
         since = time.monotonic()
-        while not self._socket.poll(_POLL_MS, event):
-            self._peer.check(since)
+        while not self._socket.poll(0, event):
+            if not self.meanwhile() and not self._socket.poll(_POLL_MS, event):
+                self._peer.check(since)
 
 
 def watched_sender(peer: Peer, **kwargs: Any) -> Any:
@@ -114,12 +157,17 @@ def timed_receiver(timeout: float, **kwargs: Any) -> Any:
 
 
 async def ending_early(weights: Iterable[Any], sender: Callable[[], Any]) -> AsyncIterator[Any]:
-    """Pass the stream on. If it raises (NaN in a weight, …), tell the receiver that nothing more follows.
+    """Pass the stream on, and read it ahead while the sender waits for the worker.
 
-    Otherwise the receiver would wait for the rest until its timeout.
+    If it raises (NaN in a weight, …), tell the receiver that nothing more follows. Otherwise the receiver would wait for the
+    rest until its timeout.
     """
+    ahead = Ahead(weights)
+    watched = getattr(sender(), "socket", None)
+    if isinstance(watched, WatchedSocket):
+        watched.meanwhile = ahead.fill
     try:
-        for item in weights:
+        for item in ahead:
             yield item
     except Exception:
         socket = getattr(sender(), "socket", None)

@@ -13,6 +13,7 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
+from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.adapters.vllm.paged import attend
 from jetrl_patch.adapters.vllm.refuse import refuse_attention
 from jetrl_patch.errors import ModelError, explain
@@ -111,14 +112,14 @@ class ExactCudaAttentionImpl(TritonAttentionImpl):
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``query [T, H, D]`` BF16, ``kv_cache [blocks, KH, block size, 2D]`` in any layout -> ``output``, in place."""
+        """``query [T, H, D]`` BF16, ``kv_cache`` in any layout of vLLM's Triton backend -> ``output``, in place."""
         if attn_metadata is None:  # vLLM's memory profiling run
             return output.fill_(0)
         if output_scale is not None or output_block_scale is not None:
             raise ModelError(
                 "align='exact' rounds attention to BF16 once, but vLLM requests a quantized output. Use align='linear'."
             )
-        keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)
+        keys, values = paged_keys_and_values(kv_cache, self.head_size)
         return attend(query, keys, values, attn_metadata, self.scale, output)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.vllm.compat import sequence_parallel
 from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
@@ -16,6 +17,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_cut, is_quantized
+from jetrl_patch.structure import check_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -48,7 +50,9 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         )
     if str(args.dtype).removeprefix("torch.") not in ("auto", "bfloat16"):
         fix = "leave dtype at 'auto' or set it to 'bfloat16'"
-        raise ConfigError(explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(args.dtype), fix=fix))
+        raise ConfigError(
+            explain("vLLM dtype", required="bfloat16, for quantized linears", found=str(args.dtype), fix=fix)
+        )
     refused = {
         "enable_lora": bool(args.enable_lora),
         "speculative_config": args.speculative_config is not None,
@@ -84,13 +88,16 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     """Check the configuration that vLLM has resolved.
 
     Raises:
-        ModelError: the family, the attention or the tensor-parallel split is not supported.
+        ModelError: the structure, the family, the attention or the tensor-parallel split is not supported.
+        ConflictError: vLLM's batch-invariant kernels are on.
         ConfigError: the dtype is not BF16, or the device lacks the ops of exact mode.
     """
     check_resolved(vllm_config, config)
     if not config.quantized_rollout:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    check_structure(model.hf_config)
+    _refuse_batch_invariance()
     if str(model.dtype) != "torch.bfloat16":
         raise ConfigError(
             explain(
@@ -109,6 +116,20 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise cut_error(cut, parallel.tensor_parallel_size)
 
 
+def _refuse_batch_invariance() -> None:
+    from vllm import envs
+
+    if envs.VLLM_BATCH_INVARIANT:
+        raise ConflictError(
+            explain(
+                "VLLM_BATCH_INVARIANT with a quantized rollout",
+                required="the kernels that the trainer shares",
+                found="'1', which replaces torch's operators in the engine alone",
+                fix="unset it; align='exact' does not need it",
+            )
+        )
+
+
 def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
     from jetrl_patch.exact.coverage import check_family
 
@@ -121,9 +142,9 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         "the V2 model runner, whose log-softmax differs (set VLLM_USE_V2_MODEL_RUNNER=0)": (
             vllm_config.use_v2_model_runner
         ),
-        "sequence parallelism": bool(vllm_config.compilation_config.pass_config.enable_sp),
     }
     found = [what for what, there in problems.items() if there]
+    found += [f"sequence parallelism ({name})" for name in sequence_parallel(vllm_config)]
     if found:
         raise ModelError(
             f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Turn it off, or use "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.vllm.compat import backends_per_kind
 from jetrl_patch.adapters.vllm.devices import refuse_exact_on
 from jetrl_patch.errors import ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES
@@ -30,7 +31,7 @@ def choose_attention(args: EngineArgs) -> None:
     ours = AttentionBackendEnum.CUSTOM
     settings: Any = args.attention_config
     asked = [AttentionConfig.validate_backend_before(args.attention_backend), settings.backend]
-    other = [b for b in (*asked, *settings.backend_per_kind.values()) if b not in (None, ours)]
+    other = [b for b in (*asked, *backends_per_kind(settings)) if b not in (None, ours)]
     if other:
         raise ConflictError(
             explain(

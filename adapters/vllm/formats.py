@@ -44,8 +44,13 @@ class LinearFormat(abc.ABC):
     def check_width(self, name: str, K: int) -> None:  # noqa: B027  # most formats take any width
         """Raise ModelError for a layer that is too wide."""
 
-    def check_serving(self, weight: torch.Tensor) -> None:  # noqa: B027  # most formats promise nothing more
-        """Raise ModelError before serving if the format does not keep its guarantee on this device."""
+    def check_serving(self, weight: torch.Tensor) -> None:
+        """Choose the GEMM, and raise ModelError before serving if the format does not keep its guarantee on this device.
+
+        Dummy weights are never quantized, so without this the first call would choose: inside a compiled graph, which
+        cannot import a backend.
+        """
+        self.backend(weight.device)
 
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -66,6 +71,7 @@ class BlockFp8(LinearFormat):
 
     def check_serving(self, weight: torch.Tensor) -> None:
         """Refuse a backend whose rows depend on the batch: it would not sample what the trainer computes."""
+        super().check_serving(weight)
         if self.config.fp8_train:
             shape = (weight.shape[0], weight.shape[1])
             require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format)

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import (
+    ColumnParallelLinear,
+    LinearBase,
+    LinearMethodBase,
+    RowParallelLinear,
+    UnquantizedLinearMethod,
+)
 
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
@@ -61,7 +67,7 @@ def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]
     return [(m, m.jetrl_guarded) for m in model.modules() if isinstance(m, LinearBase) and hasattr(m, "jetrl_guarded")]
 
 
-def _prepare(layer: LinearBase, method: QuantizedLinearMethod) -> _Change:
+def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> _Change:
     exact = method.quant_config.config.exact
     made: Any = ExactLinearMethod() if exact else UnquantizedLinearMethod()
     old = layer.weight

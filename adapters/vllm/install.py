@@ -11,7 +11,7 @@ from jetrl_patch.adapters.vllm import guard
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError
-from jetrl_patch.sync.digest import Rect, digest
+from jetrl_patch.sync.digest import Pieces, Rect
 
 __all__ = ["VllmInstaller"]
 
@@ -73,19 +73,18 @@ class VllmInstaller:
 
         Names and coordinates are Hugging Face's.
         """
-        rects: list[Rect] = []
+        pieces = Pieces()
         for layer, method in quantized_modules(self.model):
             for shard in method.shards(layer):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
-                rects.append(_weight(shard, layer.weight.data[rows]))
-                rects.extend(method.format.scales.rects(shard, layer.weight_scale_inv.data[rows]))
+                _add_weight(pieces, shard, layer.weight.data[rows])
+                method.format.scales.add_to(pieces, shard, layer.weight_scale_inv.data[rows])
         for layer, names in guard.guarded_modules(self.model):
             for shard in shards_of(layer, names):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
-                rects.append(_weight(shard, layer.weight.data[rows]))
-        return rects
+                _add_weight(pieces, shard, layer.weight.data[rows])
+        return pieces.read()
 
 
-def _weight(shard: Shard, weight_NK: torch.Tensor) -> Rect:
-    value = digest(weight_NK, shard.row0, shard.col0)
-    return Rect(f"{shard.name}.weight", shard.row0, shard.row1, shard.col0, shard.col1, value)
+def _add_weight(pieces: Pieces, shard: Shard, weight_NK: torch.Tensor) -> None:
+    pieces.add(f"{shard.name}.weight", shard.row0, shard.row1, shard.col0, shard.col1, weight_NK)

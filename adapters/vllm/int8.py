@@ -28,6 +28,10 @@ class ChannelInt8(LinearFormat):
         """Raise ModelError for a layer too wide for an int32 sum."""
         product.check_width(name, K)
 
+    def check_serving(self, weight: torch.Tensor) -> None:
+        """Choose the integer product."""
+        self._mm = product.choose(self.config.backend, weight.device.type)
+
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales [N, 1]."""
         return quantize_rows(w_NK)

@@ -63,7 +63,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         return shards_of(layer, self.names)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """Raise ModelError before serving if the format does not keep its guarantee on this device."""
+        """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
         self.format.check_serving(layer.weight)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,7 +17,7 @@ from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.formats import BLOCK, groups
 from jetrl_patch.fp8.quantize import expand_weight_scale
-from jetrl_patch.sync.digest import Rect, digest
+from jetrl_patch.sync.digest import Pieces
 
 __all__ = ["BlockScales", "RowScales", "Scales"]
 
@@ -34,8 +34,8 @@ class Scales(Protocol):
     def per_row(self, loaded: torch.Tensor, rows: int, name: str) -> torch.Tensor:
         """Expand the scales of a whole weight, as received, to ``[rows, …]``. Raises SyncError for a wrong shape."""
 
-    def rects(self, shard: Shard, scale: torch.Tensor) -> list[Rect]:
-        """Return digests of this rank's scales, in the coordinates in which they were sent."""
+    def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
+        """Add this rank's scales, in the coordinates in which they were sent."""
 
 
 class BlockScales:
@@ -65,29 +65,28 @@ class BlockScales:
             )
         return expand_weight_scale(loaded, rows)
 
-    def rects(self, shard: Shard, scale: torch.Tensor) -> list[Rect]:
+    def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
         """Reduce per-row scales ``[rows, G]`` to block scales. A block that ranks share is a separate rectangle, equal on all.
 
-        Raises SyncError if two rows of one block differ.
+        If two rows of one block differ, ``pieces.read`` raises SyncError.
         """
         g0 = shard.col0 // BLOCK
         g1 = g0 + scale.shape[1]
         first, last = shard.row0 // BLOCK, groups(shard.row1)
-        tops = [max(block * BLOCK, shard.row0) - shard.row0 for block in range(first, last)]
-        blocks = scale[tops]
-        sizes = [min((block + 1) * BLOCK, shard.row1) - max(block * BLOCK, shard.row0) for block in range(first, last)]
-        expanded = blocks.repeat_interleave(torch.tensor(sizes, device=blocks.device), 0)
-        if not torch.equal(expanded.view(torch.int32), scale.view(torch.int32)):
-            raise SyncError(f"{shard.name}.weight_scale_inv: rows of one 128-block hold different scales in the engine")
+        lead = -shard.row0 % BLOCK  # rows of a block that begins on another rank
+        blocks = torch.cat((scale[:1], scale[lead::BLOCK])) if lead else scale[::BLOCK]
+        block_of_row = (torch.arange(scale.shape[0], device=scale.device) + shard.row0 % BLOCK) // BLOCK
+        pieces.refuse(
+            (blocks.view(torch.int32)[block_of_row] != scale.view(torch.int32)).any(),
+            f"{shard.name}.weight_scale_inv: rows of one 128-block hold different scales in the engine",
+        )
         edges = {first, last}
         if shard.row0 % BLOCK:
             edges.add(first + 1)
         if shard.row1 % BLOCK and shard.row1 != shard.rows:
             edges.add(last - 1)
-        return [
-            Rect(f"{shard.name}.weight_scale_inv", b0, b1, g0, g1, digest(blocks[b0 - first : b1 - first], b0, g0))
-            for b0, b1 in itertools.pairwise(sorted(edges))
-        ]
+        for b0, b1 in itertools.pairwise(sorted(edges)):
+            pieces.add(f"{shard.name}.weight_scale_inv", b0, b1, g0, g1, blocks[b0 - first : b1 - first])
 
 
 class RowScales:
@@ -114,7 +113,6 @@ class RowScales:
             )
         return loaded
 
-    def rects(self, shard: Shard, scale: torch.Tensor) -> list[Rect]:
-        """Return one rectangle; ranks that split a row along K hold the same scale."""
-        value = digest(scale, shard.row0)
-        return [Rect(f"{shard.name}.weight_scale_inv", shard.row0, shard.row1, 0, 1, value)]
+    def add_to(self, pieces: Pieces, shard: Shard, scale: torch.Tensor) -> None:
+        """Add one rectangle; ranks that split a row along K hold the same scale."""
+        pieces.add(f"{shard.name}.weight_scale_inv", shard.row0, shard.row1, 0, 1, scale)

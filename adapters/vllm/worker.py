@@ -24,9 +24,10 @@ def attach(worker: Any, config: Config) -> None:
 
     Raises:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
-        ModelError: the ops of exact mode are not exact on this device.
+        ModelError: vLLM transforms a layer after loading, or the ops of exact mode are not exact on this device.
     """
     from jetrl_patch.adapters.vllm.install import VllmInstaller
+    from jetrl_patch.adapters.vllm.postload import check_layers
 
     installer = VllmInstaller(worker.model_runner.get_model())
     layers = installer.quantized_layers()
@@ -36,6 +37,8 @@ def attach(worker: Any, config: Config) -> None:
             f"none: no patched process built its engine with EngineArgs.create_engine_config; "
             f"call jetrl_patch.enable() before the engine is built"
         )
+    if config.quantized_rollout:
+        check_layers(worker.model_runner.get_model())
     if config.exact:
         from jetrl_patch.adapters.vllm.exact import finish_model, try_ops
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
@@ -65,13 +65,15 @@ class Launch:
         command: the command line.
         env: the complete environment.
         steps: reads the steps that the run logs.
-        answers: the model's answers before and after training, for the report; called at the end.
+        milestones: what the run does when its log first has a line that matches, in order; shown until the first step.
+        answers: ``answers`` and ``answers_changed`` for the report (``report.jsonl``), as far as known; called at the end.
     """
 
     command: list[str]
     env: Mapping[str, str]
     steps: Steps
-    answers: Callable[[], list[dict[str, Any]]] = field(default=list)
+    milestones: Sequence[tuple[str, str]] = ()
+    answers: Callable[[], dict[str, Any]] = field(default=dict)
 
 
 @dataclass(frozen=True, kw_only=True)

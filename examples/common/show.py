@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import time
 from collections.abc import Sequence
@@ -15,6 +16,7 @@ from examples.common.processes import undisturbed
 from examples.common.recipe import Arm, Recipe
 from examples.common.runner import RunFailedError, run_arm
 from jetrl_patch.report import ReportError, Run, make_answers, make_table, write_report
+from jetrl_patch.report.tables import changes_text
 
 console = Console(highlight=False)
 if not console.is_terminal:
@@ -31,6 +33,7 @@ def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subti
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").write_text("", encoding="utf-8")
     broken: list[str] = []
+    verdicts: list[str] = []
     started = time.monotonic()
     for arm in arms:
         try:
@@ -38,16 +41,18 @@ def run_all(recipe: Recipe, arms: Sequence[Arm], folder: Path, title: str, subti
         except RunFailedError as error:
             console.print(f"[bold red]failed:[/] {arm.name}")
             console.print(str(error), style="red", markup=False)
-            return _finish(folder, title, subtitle, [*broken, f"{arm.name} failed"], started)
+            return _finish(folder, title, subtitle, [*broken, f"{arm.name} failed"], verdicts, started)
         except KeyboardInterrupt:
             console.print("\n[yellow]stopped[/]; every process of the run has been ended")
             with undisturbed():
-                _finish(folder, title, subtitle, broken, started)
+                _finish(folder, title, subtitle, broken, verdicts, started)
             return 130
         broken += _promises(arm, run)
-        if run.final["answers"]:
-            console.print(make_answers(run.final["answers"][:3]))
-    return _finish(folder, title, subtitle, broken, started)
+        verdicts.append(verdict(arm, run))
+        if run.final.get("answers"):
+            console.print(make_answers(run.final["answers"][:4]))
+            console.print(changes_text(run.final["answers_changed"]))
+    return _finish(folder, title, subtitle, broken, verdicts, started)
 
 
 def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
@@ -63,13 +68,18 @@ def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
         TimeElapsedColumn(),
     )
     with Progress(*columns, console=console, transient=True) as progress:
-        bar = progress.add_task(f"starting Ray, {recipe.framework} and vLLM (about a minute)", total=recipe.steps)
+        bar = progress.add_task("", total=recipe.steps)
 
         def on_step(step: int, metrics: dict[str, Any]) -> None:
             progress.update(bar, completed=step, description="training")
             console.print(step_line(step, metrics))
 
-        return run_arm(recipe, arm, folder, on_step, on_tick=lambda: None)
+        def on_phase(phase: str, seconds: float) -> None:
+            progress.update(bar, description=phase)
+            console.print(f"[dim]{seconds:4.0f} s[/]  {phase}")
+
+        on_phase(f"starting Ray, then {recipe.framework} and vLLM: a minute or two on two cores", 0.0)
+        return run_arm(recipe, arm, folder, on_step, lambda: None, on_phase)
 
 
 def step_line(step: int, metrics: dict[str, Any]) -> str:
@@ -94,22 +104,42 @@ def step_line(step: int, metrics: dict[str, Any]) -> str:
     return "  ".join(parts)
 
 
+def verdict(arm: Arm, run: Run) -> str:
+    """Whether every token was equal, in one line; yes only if every training step was measured."""
+    steps, wrong = run.training_steps, _unequal(run)
+    tokens = sum(value for _, value in run.series("jetrl/tokens"))
+    shares = [value for _, value in run.series("jetrl/bit_equal_fraction")]
+    if not steps or not shares:
+        answer = "[bold red]not measured[/]"
+    elif not wrong:
+        answer = f"[bold green]yes[/], all {tokens:,.0f} tokens of {len(steps)} steps, to the last bit"
+    else:
+        least = math.floor(1000 * min(shares)) / 10 if all(map(math.isfinite, shares)) else math.nan
+        promised = "[bold red]no[/], although it is promised" if arm.exact else "[bold]no[/], which this mode does not promise"
+        answer = f"{promised}: {len(wrong)} of {len(steps)} steps have unequal tokens, the worst step {least:.1f}% equal ones"
+    return f"[bold]every token equal:[/] {answer}  [dim]{arm.name}[/]"
+
+
+def _unequal(run: Run) -> list[int]:
+    """The training steps in which not every token is known to be equal to the last bit."""
+    largest, share = (dict(run.series(f"jetrl/{name}")) for name in ("logp_abs_diff_max", "bit_equal_fraction"))
+    return [s for s in run.training_steps if largest.get(s) != 0.0 or share.get(s) != 1.0]
+
+
 def _promises(arm: Arm, run: Run) -> list[str]:
     """The promises that the arm broke: in an exact arm, every token of every step must be bit-equal."""
-    if not arm.exact:
-        return []
-    largest, share = (dict(run.series(f"jetrl/{name}")) for name in ("logp_abs_diff_max", "bit_equal_fraction"))
-    wrong = [s for s in run.training_steps if largest.get(s) != 0.0 or share.get(s) != 1.0]
+    wrong = _unequal(run) if arm.exact else []
     if not wrong:
         return []
     step = wrong[0]
+    largest, share = (dict(run.series(f"jetrl/{name}")) for name in ("logp_abs_diff_max", "bit_equal_fraction"))
     return [
         f"{arm.name}: required every token bit-equal, found unequal tokens in {len(wrong)} of {len(run.training_steps)} "
         f"steps, first in step {step} (max |Δlogp| {largest.get(step)}, bit-equal {share.get(step)})"
     ]
 
 
-def _finish(folder: Path, title: str, subtitle: str, broken: Sequence[str], started: float) -> int:
+def _finish(folder: Path, title: str, subtitle: str, broken: Sequence[str], verdicts: Sequence[str], started: float) -> int:
     try:
         summaries = write_report(folder, title, subtitle)
         console.print()
@@ -117,6 +147,8 @@ def _finish(folder: Path, title: str, subtitle: str, broken: Sequence[str], star
         console.print(f"{(time.monotonic() - started) / 60:.1f} minutes; report: {folder / 'report.html'}")
     except ReportError as error:
         broken = [*broken, str(error)]
+    for line in verdicts:
+        console.print(line)
     for line in broken:
         console.print(f"[bold red]promise broken:[/] {line}")
     return 1 if broken else 0

@@ -12,6 +12,14 @@ from examples.common.recipe import Recipe as CommonRecipe
 from examples.openrlhf import data
 from jetrl_patch.report.logs import openrlhf_step
 
+#: lines of Ray, the plugin and OpenRLHF -> what the run does from there on
+MILESTONES = (
+    ("Started a local Ray instance", "Ray runs; it asks its node for the plugin"),
+    ("Ray nodes answered", "the node has the plugin; OpenRLHF starts its workers"),
+    (r"\(RolloutRayActor pid=", "vLLM builds its engine"),
+    (r"\(PolicyModelActor pid=", "DeepSpeed prepares the policy; the first step follows"),
+)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe(CommonRecipe):
@@ -32,7 +40,7 @@ class Recipe(CommonRecipe):
         command = [sys.executable, "-m", "jetrl_patch", "run", *switches(arm), "-m", "openrlhf.cli.train_ppo_ray"]
         command += arguments(self, arm, train, held_out, temporary)
         env = environment(self, temporary) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
-        return Launch(command, env, Follower(log))
+        return Launch(command, env, Follower(log), MILESTONES)
 
 
 def switches(arm: Arm) -> list[str]:

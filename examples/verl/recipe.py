@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -11,6 +12,17 @@ from typing import Any, ClassVar
 from examples.common.recipe import WORDS, Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
 from examples.words import data
+
+#: lines of Ray, the plugin and verl -> what the run does from there on
+MILESTONES = (
+    ("Started a local Ray instance", "Ray runs; it asks its node for the plugin"),
+    ("Ray nodes answered", "the node has the plugin; verl starts its trainer loop"),
+    ("Size of train dataloader", "questions read; verl starts the trainer's worker"),
+    (r"\(WorkerDict pid=\d+\).*Loading weights", "model loaded in the trainer; verl starts vLLM"),
+    (r"\(vLLMHttpServer pid=", "vLLM builds its engine, then the weights are sent for the first time"),
+    ("test_gen_batch meta info", "vLLM answers the held-out questions, before any training"),
+    ("validation generation end", "training starts"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +37,7 @@ class Recipe(CommonRecipe):
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(self, arm, train, held_out, said)]
         env = environment(self, temporary) | arm.config(self.device).to_env()
         env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
-        return Launch(command, env, Follower(metrics), lambda: answers(said))
+        return Launch(command, env, Follower(metrics), MILESTONES, lambda: answers(said))
 
 
 def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Path) -> list[str]:
@@ -131,25 +143,31 @@ class Follower:
         return found
 
 
-def answers(folder: Path, shown: int = 6) -> list[dict[str, Any]]:
-    """The first held-out questions with the model's answers at the first and the last validation.
+def answers(folder: Path, shown: int = 6) -> dict[str, Any]:
+    """Held-out questions with the model's answers at the first and the last validation, and how many answers changed.
 
-    Reads verl's ``<step>.jsonl``, one question per line. Empty if there are fewer than two validations.
+    Shown are up to three questions that became right, two that became wrong and one that is still wrong, then others. Reads
+    verl's ``<step>.jsonl``, one question per line. Empty if there are fewer than two validations.
     """
     steps = sorted(folder.glob("*.jsonl"), key=lambda path: int(path.stem))
     if len(steps) < 2:
-        return []
+        return {}
     first, last = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:shown]]
-        for path in (steps[0], steps[-1])
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (steps[0], steps[-1])
     )
-    return [
-        {
-            "question": before["input"].split("\n")[1],  # between "user" and "assistant" of the chat prompt
-            "before": before["output"],
-            "before_right": before["score"] == 1.0,
-            "after": after["output"],
-            "after_right": after["score"] == 1.0,
-        }
-        for before, after in zip(first, last, strict=True)
-    ]
+    kinds: dict[tuple[bool, bool], list[dict[str, Any]]] = defaultdict(list)  # (right before, right after) -> answers
+    for before, after in zip(first, last, strict=True):
+        right = before["score"] == 1.0, after["score"] == 1.0
+        kinds[right].append(
+            {
+                "question": before["input"].split("\n")[1],  # between "user" and "assistant" of the chat prompt
+                "before": before["output"],
+                "before_right": right[0],
+                "after": after["output"],
+                "after_right": right[1],
+            }
+        )
+    learned, lost, wrong, kept = (kinds[key] for key in ((False, True), (True, False), (False, False), (True, True)))
+    chosen = [*learned[:3], *lost[:2], *wrong[:1], *kept, *learned[3:], *wrong[1:], *lost[2:]]
+    counts = {"questions": len(first), "became_right": len(learned), "became_wrong": len(lost)}
+    return {"answers": chosen[:shown], "answers_changed": counts}

@@ -110,6 +110,8 @@ def report(
         "jetrl-report"
     ),
     title: Annotated[str, typer.Option(help="the page's title")] = "Training runs compared",
+    follow: Annotated[bool, typer.Option("--watch", help="write the page anew while the runs go on, until Ctrl-C")] = False,
+    every: Annotated[int, typer.Option(min=1, help="seconds between two looks with --watch")] = 10,
 ) -> None:
     """Compare runs: one self-contained HTML page, PNG pictures, summary.json, and a table in the terminal.
 
@@ -118,12 +120,15 @@ def report(
     """
     from rich.console import Console
 
-    from jetrl_patch.report.command import command
+    from jetrl_patch.report.command import command, watch
 
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=200)  # do not wrap output to a file or a pipe
-    command(runs, out, title, console, Console(stderr=True))
+    if follow:
+        watch(runs, out, title, every, console, Console(stderr=True))
+    else:
+        command(runs, out, title, console, Console(stderr=True))
 
 
 @app.command()

@@ -16,6 +16,7 @@ from jetrl_patch.doctor.settings import check_settings
 from jetrl_patch.doctor.versions import check_versions
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.launch.supported import program_problem
 from jetrl_patch.patching.guards import is_installed
 
 __all__ = ["examine"]
@@ -88,6 +89,10 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
 
 def _arguments(report: Report, started: Started) -> Any:
     """The framework's own configuration; None if it cannot be read, which a check then explains."""
+    problem = program_problem(started.target)
+    if problem is not None:
+        report.checks.append(from_error("command", problem))
+        return None
     if started.framework is None:
         finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
         report.checks.append(Check("command", "warning", finding))

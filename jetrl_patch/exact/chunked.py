@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.logprob import log_probs, pick
+from jetrl_patch.exact.logprob import divisor, log_softmax, pick
 
 __all__ = ["ROWS", "chunked_log_probs"]
 
@@ -75,7 +75,8 @@ def chunked_log_probs(
     """
 
     def score(h_tK: Tensor, weight: Tensor, labels_t: Tensor) -> tuple[Tensor, Tensor]:
-        every_tV = log_probs(logits_of(h_tK, weight), temperature)
+        logits_tV = logits_of(h_tK, weight).float()
+        every_tV = log_softmax(logits_tV, divisor(temperature, logits_tV))
         return pick(every_tV, labels_t), -(every_tV.exp() * every_tV).sum(-1)
 
     chosen, entropy = _Chunked.apply(hidden.reshape(-1, hidden.shape[-1]), w_VK, labels.reshape(-1), score, rows)

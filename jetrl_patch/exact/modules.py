@@ -6,6 +6,7 @@ original class.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch.exact import ops
+from jetrl_patch.exact.rope import rope_parameters
 
 
 class ExactNorm:
@@ -37,22 +39,39 @@ class ExactMLP:
 
 
 class ExactRotary:
-    """cos and sin from the rollout's table, which grows when a larger position occurs."""
+    """cos and sin from the rollout's table, which is as long as the model's context.
+
+    The host reads no position: on a GPU that would make it wait for the device in every forward pass. A CPU refuses an index
+    beyond the table, which then grows; CUDA stops the process with its own "index out of bounds".
+    """
 
     config: Any
     _jetrl_table: tuple[Tensor, Tensor] | None = None
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        needed = int(position_ids.max()) + 1
-        if self._jetrl_table is None or self._jetrl_table[0].shape[0] < needed:
-            size = max(needed, self.config.max_position_embeddings)
+        tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up, so that the table seldom grows
+        cos, sin = self._table(max(tokens, longest_context(self.config)), x.device)
+        try:
+            cos, sin = cos[position_ids], sin[position_ids]
+        except IndexError:
+            cos, sin = (table[position_ids] for table in self._table(int(position_ids.max()) + 1, x.device))
+        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+
+    def _table(self, size: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        if self._jetrl_table is None or self._jetrl_table[0].shape[0] < size:
             self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size)
         cos, sin = self._jetrl_table
-        if cos.device != x.device:  # both sides compute it on the CPU, then keep it on the device
-            self._jetrl_table = cos, sin = cos.to(x.device), sin.to(x.device)
-        cos, sin = cos[position_ids], sin[position_ids]
-        return torch.cat((cos, cos), -1), torch.cat((sin, sin), -1)
+        if cos.device != device:  # both sides compute it on the CPU, then keep it on the device
+            self._jetrl_table = cos, sin = cos.to(device), sin.to(device)
+        return cos, sin
+
+
+def longest_context(config: Any) -> int:
+    """Positions that a model is made for: what vLLM derives from its config, which linear scaling multiplies."""
+    rope = rope_parameters(config)
+    factor = rope.get("factor", 1.0) if rope["rope_type"] == "linear" else 1.0
+    return math.ceil(config.max_position_embeddings * max(1.0, factor))
 
 
 class ExactEmbedding:

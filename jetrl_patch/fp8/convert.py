@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_cut, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
@@ -21,9 +21,10 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     """Names of the FP8 layers in model order: those to convert, and TransformerEngine's own.
 
     Raises:
-        ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, or a layer is
-            neither a plain ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA).
+        ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, a layer is neither a plain
+            ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), or a block holds stacked matrices.
     """
+    _refuse_stacks(model)
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_te_linear(m)}
     chosen = [name for name in linears if is_quantized(name, exclude)]
     if not chosen:
@@ -50,6 +51,24 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
             )
         )
     return chosen
+
+
+def _refuse_stacks(model: nn.Module) -> None:
+    """Raise ModelError for matrices that a block keeps in one 3-D parameter, as experts are: they would stay in BF16."""
+    for owner, module in model.named_modules():
+        if isinstance(module, nn.modules.conv._ConvNd) or is_te_linear(module):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # of the whole, under ZeRO-3
+            if len(shape) == 3 and is_quantized(owner, ()):
+                raise ModelError(
+                    explain(
+                        f"FP8 layers of {type(model).__name__}",
+                        required="every matrix of a transformer block in a linear layer (experts are not supported)",
+                        found=f"{owner}.{name} of shape {list(shape)}",
+                        fix=f"use a dense model, or {UNQUANTIZED}",
+                    )
+                )
 
 
 def split_layers(model: nn.Module, config: Config, rollout_tp: int) -> tuple[list[str], list[str]]:

@@ -12,6 +12,7 @@ from jetrl_patch.config import SETTINGS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.launch.arguments import FLAG, PROGRAMS, Launch, split
 from jetrl_patch.launch.program import prepare, run
+from jetrl_patch.launch.supported import program_problem
 
 __all__ = ["COMMANDS", "main"]
 
@@ -55,6 +56,9 @@ def main(command: str, words: Sequence[str]) -> None:
             return
         prepare(launch.target, launch.is_module)
         if _wanted(launch):
+            problem = program_problem(launch.target)
+            if problem is not None:
+                raise problem
             _enable(launch.overrides)
     except JetrlError as error:
         print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Compile ``kernels.c`` for this machine at first use and keep the result in the user's cache.
+"""Compile the C sources for this machine at first use and keep the result in the user's cache.
 
-The file name contains a hash of the source, the compiler and the processor, so a new release, a new compiler or
+The file name contains a hash of the sources, the compiler and the processor, so a new release, a new compiler or
 another machine with the same home directory never loads a stale library.
 """
 
@@ -19,7 +19,7 @@ from pathlib import Path
 from jetrl_patch.env import read_variable
 from jetrl_patch.errors import JetrlError, explain
 
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "digest.c"))
 # The compiler contracts a * b + c to FMA. That is fixed at compile time, so every caller gets the same bits.
 FLAGS = (
     "-O3",
@@ -81,7 +81,7 @@ def _cache_dir() -> Path:
 
 def _fingerprint(cc: str) -> str:
     version = subprocess.run([cc, "--version"], capture_output=True, text=True, check=True).stdout
-    parts = (SOURCE.read_text(), " ".join(FLAGS), version, platform.machine(), _processor())
+    parts = (*(source.read_text() for source in SOURCES), " ".join(FLAGS), version, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
@@ -102,13 +102,13 @@ def _compile(cc: str, target: Path) -> None:
     os.close(handle)
     try:
         for openmp in (("-fopenmp",), ()):  # without OpenMP the kernels run on one thread, with the same bits
-            command = [cc, *FLAGS, *wide, *openmp, str(SOURCE), "-o", scratch, "-lm"]
+            command = [cc, *FLAGS, *wide, *openmp, *map(str, SOURCES), "-o", scratch, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0:
                 os.replace(scratch, target)
                 return
         raise JetrlError(
-            f"{cc} could not compile {SOURCE.name}:\n{result.stderr.strip()}\n"
+            f"{cc} could not compile the native CPU kernels:\n{result.stderr.strip()}\n"
             'Repair the compiler, or use backend="torch" (slower, the same contract).'
         )
     finally:

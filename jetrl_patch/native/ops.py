@@ -112,6 +112,22 @@ def fingerprint(tensor: Tensor) -> int:
     return int(function(_ptr(tensor), _long(tensor.numel() * tensor.element_size())))
 
 
+def digest(matrix_RC: Tensor, row0: int, col0: int) -> tuple[int, bool]:
+    """The digest (``sync.digest``) of a CPU matrix with contiguous rows, and whether it is BF16 or FP32 and holds NaN or Inf.
+
+    ``row0`` and ``col0`` (elements) place it in the whole tensor.
+    """
+    if matrix_RC.device.type != "cpu" or matrix_RC.stride(1) != 1:
+        raise TypeError(f"matrix: expected contiguous rows on the CPU, found strides {matrix_RC.stride()} on {matrix_RC.device}")
+    (rows, cols), size = matrix_RC.shape, matrix_RC.element_size()
+    out = (ctypes.c_uint64 * 2)()
+    library().jetrl_digest(
+        _ptr(matrix_RC), _long(matrix_RC.stride(0) * size), _long(rows), _long(cols * size), _long(row0),
+        _long(col0 * size), size if matrix_RC.dtype in (_BF16, torch.float32) else 0, out, _threads(rows * cols * size // 4),
+    )  # fmt: skip
+    return out[0], bool(out[1])
+
+
 def fp8_gemm(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
 ) -> Tensor:

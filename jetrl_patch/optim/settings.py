@@ -26,7 +26,7 @@ def check_installed(states: str) -> None:
                 f"optimizer_states={states!r}",
                 required=REQUIRED,
                 found="no installed torchao",
-                fix="install it with `pip install 'jetrl_patch[optim]'`, or leave optimizer_states at 'fp32'",
+                fix=f"install it with `pip install '{REQUIRED}'`, or leave optimizer_states at 'fp32'",
             )
         )
 

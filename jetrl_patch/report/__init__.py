@@ -15,7 +15,7 @@ from jetrl_patch.report.pictures import draw_learning, draw_mismatch, draw_pictu
 from jetrl_patch.report.runs import ReportError, Run
 from jetrl_patch.report.sources import Source, collect, name_runs, read_runs
 from jetrl_patch.report.summary import SUMMARY_KEYS, summarize
-from jetrl_patch.report.tables import make_answers, make_table
+from jetrl_patch.report.tables import CHANGES, make_answers, make_table
 
 __all__ = [
     "SUMMARY_KEYS",
@@ -50,19 +50,31 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
 
 
 def write(
-    runs: Sequence[Run], folder: Path, title: str, subtitle: str = "", notes: Sequence[str] = ()
+    runs: Sequence[Run], folder: Path, title: str, subtitle: str = "", notes: Sequence[str] = (), live: int = 0
 ) -> list[dict[str, Any]]:
     """Write ``summary.json`` and ``report.html`` into ``folder``, creating it if needed.
+
+    Each file is replaced as a whole, so that a browser never reads half a page.
+
+    Args:
+        live: interval in seconds at which the page loads itself anew; 0 for a finished page.
 
     Returns:
         The contents of ``summary.json``: one dict with ``SUMMARY_KEYS`` per run.
     """
     summaries = [summarize(run) for run in runs]
-    answers: list[dict[str, Any]] = next(
-        (run.final["answers"] for run in reversed(runs) if run.final.get("answers")), []
-    )
+    final = next((run.final for run in reversed(runs) if run.final.get("answers")), {})
+    changed = final.get("answers_changed", {})
+    if not isinstance(changed, dict) or any(not isinstance(changed.get(name), int) for name in CHANGES):
+        changed = {}
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summaries, indent=2) + "\n", encoding="utf-8")
-    page = make_page(runs, summaries, title, subtitle, notes, answers)
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    _replace(folder / "summary.json", json.dumps(summaries, indent=2) + "\n")
+    page = make_page(runs, summaries, title, subtitle, notes, final.get("answers", ()), changed, live)
+    _replace(folder / "report.html", page)
     return summaries
+
+
+def _replace(path: Path, text: str) -> None:
+    fresh = path.with_name(f".{path.name}.new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from jetrl_patch.report.described import Limit
 from jetrl_patch.report.runs import ACCURACY, PARTS, REWARD, SECONDS, Points, Run
 
-__all__ = ["GROUPS", "SCALE_PREFIX", "Chart", "Drawn", "draw", "wanted"]
+__all__ = ["GROUPS", "SCALE_PREFIX", "Chart", "Drawn", "draw", "steady", "wanted"]
 
 #: per-layer statistics are named ``jetrl/<anything>/<layer>/<what>``
 SCALE_PREFIX = "jetrl/"
@@ -24,7 +26,8 @@ class Chart:
         read: returns the series of a run, [] if the run lacks it.
         log: whether the axis is logarithmic, with a separate band for 0.
         low, high: fixed ends of the axis; None follows the data.
-        style: format of the values: number, share or seconds.
+        style: format of the values: number, count (whole numbers), share, seconds or db.
+        limits: thresholds, drawn as lines.
     """
 
     key: str
@@ -36,6 +39,7 @@ class Chart:
     low: float | None = None
     high: float | None = None
     style: str = "number"
+    limits: tuple[Limit, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,6 +52,10 @@ class Drawn:
 
 def _metric(*names: str) -> Callable[[Run], Points]:
     return lambda run: run.first_of(names)
+
+
+def _corrected(name: str) -> Callable[[Run], Points]:
+    return lambda run: run.corrected(name)
 
 
 _CHARTS = (
@@ -63,9 +71,9 @@ _CHARTS = (
           help="share of tokens with bit-identical log-probs in rollout and trainer"),
     Chart("ess", "Effective sample size", GROUPS[1], _metric("jetrl/ess"), style="share",
           help="of the importance weights, as a share of the tokens; 100% if all weights are equal"),
-    Chart("clipped", "Clipped tokens", GROUPS[1], _metric("jetrl/clipped_fraction"), low=0, style="share",
+    Chart("clipped", "Clipped tokens", GROUPS[1], _corrected("jetrl/clipped_fraction"), low=0, style="share",
           help="share of tokens whose ratio is outside the correction's bounds"),
-    Chart("masked", "Masked tokens", GROUPS[1], _metric("jetrl/masked_fraction"), low=0, style="share",
+    Chart("masked", "Masked tokens", GROUPS[1], _corrected("jetrl/masked_fraction"), low=0, style="share",
           help="share of tokens that the correction removes from the loss"),
     Chart("seconds", "Seconds per step", GROUPS[2], lambda run: run.seconds, low=0, style="seconds"),
     Chart("sync", "Weight sync", GROUPS[2], lambda run: run.part("weight sync"), low=0, style="seconds",
@@ -113,7 +121,19 @@ def _more(runs: Sequence[Run]) -> Iterable[Chart]:
     own = sorted(name for name in present if name.startswith("jetrl/") and name.count("/") == 1 and name not in _TOLD)
     titles |= {_title(name): [name] for name in own}
     for title, names in list(titles.items())[:_MOST]:
-        yield Chart("more-" + names[0].replace("/", "-"), title, GROUPS[4], _metric(*names), help=" or ".join(names))
+        read = _metric(*names)
+        style = "count" if _whole(value for run in runs for _, value in read(run)) else "number"
+        yield Chart("more-" + names[0].replace("/", "-"), title, GROUPS[4], read, help=" or ".join(names), style=style)
+
+
+def steady(drawn: Drawn) -> float | None:
+    """The one value that every run has at every step, or None."""
+    values = {value for points in drawn.series for _, value in points}
+    return values.pop() if len(values) == 1 and math.isfinite(min(values)) else None
+
+
+def _whole(values: Iterable[float]) -> bool:
+    return all(math.isfinite(value) and value == int(value) for value in values)
 
 
 def _title(name: str) -> str:

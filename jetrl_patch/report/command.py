@@ -1,9 +1,10 @@
-"""``jetrl report``: read the runs, write the page and the pictures, print the table."""
+"""``jetrl report``: read the runs, write the page and the pictures, print the table; with ``--watch`` again and again."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -13,10 +14,10 @@ from jetrl_patch.report import write
 from jetrl_patch.report.charts import draw, wanted
 from jetrl_patch.report.pictures import draw_pictures
 from jetrl_patch.report.runs import ReportError, Run
-from jetrl_patch.report.sources import collect
+from jetrl_patch.report.sources import collect, find_file, parse
 from jetrl_patch.report.tables import make_table
 
-__all__ = ["command"]
+__all__ = ["command", "watch"]
 
 
 def command(texts: Sequence[str], out: Path, title: str, console: Console, warnings: Console) -> None:
@@ -26,16 +27,8 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
         ReportError: a run cannot be read, or no run has a metric that the report shows.
     """
     notes: list[str] = []
-    seen: list[str] = []
-
-    @functools.cache  # so that ``seen`` lists each name once
-    def keep(name: str) -> bool:
-        seen.append(name)
-        return wanted(name)
-
-    runs = collect(texts, keep, notes)
-    _look(runs, seen, notes)
-    summaries = write(runs, out, title, f"{len(runs)} run{'s' if len(runs) > 1 else ''}", notes)
+    runs = _read(texts, notes)
+    summaries = write(runs, out, title, _subtitle(runs), notes)
     made = [out / "report.html", out / "summary.json"]
     try:
         made += draw_pictures(runs, out)
@@ -45,6 +38,74 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
         warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(make_table(summaries, title, console.width))
     console.print(f"{out / 'report.html'} and {', '.join(path.name for path in made[1:])}", soft_wrap=True)
+
+
+def watch(
+    texts: Sequence[str],
+    out: Path,
+    title: str,
+    every: int,
+    console: Console,
+    warnings: Console,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Write the page anew whenever a run's file has grown, until Ctrl-C; then write the finished report like ``command``.
+
+    Files that do not exist yet, or hold no step, are waited for.
+
+    Args:
+        every: interval in seconds at which the files are looked at and the page loads itself anew.
+        sleep: waits between two looks.
+
+    Raises:
+        ReportError: at the end, there is nothing to report on.
+    """
+    page = out / "report.html"
+    console.print(f"watching every {every} s; Ctrl-C ends it and writes the finished report", soft_wrap=True)
+    before, said = None, ""
+    try:
+        while True:
+            try:
+                state = _state(texts)
+                if state != before:
+                    notes: list[str] = []
+                    runs = _read(texts, notes)
+                    write(runs, out, title, _subtitle(runs), notes, live=every)
+                    steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
+                    console.print(f"{time.strftime('%H:%M:%S')}  {steps}  {page}", markup=False, soft_wrap=True)
+                    before = state
+            except ReportError as error:
+                if str(error) != said:
+                    warnings.print(f"waiting: {error}", style="yellow", markup=False, highlight=False, soft_wrap=True)
+                said = str(error)
+            sleep(every)
+    except KeyboardInterrupt:
+        console.print()
+    command(texts, out, title, console, warnings)
+
+
+def _state(texts: Sequence[str]) -> list[tuple[Path, int, int]]:
+    """What changes when a run goes on: each file with its size and time."""
+    files = [find_file(parse(text).path) for text in texts]
+    return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+
+
+def _subtitle(runs: Sequence[Run]) -> str:
+    return f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
+
+
+def _read(texts: Sequence[str], notes: list[str]) -> list[Run]:
+    """The runs, with only the metrics that the report shows."""
+    seen: list[str] = []
+
+    @functools.cache  # so that ``seen`` lists each name once
+    def keep(name: str) -> bool:
+        seen.append(name)
+        return wanted(name)
+
+    runs = collect(texts, keep, notes)
+    _look(runs, seen, notes)
+    return runs
 
 
 def _look(runs: Sequence[Run], seen: Sequence[str], notes: list[str]) -> None:

@@ -14,7 +14,8 @@ are removed)::
 
     {"_step": 3, "train/global_step": 3, "train/rollout/reward_mean": 0.5, ...}
 
-``final`` may also hold ``answers``, a list of ``{"question", "before", "before_right", "after", "after_right"}``.
+``final`` may also hold ``answers``, a list of ``{"question", "before", "before_right", "after", "after_right"}``,
+and ``answers_changed``, the counts of ``tables.CHANGES``.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.report.charts import Drawn, draw
+from jetrl_patch.report.charts import Chart, Drawn, draw
 from jetrl_patch.report.runs import PARTS, Points, ReportError, Run
 from jetrl_patch.report.scales import draw_scales, read_scales
 from jetrl_patch.report.series import thin
@@ -94,16 +94,43 @@ def _chart(axes: Axes, drawn: Drawn, runs: Sequence[Run], styles: Sequence[Style
     if chart.log:
         _log_axis(axes, drawn.series, "equal to the last bit" if between else "exactly 0")
         return
-    if chart.low is not None and chart.high is not None:
-        axes.set_ylim(chart.low, chart.high + 0.02 * (chart.high - chart.low))
-    elif chart.low is not None:
-        axes.set_ylim(bottom=chart.low)
+    values = [value for points in drawn.series for _, value in points if math.isfinite(value)]
+    for limit in chart.limits:
+        if _near(limit.value, chart, values):
+            axes.axhline(limit.value, color="#b3261e", linestyle=(0, (5, 4)), linewidth=1)
+            axes.annotate(limit.name, (1, limit.value), (0, 3), xycoords=("axes fraction", "data"),
+                          textcoords="offset points", ha="right", fontsize=8, color="#b3261e")  # fmt: skip
+    _ends(axes, chart, values)
     if chart.style == "share":
         from matplotlib.ticker import PercentFormatter
 
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    elif chart.style == "db":
+        axes.yaxis.set_major_formatter("{x:g} dB")
     elif axes.yaxis.get_major_formatter().__class__.__name__ == "ScalarFormatter":
         axes.ticklabel_format(axis="y", useOffset=False)
+
+
+def _ends(axes: Axes, chart: Chart, values: Sequence[float]) -> None:
+    """Set the ends of the vertical axis: those of the chart, else those of the data, but none that cannot occur."""
+    low, high = axes.get_ylim()
+    if chart.low is not None and chart.high is not None:
+        low, high = chart.low, chart.high + 0.02 * (chart.high - chart.low)
+    elif chart.low is not None:
+        low = chart.low
+    elif values and min(values) >= 0:
+        low = max(0.0, low)
+    if chart.high is None and chart.style == "share" and values and max(values) <= 1:
+        high = min(1.0, high)
+    axes.set_ylim(low, high)
+
+
+def _near(limit: float, chart: Chart, values: Sequence[float]) -> bool:
+    """Whether a threshold is close enough to the values to be drawn without flattening them, as on the page."""
+    if chart.style == "db" or not values:
+        return True
+    reach = 4 * (max(values) - min(values))
+    return min(values) - reach <= limit <= max(values) + reach
 
 
 def _log_axis(axes: Axes, series: Sequence[Points], word: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, field
@@ -106,6 +107,22 @@ class Run:
                 found.append((step, fmean(values)))
         return found
 
+    def corrected(self, name: str) -> Points:
+        """The series of a figure on the correction. A run without one logs 0, which is no measurement: []."""
+        found = self.series(name)
+        on = self.correction not in ("", "none") or bool(self.series("jetrl/correction_weight_mean"))
+        return found if on or any(value for _, value in found) else []
+
+    @property
+    def tokens(self) -> Points:
+        """``(step, sampled tokens of all steps so far)``."""
+        return _sums(self.series("jetrl/tokens"))
+
+    @property
+    def time(self) -> Points:
+        """``(step, seconds of all steps so far)``."""
+        return _sums(self.seconds)
+
     def part(self, name: str) -> Points:
         """``(step, seconds)`` of one of ``PARTS``; if the framework does not time the sync, the plugin's metric is used."""
         totals: dict[int, float] = {}
@@ -130,6 +147,11 @@ class Run:
             return {}
         # in an asynchronous run the parts overlap and may add up to more than the step
         return {**sums, "other": max(0.0, fmean(lengths.values()) - sum(sums.values()))}
+
+
+def _sums(points: Points) -> Points:
+    steps = [step for step, _ in points]
+    return list(zip(steps, itertools.accumulate(v if math.isfinite(v) else 0.0 for _, v in points), strict=True))
 
 
 def number(value: object) -> float | None:

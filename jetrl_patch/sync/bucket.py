@@ -16,7 +16,7 @@ from jetrl_patch.sync.stream import NamedTensor
 
 __all__ = ["BUCKET_BYTES", "Bucket", "Entry", "pack", "unpack"]
 
-#: bucket size; also the extra memory that a sync needs on each side
+#: extra memory that a sync needs on each side: a bucket that travels and the next one, half of this each
 BUCKET_BYTES = 256 << 20
 _ALIGN = 16  # bytes; enough for every dtype
 
@@ -33,22 +33,28 @@ class Bucket:
 
 
 def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKET_BYTES) -> Iterator[Bucket]:
-    """Copy the tensors of a stream into buckets of at most ``limit`` bytes. A larger tensor gets its own bucket.
+    """Copy the tensors of a stream into buckets of at most ``limit // 2`` bytes. A larger tensor gets its own bucket.
 
-    The buckets share one buffer, so a bucket is valid only until the next one is requested.
+    One bucket is filled while another travels: a bucket is valid until the next but one is requested.
     """
-    buffer = torch.empty(0, dtype=torch.uint8, device=device)
+    half = limit // 2
+    buffer, other = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2))
     entries: list[Entry] = []
     used = 0
     for name, tensor in stream:
-        if entries and used + tensor.nbytes > limit:
+        if entries and used + tensor.nbytes > half:
             yield Bucket(buffer[:used], entries)
+            buffer, other = other, buffer
             entries, used = [], 0
-        if buffer.numel() < used + tensor.nbytes:
-            buffer = _grown(buffer, used, max(limit, tensor.nbytes))
         source = tensor.detach().contiguous().view(-1).view(torch.uint8)
+        kind = dtype_name(tensor.dtype)
+        if tensor.nbytes > half:  # a copy: the framework may free the tensor when the next one is requested
+            yield Bucket(source.to(device, copy=True), [(name, kind, list(tensor.shape), 0)])
+            continue
+        if not buffer.numel():
+            buffer = torch.empty(half + _ALIGN, dtype=torch.uint8, device=device)
         buffer[used : used + tensor.nbytes].copy_(source)
-        entries.append((name, dtype_name(tensor.dtype), list(tensor.shape), used))
+        entries.append((name, kind, list(tensor.shape), used))
         used += -(-tensor.nbytes // _ALIGN) * _ALIGN
     if entries:
         yield Bucket(buffer[:used], entries)
@@ -66,9 +72,3 @@ def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
             raise SyncError(f"{name} should lie at bytes {start}:{start + size}, but {flat.numel()} bytes arrived")
         found.append((name, flat[start : start + size].view(kind).view(shape)))
     return found
-
-
-def _grown(buffer: torch.Tensor, used: int, size: int) -> torch.Tensor:
-    grown = torch.empty(size + _ALIGN, dtype=torch.uint8, device=buffer.device)
-    grown[:used].copy_(buffer[:used])
-    return grown

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import torch
 
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
-from jetrl_patch.sync.digest import Rect, digest
+from jetrl_patch.sync.digest import Pending, Rect, read, start
 from jetrl_patch.sync.manifest import (
     COMMIT,
     MANIFEST,
@@ -71,7 +71,8 @@ class _Sync:
 
     manifest: Manifest
     expected: dict[str, tuple[tuple[int, ...], str]]
-    arrived: dict[str, int] = field(default_factory=dict)
+    arrived: dict[str, Pending] = field(default_factory=dict)
+    digests: dict[str, int] = field(default_factory=dict)  # those of ``arrived``, read at the commit
     nbytes: int = 0
     committed: bool = False
 
@@ -194,7 +195,7 @@ class Receiver:
             raise SyncError(f"{name}: the trainer announced shape and dtype {expected}, but {found} arrived")
         if name in sync.arrived:
             raise SyncError(f"{name} arrived twice in one weight sync")
-        sync.arrived[name] = digest(tensor)
+        sync.arrived[name] = start(tensor)
         sync.nbytes += tensor.nbytes
 
     def _commit(self, data: dict[str, Any]) -> None:
@@ -203,7 +204,9 @@ class Receiver:
         missing = [name for name in self._sync.expected if name not in arrived]
         if missing:
             raise SyncError(f"weights missing from the sync: {', '.join(missing[:3])} ({len(missing)} in total)")
-        wrong = [name for name, value in arrived.items() if sent.get(name) != value]
+        found = (value for value, _ in read(list(arrived.values())))
+        digests = self._sync.digests = dict(zip(arrived, found, strict=True))
+        wrong = [name for name, value in digests.items() if sent.get(name) != value]
         if wrong:
             raise SyncError(f"weights changed on the way: {', '.join(wrong[:3])} ({len(wrong)} in total)")
         self._sync.committed = True
@@ -223,7 +226,7 @@ class Receiver:
         fp8 = weights_of(sync.manifest.layers)
         for tensor in (*fp8, *(name + SCALE_SUFFIX for name in fp8), *weights_of(sync.manifest.guarded)):
             shape = sync.expected[tensor][0]
-            check_tiling(tensor, (shape[0], shape[1]), sync.arrived[tensor], [r for r in rects if r.name == tensor])
+            check_tiling(tensor, (shape[0], shape[1]), sync.digests[tensor], [r for r in rects if r.name == tensor])
 
     def _fail(self, error: Exception) -> None:
         """Keep the error, and poison half-loaded weights so that they cannot be served."""

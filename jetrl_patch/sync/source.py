@@ -18,6 +18,7 @@ from jetrl_patch.monitor.guard import check_guard
 from jetrl_patch.monitor.monitor import Monitor, show
 from jetrl_patch.scaling.invariant import scale_once
 from jetrl_patch.scaling.smoothing import Smoother
+from jetrl_patch.structure import check_structure
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
 
@@ -135,10 +136,13 @@ def convert(
         reference: whether the model is never trained; ``invariant_scale`` then does not apply.
 
     Raises:
-        ModelError, ConfigError: as ``prepare_model`` and ``scale_once``, or the family does not support smoothing.
+        ModelError, ConfigError: as ``check_structure``, ``prepare_model`` and ``scale_once``, or the family does not support
+            smoothing.
     """
     from jetrl_patch.fp8.backends import choose_backend
 
+    if config.quantized_rollout:
+        check_structure(model.config)  # the driver has checked a local folder; a remote one is first seen here
     check_guard(config, rollout_tp)
     layers = registry.models().prepare_model(model, config, rollout_tp=rollout_tp, device_type=device_type)
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None

@@ -2,8 +2,9 @@
 
     manifest · (q, scales) per quantized layer, BF16 for the rest, in the framework's order · commit
 
-Each weight is cast to BF16 (every process that sees the BF16 value then gets the same bytes), checked, and quantized
-once. The stream holds one tensor at a time, besides what the framework's own transfer holds.
+Each weight is cast to BF16 (every process that sees the BF16 value then gets the same bytes) and quantized once. Its digest
+also tells whether it is finite: NaN or Inf in a block of weights makes the block's scale NaN or Inf. The stream holds one
+tensor at a time, besides what the framework's own transfer holds.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.transformer_engine import is_te_tensor, take
-from jetrl_patch.sync.digest import digest
+from jetrl_patch.sync.digest import Pending, read, start
 from jetrl_patch.sync.manifest import (
     COMMIT,
     MANIFEST,
@@ -31,6 +32,9 @@ NamedTensor = tuple[str, torch.Tensor]
 #: (layer name, BF16 weight [N, K]) -> the bytes to send and install: (q [N, K], scales in FP32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
+#: bytes sent between two reads of the device: a bucket's
+_READ_EVERY = 256 << 20
+
 #: changes the weights before they are checked and quantized
 Transform = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 
@@ -45,6 +49,7 @@ class SyncStats:
         quantized_as_bf16: the same layers in BF16.
         layers: number of quantized layers.
         tensors: number of tensors, scales included.
+        digests: by name, once they have been read from the device.
     """
 
     total: int = 0
@@ -53,6 +58,44 @@ class SyncStats:
     layers: int = 0
     tensors: int = 0
     digests: dict[str, int] = field(default_factory=dict)
+
+
+class _Digests:
+    """Digests of what is sent. On a device they are read together, once for every ``_READ_EVERY`` bytes."""
+
+    def __init__(self, stats: SyncStats) -> None:
+        self.names: set[str] = set()
+        self._stats = stats
+        self._started: dict[str, Pending] = {}
+        self._bytes = 0
+
+    def add(self, name: str, tensor: torch.Tensor) -> NamedTensor:
+        """Count a tensor and start its digest. Raises SyncError as ``read``, now or at a later call."""
+        tensor = tensor.contiguous()
+        self._stats.total += tensor.nbytes
+        self._stats.tensors += 1
+        self.names.add(name)
+        self._started[name] = start(tensor)
+        self._bytes += tensor.nbytes
+        if not _waits(tensor) or self._bytes > _READ_EVERY:
+            self.read()
+        return name, tensor
+
+    def read(self) -> None:
+        """Read what has been started. Raises SyncError, with the weight's name, if a value is NaN or Inf."""
+        for name, (value, special) in zip(self._started, read(list(self._started.values())), strict=True):
+            if special:  # a scale is NaN or Inf if a weight in its block is
+                raise SyncError(
+                    f"{name.removesuffix(SCALE_SUFFIX)} holds NaN or Inf, so the sync was stopped. Check the gradient norm and "
+                    f"the learning rate of the last optimizer step."
+                )
+            self._stats.digests[name] = value
+        self._started, self._bytes = {}, 0
+
+
+def _waits(tensor: torch.Tensor) -> bool:
+    """Whether reading a digest makes the host wait for a device."""
+    return tensor.device.type != "cpu"
 
 
 def quantized_stream(
@@ -94,17 +137,18 @@ def quantized_stream(
     }
     manifest = Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced, guarded=tuple(sorted(guarded)))
     yield MANIFEST, manifest.encode()
+    digests = _Digests(stats)
     for name, weight in weights if transform is None else transform(weights):
-        _check_announced(name, weight, announced, stats)
+        _check_announced(name, weight, announced, digests.names)
         if name not in ours:
-            yield _count(stats, name, _to_bf16(name, weight))
+            yield digests.add(name, _to_bf16(name, weight))
             continue
         stats.layers += 1
         stats.quantized_as_bf16 += 2 * weight.numel()
         if quantize is None or not terms.quantized:
             bf16 = _to_bf16(name, weight)
             stats.quantized += bf16.nbytes
-            yield _count(stats, name, bf16)
+            yield digests.add(name, bf16)
             continue
         layer = name.removesuffix(".weight")
         if is_te_tensor(weight):  # already FP8: send its bytes and scales unchanged
@@ -113,20 +157,20 @@ def quantized_stream(
             q, scales = quantize(layer, _to_bf16(name, weight))
         del weight
         stats.quantized += q.nbytes + scales.nbytes
-        yield _count(stats, name, q)
-        yield _count(stats, name + SCALE_SUFFIX, scales)
-    missing = sorted(set(announced) - set(stats.digests))
+        yield from [digests.add(name, q), digests.add(name + SCALE_SUFFIX, scales)]  # the scales tell whether q may be sent
+    missing = sorted(set(announced) - digests.names)
     if missing:
         raise SyncError(f"the trainer announced {len(missing)} tensors but never sent them: {', '.join(missing[:3])}")
+    digests.read()
     yield COMMIT, encode_json({"digests": stats.digests})
 
 
 def _check_announced(
-    name: str, weight: torch.Tensor, announced: Mapping[str, tuple[tuple[int, ...], str]], stats: SyncStats
+    name: str, weight: torch.Tensor, announced: Mapping[str, tuple[tuple[int, ...], str]], sent: Collection[str]
 ) -> None:
     if name not in announced:
         raise SyncError(f"the trainer sends {name}, which its own model did not have when it was built")
-    if name in stats.digests:
+    if name in sent:
         raise SyncError(f"the trainer sends {name} twice in one sync")
     if tuple(weight.shape) != announced[name][0]:
         raise SyncError(
@@ -135,19 +179,13 @@ def _check_announced(
 
 
 def _to_bf16(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight in BF16. Raises SyncError, with its name, if it is not finite or is unexpectedly FP8."""
+    """Return a weight in BF16. Raises SyncError, with its name, if it is unexpectedly FP8."""
     if is_te_tensor(weight):
         raise SyncError(
             f"{name} is a {type(weight).__name__} in the trainer but BF16 in the rollout. Keep this layer in BF16 in the "
             f"trainer too, or do not exclude it and use FP8 on both sides."
         )
-    bf16 = weight.detach().to(torch.bfloat16)
-    if not bool(torch.isfinite(bf16).all()):
-        raise SyncError(
-            f"{name} holds NaN or Inf, so the sync was stopped. Check the gradient norm and the learning rate of the last "
-            f"optimizer step."
-        )
-    return bf16
+    return weight.detach().to(torch.bfloat16)
 
 
 def _by_contract(terms: Terms) -> Quantize:
@@ -155,14 +193,6 @@ def _by_contract(terms: Terms) -> Quantize:
     assert terms.format is not None
     quantize = QUANTIZERS[terms.format.name]
     return lambda name, weight: quantize(weight, terms.scale_format)  # type: ignore[arg-type]
-
-
-def _count(stats: SyncStats, name: str, tensor: torch.Tensor) -> NamedTensor:
-    tensor = tensor.contiguous()
-    stats.total += tensor.nbytes
-    stats.tensors += 1
-    stats.digests[name] = digest(tensor)
-    return name, tensor
 
 
 __all__ = ["NamedTensor", "Quantize", "SyncStats", "quantized_stream"]

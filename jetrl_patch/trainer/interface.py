@@ -45,6 +45,13 @@ class Trainer(Protocol):
     def model_path(self, settings: Any, /) -> tuple[str, str]:
         """Return the path of the model and the name of the setting that holds it."""
 
+    def program_problem(self, target: str, /) -> JetrlError | None:
+        """Return the error for one of the framework's programs that the plugin does not support, None for any other.
+
+        Args:
+            target: dotted name of a module, or path of a script.
+        """
+
     def needs_flash_attn(self, settings: Any, /) -> str:
         """Return the setting that needs flash-attn on a GPU, or an empty string."""
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
 from jetrl_patch._versions import SUPPORTED, VERSION
 
@@ -55,3 +57,29 @@ def test_hooks_run_what_the_environment_holds() -> None:
     repos = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
     assert [repo["repo"] for repo in repos] == ["local"]
     assert all(hook["entry"].startswith(".venv/bin/") for hook in repos[0]["hooks"])
+
+
+def pinned(name: str) -> dict[str, str]:
+    """Distribution -> version in a file of ``requirements/``."""
+    text = (ROOT / "requirements" / name).read_text()
+    return {name.lower(): version for name, version in re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("framework", ["verl", "openrlhf"])
+def test_pins_for_gpus_are_supported_and_the_install_page_names_them(framework: str) -> None:
+    pins = pinned(f"cuda-{framework}.txt")
+    assert {framework, "torch", "vllm", "transformers", "ray"} <= set(pins)
+    dockerfile = (ROOT / "docker" / f"{framework}.Dockerfile").read_text()
+    (version,) = re.findall(rf"^ARG {framework.upper()}=(.*)$", dockerfile, re.MULTILINE)
+    assert version == pins[framework]
+    for name in set(pins) & set(SUPPORTED):
+        assert pins[name] in SpecifierSet(SUPPORTED[name][0]), name
+    page = (ROOT / "docs" / "install.md").read_text()
+    assert f"requirements/cuda-{framework}.txt" in page and f"docker/{framework}.Dockerfile" in page
+
+
+def test_advice_does_not_need_the_project_on_an_index() -> None:
+    told = [*ROOT.glob("docs/**/*.md"), *ROOT.glob("*.md"), *ROOT.glob("jetrl_patch/**/*.py"), *ROOT.glob("adapters/**/*.py")]
+    assert len(told) > 200
+    wrong = re.compile(r"pip install (?!-e)\S*jetrl[-_]patch")
+    assert not [str(path) for path in told if wrong.search(path.read_text(encoding="utf-8"))]

@@ -321,8 +321,31 @@ def test_a_model_that_is_not_here_is_said_to_be_unchecked() -> None:
 
 def test_other_commands_are_left_alone() -> None:
     assert named(doctor("--", "python", "train.py", status=0), "command")["state"] == "warning"
-    found = named(doctor("--", "python", "-m", "verl.experimental.x", status=0), "command")
+    found = named(doctor("--", "python", "-m", "verl.model_merger", status=0), "command")
     assert "only the arguments of verl.trainer.main_ppo" in found["finding"]
+
+
+@pytest.mark.parametrize(
+    ("program", "instead"),
+    [
+        ("verl.experimental.fully_async_policy.fully_async_main", "verl.trainer.main_ppo"),
+        ("verl.trainer.sft_trainer", "verl.trainer.main_ppo"),
+        ("openrlhf.cli.train_sft", "openrlhf.cli.train_ppo_ray"),
+    ],
+)
+def test_a_program_that_is_not_supported_is_a_problem(program: str, instead: str) -> None:
+    check = named(doctor("--", "python", "-m", program, status=1), "command")
+    assert check["state"] == "problem" and program in check["finding"] and f"required {instead}" in check["finding"]
+
+
+@pytest.mark.parametrize("command", [verl, openrlhf])
+def test_a_mixture_of_experts_would_not_start(command: Any, tmp_path: Path) -> None:
+    from tests.trainer.test_structure import experts
+
+    experts().save_pretrained(tmp_path)
+    for option in (("--align", "linear"), ("--precision", "fp8-rollout")):
+        found = doctor(*option, "--", *command(tmp_path), status=1)
+        assert any("num_experts=4" in check["finding"] for check in found["checks"] if check["state"] == "problem")
 
 
 def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:

@@ -11,18 +11,22 @@ import subprocess
 import sys
 import threading
 import time
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
+from rich.text import Text
 
 from examples.common import runner, show
 from examples.common.processes import MARK, Group, temporary_folder
 from examples.common.recipe import Arm, Launch
-from examples.common.runner import RunFailedError, ending
+from examples.common.runner import Phases, RunFailedError, ending
 from examples.verl.recipe import Follower, Recipe, answers, overrides
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.report import Run
 
 EXACT = Arm(precision="fp8-unified")
 RECIPE = Recipe(steps=3)
@@ -185,25 +189,68 @@ def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
     assert follower.last == 1
 
 
-def test_answers_are_those_of_the_first_and_the_last_validation(tmp_path: Path) -> None:
-    assert answers(tmp_path / "nothing") == []
-    for step, score in ((0, 0.0), (5, 0.0), (10, 1.0)):
-        line = {"input": "user\nwhat is ten plus ten?\nassistant\n", "output": f"it is {step}", "score": score}
-        (tmp_path / f"{step}.jsonl").write_text((json.dumps(line) + "\n") * 9)
-    found = answers(tmp_path, shown=2)
-    assert (
-        found
-        == [
-            {
-                "question": "what is ten plus ten?",
-                "before": "it is 0",
-                "before_right": False,
-                "after": "it is 10",
-                "after_right": True,
-            }
+def test_answers_that_changed_come_first(tmp_path: Path) -> None:
+    assert answers(tmp_path / "nothing") == {}
+    # question n is right before and after as the letters say
+    kinds = ["tt"] * 5 + ["ff"] * 4 + ["ft"] * 4 + ["tf"] * 3
+    for step, position in ((0, 0), (5, 0), (10, 1)):
+        lines = [
+            {"input": f"user\nquestion {n}?\nassistant\n", "output": f"it is {step}", "score": float(kind[position] == "t")}
+            for n, kind in enumerate(kinds)
         ]
-        * 2
-    )
+        (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = answers(tmp_path)
+    assert found["answers_changed"] == {"questions": 16, "became_right": 4, "became_wrong": 3}
+    assert [(a["question"], a["before_right"], a["after_right"]) for a in found["answers"]] == [
+        *((f"question {n}?", False, True) for n in (9, 10, 11)),
+        *((f"question {n}?", True, False) for n in (13, 14)),
+        ("question 5?", False, False),
+    ]
+    assert found["answers"][0]["before"] == "it is 0" and found["answers"][0]["after"] == "it is 10"
+    assert len(answers(tmp_path, shown=100)["answers"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("arm", "largest", "share", "says"),
+    [
+        (EXACT, 0.0, 1.0, "every token equal: yes, all 20 tokens of 2 steps, to the last bit"),
+        (EXACT, 1e-7, 1.0, "every token equal: no, although it is promised: 2 of 2 steps"),
+        (EXACT, 0.0, 0.9996, "no, although it is promised: 2 of 2 steps have unequal tokens, the worst step 99.9% equal ones"),
+        (EXACT, None, 1.0, "every token equal: no, although it is promised"),
+        (EXACT, 0.0, None, "every token equal: not measured"),
+        (Arm(precision="bf16"), 1e-3, 0.02, "no, which this mode does not promise: 2 of 2 steps have unequal tokens"),
+    ],
+)
+def test_the_verdict_is_one_line(arm: Arm, largest: float | None, share: float | None, says: str) -> None:
+    data = {"jetrl/tokens": 10, "jetrl/logp_abs_diff_max": largest, "jetrl/bit_equal_fraction": share}
+    steps = {step: {name: value for name, value in data.items() if value is not None} for step in (1, 2)}
+    line = Text.from_markup(show.verdict(arm, Run("", "", 0, steps))).plain
+    assert says in line and "\n" not in line
+
+
+def test_the_start_is_told_from_the_log(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    phases = Phases(log, [("one", "first"), (r"two \d", "second"), ("three", "third")])
+    assert phases.new() == []
+    log.write_text("noise\none\none\ntw")
+    assert phases.new() == ["first"]
+    with log.open("a") as file:
+        file.write("o 2\none\n")
+    assert phases.new() == ["second"]
+    log.write_text(log.read_text() + "three\n")
+    assert phases.new() == ["third"] and phases.new() == []
+    later = Phases(log, [("zero", "never"), ("three", "last")])
+    assert later.new() == ["last"]  # what was passed over is not told
+
+
+def test_a_run_tells_its_start_and_its_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(monkeypatch, tmp_path)
+    said = Console(width=150, record=True, file=StringIO())
+    monkeypatch.setattr(show, "console", said)
+    assert run(tmp_path) == 0
+    text = said.export_text()
+    assert "starting Ray, then verl and vLLM" in text
+    assert "every token equal: yes, all 30 tokens of 3 steps" in text
 
 
 def test_the_ending_of_a_log_starts_at_its_last_traceback(tmp_path: Path) -> None:

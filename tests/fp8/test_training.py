@@ -7,7 +7,6 @@ import torch
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from jetrl_patch.fp8 import backends
@@ -20,6 +19,7 @@ from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight
 from jetrl_patch.fp8.reference import fprop
 from tests.models import build
 
+from ..waits import NothingIsReadBack
 from .thresholds import SQNR_GEMM, sqnr
 
 
@@ -251,20 +251,6 @@ def test_the_rollouts_product_is_one_operator():
     run = torch.compile(lambda t: PlainGpu().fprop(t, w.q, w.s_rows, "pow2"), backend=keep, fullgraph=True)
     assert torch.equal(run(x), expected)
     assert nodes == ["jetrl_patch.fp8_fprop.default"]
-
-
-class NothingIsReadBack(TorchDispatchMode):
-    """Refuses operators that make the host wait for the device."""
-
-    REFUSED = ("aten::_local_scalar_dense", "aten::nonzero", "aten::item", "aten::is_nonzero", "aten::equal")
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        name = func._schema.name
-        moved = name == "aten::_to_copy" and (kwargs or {}).get("device") is not None
-        if name in self.REFUSED or moved:
-            raise AssertionError(f"{name} waits for the device")
-        return out
 
 
 @pytest.mark.parametrize("main_grad", [False, True])

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch.nn import functional as F
 from triton.runtime import interpreter
 
+from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import dispatch, ops
 from jetrl_patch.kernels import attention, attention_backward, norm
@@ -52,17 +53,25 @@ def packed(heads, kv_heads, width, lengths=LENGTHS):
     return rand(T, heads, width), rand(T, kv_heads, width, seed=1), rand(T, kv_heads, width, seed=2), ends(lengths)
 
 
-def paged(k, v, cu, size, seed, head_major=False):
-    """Caches with NaN in unused slots, and a table in random order; ``head_major`` selects vLLM's other block layout."""
+#: vLLM's cache: dimensions in memory -> how vLLM reorders them; P is 2 for keys and values, E is 2 * D
+LAYOUTS = {
+    "NSKE": (0, 2, 1, 3),  # from 0.26 on, tokens first
+    "NKSE": (0, 1, 2, 3),  # heads first
+    "NPSKD": (0, 1, 2, 3, 4),  # until 0.26, tokens first
+    "NPKSD": (0, 1, 3, 2, 4),  # heads first
+}
+
+
+def paged(k, v, cu, size, seed, layout="NSKE"):
+    """Caches with NaN in unused slots, as the adapter sees them in a layout of vLLM, and a table in random order."""
     kv_heads, width = k.shape[1:]
     lengths = (cu[1:] - cu[:-1]).tolist()
     needs = [-(-n // size) for n in lengths]
     order = torch.randperm(sum(needs) + 3, generator=torch.Generator().manual_seed(seed)).int()
-    shape = (len(order), kv_heads, size) if head_major else (len(order), size, kv_heads)
-    cache = torch.full((*shape, 2 * width), float("nan"), dtype=BF16)
-    if head_major:
-        cache = cache.transpose(1, 2)
-    k_cache, v_cache = cache.split(width, -1)
+    sizes = {"N": len(order), "P": 2, "S": size, "K": kv_heads, "D": width, "E": 2 * width}
+    cache = torch.full([sizes[letter] for letter in layout], float("nan"), dtype=BF16).permute(LAYOUTS[layout])
+    k_cache, v_cache = paged_keys_and_values(cache, width)
+    assert k_cache.shape == v_cache.shape == (len(order), size, kv_heads, width)
     table, at = torch.full((len(lengths), max(needs) + 2), -1, dtype=torch.int32), 0
     for r, n in enumerate(lengths):
         table[r, : needs[r]] = order[at : at + needs[r]]
@@ -99,11 +108,11 @@ def test_attention_against_fp64(heads, kv_heads, width):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
-@pytest.mark.parametrize(("size", "head_major"), [(16, False), (16, True), (48, False)])
-def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, head_major):
+@pytest.mark.parametrize(("size", "layout"), [(16, "NSKE"), (16, "NKSE"), (48, "NPSKD"), (16, "NPKSD")])
+def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, layout):
     q, k, v, cu = packed(heads, kv_heads, width)
     trained = attention.attention_varlen(q, k, v, cu, width**-0.5)
-    k_cache, v_cache, table = paged(k, v, cu, size, seed=size, head_major=head_major)
+    k_cache, v_cache, table = paged(k, v, cu, size, seed=size, layout=layout)
     g = torch.Generator().manual_seed(4)
     for step in range(4):  # first all decode their last token, then some decode, some prefill a chunk, some wait
         seen = [n if step == 0 else int(torch.randint(1, n + 1, (1,), generator=g)) for n in LENGTHS]
@@ -127,6 +136,18 @@ def test_other_neighbours_change_nothing():
             args = [torch.cat((o, t[part])) for o, t in zip(other, (q, k, v))]
             found = attention.attention_varlen(*args, ends([before, n] if before else [n]), 0.125)
             assert all(torch.equal(f[before:], w[part]) for f, w in zip(found, whole))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_hold_some_heads_compute_the_same_bits(ranks):
+    """Sequence parallelism; of four ranks, two need the same key/value head, so fewer rows share a tile."""
+    q, k, v, cu = packed(4, 2, 64, [1, 33, 40])
+    whole = attention.attention_varlen(q, k, v, cu, 0.125)
+    k, v = (t.repeat_interleave(ranks // 2, 1) for t in (k, v))
+    for parts in zip(*(t.chunk(ranks, 1) for t in (q, k, v, *whole)), strict=True):
+        *inputs, out, lse = parts
+        found = attention.attention_varlen(*(t.contiguous() for t in inputs), cu, 0.125)
+        assert torch.equal(found[0], out) and torch.equal(found[1], lse)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)

@@ -42,8 +42,9 @@ def assert_exact(found: list[dict[str, float]], engines: int = 1) -> None:
         assert step["jetrl/sync_calls"] == 3 * engines  # begin, one bucket, end
 
 
+@pytest.mark.pins
 def test_zero2_with_a_reference_model(task):
-    assert_exact(finish(Run(task, environ=UNIFIED)))
+    assert_exact(finish(Run(task, environ=UNIFIED, steps=3), 3))
 
 
 @pytest.mark.slow

@@ -103,6 +103,25 @@ def test_a_local_model_is_looked_at_before_anything_starts(tmp_path):
     assert "cuts a block of 128 in 3 layers (o_proj; model.layers.0.self_attn.o_proj to model.layers.2" in change
 
 
+def test_a_folder_with_code_of_its_own_is_not_taken_for_checked(tmp_path):
+    """OpenRLHF trusts remote code, so the trainer would run what the check never saw."""
+    path = save(tmp_path / "model", "qwen3", steps=0)
+    text = (tmp_path / "model" / "config.json").read_text()
+    mine = '{"auto_map": {"AutoModelForCausalLM": "mine.Model"},'
+    (tmp_path / "model" / "config.json").write_text(text.replace("{", mine, 1))
+    for config in (EXACT, LINEAR):
+        with pytest.raises(ModelError, match="auto_map for AutoModelForCausalLM"):
+            settings.check(arguments(actor__model_name_or_path=path), config)
+    settings.check(arguments(actor__model_name_or_path=path), BF16)
+
+
+def test_trainings_without_a_rollout_are_refused_as_programs():
+    for target in ("openrlhf.cli.train_sft", "/opt/openrlhf/cli/train_dpo.py"):
+        assert "required openrlhf.cli.train_ppo_ray" in str(settings.program_problem(target))
+    for target in ("openrlhf.cli.train_ppo_ray", "/opt/openrlhf/cli/train_ppo_ray.py", "openrlhf.cli.serve_rm", "train_sft.py"):
+        assert settings.program_problem(target) is None
+
+
 def test_completing_says_what_it_changed():
     args = arguments()
     (change,) = settings.complete(args, EXACT)

@@ -9,7 +9,7 @@ import pytest
 import ray
 import torch
 
-from jetrl_patch.adapters.openrlhf.wire import GroupWire, Orders, decode, encode, entries_of, take_shared
+from jetrl_patch.adapters.openrlhf.wire import GroupWire, Orders, decode, encode, entries_of, send_all, take_shared
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
 from jetrl_patch.sync.bucket import Bucket
 
@@ -76,7 +76,7 @@ def test_orders_travel_as_names():
 def test_answers_come_from_every_engine_and_calls_are_counted(engines):
     orders = Orders(engines, PATIENCE)
     assert orders.ask("begin") == [[{"op": "begin", "n": 0}]] * 2
-    GroupWire(orders, lambda flat: None).send(Bucket(torch.zeros(7, dtype=torch.uint8), []))
+    send_all(GroupWire(orders, lambda flat: None), [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
     assert orders.calls == 4
 
 
@@ -105,7 +105,7 @@ def test_a_silent_worker_ends_the_sync_also_while_the_trainer_blocks(lost_engine
         Orders(lost_engines, 2).ask("hang")
     wire = GroupWire(Orders(lost_engines, 1), lambda flat: threading.Event().wait())
     with pytest.raises(SyncError, match="has not answered for 1 s"):
-        wire.send(Bucket(torch.zeros(7, dtype=torch.uint8), []))
+        send_all(wire, [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
 
 
 @pytest.mark.e2e
@@ -114,7 +114,55 @@ def test_a_broken_group_is_a_sync_error(engines):
         raise RuntimeError("connection reset by peer")
 
     with pytest.raises(SyncError, match="connection reset by peer"):
-        GroupWire(Orders(engines, PATIENCE), broken).send(Bucket(torch.zeros(7, dtype=torch.uint8), []))
+        send_all(GroupWire(Orders(engines, PATIENCE), broken), [Bucket(torch.zeros(7, dtype=torch.uint8), [])])
+
+
+class Road:
+    """A wire that notes what happens."""
+
+    def __init__(self, breaks=None):
+        self.log, self.travels, self.breaks = [], None, breaks
+
+    def start(self, bucket):
+        assert self.travels is None
+        self.travels = bucket
+        self.log.append(("start", bucket.entries[0][0]))
+
+    def finish(self):
+        name, self.travels = self.travels.entries[0][0], None
+        self.log.append(("finish", name))
+        if name == self.breaks:
+            raise SyncError("a worker died")
+
+
+def buckets(road, names, broken=False):
+    for name in names:
+        road.log.append(("make", name))
+        yield Bucket(torch.zeros(1, dtype=torch.uint8), [(name, "uint8", [1], 0)])
+    if broken:
+        raise SyncError("w holds NaN or Inf")
+
+
+def test_the_next_bucket_is_made_while_one_travels():
+    road = Road()
+    send_all(road, buckets(road, "abc"))
+    made = [("make", "a"), ("start", "a"), ("make", "b"), ("finish", "a"), ("start", "b")]
+    assert road.log == [*made, ("make", "c"), ("finish", "b"), ("start", "c"), ("finish", "c")]
+    send_all(road, [])
+
+
+def test_a_broken_stream_or_wire_ends_at_once():
+    road = Road()
+    with pytest.raises(SyncError, match="w holds NaN"):
+        send_all(road, buckets(road, "ab", broken=True))
+    assert road.log[-1] == ("finish", "b") and road.travels is None  # nothing is left on its way
+    road = Road(breaks="a")
+    with pytest.raises(SyncError, match="a worker died"):
+        send_all(road, buckets(road, "abc"))
+    assert ("start", "b") not in road.log and road.log.count(("finish", "a")) == 1
+    road = Road(breaks="b")
+    with pytest.raises(SyncError, match="w holds NaN"):  # the first error is the one to report
+        send_all(road, buckets(road, "ab", broken=True))
 
 
 def test_shared_bytes_on_a_cpu():

@@ -105,13 +105,13 @@ def test_require_active(use: Any) -> None:
 
 def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ADAPTERS", {"x": ("no_such_framework",)})
-    with pytest.raises(VersionError, match=r"none of them installed.*pip install 'jetrl_patch\[verl\]'"):
+    with pytest.raises(VersionError, match=r"none of them installed.*pip install -e '\.\[verl\]'` in the clone"):
         runtime.enable()
 
 
 @pytest.mark.parametrize(
     ("dist", "found"),
-    [("torch", "2.10.1"), ("torch", "2.14.0"), ("vllm", "0.29.0"), ("verl", "0.8.0"), ("verl", "main")],
+    [("torch", "2.10.1"), ("torch", "2.14.0"), ("vllm", "0.23.0"), ("verl", "0.8.0"), ("verl", "main")],
 )
 def test_unsupported_versions_stop_before_anything_changes(
     use: Any, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch, dist: str, found: str

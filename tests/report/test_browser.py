@@ -17,6 +17,7 @@ from jetrl_patch.report import collect, write
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+PATIENCE = 300_000.0  # milliseconds; a busy machine is slow
 QUIET = ["--no-sandbox", "--disable-background-networking", "--disable-component-update", "--disable-sync"]
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed (chromium, google-chrome)")
@@ -38,10 +39,14 @@ def run_file(path: Path, seed: int, first: int, exact: bool) -> Path:
             "jetrl/bit_equal_fraction": 1.0 if exact else 0.02,
             "jetrl/ess": 1.0 if exact else 0.999,
             "jetrl/k3_kl": 0.0 if exact else 10.0 ** -(step % 20),
+            "jetrl/clipped_fraction": 0.0,  # what a run without a correction logs
+            "jetrl/quantized_layers": 28,
+            "response_length/mean": 20.0 + step,
         }
         if step % 10 == 0:
             data["val-core/words/acc/mean@1"] = min(1.0, 0.25 + step / 50)
             data["jetrl/scale/weight_sqnr_min"] = 10.0 - seed
+            data |= {"jetrl/scale/weight_saturated_max": 0.0, "jetrl/scale/activation_underflow_max": 1e-4 * (1 + seed)}
             for layer in range(12):
                 where = f"jetrl/scale/model.layers.{layer}.mlp.down_proj"
                 data |= {f"{where}/saturation": 10.0**-layer, f"{where}/sqnr_db": 32.0 - 2 * layer - seed}
@@ -74,6 +79,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, page_file: Path) -> Iterator[Any]:
     """The open page; at the end, the console must be empty and nothing thrown or fetched."""
     context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
     opened, troubles = context.new_page(), []
     opened.on("console", lambda message: troubles.append(message.text))
     opened.on("pageerror", lambda error: troubles.append(str(error)))
@@ -176,14 +182,113 @@ def test_a_layer_and_a_statistic_can_be_chosen(page: Any) -> None:
     assert page.locator("#chart-scale-weight-sqnr-min path.line").count() == 2  # worth a chart without being asked for
     page.locator("#what").select_option("sqnr db")
     assert caption.inner_text().startswith("sqnr db, worst layer")
-    assert "6" in marks(page, "scales")  # the last layers are at 9 and 3
+    assert "6 dB" in marks(page, "scales")  # the last layers are at 9 and 3
     page.locator("#layer").select_option("model.layers.5.mlp.down_proj")
     assert caption.inner_text().startswith("sqnr db, model.layers.5.mlp.down_proj")
-    assert "20" in marks(page, "scales")  # the runs are at 21 and 15
+    assert "20 dB" in marks(page, "scales")  # the runs are at 21 and 15
     page.locator("#what").select_option("weight sqnr min")
-    assert caption.inner_text() == "weight sqnr min"
+    assert caption.inner_text().startswith("Weight SQNR, lowest layer\nsignal over quantization error")
     assert page.locator("#layer").is_disabled()
-    assert "6" in marks(page, "scales")  # 9 and 3 again
+    assert "5 dB" in marks(page, "scales")  # 9 and 3 again, and the monitor's threshold
+    assert "monitor_sqnr 20 dB" in marks(page, "scales")
+
+
+def test_a_threshold_far_from_the_values_does_not_flatten_them(page: Any) -> None:
+    assert "monitor_sqnr 20 dB" in marks(page, "scale-weight-sqnr-min")
+    assert page.locator("#chart-scale-weight-sqnr-min line.limit").count() == 1
+    far = "scale-activation-underflow-max"  # the values are below 0.1%, the threshold is 10%
+    assert "↑ monitor_underflow 10%" in marks(page, far) and "10%" not in marks(page, far)
+    assert page.locator(f"#chart-{far} line.limit").count() == 0
+
+
+def test_what_was_off_has_no_chart_and_what_never_changes_is_a_list(page: Any) -> None:
+    assert page.locator("#chart-clipped, #chart-scale-weight-saturated-max, #chart-more-jetrl-quantized_layers").count() == 0
+    assert page.get_by_text("0 at every measured step of every run: Weight saturation, highest layer.").count() == 1
+    page.get_by_text("Show 2 charts").click()
+    assert page.locator("dt", has_text="quantized layers").evaluate("e => e.nextSibling.textContent") == "28"
+    assert page.locator("#chart-more-response_length-mean path.line").count() == 2
+
+
+def test_axes_show_only_possible_values(page: Any) -> None:
+    shares = [mark for mark in marks(page, "ess") + marks(page, "bit-equal") if mark.endswith("%")]
+    assert shares and all(0 <= float(mark.rstrip("%")) <= 100 for mark in shares)
+    page.get_by_text("Show 2 charts").click()
+    assert all("." not in mark for mark in marks(page, "more-response_length-mean"))  # whole numbers
+    assert not [mark for chart in ("reward", "seconds", "sync") for mark in marks(page, chart) if mark.startswith(("-", "−"))]
+
+
+def steps_shown(page: Any) -> list[float]:
+    """The step marks of the reward's chart."""
+    code = "all => all.filter((e) => e.getAttribute('text-anchor') === 'middle').map((e) => e.textContent)"
+    return [float(mark) for mark in page.eval_on_selector_all("#chart-reward text", code) if mark != "step"]
+
+
+def test_a_drag_zooms_all_charts_and_a_double_click_shows_everything(page: Any) -> None:
+    whole = steps_shown(page)
+    plot = page.locator("#chart-seconds .plot")
+    plot.scroll_into_view_if_needed()
+    box = plot.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60, steps=3)
+    assert page.locator("#chart-seconds .chosen").count() == 1
+    page.mouse.up()
+    assert min(steps_shown(page)) > 15 and max(steps_shown(page)) < 45
+    page.get_by_role("button", name="Whole axis").click()
+    assert steps_shown(page) == whole
+    assert page.locator("#whole").is_hidden()
+    plot.focus()
+    page.keyboard.press("+")
+    assert len(steps_shown(page)) and steps_shown(page) != whole
+    plot.dblclick(position={"x": 200, "y": 100})
+    assert steps_shown(page) == whole
+
+
+def test_smoothing_draws_a_calmer_line_over_what_was_logged(page: Any) -> None:
+    def length(which: str) -> float:
+        code = "(e) => e.getTotalLength()"
+        return float(page.locator(f'#chart-reward path.{which}').first.evaluate(code))
+
+    before = length("line")
+    assert page.locator("#chart-reward path.raw").count() == 0
+    page.locator("#smooth").fill("0.9")
+    assert length("line") < 0.9 * before and length("raw") == pytest.approx(before, rel=0.05)
+    assert page.locator("#smooth-value").inner_text() == "0.90"
+
+
+def test_the_x_axis_can_be_tokens_or_time(page: Any) -> None:
+    page.locator("#by").select_option("tokens")
+    assert "sampled tokens" in marks(page, "reward") and "100k" in marks(page, "reward")
+    assert lines(page, "reward") == ["0", "1"]
+    plot = page.locator("#chart-reward .plot")
+    plot.focus()
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#chart-reward .tip").inner_text().startswith("3,000 tokens, step 0 of exact")
+    page.locator("#by").select_option("time")
+    assert "minutes of training" in marks(page, "reward")
+    assert lines(page, "accuracy") == ["0", "1"]
+
+
+def test_a_chart_is_saved_as_csv(page: Any) -> None:
+    with page.expect_download() as caught:
+        page.locator("#chart-accuracy .csv").click()
+    assert caught.value.suggested_filename == "accuracy.csv"
+    rows = Path(caught.value.path()).read_bytes().decode().split("\r\n")
+    assert rows[0] == 'step,exact,"a run with a rather long name, FP8 rollout"'
+    assert rows[1] == "0,0.25," and rows[3] == "20,0.65,0.65"
+    assert page.evaluate("field('=SUM(A1)')") == "'=SUM(A1)"
+
+
+@pytest.mark.parametrize("width", [390, 1280])
+def test_the_summary_keeps_its_first_column_while_it_scrolls(page: Any, width: int) -> None:
+    page.set_viewport_size({"width": width, "height": 800})
+    code = """() => { const box = document.querySelector('[aria-label="Summary, table"]');
+        return [box.scrollWidth - box.clientWidth, box.querySelector("td.name").getBoundingClientRect().left]; }"""
+    beyond, left = page.evaluate(code)
+    assert beyond <= 0 or width < 1280  # its main columns fit a laptop's window
+    page.get_by_role("checkbox", name="all columns").check()
+    page.evaluate("""() => { document.querySelector('[aria-label="Summary, table"]').scrollLeft = 10000; }""")
+    assert page.evaluate(code)[1] == left
 
 
 @pytest.mark.parametrize("width", [320, 380, 768, 1280])
@@ -229,3 +334,28 @@ def test_text_can_be_read_on_both_grounds(page: Any, scheme: str) -> None:
         }"""
     )
     assert ratio >= 4.5
+
+
+def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(browser: Any, tmp_path: Path) -> None:
+    run = run_file(tmp_path / "a.jsonl", 1, 0, exact=True)
+
+    def publish(title: str) -> str:
+        write(collect([f"one={run}", f"two={run_file(tmp_path / 'b.jsonl', 2, 0, exact=False)}"], lambda name: True, []),
+              tmp_path / "out", title, live=1)  # fmt: skip
+        return (tmp_path / "out" / "report.html").as_uri()
+
+    context = browser.new_context(viewport={"width": 1280, "height": 900})
+    context.set_default_timeout(PATIENCE)
+    opened = context.new_page()
+    opened.goto(publish("first"))
+    opened.get_by_role("button", name="Pause").click()
+    opened.get_by_role("checkbox", name="two").uncheck()
+    opened.locator("#by").select_option("tokens")
+    opened.locator("#by").blur()
+    publish("second")
+    assert opened.title() == "first"
+    opened.get_by_role("button", name="Go on").click()
+    playwright.expect(opened).to_have_title("second", timeout=PATIENCE)
+    assert lines(opened, "reward") == ["0"] and opened.locator("#by").input_value() == "tokens"
+    assert not opened.get_by_role("checkbox", name="two").is_checked()
+    context.close()

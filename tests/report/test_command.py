@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import math
 import random
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner
 
 from jetrl_patch.cli.main import app
 from jetrl_patch.report import ReportError
+from jetrl_patch.report.command import watch
 
 
 def data(step: int, mismatch: float) -> dict[str, Any]:
@@ -50,7 +53,7 @@ def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
     assert made == {"report.html", "summary.json", "learning.png", "mismatch.png", "time.png", "scales.png"}
     assert "usual" in done.stdout and "16.7%" in done.stdout
     page = (tmp_path / "out" / "report.html").read_text()
-    assert page.count("</script>") == 3  # a name cannot end the data
+    assert page.count("</script>") == 4  # a name cannot end the data
     assert "<title>a &lt; b</title>" in page
     found = payload(page)
     assert [run["name"] for run in found["runs"]] == ["exact </script> run", "usual"]
@@ -61,7 +64,7 @@ def test_two_runs_become_a_page_pictures_and_a_table(tmp_path: Path) -> None:
     assert first["seed"] is None
     series = next(c["series"] for c in found["charts"].values() if c["title"] == "Mean |Δ log-prob|")
     assert series[0] == [list(range(6)), [0] * 6]
-    assert found["scales"]["saturation"]["model.layers.0.q_proj"][0][1][:2] == [0, 1e-3]
+    assert found["scales"]["saturation"]["layers"]["model.layers.0.q_proj"][0][1][:2] == [0, 1e-3]
 
 
 def test_a_line_that_was_cut_off_is_a_warning_in_the_terminal_and_on_the_page(tmp_path: Path) -> None:
@@ -124,3 +127,27 @@ def test_a_long_run_makes_a_small_page(tmp_path: Path) -> None:
     found = payload(page)["charts"]["0"]["series"][0]
     assert len(found[0]) <= 600
     assert found[1][found[0].index(spike)] == 99.5
+
+
+def test_watching_waits_for_a_run_follows_it_and_ends_with_the_finished_page(tmp_path: Path) -> None:
+    path, page = tmp_path / "run.jsonl", tmp_path / "out" / "report.html"
+    looks: list[str] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(page.read_text() if page.exists() else "")
+        if len(looks) <= 2:
+            write_run(path, 0.0, steps=len(looks))
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    console = Console(width=200, record=True, file=StringIO())
+    warnings = Console(width=200, record=True, file=StringIO())
+    watch([str(path)], tmp_path / "out", "title", 7, console, warnings, sleep)
+    assert [len(payload(text)["charts"]["0"]["series"][0][0]) if text else 0 for text in looks] == [0, 1, 2, 2]
+    assert 'id="live" data-seconds="7"' in looks[-1]
+    said = console.export_text()
+    assert said.count(" step ") == 2 and "run step 1" in said  # nothing is said or written while the file stays as it is
+    assert warnings.export_text().count("waiting: ") == 1
+    assert 'id="live"' not in page.read_text()
+    assert (tmp_path / "out" / "learning.png").exists()
+    assert not list((tmp_path / "out").glob(".*"))

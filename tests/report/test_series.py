@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jetrl_patch import Config
+from jetrl_patch.monitor.figures import Figures
+from jetrl_patch.report.charts import draw, steady
+from jetrl_patch.report.described import describe
 from jetrl_patch.report.runs import Run
 from jetrl_patch.report.scales import ALL_LAYERS, read_scales, split_name
 from jetrl_patch.report.series import short, thin
 from jetrl_patch.report.styles import DARK, DASHES, LIGHT, choose
+from jetrl_patch.report.summary import summarize
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -138,3 +144,36 @@ def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
     ]
     assert scales.layers == ["model.layers.0.q_proj"]
     assert [what for what in scales.whats if scales.per_layer(what)] == ["weight sqnr"]
+
+
+def test_the_monitors_figures_say_what_they_are() -> None:
+    config = Config()
+    for name, threshold in (("weight sqnr min", config.monitor_sqnr), ("activation underflow max", config.monitor_underflow)):
+        assert [limit.value for limit in describe(name).limits] == [threshold]
+    assert describe("weight sqnr min").style == "db" and describe("gradient saturated max").style == "share"
+    logged = {f.name.replace("_", " ") for f in fields(Figures)} | {"unchanged", "worst layer"}
+    assert all(describe(f"weight {name}").help for name in logged)  # a new figure of the monitor needs an explanation
+    assert describe("something else").title == "something else"
+
+
+def test_a_statistic_that_is_always_0_is_silent() -> None:
+    data = {"jetrl/scale/weight_saturated_max": 0.0, "jetrl/scale/weight_sqnr_min": 31.0}
+    scales = read_scales([Run("", "", 0, {1: data, 2: data})])
+    assert scales.silent == ["weight saturated max"] and scales.headline == ["weight sqnr min"]
+
+
+def test_a_correction_that_was_off_has_no_chart_and_no_column() -> None:
+    data = {"jetrl/tokens": 10, "jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0, "jetrl/entropy_like": 3.0}
+    off, on = Run("bf16", "none", 0, {1: data, 2: data}), Run("bf16", "none", 1, {1: data}, correction="tis")
+    keys = [drawn.chart.key for drawn in draw([off])]
+    assert "clipped" not in keys and "masked" not in keys and summarize(off)["clipped_fraction_mean"] is None
+    (clipped,) = [drawn for drawn in draw([off, on]) if drawn.chart.key == "clipped"]
+    assert clipped.series == [[], [(1, 0.0)]] and summarize(on)["clipped_fraction_mean"] == 0.0
+    (still,) = [drawn for drawn in draw([off]) if drawn.chart.title == "entropy like"]
+    assert steady(still) == 3.0 and still.chart.style == "count"
+
+
+def test_tokens_and_time_are_sums_over_the_steps() -> None:
+    run = Run("", "", 0, {2: {"jetrl/tokens": 5, "timing_s/step": 1.5}, 1: {"jetrl/tokens": 10}, 3: {"jetrl/tokens": math.nan}})
+    assert run.tokens == [(1, 10.0), (2, 15.0), (3, 15.0)]
+    assert run.time == [(2, 1.5)]

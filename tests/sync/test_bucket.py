@@ -72,3 +72,31 @@ def test_a_transposed_tensor_travels_by_its_values():
 def test_a_broken_description_is_named(entry, says):
     with pytest.raises(SyncError, match=says):
         unpack(torch.zeros(16, dtype=torch.uint8), [entry])
+
+
+def test_a_bucket_stays_valid_while_the_next_one_is_filled():
+    sent = tensors([(3, 5)] * 9, 1)
+    stream, arrived, travels = pack(iter(sent), CPU, 160), [], None
+    for bucket in stream:
+        if travels is not None:  # filled, and still as it was
+            arrived += copied(travels)
+        travels = bucket
+    arrived += copied(travels)
+    assert [name for name, _ in arrived] == [name for name, _ in sent]
+    assert all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for (_, a), (_, b) in zip(arrived, sent, strict=True))
+
+
+def test_two_buffers_hold_the_limit_between_them():
+    sent = [(f"t{i}", torch.zeros(100, dtype=torch.uint8)) for i in range(50)]
+    found = [bucket.flat.untyped_storage() for bucket in pack(iter(sent), CPU, 1024)]
+    stores = {storage.data_ptr(): storage.nbytes() for storage in found}
+    assert len(stores) == 2 and sum(stores.values()) <= 1024 + 2 * 16
+
+
+def test_a_large_tensor_is_copied_and_its_memory_is_not_kept():
+    large = torch.arange(1000, dtype=torch.uint8)
+    stream = pack(iter([("large", large), ("b", torch.zeros(4))]), CPU, 64)
+    first = next(stream)
+    large.zero_()  # as when a framework frees or reuses a gathered weight
+    assert torch.equal(first.flat, torch.arange(1000, dtype=torch.uint8))
+    assert next(stream).flat.untyped_storage().nbytes() <= 64

@@ -7,7 +7,8 @@ import torch
 
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.quantize import quantize_weight
-from jetrl_patch.sync.digest import digest
+from jetrl_patch.sync import stream as stream_module
+from jetrl_patch.sync.digest import digest, formula, read
 from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Manifest, decode_json
 from jetrl_patch.sync.stream import SyncStats, quantized_stream
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, weights
@@ -119,3 +120,40 @@ def test_a_tensor_sent_twice():
 def test_an_fp8_layer_without_a_weight():
     with pytest.raises(SyncError, match=r"without a weight .* layers\.9\.q\.weight"):
         list(_stream(weights(), layers=(*LAYERS, "layers.9.q"))[0])
+
+
+def test_nothing_of_a_quantized_layer_is_sent_if_its_weight_is_not_finite():
+    tensors = weights()
+    tensors[LAYERS[0] + ".weight"][0, 0] = float("nan")
+    stream = _stream(tensors)[0]
+    assert next(stream)[0] == MANIFEST
+    with pytest.raises(SyncError, match="holds NaN or Inf"):
+        next(stream)
+
+
+def test_digests_on_a_device_are_read_once_a_bucket(monkeypatch):
+    """On a device the stream does not wait for each tensor, and never reaches the commit with a bad one."""
+    reads = []
+
+    def on_device(tensor):
+        return formula(tensor.view(1, -1) if tensor.dim() == 1 else tensor)
+
+    def read_all(started):
+        reads.append(len(started))
+        return read(started)
+
+    monkeypatch.setattr(stream_module, "start", on_device)
+    monkeypatch.setattr(stream_module, "read", read_all)
+    monkeypatch.setattr(stream_module, "_waits", lambda tensor: True)
+    sent = dict(_stream(weights())[0])
+    assert reads == [5]
+    monkeypatch.undo()
+    assert torch.equal(sent[COMMIT], dict(_stream(weights())[0])[COMMIT])
+    monkeypatch.setattr(stream_module, "start", on_device)
+    monkeypatch.setattr(stream_module, "_waits", lambda tensor: True)
+    bad = weights()
+    bad["layers.0.mlp.down_proj.weight"][50, 200] = float("inf")
+    names = []
+    with pytest.raises(SyncError, match=r"down_proj\.weight holds NaN or Inf"):
+        names.extend(name for name, _ in _stream(bad)[0])
+    assert COMMIT not in names

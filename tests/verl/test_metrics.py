@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import metrics, state, sync
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, NotPatchedError
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
 
 
 @pytest.fixture(autouse=True)
@@ -88,3 +88,24 @@ def test_bf16_is_counted_and_passed_on(monkeypatch):
     weights, peft = sync.get_per_tensor_param(lambda self: (iter(source), "peft"))(SimpleNamespace())
     assert [name for name, _ in weights] == ["a", "b"] and peft == "peft"
     assert state.WORKER.stats.total == 16 and state.WORKER.stats.quantized == 0
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp8-rollout", "fp8-unified"])
+def test_an_agent_loop_without_log_probs(precision, monkeypatch, capsys):
+    """verl's V0 trainer takes such samples: there is nothing to compare, which is an error only where equality is promised."""
+    old, mask = torch.zeros(2, 3), torch.ones(2, 3)
+    result = (SimpleNamespace(batch={"old_log_probs": old}), 0.0)
+    compute = metrics.v0_old_log_prob(lambda self, batch: result)
+    trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {}}))
+    config = Config(precision=precision).resolved()
+    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    batch = SimpleNamespace(batch={"response_mask": mask})
+    if config.exact:
+        with pytest.raises(ConfigError, match=r"required response_logprobs .*found none\. Return response_logprobs"):
+            compute(trainer, batch)
+    else:
+        assert compute(trainer, batch) is result
+        assert "returns no response_logprobs" in capsys.readouterr().out and not state.DRIVER.metrics
+    batch.batch["rollout_log_probs"] = old
+    assert compute(trainer, batch) is result
+    assert state.DRIVER.metrics["jetrl/bit_equal_fraction"] == 1.0

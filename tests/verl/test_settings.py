@@ -79,7 +79,6 @@ REFUSED = [
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
     ("distillation.enabled=True distillation.teacher_models.teacher_model.inference.dtype=float16", "inference.dtype", ROLLOUT),
-    ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "ulysses", EXACT),
     ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper", EXACT),
     (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
     (f"{R}.top_p=0.9", "top_p", EXACT),

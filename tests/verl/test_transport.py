@@ -11,8 +11,9 @@ import sys
 import textwrap
 
 import pytest
+import torch
 
-from jetrl_patch.adapters.verl.transport import as_sync_error
+from jetrl_patch.adapters.verl.transport import Ahead, WatchedSocket, as_sync_error
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
 
 PRELUDE = """
@@ -147,3 +148,55 @@ def test_a_receiver_without_a_sender_gives_up():
 def test_errors_of_the_worker_come_back_as_what_they_were(text, kind, message):
     error = as_sync_error(RuntimeError(text))
     assert type(error) is kind and message in str(error)
+
+
+def _stream(log, count=6, broken=False):
+    for i in range(count):
+        log.append(i)
+        yield f"w{i}", torch.zeros(100, dtype=torch.uint8)
+    if broken:
+        raise SyncError("w6 holds NaN or Inf")
+
+
+class SlowSocket:
+    """Answers at the third look."""
+
+    looks = 0
+
+    def poll(self, timeout, event):
+        self.looks += 1
+        return self.looks % 3 == 0
+
+    def recv(self):
+        return b""
+
+
+def test_the_stream_is_read_ahead_while_the_worker_loads(monkeypatch):
+    log = []
+    ahead = Ahead(_stream(log))
+    socket = WatchedSocket(SlowSocket(), None)
+    socket.meanwhile = ahead.fill
+    stream = iter(ahead)
+    assert next(stream)[0] == "w0" and log == [0]
+    socket.recv()
+    assert log == [0, 1, 2]  # two looks, two tensors
+    assert [name for name, _ in stream] == [f"w{i}" for i in range(1, 6)] and log == list(range(6))
+
+
+def test_reading_ahead_is_bounded_and_keeps_order(monkeypatch):
+    monkeypatch.setattr("jetrl_patch.adapters.verl.transport._AHEAD_BYTES", 250)
+    log = []
+    ahead = Ahead(_stream(log))
+    while ahead.fill():
+        pass
+    assert log == [0, 1, 2]  # 300 bytes are more than 250
+    assert [name for name, _ in ahead] == [f"w{i}" for i in range(6)]
+
+
+def test_an_error_ahead_is_raised_after_what_came_before_it():
+    ahead, names = Ahead(_stream([], broken=True)), []
+    while ahead.fill():
+        pass
+    with pytest.raises(SyncError, match="w6 holds NaN"):
+        names.extend(name for name, _ in ahead)
+    assert len(names) == 6

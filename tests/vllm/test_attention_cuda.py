@@ -23,6 +23,7 @@ from jetrl_patch.adapters.vllm.attention_cuda import (
     ExactCudaAttentionBuilder,
     ExactCudaAttentionImpl,
 )
+from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ConflictError, ModelError
 from jetrl_patch.exact import ops
 
@@ -92,18 +93,24 @@ def test_a_cascade_is_refused() -> None:
         builder.build(0, SimpleNamespace(causal=False))
 
 
+@pytest.mark.parametrize("pairs", [False, True], ids=["4d", "5d"])
 @pytest.mark.parametrize("head_major", [False, True])
-def test_it_reads_either_layout_of_the_cache(head_major: bool) -> None:
+def test_it_reads_every_layout_of_the_cache(head_major: bool, pairs: bool) -> None:
     T, H, KH, D, size = 40, 4, 2, 64, 16
     g = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(T, h, D, generator=g).to(BF16) for h in (H, KH, KH))
-    # vLLM's logical order is [blocks, KH, block size, 2D]; in memory heads or tokens come first
-    shape = (3, KH, size) if head_major else (3, size, KH)
-    cache = torch.full((*shape, 2 * D), float("nan"), dtype=BF16)
-    cache = cache if head_major else cache.transpose(1, 2)
+    # vLLM's logical order is [blocks, KH, block size, 2D], until 0.26 [blocks, 2, block size, KH, D]; in memory heads or
+    # tokens come first
+    inner = (KH, size) if head_major else (size, KH)
+    cache = torch.full((3, 2, *inner, D) if pairs else (3, *inner, 2 * D), float("nan"), dtype=BF16)
+    cache = cache.transpose(-3, -2) if head_major == pairs else cache
     table = torch.tensor([[2, 0, 1]], dtype=torch.int32)
     for t in range(T):
-        cache[table[0, t // size], :, t % size] = torch.cat((k[t], v[t]), -1)
+        block, place = table[0, t // size], t % size
+        if pairs:
+            cache[block, :, place] = torch.stack((k[t], v[t]))
+        else:
+            cache[block, :, place] = torch.cat((k[t], v[t]), -1)
     common = SimpleNamespace(
         num_actual_tokens=T,
         query_start_loc=torch.tensor([0, T], dtype=torch.int32),
@@ -122,6 +129,12 @@ def test_it_reads_either_layout_of_the_cache(head_major: bool) -> None:
     assert (layer.forward(None, q, k, v, cache, None, output[:T]) == 0).all()  # the memory measurement
 
 
+@pytest.mark.parametrize("shape", [(3, 16, 2, 64), (2, 3, 16, 2, 64), (3, 2, 16, 2, 128), (3, 16, 128)])
+def test_another_layout_is_refused(shape: tuple[int, ...]) -> None:
+    with pytest.raises(ModelError, match=rf"required \[blocks, KH, block size, 128\].* found \[{shape[0]}, "):
+        paged_keys_and_values(torch.zeros(shape), 64)
+
+
 @pytest.fixture
 def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.platforms import current_platform
@@ -130,22 +143,27 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
 
 
-def arguments(attention_backend: Any = None, backend: Any = None, kinds: Any = None) -> Any:
-    inner = SimpleNamespace(backend=backend, backend_per_kind=kinds or {})
+def arguments(attention_backend: Any = None, backend: Any = None, **later: Any) -> Any:
+    """``backend_per_kind`` is there from vLLM 0.26 on."""
+    inner = SimpleNamespace(backend=backend, **later)
     return SimpleNamespace(attention_backend=attention_backend, attention_config=inner)
 
 
 @pytest.mark.usefixtures("on_cuda")
 def test_ours_is_chosen_unless_another_was_asked_for() -> None:
     ours = AttentionBackendEnum.CUSTOM
-    for args in (arguments(), arguments("auto"), arguments(ours), arguments("CUSTOM")):
+    for args in (arguments(), arguments(backend_per_kind={}), arguments("auto"), arguments(ours), arguments("CUSTOM")):
         exact.choose_attention(args)
         assert args.attention_backend == ours
     kept = arguments(backend=ours)
     exact.choose_attention(kept)
     assert kept.attention_backend is None  # vLLM takes one of the two only
     flash = AttentionBackendEnum.FLASH_ATTN
-    for args in (arguments("FLASH_ATTN"), arguments(backend=flash), arguments(kinds={"full_attention": flash})):
+    for args in (
+        arguments("FLASH_ATTN"),
+        arguments(backend=flash),
+        arguments(backend_per_kind={"full_attention": flash}),
+    ):
         with pytest.raises(ConflictError, match="required the exact attention, for align='exact', found FLASH_ATTN"):
             exact.choose_attention(args)
 

@@ -55,9 +55,11 @@ def run(make: Callable[..., Any], job: Job, batches: Sequence[tuple[int, int]], 
     return samples
 
 
-def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+@pytest.mark.pins
+@pytest.mark.parametrize("variant", ["qwen2-odd", "qwen3", "llama"])
+def test_small_batches(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")
-    job = Job(model=checkpoint("qwen2-odd"), config=jetrl_patch.status().config)
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
 
 

@@ -1,0 +1,188 @@
+"""Which arguments of a vLLM engine a quantized mode accepts from the user: the one table, by meaning.
+
+A training framework passes on arguments that it does not know itself. An argument is accepted only if somebody has thought
+about it; whatever is in no group is refused, also what a later vLLM adds. Names are those of ``EngineArgs`` and of
+``vllm serve``. Importing this imports no vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jetrl_patch.config import Config
+from jetrl_patch.config.modes import QUANTIZATIONS
+from jetrl_patch.errors import ConfigError, JetrlError, explain
+
+__all__ = ["FREE", "KERNELS", "argument_problems"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Arguments that are harmless for one reason.
+
+    Attributes:
+        reason: why neither what is computed nor how weights are loaded depends on them.
+        names: the arguments.
+    """
+
+    reason: str
+    names: frozenset[str]
+
+
+def _group(reason: str, names: str) -> Group:
+    return Group(reason, frozenset(names.split()))
+
+
+#: accepted in every mode
+FREE: tuple[Group, ...] = (
+    _group(
+        "how much memory the KV cache gets",
+        "gpu_memory_utilization kv_cache_memory_bytes num_gpu_blocks_override watermark",
+    ),
+    _group(
+        "when a token is computed and beside which others: an exact op gives a row the same bits in every batch",
+        "max_num_seqs max_num_batched_tokens max_num_scheduled_tokens long_prefill_token_threshold enable_chunked_prefill "
+        "enable_prefix_caching prefix_caching_hash_algo scheduling_policy async_scheduling scheduler_reserve_full_isl "
+        "prefill_schedule_interval stream_interval max_num_queued_reqs max_num_queued_tokens",
+    ),
+    _group(
+        "how long a sequence may be, how many log-probs a request may ask for, which random numbers draw its tokens",
+        "max_model_len max_logprobs seed",
+    ),
+    _group(
+        "graphs and sleeping: exact mode turns compilation off by itself",
+        "enforce_eager cudagraph_capture_sizes max_cudagraph_capture_size enable_sleep_mode",
+    ),
+    _group(
+        "what is logged and measured",
+        "disable_log_stats aggregate_engine_logging enable_log_requests enable_log_outputs enable_log_deltas max_log_len "
+        "log_config_file log_error_stack show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
+        "kv_cache_metrics kv_cache_metrics_sample cudagraph_metrics enable_layerwise_nvtx_tracing enable_mfu_metrics "
+        "enable_logging_iteration_details enable_server_load_tracking jit_monitor_mode jit_monitor_verbose profiler_config "
+        "ray_workers_use_nsight served_model_name use_tqdm_on_load uvicorn_log_level disable_uvicorn_access_log "
+        "disable_access_log_for_endpoints",
+    ),
+    _group(
+        "the HTTP server and the text it makes; trainers ask the engine itself, with token ids",
+        "host port root_path api_key allowed_origins allowed_methods allowed_headers allow_credentials ssl_keyfile ssl_certfile "
+        "ssl_ca_certs ssl_cert_reqs ssl_ciphers enable_ssl_refresh disable_fastapi_docs h11_max_incomplete_event_size "
+        "h11_max_header_count enable_request_id_headers chat_template chat_template_content_format response_role "
+        "default_chat_template_kwargs trust_request_chat_template return_tokens_as_token_ids enable_auto_tool_choice "
+        "exclude_tools_when_tool_choice_none tool_call_parser tool_parser_plugin reasoning_parser reasoning_parser_plugin "
+        "enable_prompt_tokens_details enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers",
+    ),
+    _group(
+        "images, sounds and films, which a text model never gets",
+        "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs "
+        "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input",
+    ),
+    _group(
+        "where files lie, how long processes wait for each other, and on which cores they run",
+        "download_dir distributed_timeout_seconds cpu_distributed_timeout_seconds shutdown_timeout fail_on_environ_validation "
+        "numa_bind numa_bind_nodes numa_bind_cpus",
+    ),
+)
+
+#: accepted where trainer and rollout need not be equal to the bit
+KERNELS: tuple[Group, ...] = (
+    _group(
+        "which kernel of the same formula runs outside the linears",
+        "attention_backend block_size disable_custom_all_reduce disable_cascade_attn",
+    ),
+    _group("which tokens may be sampled; a mismatch shows in the metrics", "logits_processors structured_outputs_config"),
+)
+
+#: fields of ``compilation_config`` that say what is captured and when, and not what is computed
+_CAPTURE = frozenset({"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_num_of_warmups"})
+
+
+
+@dataclass(frozen=True)
+class _Value:
+    """An argument that is accepted with some values.
+
+    Attributes:
+        bad: whether a value is refused; called with the value, the settings and the rollout's tensor-parallel size.
+        required: what is accepted.
+        fix: what to do otherwise.
+    """
+
+    bad: Callable[[Any, Config, int], bool]
+    required: str
+    fix: str
+
+
+_VALUES: dict[str, _Value] = {
+    "tensor_parallel_size": _Value(
+        lambda value, _, tp: int(value) != tp,
+        "the framework's own tensor-parallel size, by which the trainer splits its sums",
+        "remove it and set the framework's",
+    ),
+    "dtype": _Value(
+        lambda value, config, _: str(value).removeprefix("torch.") not in ("auto", config.compute_dtype),
+        "auto or bfloat16",
+        "remove it",
+    ),
+    "kv_cache_dtype": _Value(
+        lambda value, config, _: value not in ("auto", "bfloat16") and config.kv_cache == "auto",
+        "auto or bfloat16",
+        "remove it; kv_cache='fp8' (JETRL_KV_CACHE=fp8) sets it with align='linear'",
+    ),
+    "quantization": _Value(
+        lambda value, *_: value not in QUANTIZATIONS, "no quantization but jetrl_patch's", "remove it"
+    ),
+    "logprobs_mode": _Value(
+        lambda value, config, _: config.exact and value != "processed_logprobs", "processed_logprobs", "remove it"
+    ),
+    "load_format": _Value(
+        lambda value, *_: value not in ("auto", "dummy", "safetensors", "hf"),
+        "auto, dummy, hf or safetensors (the first weight sync overwrites what is loaded)",
+        "remove it",
+    ),
+    "model_impl": _Value(lambda value, *_: value not in ("auto", "vllm"), "auto or vllm", "remove it"),
+    "hf_overrides": _Value(
+        lambda value, *_: bool(value),
+        "the configuration of the model's folder, which the trainer reads too",
+        "remove it and change config.json, for both sides",
+    ),
+    "compilation_config": _Value(
+        lambda value, *_: not (isinstance(value, Mapping) and set(value) <= _CAPTURE),
+        f"nothing but {', '.join(sorted(_CAPTURE))}, which compute nothing",
+        "remove the rest",
+    ),
+}
+
+
+def argument_problems(
+    given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str]
+) -> Iterator[JetrlError]:
+    """Yield an error for each engine argument that the mode does not handle. Nothing is refused without a quantized rollout.
+
+    Args:
+        given: arguments that the user hands on to vLLM; None leaves vLLM's default.
+        rollout_tp: the tensor-parallel size that the framework itself sets.
+        name: returns the user's name of an argument.
+    """
+    if not config.quantized_rollout:
+        return
+    groups = FREE if config.exact else FREE + KERNELS
+    accepted = frozenset[str]().union(*(group.names for group in groups))
+    mode = f"precision={config.precision!r}, align={config.resolved_align!r}"
+    for argument, value in given.items():
+        plain = argument.replace("-", "_")
+        if value in (None, [], {}) or plain in accepted:
+            continue
+        what = f"{name(argument)} with {mode}"
+        rule = _VALUES.get(plain)
+        if rule is None:
+            required = "an engine argument that is known to leave the computation and the weights alone"
+            yield ConfigError(explain(what, required=required, found=_short(value), fix="remove it"))
+        elif rule.bad(value, config, rollout_tp):
+            yield ConfigError(explain(what, required=rule.required, found=_short(value), fix=rule.fix))
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else f"{text[:77]}..."

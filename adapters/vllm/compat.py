@@ -1,0 +1,86 @@
+"""Where vLLM 0.24 to 0.32 differ. No other module of this adapter asks for a version or whether a name exists."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.patching.differences import Difference
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+
+__all__ = ["DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "paged_keys_and_values", "sequence_parallel"]
+
+DIFFERENCES = (
+    Difference(
+        "vllm.config.PassConfig.enable_sp",
+        changed_in="0.32",
+        added=False,
+        handled="vLLM removed the compiler pass itself, so there is nothing to refuse",
+    ),
+    Difference(
+        "vllm.config.ParallelConfig.enable_hc_sp",
+        changed_in="0.32",
+        added=True,
+        handled="older versions do not split hyper-connections over tokens",
+    ),
+    Difference(
+        "vllm.config.AttentionConfig.backend_per_kind",
+        changed_in="0.26",
+        added=True,
+        handled="older versions have one attention backend for all layers",
+    ),
+    Difference(
+        "vllm.v1.attention.backends.triton_attn.TritonAttentionBackend.supports_sliding_window",
+        changed_in="0.26",
+        added=True,
+        handled="a layer refuses its window itself; the same release changed the Triton cache from five dimensions to four",
+    ),
+)
+
+#: every switch of vLLM that splits activations over tokens: the configuration that has it, and its name
+SEQUENCE_PARALLEL = (
+    ("compilation_config.pass_config", "enable_sp"),
+    ("parallel_config", "enable_hc_sp"),
+    ("parallel_config", "use_sequence_parallel_moe"),
+)
+
+
+def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
+    """Return the names of the switches that are on."""
+    found = []
+    for path, name in SEQUENCE_PARALLEL:
+        config: Any = vllm_config
+        for part in path.split("."):
+            config = getattr(config, part)
+        if getattr(config, name, False):
+            found.append(name)
+    return found
+
+
+def backends_per_kind(attention_config: Any) -> list[Any]:
+    """Return the attention backends that are set for single kinds of layers."""
+    return list(getattr(attention_config, "backend_per_kind", {}).values())
+
+
+def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """View the cache of vLLM's Triton backend as keys and values, each ``[blocks, block size, KH, D]``.
+
+    Memory may have heads or tokens first; only the logical order of the dimensions differs between versions.
+    """
+    if kv_cache.dim() == 5 and kv_cache.shape[1] == 2 and kv_cache.shape[-1] == head_size:
+        keys, values = kv_cache.unbind(1)
+    elif kv_cache.dim() == 4 and kv_cache.shape[-1] == 2 * head_size:
+        keys, values = kv_cache.transpose(1, 2).split(head_size, dim=-1)
+    else:
+        raise ModelError(
+            explain(
+                "vLLM's KV cache",
+                required=f"[blocks, KH, block size, {2 * head_size}] or [blocks, 2, block size, KH, {head_size}]",
+                found=list(kv_cache.shape),
+                fix="use a supported version of vLLM, or align='linear'",
+            )
+        )
+    return keys, values

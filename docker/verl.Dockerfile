@@ -1,0 +1,17 @@
+# The plugin on verl's own image: CUDA 13.0, torch 2.11.0, vLLM 0.24.0, transformers 5.5.3, flash-attn.
+# Written from that image's published contents; not built or run here. From the root of the clone:
+#   docker build -f docker/verl.Dockerfile -t jetrl-verl .
+#   docker run --rm -it --gpus all --shm-size=10g jetrl-verl
+ARG BASE=verlai/verl:vllm024.dev2
+FROM ${BASE}
+
+# The image holds verl's dependencies, but not verl. Its default trainer imports TransferQueue.
+ARG VERL=0.9.1
+RUN pip install --no-cache-dir --no-deps "verl==${VERL}" "TransferQueue>=0.1.10"
+
+COPY . /opt/jetrl_patch
+RUN pip install --no-cache-dir -e /opt/jetrl_patch
+
+# fails here, not in a run, if the image holds a version that is not supported
+RUN jetrl status
+CMD ["bash"]

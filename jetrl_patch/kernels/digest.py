@@ -1,0 +1,124 @@
+"""The digest of a weight (``sync.digest``) on a GPU: one launch a tensor, and nothing for the host to wait for.
+
+A program reads a tile of the matrix once. Sums modulo 2**64 have no order, so programs add theirs with an atomic.
+Results stay in a slot on the device until the host reads those of many tensors together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_patch.kernels.aot import Spec
+
+#: rows and columns of a tile, and the number of tiles below one another that a program reads
+ROWS, COLS, TILES = 16, 256, 4
+#: slots that are allocated, and set to zero, at a time
+SLOTS = 1024
+
+
+@triton.jit
+def odd_hash(index, SALT: tl.constexpr):  # type: ignore[no-untyped-def]
+    z = index.to(tl.uint64) + SALT
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    return ((z ^ (z >> 31)) | 1).to(tl.int64)
+
+
+@triton.jit
+def digest_kernel(  # type: ignore[no-untyped-def]
+    x, out, rows, cols, ld, row0, col0,
+    HALVES: tl.constexpr, SPECIAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
+    ROW_SALT: tl.constexpr, COL_SALT: tl.constexpr,
+):  # fmt: skip
+    """``x`` holds bytes [rows, cols], or with HALVES 16-bit words; ``cols``, ``ld`` and ``col0`` count these.
+
+    out[0] += digest; out[1] = 1 if a word has the exponent of NaN and infinity: any word with SPECIAL = 1 (BF16), every
+    second one with SPECIAL = 2 (the upper halves of FP32).
+    """
+    strips = tl.cdiv(cols, COLS)
+    c = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
+    top = (tl.program_id(0) // strips).to(tl.int64) * (ROWS * TILES)
+    if HALVES:
+        col = odd_hash(2 * (c.to(tl.int64) + col0), COL_SALT)
+        col_high = odd_hash(2 * (c.to(tl.int64) + col0) + 1, COL_SALT)
+    else:
+        col = odd_hash(c.to(tl.int64) + col0, COL_SALT)
+    total = tl.zeros((ROWS,), tl.int64)
+    special = tl.zeros((ROWS, COLS), tl.int32)
+    for tile in range(TILES):
+        r = top + tile * ROWS + tl.arange(0, ROWS)
+        held = (r < rows)[:, None] & (c < cols)[None, :]
+        word = tl.load(x + r[:, None] * ld + c[None, :], mask=held, other=0).to(tl.int32)
+        if HALVES:
+            low, high = word & 0xFF, (word >> 8) & 0xFF
+            terms = (low + 1).to(tl.int64) * col[None, :] + (high + 1).to(tl.int64) * col_high[None, :]
+            if SPECIAL:
+                whole = ((c % SPECIAL) == SPECIAL - 1)[None, :]
+                special |= (((word & 0x7F80) == 0x7F80) & whole).to(tl.int32)
+        else:
+            terms = ((word & 0xFF) + 1).to(tl.int64) * col[None, :]
+        total += odd_hash(r + row0, ROW_SALT) * tl.sum(tl.where(held, terms, 0), 1)
+    tl.atomic_add(out, tl.sum(total, 0), sem="relaxed")
+    if SPECIAL:
+        tl.store(out + 1, tl.full((), 1, tl.int64), mask=tl.max(tl.max(special, 1), 0) > 0)
+
+
+#: the hashes' offsets, as in ``sync.digest``: splitmix64's increment times the salt, modulo 2**64
+SALTS = {"ROW_SALT": 0x9E3779B97F4A7C15, "COL_SALT": 0x9E3779B97F4A7C15 * 2 % (1 << 64)}
+FIXED = {"ROWS": ROWS, "COLS": COLS, "TILES": TILES, **SALTS}
+
+
+#: words in a value of the dtypes that may hold NaN or Inf
+_SPECIAL = {torch.bfloat16: 1, torch.float32: 2}
+
+
+class Slots:
+    """Pairs of zeros on a device, cleared many at a time, so that a tensor needs no launch of its own for them."""
+
+    def __init__(self) -> None:
+        self._free: dict[torch.device, list[Tensor]] = {}
+
+    def take(self, device: torch.device) -> Tensor:
+        """Return int64 zeros [2]. The memory of a block lives as long as one of its slots is held."""
+        free = self._free.setdefault(device, [])
+        if not free:
+            free.extend(torch.zeros(SLOTS, 2, dtype=torch.int64, device=device).unbind())
+        return free.pop()
+
+
+_slots = Slots()
+
+
+def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
+    """The digest, and 1 if the matrix is BF16 or FP32 and holds NaN or Inf: int64 [2] on the device.
+
+    Args:
+        matrix_RC: any dtype, contiguous rows; the row stride is free. row0, col0: its place in the whole tensor, in elements.
+    """
+    size = matrix_RC.element_size()
+    halves = size % 2 == 0
+    words = matrix_RC.view(torch.int16 if halves else torch.uint8)
+    rows, cols = words.shape
+    out = _slots.take(words.device)
+    grid = (-(-cols // COLS) * -(-rows // (ROWS * TILES)),)
+    digest_kernel[grid](
+        words, out, rows, cols, words.stride(0), row0, col0 * (size // 2 if halves else size),
+        HALVES=halves, SPECIAL=_SPECIAL.get(matrix_RC.dtype, 0), num_warps=4, **FIXED,
+    )  # fmt: skip
+    return out
+
+
+_TYPES = {"out": "*i64", "rows": "i32", "cols": "i32", "ld": "i32", "row0": "i32", "col0": "i32"}
+KERNELS = (
+    Spec(
+        "digest_bytes", digest_kernel, {"x": "*u8", **_TYPES}, {"HALVES": False, "SPECIAL": 0, **FIXED},
+        {"num_warps": 4}, ("cols", "ld"),
+    ),
+    Spec(
+        "digest_bf16", digest_kernel, {"x": "*i16", **_TYPES}, {"HALVES": True, "SPECIAL": 1, **FIXED},
+        {"num_warps": 4}, ("cols", "ld"),
+    ),
+)  # fmt: skip

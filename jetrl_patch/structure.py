@@ -1,0 +1,71 @@
+"""Models that no quantizing mode handles because of how they are built, recognised by their config.json.
+
+Importing this imports no torch, so that a driver can refuse such a model before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
+
+__all__ = ["EXPERTS", "check_code", "check_structure"]
+
+#: keys that hold the number of a mixture's experts, as vLLM looks them up
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+#: the width to which latent attention (MLA) compresses keys and values
+_LATENT = "kv_lora_rank"
+
+
+def check_structure(hf_config: Any) -> None:
+    """Raise ModelError for a model of several modalities, a mixture of experts, or latent attention.
+
+    Args:
+        hf_config: the Hugging Face config of the whole model.
+    """
+    for required, found in _unhandled(hf_config):
+        what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
+        raise ModelError(explain(what, required=required, found=found, fix=f"use a dense text model, or {UNQUANTIZED}"))
+
+
+def _unhandled(hf_config: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is required, and what was found instead."""
+    parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
+    if parts:
+        why = "one text model (of several parts the vision tower would become FP8, and the two sides name layers differently)"
+        yield why, " and ".join(sorted(parts))
+    experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
+    yield from (
+        ("a dense model (experts would stay in BF16, and the weight sync would fail after loading)", f"{name}={value}")
+        for name, value in experts.items()
+        if _counts(value)
+    )
+    if _counts(getattr(hf_config, _LATENT, None)):
+        why = "attention that reads its weights as they are (vLLM transforms MLA's once, so that a weight sync would miss them)"
+        yield why, f"{_LATENT}={getattr(hf_config, _LATENT)}"
+
+
+def _counts(value: Any) -> bool:
+    """Whether a number, or one of a list, is above zero."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(item, int) and item > 0 for item in items)
+
+
+def check_code(settings: dict[str, Any], folder: str) -> None:
+    """Raise ModelError if a checkpoint brings modelling code of its own, which the trainer would run.
+
+    Args:
+        settings: the content of its config.json.
+        folder: where it is, for the message.
+    """
+    own = sorted(name for name in settings.get("auto_map") or {} if name.startswith(("AutoConfig", "AutoModel")))
+    if own:
+        raise ModelError(
+            explain(
+                f"{folder} with trust_remote_code=True",
+                required="a model that transformers itself implements (nothing compares a checkpoint's own code with vLLM's)",
+                found=f"auto_map for {', '.join(own)} in config.json",
+                fix=f"take auto_map out of config.json if transformers knows the model, or use {UNQUANTIZED}",
+            )
+        )

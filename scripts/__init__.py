@@ -1,0 +1,1 @@
+"""Tools of the repository. A package, because verl installs one of the same name, which would hide these."""

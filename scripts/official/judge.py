@@ -1,0 +1,253 @@
+"""Judge a launch in every mode, by the checks that ``jetrl doctor`` and the frameworks' drivers run before a start.
+
+It is judged as on the machine that the launch is written for: with its GPUs and with the packages of the frameworks' images.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch import registry
+from jetrl_patch.config import Config
+from jetrl_patch.config.modes import MODES
+from jetrl_patch.doctor.command import recognise
+from jetrl_patch.errors import ConfigError, JetrlError, ModelError
+from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.patching.guards import installed_version
+from scripts.official import models
+from scripts.official.expand import Launch, without_place
+from scripts.official.renamed import translated
+
+__all__ = ["ASYNC", "READ", "Judged", "Problem", "judge", "modes", "on_target"]
+
+#: the class of launches whose rollout does not wait for the trainer, whatever their model
+ASYNC = "async"
+#: the settings of verl that the checks have read, while ``on_target``
+READ: set[str] = set()
+#: modules that train or serve without a rollout
+_NO_ROLLOUT = re.compile(r"(^|[._])(sft|dpo|rm|generation)([._]|$)")
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One reason why a launch is refused: the message, and what it is about."""
+
+    text: str
+    about: str
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One launch with its verdicts.
+
+    Attributes:
+        kind: class of the launch (``models.CLASSES`` or ``ASYNC``); "" if its model is unknown; None without a rollout.
+        model: as the script names it.
+        verdicts: mode -> problems; no problem means accepted.
+        set_keys: the settings that the command line gives: name -> value.
+        notes: what the reader has to know besides.
+    """
+
+    launch: Launch
+    framework: str
+    target: str
+    kind: str | None
+    model: str = ""
+    verdicts: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
+    set_keys: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def accepted(self, mode: str) -> bool:
+        return not self.verdicts[mode]
+
+
+def modes() -> dict[str, Config]:
+    """The modes in the page's order: the unified ones, the other quantized ones, the 16-bit ones."""
+    found: dict[str, Config] = {}
+    for mode in sorted(MODES.values(), key=lambda m: (not m.is_unified, not m.quantizes, not m.scales_loss)):
+        if mode.is_unified:
+            for align in ("exact", "linear"):
+                found[align] = Config(precision=mode.name, align=align, platform="cuda")  # type: ignore[arg-type]
+        else:
+            found[mode.name] = Config(precision=mode.name, platform="cuda")
+    return found
+
+
+def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
+    """Judge one launch.
+
+    Args:
+        place: where ``models.write_all`` has written the models' ``config.json``.
+        workplace: the temporary folder of the expansion, which no message names.
+    """
+    started = recognise(launch.command)
+    framework = started.framework or ""
+    if not framework or _NO_ROLLOUT.search(started.target):
+        return Judged(launch, framework, started.target, None)
+    arguments, notes = translated(framework, started.arguments)
+    keys = given(framework, arguments)
+    if started.target != PROGRAMS[framework]:
+        path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
+        problems = (Problem(_other_program(framework, started.target), "the entry point"),)
+        return Judged(launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes)
+    trainer = registry.trainer(framework)
+    own: tuple[Problem, ...] = ()
+    try:
+        settings = trainer.read(arguments)
+    except JetrlError as error:
+        own = (Problem(_of_this_version(str(error), framework, workplace), f"{framework}'s own refusal"),)
+        try:
+            settings = trainer.read([_forced(word) for word in arguments])
+        except JetrlError:
+            path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
+            verdicts = dict.fromkeys(modes(), own)
+            return Judged(launch, framework, started.target, _kind(path, False), path, verdicts, keys, notes)
+    path, _ = trainer.model_path(settings)
+    name = models.known(path)
+    if name:
+        _set_model(framework, settings, str(models.folder(name, place)))
+    verdicts = {
+        mode: (*own, *_problems(framework, settings, config, place, workplace)) for mode, config in modes().items()
+    }
+    kind = _kind(path, _asynchronous(framework, settings))
+    return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes)
+
+
+#: one setting of a command line, with hydra's mark for adding it; a choice of a config group has no dot
+_SETTING = re.compile(r"\+*([a-z]\w*(?:\.\w+)+=.*)", re.DOTALL)
+
+
+def _forced(word: str) -> str:
+    """A hydra setting that is set whether or not this version of the framework has it, so that the others can be judged."""
+    found = _SETTING.fullmatch(word)
+    return f"++{found[1]}" if found else word
+
+
+def _of_this_version(message: str, framework: str, workplace: Path) -> str:
+    short = message.split(" Config search path")[0].split(" To append to")[0].split(" Either remove")[0].rstrip(".")
+    return f"{framework} {installed_version(framework)} itself refuses it: {without_place(short, workplace)}."
+
+
+def _other_program(framework: str, target: str) -> str:
+    """Why a program of the framework besides its main one is refused."""
+    refused = registry.trainer(framework).program_problem(target)
+    required = f"required {PROGRAMS[framework]}, found another program"
+    return str(refused) if refused is not None else f"{target}: {required}. Use {PROGRAMS[framework]}."
+
+
+def _problems(framework: str, settings: Any, config: Config, place: Path, workplace: Path) -> Iterator[Problem]:
+    trainer = registry.trainer(framework)
+    try:
+        # what the training engine decides where the user left it open, as the driver does before its checks
+        config = getattr(trainer, "chosen", lambda settings, config: config)(settings, config)
+        for error in trainer.problems(settings, config):
+            yield _problem(error, place, workplace)
+    except JetrlError as error:
+        yield _problem(error, place, workplace)
+    except Exception as error:  # as the doctor does: it would stop the framework as well
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        yield _problem(ConfigError(words), place, workplace, "the model's config.json")
+
+
+def _problem(error: BaseException, place: Path, workplace: Path, about: str = "") -> Problem:
+    text = without_place(str(error), workplace).replace(f"{place}/", "")
+    if not about:
+        about = re.split(r":? required |:? requires ", text)[0]
+        about = re.split(r" with (?:precision|align|optimizer|kv|head|[a-z_]+=)", about)[0]
+        about = re.sub(r"^verl settings? |^OpenRLHF's ", "", about).rstrip(":")
+        if isinstance(error, ModelError):
+            about = "the tensor-parallel split" if "cuts a block" in text else "the model"
+    return Problem(text, about)
+
+
+def given(framework: str, arguments: Sequence[str]) -> dict[str, str]:
+    """The settings on a command line: hydra's ``[+]name=value``, or argparse's ``--name value``."""
+    found: dict[str, str] = {}
+    if framework == "verl":
+        for word in arguments:
+            name, mark, value = word.partition("=")
+            if mark and not name.startswith("--"):
+                found[name.lstrip("+~")] = value
+        return found
+    name = ""
+    for word in arguments:
+        if word.startswith("--"):
+            name = word[2:]
+            found[name] = ""
+        elif name:
+            found[name] = f"{found[name]} {word}".strip()
+    return found
+
+
+#: framework -> the setting of the model's path
+_MODEL_KEYS = {"verl": "actor_rollout_ref.model.path", "openrlhf": "actor.model_name_or_path"}
+
+
+def _set_model(framework: str, settings: Any, path: str) -> None:
+    if framework == "verl":
+        from omegaconf import OmegaConf
+
+        OmegaConf.update(settings, _MODEL_KEYS[framework], path)
+        return
+    settings.actor.model_name_or_path = path
+
+
+def _asynchronous(framework: str, settings: Any) -> bool:
+    if framework == "verl":
+        from omegaconf import OmegaConf
+
+        return OmegaConf.select(settings, "trainer.v1.trainer_mode", default="sync") not in (None, "sync")
+    return bool(settings.train.async_enable)
+
+
+def _kind(path: str, asynchronous: bool) -> str:
+    name = models.known(path)
+    return ASYNC if asynchronous else models.MODELS[name].kind if name else ""
+
+
+@contextlib.contextmanager
+def on_target() -> Iterator[None]:
+    """Judge as on the machine that the scripts are for: Megatron's packages are there.
+
+    Models are built once, without memory, and ``READ`` collects the settings that the checks read.
+    """
+    from omegaconf import OmegaConf
+    from transformers import AutoModelForCausalLM
+
+    from jetrl_patch.adapters.verl import megatron
+
+    there = {"transformer_engine": "2.16.1", "megatron.core": "0.18.0", "megatron.bridge": "0.5.0"}
+    version, installed, build = megatron.installed_version, megatron.is_installed, AutoModelForCausalLM.from_config
+    built: dict[str, Any] = {}
+
+    @functools.wraps(build)
+    def from_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        key = json.dumps([config.to_dict(), repr(args), repr(kwargs)], sort_keys=True, default=str)
+        if key not in built:
+            built[key] = build(config, *args, **kwargs)
+        return built[key]
+
+    select = OmegaConf.select
+
+    @functools.wraps(select)
+    def read(cfg: Any, key: str, *args: Any, **kwargs: Any) -> Any:
+        READ.add(key)
+        return select(cfg, key, *args, **kwargs)
+
+    OmegaConf.select = staticmethod(read)  # type: ignore[assignment]
+    megatron.installed_version = lambda name: there.get(name) or version(name)  # type: ignore[assignment]
+    megatron.is_installed = lambda name: name in there or installed(name)  # type: ignore[assignment]
+    AutoModelForCausalLM.from_config = from_config
+    try:
+        yield
+    finally:
+        megatron.installed_version, megatron.is_installed = version, installed  # type: ignore[assignment]
+        AutoModelForCausalLM.from_config = build
+        OmegaConf.select = staticmethod(select)  # type: ignore[assignment]

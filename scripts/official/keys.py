@@ -1,0 +1,180 @@
+"""The settings that accepted launches give: checked by the plugin, known to be harmless, or looked at by nobody.
+
+Accepted must mean right, so each setting on an accepted command line needs one of two answers. *Checked*: a rule of the
+plugin reads it, or the plugin sets it. *Harmless*: a row of ``HARMLESS`` says why both sides still compute the same log-probs.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import functools
+import itertools
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from jetrl_patch.trainer.rules import Rule
+from scripts.official.judge import READ, Judged
+
+__all__ = ["HARMLESS", "checked", "open_keys", "reason"]
+
+_SCHEDULE = "how samples are put into batches, in which a row's result does not depend on the others"
+_LOSS = "the loss, after the log-probs"
+_PLACE = "where parameters, gradients or optimizer states lie between uses"
+_LOG = "what is logged, saved or evaluated, and how often"
+_DATA = "which prompts are asked, or how they are rewarded; both sides get the same tokens"
+_OPTIMIZER = "the optimizer, before the weights are quantized and sent"
+_SIZE = "the size of the run: processes, engines, memory"
+_CRITIC = "the critic or reward model, which the plugin leaves as it is"
+_RECOMPUTE = "activations are computed again by the same ops"
+_SAMPLES = "how many answers a prompt gets"
+_PROFILE = "a profiler around the step"
+
+#: pattern of a setting -> why trainer and rollout stay equal whatever its value
+HARMLESS: dict[str, dict[str, str]] = {
+    "verl": {
+        "actor_rollout_ref.*.ppo_*batch_size*": _SCHEDULE,
+        "actor_rollout_ref.*.*max_token_len_per_gpu": _SCHEDULE,
+        "actor_rollout_ref.*.use_dynamic_bsz": _SCHEDULE,
+        "actor_rollout_ref.*.log_prob_*": _SCHEDULE,
+        "actor_rollout_ref.*.ppo_epochs": _SCHEDULE,
+        "actor_rollout_ref.model.use_remove_padding": _SCHEDULE,
+        "actor_rollout_ref.rollout.enable_chunked_prefill": _SCHEDULE,
+        "actor_rollout_ref.rollout.max_num_*": _SCHEDULE,
+        "actor_rollout_ref.rollout.enable_prefix_caching": _SCHEDULE,
+        "trainer.balance_batch": _SCHEDULE,
+        "actor_rollout_ref.actor.clip_ratio*": _LOSS,
+        "actor_rollout_ref.actor.entropy_coeff": _LOSS,
+        "actor_rollout_ref.actor.kl_loss_*": _LOSS,
+        "actor_rollout_ref.actor.use_kl_loss": _LOSS,
+        "actor_rollout_ref.actor.loss_agg_mode": _LOSS,
+        "actor_rollout_ref.actor.loss_scale_factor": _LOSS,
+        "actor_rollout_ref.actor.policy_loss.*": _LOSS,
+        "actor_rollout_ref.actor.calculate_sum_pi_squared": _LOSS,
+        "algorithm.*": _LOSS,
+        "actor_rollout_ref.*.*offload": _PLACE,
+        "actor_rollout_ref.*.fsdp_config.use_orig_params": _PLACE,
+        "actor_rollout_ref.*.fsdp_config.fsdp_size": _PLACE,
+        "actor_rollout_ref.*.fsdp_config.forward_prefetch": _PLACE,
+        "actor_rollout_ref.*.fsdp_config.reshard_after_forward": _PLACE,
+        "actor_rollout_ref.rollout.free_cache_engine": _PLACE,
+        "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": _PLACE,
+        "actor_rollout_ref.rollout.load_format": "what the engine holds before the first weight sync",
+        "actor_rollout_ref.*.optim.*": _OPTIMIZER,
+        "actor_rollout_ref.actor.grad_clip": _OPTIMIZER,
+        "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
+        "actor_rollout_ref.model.enable_activation_offload": _RECOMPUTE,
+        "actor_rollout_ref.*.entropy_checkpointing": _RECOMPUTE,
+        "actor_rollout_ref.*.entropy_from_logits_with_chunking": "the entropy, beside the log-probs",
+        "actor_rollout_ref.*.profiler.*": _PROFILE,
+        "global_profiler.*": _PROFILE,
+        "actor_rollout_ref.rollout.gpu_memory_utilization": _SIZE,
+        "actor_rollout_ref.rollout.max_model_len": _SIZE,
+        "actor_rollout_ref.rollout.prompt_length": _SIZE,
+        "actor_rollout_ref.rollout.response_length": _SIZE,
+        "actor_rollout_ref.rollout.agent.num_workers": _SIZE,
+        "trainer.n_gpus_per_node": _SIZE,
+        "trainer.nnodes": _SIZE,
+        "actor_rollout_ref.rollout.n": _SAMPLES,
+        "actor_rollout_ref.rollout.val_kwargs.*": _LOG,
+        "trainer.*_freq": _LOG,
+        "trainer.logger": _LOG,
+        "trainer.*_name": _LOG,
+        "trainer.total_*": _LOG,
+        "trainer.val_*": _LOG,
+        "trainer.log_val_generations": _LOG,
+        "trainer.default_local_dir": _LOG,
+        "trainer.resume_*": _LOG,
+        "trainer.critic_warmup": "the first steps train the critic alone",
+        "critic.*": _CRITIC,
+        "data.*": _DATA,
+        "reward.custom_reward_function.*": _DATA,
+        "reward.reward_manager.*": _DATA,
+        "reward.reward_kwargs.*": _DATA,
+        "reward.num_workers": _SIZE,
+        "ray_kwargs.ray_init.num_*": _SIZE,
+    },
+    "openrlhf": {
+        "actor.adam.*": _OPTIMIZER,
+        "actor.eps_clip_low_high": _LOSS,
+        "actor.entropy_coef": _LOSS,
+        "actor.gradient_checkpointing_enable": _RECOMPUTE,
+        "*.num_nodes": _SIZE,
+        "*.num_gpus_per_node": _SIZE,
+        "vllm.num_engines": _SIZE,
+        "vllm.gpu_memory_utilization": _SIZE,
+        "vllm.sync_backend": "the plugin's wire takes its place",
+        "vllm.enable_sleep": _PLACE,
+        "ds.enable_sleep": _PLACE,
+        "ds.adam_offload": _PLACE,
+        "ds.zero_stage": _PLACE,
+        "ds.packing_samples": _SCHEDULE,
+        "ds.attn_implementation": "exact mode has its own attention; the other modes compare nothing bit by bit",
+        "train.dynamic_batch_enable": _SCHEDULE,
+        "train.max_tokens_per_gpu": _SCHEDULE,
+        "rollout.max_tokens_per_gpu": _SCHEDULE,
+        "*.batch_size": _SCHEDULE,
+        "*.micro_batch_size": _SCHEDULE,
+        "train.max_epochs": _SCHEDULE,
+        "train.num_episodes": _LOG,
+        "train.colocate_*": _PLACE,
+        "rollout.n_samples_per_prompt": _SAMPLES,
+        "rollout.max_new_tokens": _SIZE,
+        "algo.advantage.*": _LOSS,
+        "algo.kl.*": _LOSS,
+        "algo.dynamic_filtering_*": "which samples are trained on",
+        "ckpt.*": _LOG,
+        "eval.*": _LOG,
+        "logger.*": _LOG,
+        "critic.*": _CRITIC,
+        "reward.*": _CRITIC,
+        "data.*": _DATA,
+    },
+}
+
+
+def checked(framework: str) -> frozenset[str]:
+    """The settings that a check of the plugin reads, and those that the plugin sets."""
+    return _ruled(framework) | (READ if framework == "verl" else frozenset())
+
+
+@functools.cache
+def _ruled(framework: str) -> frozenset[str]:
+    if framework == "verl":
+        from jetrl_patch.adapters.verl import megatron, precision, settings
+        from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
+
+        rules: Iterable[Rule] = itertools.chain(settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES)
+        more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
+        more |= {
+            f"{ROLLOUT}.calculate_log_probs",
+            f"{ROLLOUT}.enforce_eager",
+            f"{ACTOR}.megatron.tensor_model_parallel_size",
+        }
+    else:
+        from jetrl_patch.adapters.openrlhf import precision as openrlhf_precision
+        from jetrl_patch.adapters.openrlhf import settings as openrlhf_settings
+
+        rules = itertools.chain(openrlhf_settings.RULES, openrlhf_precision.RULES, openrlhf_precision.HEAD_RULES)
+        more = {"actor.model_name_or_path", "vllm.tensor_parallel_size", "vllm.enforce_eager", "train.async_enable"}
+    return frozenset(rule.path for rule in rules) | more
+
+
+def reason(framework: str, name: str) -> str:
+    """Why a setting may be on an accepted command line; empty if nobody has looked at it."""
+    parts = name.split(".")
+    if any(".".join(parts[:n]) in checked(framework) for n in range(len(parts), 1, -1)):  # also as part of a section
+        return "checked by the plugin"
+    return next((why for pattern, why in HARMLESS[framework].items() if fnmatch.fnmatchcase(name, pattern)), "")
+
+
+def open_keys(judged: Sequence[Judged], mode: str) -> dict[str, tuple[int, tuple[str, ...]]]:
+    """Setting -> (accepted launches that give it, its values), for the settings that nobody has looked at."""
+    values: dict[str, set[str]] = defaultdict(set)
+    number: dict[str, int] = defaultdict(int)
+    for one in judged:
+        if one.kind is not None and one.accepted(mode):
+            for name, value in one.set_keys.items():
+                if not reason(one.framework, name):
+                    values[name].add(value)
+                    number[name] += 1
+    return {name: (number[name], tuple(sorted(values[name]))) for name in sorted(values)}

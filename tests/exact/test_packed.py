@@ -1,0 +1,68 @@
+"""Packed batches whose number of sequences is known: the same attention, and no look at the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from jetrl_patch.adapters.transformers.attention import exact_attention, find_layout
+from jetrl_patch.exact import dispatch, packed
+
+from ..waits import NothingIsReadBack
+
+
+def positions_of(*lengths):
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def run(positions, **layout):
+    """Output and gradients of one layer over a packed row."""
+    T = positions.shape[1]
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, T, 64, generator=generator).to(torch.bfloat16).requires_grad_() for h in (4, 2, 2))
+    out, _ = exact_attention(nn.Module(), q, k, v, None, position_ids=positions)
+    out.backward(torch.randn(out.shape, generator=generator).to(torch.bfloat16))
+    return out.detach(), q.grad, k.grad, v.grad
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("lengths", [(5, 1, 30, 2), (40,), (1,) * 9], ids=str)
+@pytest.mark.parametrize("spare", [0, 1, 50])
+def test_a_bound_changes_no_bit(monkeypatch, backend, lengths, spare):
+    monkeypatch.setitem(dispatch._chosen, "cpu", backend)
+    expected = run(positions_of(*lengths))
+    marked = positions_of(*lengths)
+    packed.mark(marked, len(lengths) + spare)
+    assert find_layout(None, marked, (1, marked.shape[1])).exceeded is not None
+    for ours, theirs in zip(run(marked), expected, strict=True):
+        assert torch.equal(ours, theirs)
+    with packed.sequences(len(lengths) + spare):
+        assert torch.equal(run(positions_of(*lengths))[0], expected[0])
+
+
+def test_the_host_counts_nothing():
+    marked = positions_of(5, 9, 3)
+    packed.mark(marked, 4)
+    with NothingIsReadBack():
+        layout = find_layout(None, marked, (1, 17))
+    assert layout.cu_seqlens.tolist() == [0, 5, 14, 17, 17] and not layout.exceeded
+    with pytest.raises(AssertionError, match="waits for the device"), NothingIsReadBack():
+        find_layout(None, positions_of(5, 9, 3), (1, 17))
+
+
+def test_a_bound_that_is_too_small_leaves_no_number():
+    marked = positions_of(5, 9, 3)
+    packed.mark(marked, 2)
+    assert run(marked)[0].isnan().all()
+
+
+def test_a_bound_belongs_to_its_batch():
+    marked = positions_of(3, 4)
+    packed.mark(marked, 2)
+    assert packed.bound(marked) == 2 and packed.bound(marked.clone()) is None and packed.bound(None) is None
+    with packed.sequences(7):
+        assert packed.bound(marked) == 2 and packed.bound(marked.clone()) == 7
+    assert packed.bound(marked.clone()) is None
+    mask = torch.ones(1, 7)
+    assert find_layout(mask, marked, (1, 7)).exceeded is None  # a padded batch is counted

@@ -1,0 +1,101 @@
+"""The verdicts: what the checks of the driver say, per mode, with the model's true shapes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.official import models
+from scripts.official.expand import expand
+from scripts.official.judge import ASYNC, Judged, judge, modes, on_target
+from tests.official.scripts import HEAD, grpo, write
+
+
+def verdict(folder: Path, text: str) -> Judged:
+    (expansion,) = expand(write(folder / "checkout", run=text), folder / "work")
+    assert expansion.failure == ""
+    models.write_all(folder / "models")
+    with on_target():
+        return judge(expansion.launches[0], folder / "models", folder / "work")
+
+
+def abouts(judged: Judged, mode: str) -> list[str]:
+    return [problem.about for problem in judged.verdicts[mode]]
+
+
+def test_the_modes_are_all_modes():
+    assert list(modes()) == ["exact", "linear", "fp8-rollout", "int8-rollout", "fp16", "bf16"]
+
+
+def test_a_dense_launch_is_accepted_in_every_mode(tmp_path):
+    found = verdict(tmp_path, grpo())
+    assert (found.framework, found.kind, found.model) == ("verl", "dense", "Qwen/Qwen3-8B")
+    assert {mode: found.verdicts[mode] for mode in modes()} == dict.fromkeys(modes(), ())
+    assert found.set_keys["actor_rollout_ref.rollout.name"] == "vllm"
+
+
+def test_each_refused_setting_is_named_in_the_modes_that_refuse_it(tmp_path):
+    found = verdict(tmp_path, grpo("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.quantization=fp8"))
+    names = {path: f"actor_rollout_ref.rollout.{path}" for path in ("top_p", "quantization")}
+    assert sorted(abouts(found, "exact")) == sorted(names.values())
+    assert abouts(found, "linear") == [names["quantization"]] and abouts(found, "bf16") == []
+    assert "required 1" in next(p.text for p in found.verdicts["exact"] if p.about == names["top_p"])
+
+
+def test_the_models_shapes_decide(tmp_path):
+    """Qwen2.5-7B's MLP of 18944 columns is 148 blocks: two ranks keep them whole, eight do not."""
+    two = verdict(
+        tmp_path / "2", grpo("actor_rollout_ref.rollout.tensor_model_parallel_size=2", model="Qwen/Qwen2.5-7B")
+    )
+    eight = verdict(
+        tmp_path / "8", grpo("actor_rollout_ref.rollout.tensor_model_parallel_size=8", model="Qwen/Qwen2.5-7B")
+    )
+    assert two.accepted("exact")
+    assert abouts(eight, "exact") == ["the tensor-parallel split"] and "K = 18944" in eight.verdicts["exact"][0].text
+
+
+def test_an_unknown_model_is_said_to_be_unknown(tmp_path):
+    found = verdict(tmp_path, grpo(model="somebody/new-model-9B"))
+    assert found.kind == "" and found.model == "somebody/new-model-9B"
+
+
+def test_another_entry_point_is_refused_by_name(tmp_path):
+    text = (
+        HEAD
+        + "python3 -m verl.experimental.fully_async_policy.fully_async_main actor_rollout_ref.model.path=Qwen/Qwen3-8B\n"
+    )
+    found = verdict(tmp_path, text)
+    assert found.kind == ASYNC and found.model == "Qwen/Qwen3-8B"
+    assert all("fully_async_main" in found.verdicts[mode][0].text for mode in modes())
+
+
+def test_a_training_without_a_rollout_is_not_judged(tmp_path):
+    assert verdict(tmp_path, HEAD + "torchrun -m verl.trainer.sft_trainer a=1\n").kind is None
+
+
+def test_what_hydra_refuses_is_a_reason(tmp_path):
+    found = verdict(tmp_path, grpo("actor_rollout_ref.rollout.no_such_setting=1"))
+    assert found.kind == "dense" and "no_such_setting" in found.verdicts["bf16"][0].text
+
+
+OPENRLHF = HEAD + (
+    "ray job submit --address=http://127.0.0.1:8265 -- python3 -m openrlhf.cli.train_ppo_ray "
+    "--actor.model_name_or_path OpenRLHF/Llama-3-8b-sft-mixture --data.prompt_dataset x --reward.remote_url r.py "
+    "--vllm.num_engines 2 --algo.advantage.is_correction_enable {more}\n"
+)
+
+
+def test_openrlhf_in_its_older_words(tmp_path):
+    found = verdict(tmp_path / "1", OPENRLHF.format(more="--algo.advantage.is_correction_type icepop"))
+    assert (found.framework, found.kind) == ("openrlhf", "dense") and found.accepted("exact")
+    assert "is_correction_level token --algo.advantage.is_correction_mode mask" in found.notes[0]
+    late = verdict(tmp_path / "2", OPENRLHF.format(more="--train.async_enable"))
+    assert late.kind == ASYNC
+
+
+@pytest.mark.parametrize("name", models.MODELS)
+def test_every_record_has_a_type_and_a_class(name):
+    model = models.MODELS[name]
+    assert model.kind in models.CLASSES and model.family and model.config["architectures"]
+    assert model.kind != "dense" or {"hidden_size", "intermediate_size", "num_key_value_heads"} <= set(model.config)

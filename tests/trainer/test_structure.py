@@ -1,0 +1,119 @@
+"""Models that no quantizing mode handles are refused by their config.json, before anything is loaded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8.convert import select_layers
+from jetrl_patch.structure import EXPERTS, check_structure
+from jetrl_patch.sync.source import convert
+from jetrl_patch.trainer.preflight import check_checkpoint
+from tests.models import config_of
+
+EXACT, LINEAR = Config(precision="fp8-unified"), Config(precision="fp8-unified", align="linear")
+QUANTIZED = [EXACT, LINEAR, Config(precision="fp8-rollout"), Config(precision="int8-rollout")]
+SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 384}
+
+
+def experts() -> Any:
+    from transformers import Qwen3MoeConfig
+
+    return Qwen3MoeConfig(**SIZES, num_key_value_heads=2, moe_intermediate_size=128, num_experts=4, head_dim=64)
+
+
+def seeing() -> Any:
+    from transformers import Qwen2_5_VLConfig
+
+    return Qwen2_5_VLConfig(text_config={**SIZES, "num_key_value_heads": 2})
+
+
+def latent() -> Any:
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(**SIZES, n_routed_experts=0, kv_lora_rank=128)
+
+
+@pytest.mark.parametrize("config", QUANTIZED, ids=lambda config: f"{config.precision}-{config.resolved_align}")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (experts, r"required a dense model .*found num_experts=4\. Use a dense"),
+        (seeing, r"required one text model .*found text_config and vision_config\."),
+        (latent, r"vLLM transforms MLA's once.*found kv_lora_rank=128\."),
+    ],
+)
+def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, config: Config, make: Any, says: str) -> None:
+    make().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match=says) as caught:
+        check_checkpoint(tmp_path, config, 1)
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert check_checkpoint(tmp_path, Config(precision="bf16"), 1) is None
+
+
+def test_a_remote_model_is_refused_in_the_worker_that_has_loaded_it() -> None:
+    for made in (experts(), seeing()):
+        with pytest.raises(ModelError, match="dense text model"):
+            convert(SimpleNamespace(config=made), LINEAR, {}, rollout_tp=1, device_type="cpu")
+
+
+def test_a_count_of_none_is_dense() -> None:
+    for key in EXPERTS:
+        with pytest.raises(ModelError, match=f"{key}=4"):
+            check_structure(SimpleNamespace(**{key: 4}))
+    for dense in (None, 0, []):
+        check_structure(SimpleNamespace(num_experts=dense, kv_lora_rank=None, quantization_config={}))
+
+
+def test_stacked_matrices_are_found_without_a_key_in_the_configuration() -> None:
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate_up_proj = nn.Parameter(torch.empty(4, 128, 128))
+
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.ModuleDict({"q_proj": nn.Linear(128, 128), "conv": nn.Conv1d(8, 8, 3)})])
+    assert select_layers(model) == ["layers.0.q_proj"]
+    model.layers[0]["experts"] = Stack()
+    with pytest.raises(ModelError, match=r"found layers\.0\.experts\.gate_up_proj of shape \[4, 128, 128\]"):
+        select_layers(model)
+
+
+def test_trusting_remote_code_leaves_nothing_unchecked(tmp_path: Path) -> None:
+    dense = config_of("qwen3")
+    dense.save_pretrained(tmp_path)
+    assert check_checkpoint(tmp_path, EXACT, 1, trust_remote_code=True).model_type == "qwen3"
+    with pytest.raises(ModelError, match="cuts a block"):
+        check_checkpoint(tmp_path, EXACT, 4, trust_remote_code=True)
+    settings = json.loads((tmp_path / "config.json").read_text())
+    settings["auto_map"] = {"AutoConfig": "code.Mine", "AutoModelForCausalLM": "code.MyModel"}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(ModelError, match=r"found auto_map for AutoConfig, AutoModelForCausalLM in config\.json\. Take"):
+        check_checkpoint(tmp_path, LINEAR, 1, trust_remote_code=True)
+    assert check_checkpoint(tmp_path, LINEAR, 1).model_type == "qwen3"  # nobody runs that code then
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, r"config\.json in .*required a configuration that transformers knows"),
+        ("{", "required a configuration that transformers knows"),
+        ('{"model_type": "nobody_knows"}', "required a configuration that transformers knows"),
+        ('{"model_type": "vit"}', "required a causal language model"),
+    ],
+)
+@pytest.mark.parametrize("trust", [False, True])
+def test_what_transformers_cannot_read_is_one_line(tmp_path: Path, text: str | None, says: str, trust: bool) -> None:
+    if text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ModelError, match=says) as caught:
+        check_checkpoint(tmp_path, LINEAR, 1, trust_remote_code=trust)
+    assert "\n" not in str(caught.value)

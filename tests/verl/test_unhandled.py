@@ -1,0 +1,170 @@
+"""verl's settings and programs that nobody has made equal on both sides: refused by name, in the driver and in the doctor."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir, initialize_config_module
+from hydra.core.global_hydra import GlobalHydra
+
+from jetrl_patch.adapters.verl import programs, settings
+from jetrl_patch.adapters.verl.adapter import ADAPTER
+from jetrl_patch.config import Config
+from jetrl_patch.doctor.folders import file_of
+from jetrl_patch.errors import ConfigError, JetrlError, split_fix
+from jetrl_patch.launch.supported import program_problem
+from tests.models import config_of
+
+A, F, R, M = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))
+V = f"{R}.engine_kwargs.vllm"
+EXACT, LINEAR = Config(precision="fp8-unified"), Config(precision="fp8-unified", align="linear")
+ROLLOUT, BF16, FP16 = Config(precision="fp8-rollout"), Config(precision="bf16"), Config(precision="fp16")
+EVERY = [EXACT, LINEAR, ROLLOUT, BF16, FP16]
+
+Compose = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Compose]:
+    path = tmp_path_factory.mktemp("model")
+    config_of("qwen3").save_pretrained(path)
+    GlobalHydra.instance().clear()
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        yield lambda *extra: compose("ppo_trainer", minimum(path) + list(extra))
+
+
+def minimum(path: Any) -> list[str]:
+    return [
+        f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=1", f"{M}.path={path}", f"{A}.ppo_micro_batch_size_per_gpu=1",
+    ]  # fmt: skip
+
+
+def found(verl_config: Any, config: Config) -> list[str]:
+    return [str(problem) for problem in settings.problems(verl_config, config)]
+
+
+#: override, part of the message, the modes that refuse it
+REFUSED: list[tuple[str, str, list[Config]]] = [
+    ("trainer.device=npu", "required cuda or cpu", EVERY),
+    ("skip.rollout.enable=True", "samples of this run", EVERY),
+    ("skip.rollout_tq.enable=True", "samples of this run", EVERY),
+    ("skip.async_rollout.enable=True", "samples of this run", EVERY),
+    (f"{R}.agent.custom_async_server.path=server.py", "verl's own vLLM server", EVERY),
+    (f"{R}.full_determinism=True", "batch-invariant", [EXACT, LINEAR, ROLLOUT]),
+    (f"{R}.enable_rollout_routing_replay=True", "routes", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{A}.fsdp_config.router_replay.mode=R3", "routes", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{A}.megatron.router_replay.mode=R2", "routes", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{F}.fsdp_config.mixed_precision.param_dtype=fp32", "required bf16", [EXACT, LINEAR, ROLLOUT]),
+    (f"{M}.hf_config_path=/elsewhere", "where vLLM reads its configuration", [EXACT, LINEAR, ROLLOUT]),
+    (f"{M}.tiled_mlp.enabled=True", "exact mode's own MLP", [EXACT]),
+    (f"+{M}.override_config.rope_theta=5000", "override_config.rope_theta", [EXACT]),
+    (f"+{M}.override_config.model_config.rope_theta=5000", "override_config.rope_theta", [EXACT]),
+    (f"+{M}.override_config.attention_dropout=0.1", "override_config.attention_dropout", [EXACT]),
+    # handed on to vLLM
+    (f"+{V}.hf_overrides.rope_theta=5000", "which the trainer reads too", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.tensor_parallel_size=2", "the framework's own tensor-parallel size", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.kv_cache_dtype=fp8", "kv_cache='fp8'", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.dtype=float32", "engine_kwargs.vllm.dtype", [EXACT, LINEAR, ROLLOUT, FP16]),
+    (f"+{V}.quantization=fp8", "no quantization but", [EXACT, LINEAR, ROLLOUT, FP16]),
+    (f"+{V}.load_format=sharded_state", "load_format", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.model_impl=transformers", "auto or vllm", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.compilation_config.pass_config.enable_sp=True", "which compute nothing", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.data_parallel_size=2", "data_parallel_size", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.enable_expert_parallel=True", "enable_expert_parallel", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.worker_cls=mine.Worker", "worker_cls", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.weight_transfer_config.backend=nccl", "weight_transfer_config", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.speculative_config.method=ngram", "speculative_config", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.invented_tomorrow=1", "invented_tomorrow", [EXACT, LINEAR, ROLLOUT]),
+    (f"+{V}.attention_backend=FLASH_ATTN", "attention_backend", [EXACT]),
+    (f"+{V}.block-size=32", "block-size", [EXACT]),
+    (f"+{V}.logprobs_mode=raw_logprobs", "required processed_logprobs", [EXACT]),
+    (f"+{V}.logits_processors=[mine]", "logits_processors", [EXACT]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("override", "says", "refusing"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")
+def test_a_setting_is_refused_once_in_exactly_these_modes(
+    base: Compose, override: str, says: str, refusing: list[Config]
+) -> None:
+    verl_config = base(override)
+    for config in EVERY:
+        problems = found(verl_config, config)
+        assert len(problems) == (config in refusing), (config.precision, config.align, problems)
+        if problems:
+            assert says in problems[0] and split_fix(problems[0])[1] and len(problems[0]) < 330, problems[0]
+
+
+def test_what_the_official_scripts_hand_on_stays_accepted(base: Compose) -> None:
+    verl_config = base(
+        f"+{V}.mm_processor_cache_gb=0", f"+{V}.compilation_config.cudagraph_mode=FULL_DECODE_ONLY",
+        f"+{V}.compilation_config.cudagraph_capture_sizes=[4,8]", f"+{V}.max_model_len=512", f"+{V}.async_scheduling=True",
+        f"+{V}.tensor_parallel_size=1", f"+{V}.kv_cache_dtype=auto", f"+{V}.max-num-seqs=8", f"+{V}.hf_overrides={{}}",
+        f"+{M}.override_config.max_position_embeddings=32768", f"+{M}.override_config.attention_dropout=0.",
+        f"{M}.trust_remote_code=True", f"{M}.hf_config_path=${{{M}.path}}",
+    )  # fmt: skip
+    for config in EVERY:
+        assert found(verl_config, config) == []
+
+
+@pytest.mark.parametrize("program", ["fully_async_policy/config:fully_async", "one_step_off_policy/config:one_step_off"])
+def test_configurations_of_asynchronous_programs_are_refused(program: str, base: Compose, tmp_path: Any) -> None:
+    place, _, name = program.partition(":")
+    folder = file_of("verl", "experimental", *place.split("/"))
+    assert folder is not None
+    config_of("qwen3").save_pretrained(tmp_path)
+    search = f"hydra.searchpath=[file://{file_of('verl', 'trainer', 'config')}]"
+    kept = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base=None):
+            verl_config = compose(f"{name}_ppo_trainer", [search, *minimum(tmp_path)])
+    finally:
+        GlobalHydra.instance().hydra = kept
+    for config in EVERY:
+        assert any("a rollout that waits for the weights of its trainer" in problem for problem in found(verl_config, config))
+
+
+UNSUPPORTED = [
+    "verl.experimental.fully_async_policy.fully_async_main",
+    "verl.experimental.one_step_off_policy.main_ppo",
+    "verl.trainer.main_generation_server",
+    "verl.trainer.sft_trainer",
+    "/opt/verl/verl/trainer/sft_trainer_ray.py",
+]
+SUPPORTED = [
+    "verl.trainer.main_ppo", "/opt/verl/verl/trainer/main_ppo.py", "verl.trainer.main_eval", "verl.model_merger.__main__",
+    "train.py", "/home/verl/train.py", "recipe.dapo.main_dapo", "pytest.__main__", "",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("target", UNSUPPORTED)
+def test_another_program_of_verl_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
+    problem = program_problem(target)
+    assert isinstance(problem, ConfigError) and "Use verl.trainer.main_ppo" in str(problem)
+    main = ModuleType("__main__")
+    if target.endswith(".py"):
+        main.__file__ = target
+    else:
+        main.__spec__ = SimpleNamespace(name=target)  # type: ignore[assignment]
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for config in EVERY:
+        with pytest.raises(JetrlError, match=r"jetrl_patch in verl\.(trainer|experimental)"):
+            ADAPTER.check(config)
+
+
+@pytest.mark.parametrize("target", SUPPORTED)
+def test_other_programs_are_not(target: str) -> None:
+    assert program_problem(target) is None is programs.program_problem(target)
+
+
+def test_the_launcher_refuses_before_the_program_starts() -> None:
+    words = [sys.executable, "-m", "jetrl_patch", "run", "--precision", "bf16", "-m", UNSUPPORTED[0], "x=y"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith(f"jetrl: ConfigError: jetrl_patch in {UNSUPPORTED[0]}: required verl.trainer.main_ppo")
+    assert done.stderr.count("\n") == 1
