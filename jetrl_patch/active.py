@@ -17,12 +17,14 @@ __all__ = [
     "Notes",
     "active_config",
     "active_with",
+    "asked_config",
     "begin",
     "end",
     "failure",
     "is_active",
     "notes",
     "register_backend",
+    "register_cut",
     "register_guarded",
     "register_layers",
     "require_active",
@@ -31,29 +33,38 @@ __all__ = [
 
 @dataclass
 class Notes:
-    """What ``status()`` shows: FP8 layers, layers that the precision guard took out of FP8, and the GEMM backend."""
+    """What ``status()`` shows.
+
+    Attributes:
+        layers: FP8 layers.
+        cut: layers that ``on_cut="bf16"`` leaves in BF16.
+        guarded: layers that the precision guard took out of FP8.
+        backend: the GEMM backend.
+    """
 
     layers: dict[str, None] = field(default_factory=dict)
+    cut: dict[str, None] = field(default_factory=dict)
     guarded: dict[str, None] = field(default_factory=dict)
     backend: str = ""
 
 
 _config: Config | None = None
+_asked: Config | None = None
 _failure: str = ""
 _notes = Notes()
 
 
-def begin(config: Config) -> None:
-    """Mark this process as patched with ``config``."""
-    global _config, _failure
+def begin(config: Config, asked: Config | None = None) -> None:
+    """Mark this process as patched with ``config``, which ``asked`` was resolved to."""
+    global _config, _asked, _failure
     _failure = ""
-    _config = config
+    _config, _asked = config, config if asked is None else asked
 
 
 def end(failure: str = "") -> None:
     """Mark this process as unpatched and drop its notes. ``failure`` says why, unless ``disable()`` asked for it."""
-    global _config, _failure, _notes
-    _config, _failure, _notes = None, failure, Notes()
+    global _config, _asked, _failure, _notes
+    _config, _asked, _failure, _notes = None, None, failure, Notes()
 
 
 def is_active() -> bool:
@@ -84,6 +95,12 @@ def active_config() -> Config:
     return config
 
 
+def asked_config() -> Config:
+    """The active settings before they were resolved: what nobody set has its default. Raises as ``active_config``."""
+    config = active_config()
+    return config if _asked is None else _asked
+
+
 def require_active(where: str = "this process", expected: Config | None = None) -> Config:
     """The active settings, for code that must not run unpatched.
 
@@ -111,6 +128,11 @@ def require_active(where: str = "this process", expected: Config | None = None) 
 def register_layers(names: Iterable[str]) -> None:
     """Record the names of FP8 layers in this process for ``status()``. Each name is listed once."""
     _notes.layers.update(dict.fromkeys(names))
+
+
+def register_cut(names: Iterable[str]) -> None:
+    """Record layers that ``on_cut="bf16"`` leaves in BF16 in this process, for ``status()``."""
+    _notes.cut.update(dict.fromkeys(names))
 
 
 def register_guarded(names: Iterable[str]) -> None:

@@ -11,8 +11,10 @@ from jetrl_patch import active, env, registry
 from jetrl_patch.active import (
     active_config,
     active_with,
+    asked_config,
     is_active,
     register_backend,
+    register_cut,
     register_guarded,
     register_layers,
     require_active,
@@ -26,11 +28,13 @@ __all__ = [
     "activate_from_env",
     "active_config",
     "active_with",
+    "asked_config",
     "disable",
     "enable",
     "is_active",
     "preview",
     "register_backend",
+    "register_cut",
     "register_guarded",
     "register_layers",
     "require_active",
@@ -65,7 +69,8 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
     """
     global _session, _starting
     env.check_names()
-    wanted = (Config.from_env(**overrides) if config is None else config.replace(**overrides)).resolved()
+    asked = Config.from_env(**overrides) if config is None else config.replace(**overrides)
+    wanted = asked.resolved()
     with _lock:
         current = _session.config if _session is not None else _starting
         if current is not None:
@@ -92,7 +97,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         finally:
             _starting = None
         _session = session
-        active.begin(wanted)
+        active.begin(wanted, asked)
         return status()
 
 
@@ -164,6 +169,7 @@ def status() -> Status:
         versions=dict(session.versions),
         patches=tuple(patches),
         layers=tuple(name for name in notes.layers if name not in notes.guarded),
+        cut=tuple(notes.cut),
         guarded=tuple(notes.guarded),
         backend=notes.backend or session.config.backend,
     )

@@ -40,6 +40,7 @@ class Status:
         versions: framework -> installed version.
         patches: the changes, applied or waiting.
         layers: names of the layers in FP8.
+        cut: names of the layers in BF16 because the rollout's tensor parallelism cuts a block of them (``on_cut``).
         guarded: names of the layers that the precision guard took out of FP8.
         backend: the GEMM backend.
         failure: why the last session of the process failed; empty if it did not.
@@ -51,6 +52,7 @@ class Status:
     versions: Mapping[str, str] = field(default_factory=dict)
     patches: tuple[PatchStatus, ...] = ()
     layers: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
     guarded: tuple[str, ...] = ()
     backend: str = ""
     failure: str = ""
@@ -73,6 +75,8 @@ class Status:
             + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
             f"  patches   {len(self.patches)}",
         ]
+        if self.cut:
+            lines.insert(-1, f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
         if self.guarded:
             lines.insert(-1, f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(self.guarded)}")
         width = max((len(patch.target) for patch in self.patches), default=0)

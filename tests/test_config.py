@@ -27,6 +27,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "align": None,
         "scale_format": "pow2",
         "exclude": (),
+        "on_cut": "refuse",
         "backend": "auto",
         "platform": "auto",
         "sync_timeout": 300.0,

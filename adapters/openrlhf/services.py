@@ -3,8 +3,9 @@
 from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, read
 from jetrl_patch.adapters.openrlhf.model import prepare
 from jetrl_patch.adapters.openrlhf.needs import needs
-from jetrl_patch.adapters.openrlhf.settings import complete, problems, program_problem
+from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem
 
 __all__ = [
-    "asked_for", "complete", "model_path", "needs", "needs_flash_attn", "prepare", "problems", "program_problem", "read",
+    "asked_for", "chosen", "complete", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
+    "program_problem", "read",
 ]  # fmt: skip

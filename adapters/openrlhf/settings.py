@@ -17,10 +17,10 @@ from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import checkpoint_problems
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["START", "check", "check_mark", "complete", "get_strategy", "problems", "program_problem"]
+__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "problems", "program_problem"]
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +81,22 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
     yield from precision.problems(select, config)
     yield from correction.problems(args, config)
-    tp = int(select("vllm.tensor_parallel_size") or 1)
-    path = select("actor.model_name_or_path")
-    yield from checkpoint_problems(path, config, tp, trust_remote_code=True)  # as OpenRLHF loads every model
+    yield from checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True)  # as OpenRLHF loads every model
+
+
+def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:
+    """Return the model's folder, the settings, and the rollout's tensor-parallel size."""
+    return _get(args, "actor.model_name_or_path"), config, int(_get(args, "vllm.tensor_parallel_size") or 1)
+
+
+def chosen(args: Any, asked: Config) -> Config:
+    """Return the plugin's settings unchanged: OpenRLHF has one training engine."""
+    return asked
 
 
 def complete(args: Any, config: Config) -> list[str]:
     """Set what the mode needs in the arguments; return a description of each change."""
-    changes = precision.complete(args, config)
+    changes = precision.complete(args, config) + cut_note(*_checkpoint(args, config))
     for name, value in correction.wanted(config).items():
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)

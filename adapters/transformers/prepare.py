@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import nn
 
+from jetrl_patch import active
 from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.fused import fuse
 from jetrl_patch.adapters.transformers.head import check_head, widen_head
@@ -14,9 +16,11 @@ from jetrl_patch.errors import ModelError, NotPatchedError, explain
 from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.exact.coverage import check_family
 from jetrl_patch.fp8.backends import choose_backend
-from jetrl_patch.fp8.convert import select_layers, swap_linears
-from jetrl_patch.fp8.layers import is_row_parallel
+from jetrl_patch.fp8.convert import split_layers, swap_linears
+from jetrl_patch.fp8.layers import cut_words, is_row_parallel
 from jetrl_patch.fp8.transformer_engine import is_te_linear
+
+logger = logging.getLogger(__name__)
 
 
 def prepare_model(
@@ -45,7 +49,9 @@ def prepare_model(
     """
     if config.fp32_head:
         check_head(model)
-    names = select_layers(model, config.exclude) if config.quantized_rollout else []
+    names, cut = split_layers(model, config, rollout_tp) if config.quantized_rollout else ([], [])
+    if cut:
+        note_cut(cut, rollout_tp)
     if not config.fp8_train:
         if config.fp32_head:
             widen_head(model, config)
@@ -54,7 +60,7 @@ def prepare_model(
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
-    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp)
+    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names)
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
@@ -62,6 +68,13 @@ def prepare_model(
     else:
         fuse(model, backend, device_type)
     return names
+
+
+def note_cut(layers: list[str], tp: int) -> None:
+    """Log and record the layers that ``on_cut="bf16"`` leaves in BF16. Says it once per process."""
+    if set(layers) - set(active.notes().cut):
+        logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
+    active.register_cut(layers)
 
 
 def _check_exact(model: Any) -> dict[str, type]:

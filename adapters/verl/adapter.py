@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
+    beside,
     checkpoint,
+    fused,
     logprob,
     megatron,
     megatron_engine,
@@ -157,6 +159,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         remove_when="BucketedWeightSender has a timeout and watches its peer",
     ),
     Patch(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        attr="vLLMReplica.__init__",
+        make=beside.replica_init,
+        reason="verl serves reward models and distillation teachers with the policy's server class, so their engines would be "
+        "quantized and wait for a weight sync. Engines other than vLLM are left alone already",
+        remove_when="verl tells a server whose model it serves",
+    ),
+    Patch(
         module="verl.workers.rollout.vllm_rollout.utils",
         attr="vLLMColocateWorkerExtension.update_weights_from_ipc",
         make=worker.update_weights_from_ipc,
@@ -217,6 +227,22 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         reason="verl bans tokens beyond the tokenizer and vision placeholders in vLLM only",
         remove_when="verl masks the same tokens on both sides",
         upstream="verl/workers/rollout/vllm_rollout/utils.py: monkey_patch_compute_logits",
+    ),
+    Patch(
+        module="verl.models.transformers.dense_common",
+        attr="forward_with_torch_backend",
+        make=fused.forward_with_torch_backend,
+        reason="verl's fused forward does not know which tokens its rollout bans. Its Triton forward is not covered; the driver "
+        "selects this one",
+        remove_when="verl masks the same tokens on both sides",
+        upstream="verl/workers/rollout/vllm_rollout/utils.py: monkey_patch_compute_logits",
+    ),
+    Patch(
+        module="verl.utils.experimental.torch_functional",
+        attr="FusedLinearForPPO.forward",
+        make=fused.forward,
+        reason="verl's fused log-probs come from a product that depends on the batch and are divided by the temperature in BF16",
+        remove_when="verl's fused kernels use the model's own lm_head and FP32 log-softmax",
     ),
 )
 

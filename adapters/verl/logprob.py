@@ -17,7 +17,8 @@ from jetrl_patch.gate import while_config
 #: value of a banned logit: its exp is 0 as for -inf, and 0 · logit in the entropy is 0 instead of NaN
 BANNED = -1e30
 
-_same_log_probs = while_config(lambda config: config.same_log_probs)
+#: marks a ``make`` that acts only in modes whose log-probs follow the rollout's formula
+same_log_probs = while_config(lambda config: config.same_log_probs)
 
 
 #: keys of a micro-batch that make verl read the logits for something other than log-probs
@@ -38,7 +39,7 @@ class _Current(threading.local):
 _current = _Current()
 
 
-@_same_log_probs
+@same_log_probs
 def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``transformer_impl._scale_logits_by_temperature``: divide logits [..., V] in FP32.
 
@@ -58,7 +59,7 @@ def scale_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     return _scale_logits_by_temperature
 
 
-@_same_log_probs
+@same_log_probs
 def logprobs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``transformer_impl.logprobs_from_logits``: logits [..., V], labels [...] -> float32 [...]."""
 
@@ -91,7 +92,7 @@ def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     return prepare_model_inputs
 
 
-@_same_log_probs
+@same_log_probs
 def prepare_model_outputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngineWithLMHead.prepare_model_outputs``: ban the tokens that the rollout cannot sample.
 

@@ -25,7 +25,7 @@ from jetrl_patch.families import covering
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
 
-__all__ = ["STRATEGY", "check_model", "check_scales", "export_scales", "is_chosen", "problems", "wanted"]
+__all__ = ["STRATEGY", "check_model", "check_scales", "chosen", "export_scales", "is_chosen", "problems", "wanted"]
 
 STRATEGY = "megatron"
 MEGATRON = f"{ACTOR}.megatron"
@@ -75,10 +75,6 @@ RULES: tuple[Rule, ...] = (
     Rule(
         f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError,
     ),
-    Rule(
-        f"{MODEL}.use_remove_padding", lambda value: not value, "true (verl supports FP8 only with it)", "set it to true",
-        "quantized",
-    ),
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip
 
@@ -92,6 +88,18 @@ def is_chosen(select: Select, config: Config) -> bool:
         select: returns verl's setting at a dotted path, None where it is missing.
     """
     return config.quantized_rollout and STRATEGY in (select(f"{ACTOR}.strategy"), select(f"{REF}.strategy"))
+
+
+def chosen(select: Select, asked: Config) -> Config:
+    """Return the settings that Megatron needs where the user left them open: ``align="linear"`` and ``backend="te"``.
+
+    Args:
+        asked: the settings before they were resolved.
+    """
+    if not asked.fp8_train or not is_chosen(select, asked):
+        return asked
+    needed = {"align": "linear", "backend": "te"}
+    return asked.replace(**{name: value for name, value in needed.items() if getattr(asked, name) == SETTINGS[name].default})
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
@@ -125,9 +133,9 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
         )
     if not config.fp8_train:
         return
-    for name in ("exclude", "invariant_scale", "fp8_all_gather"):
+    for name in ("exclude", "on_cut", "invariant_scale", "fp8_all_gather"):
         value = getattr(config, name)
-        if value not in ((), None, False):
+        if value != SETTINGS[name].default:
             required = "the default (TransformerEngine's layers all use one recipe)"
             yield f"{name}={value!r}", required, repr(value), f"drop {name}, or set strategy=fsdp2"
 
@@ -147,7 +155,7 @@ def _missing() -> VersionError | None:
 
 def wanted(select: Select) -> dict[str, Any]:
     """Return the verl settings that the unified flow needs: path -> value."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = {f"{MODEL}.use_remove_padding": True}  # verl has FP8 for packed sequences only
     for path in (ACTOR, REF):  # the reference inherits the actor's unless the user overrides them
         if select(f"{path}.megatron") is not None:
             layers = f"{path}.megatron.override_transformer_config"

@@ -42,6 +42,10 @@ RULES: tuple[Rule, ...] = (
 
 HEAD_RULES: tuple[Rule, ...] = (
     Rule(f"{ACTOR}.strategy", other_than("fsdp", "fsdp2"), _FSDP, "set it to fsdp2, or leave head_dtype at 'auto'", "all"),
+)
+
+#: with ``head_dtype="float32"``, but not in exact mode, where ``fused`` computes with the same head
+FUSED_RULES: tuple[Rule, ...] = (
     Rule(
         f"{MODEL}.use_fused_kernels", is_set, "logits from lm_head's forward, which fused kernels bypass",
         "set it to false, or leave head_dtype at 'auto'", "all",
@@ -81,7 +85,7 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
                 )
             )
     if config.fp32_head:
-        yield from broken(HEAD_RULES, select, config, named)
+        yield from broken(HEAD_RULES + (() if config.exact else FUSED_RULES), select, config, named)
     if config.kv_cache == "fp8":
         other = select(f"{ENGINE}.kv_cache_dtype")
         if other not in (None, "auto", "fp8", "fp8_e4m3"):

@@ -6,9 +6,9 @@ from jetrl_patch.adapters.verl.model import prepare
 from jetrl_patch.adapters.verl.needs import needs
 from jetrl_patch.adapters.verl.preset import config_of as asked_for
 from jetrl_patch.adapters.verl.programs import program_problem
-from jetrl_patch.adapters.verl.settings import complete, problems
+from jetrl_patch.adapters.verl.settings import chosen, complete, problems
 
 __all__ = [
-    "asked_for", "complete", "merge", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
+    "asked_for", "chosen", "complete", "merge", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
     "program_problem", "read",
 ]  # fmt: skip

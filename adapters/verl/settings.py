@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import registry, runtime
-from jetrl_patch.adapters.verl import gather, megatron, model_config, precision, ulysses
+from jetrl_patch.adapters.verl import beside, fused, gather, megatron, model_config, precision, ulysses
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
@@ -19,7 +19,7 @@ from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import checkpoint_problems, read_config
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,6 @@ _FALSE = "set it to false"
 _OURS = "no quantization but jetrl_patch's"
 _FULL = "full weights without LoRA"
 _TP_ONLY = "a rollout with tensor parallelism alone"
-_ONE_MODEL = "no vLLM engine besides the policy's"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
 _FRESH = "samples of this run, with the log-probs of its weights"
@@ -77,10 +76,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
     Rule(f"{REF}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
-    Rule(f"{ROLLOUT}.layered_summon", is_set, "whole weights at each sync", _FALSE, "quantized"),
-    Rule("reward.reward_model.enable", is_set, _ONE_MODEL, "set it to false and use a reward function", "quantized"),
-    Rule("distillation.enabled", is_set, _ONE_MODEL, _FALSE, "quantized"),
-    Rule(f"{MODEL}.use_fused_kernels", is_set, "log-probs from full logits", _FALSE, "exact"),
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
     Rule(f"{MODEL}.tiled_mlp.enabled", is_set, "exact mode's own MLP", _FALSE, "exact", ConflictError),
     Rule(f"{ACTOR}.use_prefix_grouper", is_set, "exact mode's own attention", _FALSE, "exact"),
@@ -114,6 +109,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from model_config.problems(select, config)
     yield from _engine_problems(select, config)
     yield from gather.problems(select, config)
+    yield from beside.problems(select, config)
     yield from ulysses.problems(select)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
@@ -136,17 +132,25 @@ def _rollout_tp(select: Callable[[str], Any]) -> int:
 
 def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
     """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
-    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
+    path, _, tp = _checkpoint(select, config)
     trust = bool(select(f"{MODEL}.trust_remote_code"))
-    found = list(checkpoint_problems(path, config, _rollout_tp(select), trust))
+    found = list(checkpoint_problems(path, config, tp, trust))
     yield from found
     hf_config = None if found else read_config(path, config, trust)
     if hf_config is None:
         return
     yield from raised(lambda: ulysses.check_heads(select, hf_config))
+    if fused.is_used(select, config):
+        yield from raised(lambda: fused.check_model(hf_config))
     if megatron.is_chosen(select, config):
         size = int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1)
         yield from raised(lambda: megatron.check_model(hf_config, size))
+
+
+def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:
+    """Return the model's folder, the settings, and the rollout's tensor-parallel size."""
+    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
+    return path, config, _rollout_tp(select)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
@@ -161,9 +165,11 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     select = _selector(verl_config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
+    wanted |= fused.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= optimizer_settings(select, config)
-    changes = []
+    wanted |= beside.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
+    changes = [*fused.notes(select, config), *cut_note(*_checkpoint(select, config))]
     for path, value in wanted.items():
         found = select(path)
         if found != value:
@@ -177,6 +183,21 @@ def prepare(verl_config: Any, config: Config) -> None:
     check(verl_config, config)
     for change in complete(verl_config, config):
         logger.warning("jetrl_patch: %s", change)
+
+
+def chosen(verl_config: Any, asked: Config) -> Config:
+    """Return the plugin's settings with those that the training engine decides, where the user left them open."""
+    return megatron.chosen(_selector(verl_config), asked)
+
+
+def adopt(verl_config: Any) -> None:
+    """Restart this process's session with the settings that the training engine decides, before anything else starts."""
+    asked = runtime.asked_config()
+    wanted = chosen(verl_config, asked)
+    if wanted != asked:
+        runtime.disable()
+        runtime.enable(wanted)
+        logger.warning("jetrl_patch: align=%r and backend=%r, because Megatron trains", wanted.align, wanted.backend)
 
 
 def mark(verl_config: Any, config: Config) -> None:
@@ -202,6 +223,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
+        adopt(config)
         prepare(config, runtime.active_config())
         return original(config, *args, **kwargs)
 

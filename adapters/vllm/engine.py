@@ -16,7 +16,7 @@ from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES, LLAMA_LIKE
-from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.structure import check_structure
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if config.channelwise:
         return  # one scale per row: no split cuts a block
     cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
-    if cut:
+    if cut and config.on_cut == "refuse":
         raise cut_error(cut, parallel.tensor_parallel_size)
 
 
@@ -165,7 +165,7 @@ def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
     for index in range(layers):
         for layer, size in family.row_parallel.items():
             name, k = f"model.layers.{index}.{layer}", int(sizes[size] or 0)
-            if k % tp == 0 and (k // tp) % 128 and is_quantized(name, exclude):
+            if k % tp == 0 and is_cut(name, k, tp) and is_quantized(name, exclude):
                 names.append(name)
     return names
 

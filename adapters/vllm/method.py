@@ -126,11 +126,10 @@ class QuantizedLinearMethod(LinearMethodBase):
 
 def cut_error(layers: list[str], tp: int) -> ModelError:
     """Return the error for row-parallel layers whose share of K is not a multiple of 128."""
-    leaves = sorted({name.rsplit(".", 1)[-1] for name in layers})
     return ModelError(
-        f"tensor_parallel_size={tp} cuts 128-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's "
-        f"share of the contraction dimension must be a multiple of 128. Use a smaller tensor_parallel_size, or leave "
-        f"these layers in BF16 on both sides with exclude={leaves} (JETRL_EXCLUDE={','.join(leaves)})"
+        f"tensor_parallel_size={tp} cuts 128-wide blocks of {len(layers)} layers: {', '.join(layers)}. Each rank's share of the "
+        f"contraction dimension must be a multiple of 128. Use a smaller tensor_parallel_size, or leave these layers in BF16 on "
+        f"both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
     )
 
 

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -22,7 +22,7 @@ from jetrl_patch.adapters.vllm.shards import hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
-from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.layers import is_cut, is_quantized
 
 __all__ = ["JetrlQuantConfig", "quantization_name"]
 
@@ -77,15 +77,25 @@ class JetrlQuantConfig(QuantizationConfig):
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the quantized method for block linears, and in exact mode the exact BF16 one for the head and ``exclude``."""
+        """Return the quantized method for block linears; in exact mode the exact BF16 one for other linears and the head."""
         self._require_patched()
         if isinstance(layer, LinearBase):
-            if self.is_quantized(prefix):
+            if self.is_quantized(prefix) and not self._leaves_in_bf16(layer, prefix):
                 return QuantizedLinearMethod(self, prefix)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
         return None
+
+    def _leaves_in_bf16(self, layer: LinearBase, prefix: str) -> bool:
+        """Whether ``on_cut`` takes this layer out of FP8, by the function that decides in the trainer."""
+        if self.config.on_cut == "refuse" or self.config.channelwise or not isinstance(layer, RowParallelLinear):
+            return False
+        # vLLM asks for the method in the base class, after the row-parallel class has set its share of K
+        found = is_cut(prefix, layer.input_size, layer.input_size // layer.input_size_per_partition)
+        if found:
+            runtime.register_cut([prefix])
+        return found
 
     def _require_patched(self) -> None:
         """Raise if the plugin was not loaded here: this config arrives pickled even if ``VLLM_PLUGINS`` excludes it."""

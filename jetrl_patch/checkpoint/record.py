@@ -91,7 +91,7 @@ def _numbers(config: Config) -> dict[str, Any]:
     """The settings that determine a run's numbers. ``invariant_scale`` is part of the weights and is checked with them."""
     names = ["precision", "kv_cache", "head_dtype"]
     if config.quantized_rollout:
-        names += ["align", "exclude", "rollout_granularity"]
+        names += ["align", "exclude", "on_cut", "rollout_granularity"]
     if config.fp8_rollout:
         names.append("scale_format")
     found = {name: getattr(config.resolved(), name) for name in names}

@@ -18,6 +18,7 @@ HeadDtype = Literal["auto", "bfloat16", "float32"]
 Align = Literal["exact", "linear"]
 ScaleFormat = Literal["pow2", "fp32"]
 MonitorAction = Literal["warn", "stop"]
+OnCut = Literal["refuse", "bf16"]
 Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
 Platform = Literal["auto", "cpu", "cuda"]
 OptimizerStates = Literal["fp32", "8bit", "fp8"]
@@ -55,6 +56,12 @@ class Fields:
         "name patterns of modules that stay in BF16 on both sides. A pattern matches whole parts of the dotted name, with "
         "`fnmatch` wildcards within a part: `mlp.gate` does not match `mlp.gate_up_proj`",
         form=PATTERNS,
+    )
+    on_cut: OnCut = setting(
+        "refuse", "precision",
+        "what happens to layers in which the rollout's tensor parallelism cuts a block of 128: `refuse` stops the run with their "
+        "names, `bf16` leaves them in BF16 on both sides and names them in the log. Scales per channel have no blocks to cut",
+        choices=get_args(OnCut),
     )
     backend: Backend = setting(
         "auto", "exactness",

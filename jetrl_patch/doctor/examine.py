@@ -84,6 +84,8 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
                 by_settings = True
                 report.checks.append(from_error("settings", error))
         report.checks.append(_switched_on(started, environ, by_settings))
+        if started.framework and arguments is not None:
+            config = registry.trainer(started.framework).chosen(arguments, config)
     report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
     return arguments, config.resolved()
 

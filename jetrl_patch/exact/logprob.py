@@ -49,9 +49,8 @@ def token_log_probs(
     if isinstance(temperature, Tensor):
         one = temperature.numel() == 1
         temperature = temperature.reshape(()) if one else temperature.expand(*rows, 1).reshape(-1, 1)
-    elif logits.is_cuda:
-        # CUDA multiplies by the reciprocal of a number; vLLM divides by a tensor
-        temperature = torch.full((), temperature, dtype=torch.float32, device=logits.device)
+    else:
+        temperature = divisor(temperature, logits)
     flat: Tensor = logits.reshape(-1, logits.shape[-1])
     found: Tensor = _InBlocks.apply(flat, labels.reshape(-1).long(), temperature, edit, reuse)
     return found.view(rows)
@@ -61,11 +60,27 @@ def _formula(logits: Tensor, labels: Tensor, temperature: float | Tensor, edit: 
     x = logits.float()
     if edit is not None:
         x = edit(x, part)
-    if isinstance(temperature, Tensor):
-        x = x / (temperature[part] if temperature.dim() == 2 else temperature)
-    elif temperature != 1.0:
+    by_row = isinstance(temperature, Tensor) and temperature.dim() == 2
+    return pick(log_softmax(x, temperature[part] if by_row else temperature), labels)  # type: ignore[index]
+
+
+def log_softmax(x: Tensor, temperature: float | Tensor) -> Tensor:
+    """FP32 log-probs [..., V] of every token under FP32 logits ``x`` [..., V]."""
+    if isinstance(temperature, Tensor) or temperature != 1.0:
         x = x / temperature
-    return torch.log_softmax(x, dim=-1).gather(-1, labels.unsqueeze(-1)).squeeze(-1)
+    return torch.log_softmax(x, dim=-1)
+
+
+def pick(every: Tensor, labels: Tensor) -> Tensor:
+    """The values [...] of ``labels`` [...] among ``every`` [..., V]."""
+    return every.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
+
+
+def divisor(temperature: float | Tensor, like: Tensor) -> float | Tensor:
+    """``temperature`` as vLLM divides by it: on CUDA a tensor, because CUDA multiplies by the reciprocal of a number."""
+    if isinstance(temperature, Tensor) or not like.is_cuda:
+        return temperature
+    return torch.full((), temperature, dtype=torch.float32, device=like.device)
 
 
 def _blocks(logits: Tensor) -> Iterator[slice]:

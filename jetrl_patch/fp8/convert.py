@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.fp8.formats import ScaleFormat
-from jetrl_patch.fp8.layers import check_splits, is_quantized, is_row_parallel
+from jetrl_patch.fp8.layers import check_splits, is_cut, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
+
+if TYPE_CHECKING:
+    from jetrl_patch.config import Config
 
 
 def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
@@ -67,12 +71,37 @@ def _refuse_stacks(model: nn.Module) -> None:
                 )
 
 
+def split_layers(model: nn.Module, config: Config, rollout_tp: int) -> tuple[list[str], list[str]]:
+    """Names of the layers that are quantized, and of those that ``on_cut="bf16"`` leaves in BF16, in model order.
+
+    Args:
+        rollout_tp: the rollout's tensor-parallel size.
+
+    Raises:
+        ModelError: as ``select_layers``; a split cuts a block and ``on_cut`` is "refuse"; or such a layer is
+            TransformerEngine's, which stays in FP8.
+    """
+    names, modules = select_layers(model, config.exclude), dict(model.named_modules())
+    if config.channelwise:
+        return names, []  # one scale per row: no split cuts a block
+    widths = {name: getattr(modules[name], "in_features", 0) for name in names}
+    if config.on_cut == "refuse":
+        check_splits(widths.items(), rollout_tp)
+    cut = [name for name, k in widths.items() if is_cut(name, k, rollout_tp)]
+    theirs = [name for name in cut if is_te_linear(modules[name])]
+    if theirs:
+        found, fix = f"TransformerEngine's {theirs[0]}", "use another tensor-parallel size"
+        raise ModelError(explain("on_cut='bf16'", required="layers that can stay in BF16", found=found, fix=fix))
+    return [name for name in names if name not in cut], cut
+
+
 def swap_linears(
     model: nn.Module,
     exclude: Sequence[str] = (),
     scale_format: ScaleFormat = "pow2",
     backend: str = "torch",
     k_splits: int = 1,
+    names: Sequence[str] | None = None,
 ) -> list[str]:
     """Turn every selected layer into an ``Fp8Linear``. Parameters and names do not change.
 
@@ -83,6 +112,7 @@ def swap_linears(
     Args:
         backend: a resolved name from ``fp8.backends``, not "auto".
         k_splits: the rollout's tensor-parallel size.
+        names: the layers to turn; by default those that ``select_layers`` chooses.
 
     Returns:
         The names of the FP8 modules.
@@ -90,7 +120,7 @@ def swap_linears(
     Raises:
         ModelError: as ``select_layers`` and ``transformer_engine.left_alone``, or ``k_splits`` cuts a block.
     """
-    names = select_layers(model, exclude)
+    names = select_layers(model, exclude) if names is None else list(names)
     modules = dict(model.named_modules())
     check_splits(((name, getattr(modules[name], "in_features", 0)) for name in names), k_splits)
     if left_alone({name: modules[name] for name in names}, scale_format, backend):

@@ -40,6 +40,23 @@ def is_row_parallel(name: str) -> bool:
     return name.rsplit(".", 1)[-1] in ROW_PARALLEL
 
 
+def is_cut(name: str, k: int, tp: int) -> bool:
+    """Whether ``tp`` ranks of the rollout cut a block of 128 of the layer ``name``, whose contraction dimension is ``k``.
+
+    Trainer and rollout both decide by this function.
+    """
+    return tp > 1 and is_row_parallel(name) and k % (tp * BLOCK) != 0
+
+
+def cut_words(layers: Sequence[str], tp: int) -> str:
+    """Say in one line which layers ``on_cut="bf16"`` leaves in BF16, and why."""
+    leaves = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in layers}))
+    return (
+        f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(layers)} layers ({leaves}; {layers[0]} to {layers[-1]}), "
+        "which run in BF16 on both sides"
+    )
+
+
 def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
     """Refuse a tensor-parallel size that cuts a 128-block of a row-parallel layer.
 
@@ -49,14 +66,10 @@ def check_splits(layers: Iterable[tuple[str, int]], tp: int) -> None:
     Raises:
         ModelError: names up to two of the layers that would be cut, and their number.
     """
-    if tp <= 1:
-        return
-    split = [(name, k) for name, k in layers if is_row_parallel(name) and k % (tp * BLOCK)]
+    split = [f"{name} (K = {k})" for name, k in layers if is_cut(name, k, tp)]
     if split:
-        shown = ", ".join(f"{name} (K = {k})" for name, k in split[:2])
-        shown += f" and {len(split) - 2} more" if len(split) > 2 else ""
+        shown = ", ".join(split[:2]) + (f" and {len(split) - 2} more" if len(split) > 2 else "")
         raise ModelError(
-            f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(split)} layers: {shown}. "
-            f"Use a size that keeps K / size a multiple of {BLOCK}, or keep these layers in BF16 on both sides "
-            f"with exclude={sorted({name.rsplit('.', 1)[-1] for name, _ in split})}."
+            f"tensor parallel size {tp} cuts a block of {BLOCK} in {len(split)} layers: {shown}. Use a size that keeps "
+            f"K / size a multiple of {BLOCK}, or leave these layers in BF16 on both sides with on_cut='bf16' (JETRL_ON_CUT=bf16)."
         )

@@ -26,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     common = {
         "scale_format": options.scale_format,
         "exclude": tuple(options.exclude),
+        "on_cut": options.on_cut,
         "backend": options.backend,
     }
     configs = choose(options.precision, options.align, options.rollout_granularity, **common)
@@ -65,12 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _measure(jobs: list[Job], verbose: bool) -> list[dict[str, Any]]:
     from rich.console import Console
 
+    from jetrl_patch.fp8.layers import cut_words
+
     console = Console()
     results = []
     for job in jobs:
         with console.status(f"{job.config.precision}, align={job.config.resolved_align}"):
             results.append(run_mode(job, verbose))
     console.print(_table(jobs[0], results))
+    for cut in dict.fromkeys(tuple(r["cut_layers"]) for r in results if r["cut_layers"]):
+        console.print(cut_words(cut, jobs[0].tp))
     return results
 
 
@@ -113,6 +118,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
     parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
     parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
+    parser.add_argument(
+        "--on-cut", default="refuse",
+        help="refuse (default) or bf16: leave layers in BF16 in which --tp cuts a block of 128",
+    )
     parser.add_argument("--backend", default="auto", help="auto (default), native or torch")
     parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line")
     parser.add_argument("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")

@@ -24,7 +24,7 @@ def measure(job: Job) -> dict[str, Any]:
 
     Returns:
         ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction`` and, for
-        reference, ``scale_format``, ``tp`` and ``backend``.
+        reference, ``scale_format``, ``tp``, ``backend`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``).
     """
     import torch
 
@@ -35,7 +35,8 @@ def measure(job: Job) -> dict[str, Any]:
     scores = registry.models().score(job, samples)
     rollout = torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scores, rollout, torch.ones_like(rollout))
-    backend = runtime.status().backend if job.config.quantized_rollout else ""
+    status = runtime.status()
+    backend = status.backend if job.config.quantized_rollout else ""
     return {
         "precision": job.config.precision,
         "align": job.config.resolved_align,
@@ -47,6 +48,7 @@ def measure(job: Job) -> dict[str, Any]:
         "scale_format": job.config.scale_format,
         "tp": job.tp,
         "backend": backend,
+        "cut_layers": list(status.cut),
     }
 
 

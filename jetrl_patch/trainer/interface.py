@@ -76,6 +76,9 @@ class Trainer(Protocol):
     def asked_for(self, settings: Any, environ: Mapping[str, str], /) -> Config | None:
         """Return the plugin's settings found among the framework's, or None if there are none."""
 
+    def chosen(self, settings: Any, asked: Config, /) -> Config:
+        """Return the plugin's settings with those that the training engine decides, where the user left them open."""
+
     def problems(self, settings: Any, config: Config, /) -> Iterator[JetrlError]:
         """Yield an error for each setting that the plugin cannot support."""
 

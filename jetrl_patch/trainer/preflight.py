@@ -13,7 +13,7 @@ from jetrl_patch.structure import check_code, check_structure
 from jetrl_patch.trainer.folders import local_folder
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "model_problems", "read_config"]
+__all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "model_problems", "read_config"]
 
 
 def checkpoint_problems(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Iterator[JetrlError]:
@@ -49,6 +49,32 @@ def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> A
     return _read(folder, trust_remote_code) if folder else None
 
 
+def cut_note(path: Any, config: Config, rollout_tp: int) -> list[str]:
+    """Return the line that names the layers which ``on_cut="bf16"`` leaves in BF16, if the model is a local folder."""
+    if config.on_cut == "refuse" or rollout_tp == 1:
+        return []
+    from jetrl_patch.fp8.convert import split_layers
+    from jetrl_patch.fp8.layers import cut_words
+
+    try:
+        hf_config = read_config(path, config, trust_remote_code=True)
+        cut = split_layers(_on_meta(hf_config), config, rollout_tp)[1] if hf_config is not None else ()
+    except JetrlError:
+        return []  # ``check_checkpoint`` reports it
+    return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
+
+
+def _on_meta(hf_config: Any) -> Any:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(hf_config)
+    except ValueError as error:
+        raise _unreadable(f"model_type={hf_config.model_type!r}", "a causal language model", error) from error
+
+
 def _read(folder: str, trust_remote_code: bool) -> Any:
     from transformers import AutoConfig
 
@@ -80,6 +106,7 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
 
 def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[JetrlError]:
     """Yield all errors that ``check_model`` would raise, one by one."""
+    from jetrl_patch.fp8.convert import split_layers
     from jetrl_patch.monitor.guard import check_guard
     from jetrl_patch.scaling.groups import groups_of
     from jetrl_patch.scaling.invariant import check_record
@@ -93,7 +120,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[
         yield from raised(lambda: check_family(hf_config))
     if structure:  # its layers are not those that a check looks for
         return
-    yield from raised(lambda: _check_layers(hf_config, config, rollout_tp))
+    yield from raised(lambda: split_layers(_on_meta(hf_config), config, rollout_tp))
     scalings = {"smoothing": config.resolved_smoothing, "invariant_scale": config.invariant_scale}
     for name, value in scalings.items():
         if value:
@@ -101,25 +128,6 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[
     scale = config.invariant_scale
     if scale is not None:
         yield from raised(lambda: check_record(hf_config, scale))
-
-
-def _check_layers(hf_config: Any, config: Config, rollout_tp: int) -> None:
-    """Build the model on the meta device and check which layers are quantized, and how they are split."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from jetrl_patch.fp8.convert import select_layers
-    from jetrl_patch.fp8.layers import check_splits
-
-    try:
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(hf_config)
-    except ValueError as error:
-        raise _unreadable(f"model_type={hf_config.model_type!r}", "a causal language model", error) from error
-    modules = dict(model.named_modules())
-    layers = select_layers(model, config.exclude)
-    if not config.channelwise:
-        check_splits(((name, modules[name].in_features) for name in layers), rollout_tp)
 
 
 def _unreadable(what: str, required: str, error: Exception) -> ModelError:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jetrl_patch import active
 from jetrl_patch.sync.stream import SyncStats
 
 __all__ = ["sync_metrics", "sync_report"]
@@ -18,6 +19,7 @@ _LOGGED = (
     "sync_bytes_total",
     "sync_calls",
     "quantized_layers",
+    "cut_layers",
     "loss_scale",
     "skipped_steps",
 )
@@ -25,6 +27,7 @@ _LOGGED = (
 
 def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
     """Report one process's part of a sync that began at ``start`` (``time.perf_counter``), in plain types."""
+    cut = active.notes().cut
     return {
         "pid": os.getpid(),
         "sync_seconds": time.perf_counter() - start,
@@ -32,6 +35,7 @@ def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
         "sync_bytes_bf16": stats.quantized_as_bf16,
         "sync_bytes_total": stats.total,
         "quantized_layers": stats.layers,
+        **({"cut_layers": len(cut)} if cut else {}),
     }
 
 

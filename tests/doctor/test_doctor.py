@@ -302,6 +302,8 @@ def test_openrlhf_with_a_split_that_cuts_a_block(model: Path) -> None:
     found = doctor("--", *openrlhf(model, "--vllm.tensor_parallel_size", "4"), status=1)
     assert "tensor parallel size 4 cuts a block of 128" in named(found, "openrlhf setting")["finding"]
     doctor("--", *openrlhf(model, "--vllm.tensor_parallel_size", "2"), status=0)
+    left = doctor("--set", "on_cut=bf16", "--", *openrlhf(model, "--vllm.tensor_parallel_size", "4"), status=0)
+    assert "cuts a block of 128 in 3 layers (o_proj;" in named(left, "openrlhf changes")["finding"]
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8 import quantize
-from jetrl_patch.fp8.convert import select_layers, swap_linears
+from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
 from jetrl_patch.fp8.layers import check_splits, is_quantized, matches
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
@@ -222,7 +223,7 @@ def test_bad_models_are_refused_before_anything_changes():
 def test_a_split_that_cuts_a_block_is_refused_with_the_layers():
     layers = [("layers.0.self_attn.o_proj", 256), ("layers.0.mlp.down_proj", 1000), ("layers.0.mlp.up_proj", 320)]
     check_splits(layers, 1)
-    with pytest.raises(ModelError, match=r"size 2 cuts a block .* layers\.0\.mlp\.down_proj \(K = 1000\)\. .*=\['down_proj'\]"):
+    with pytest.raises(ModelError, match=r"size 2 cuts a block .* layers\.0\.mlp\.down_proj \(K = 1000\)\. .*JETRL_ON_CUT=bf16"):
         check_splits(iter(layers), 2)
     with pytest.raises(ModelError, match="in 2 layers"):
         check_splits(layers, 4)
@@ -230,6 +231,20 @@ def test_a_split_that_cuts_a_block_is_refused_with_the_layers():
     with pytest.raises(ModelError, match="o_proj"):
         swap_linears(model, backend="native", k_splits=4)
     assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize(("tp", "cut"), [(1, []), (2, []), (4, ["layers.0.o_proj", "layers.1.o_proj"])])
+def test_cut_layers_stay_in_bf16_when_the_user_says_so(tp, cut):
+    model = Model()
+    names, left = split_layers(model, Config(on_cut="bf16"), tp)
+    assert left == cut and sorted(names + left) == sorted(select_layers(model))
+    assert swap_linears(model, backend="native", k_splits=tp, names=names) == names
+    assert all(type(dict(model.named_modules())[name]) is nn.Linear for name in cut)
+    channel = Config(precision="fp8-rollout", rollout_granularity="channel")
+    assert split_layers(Model(), channel, tp) == (select_layers(Model()), [])  # one scale per row: nothing is cut
+    if cut:
+        with pytest.raises(ModelError, match="JETRL_ON_CUT=bf16"):
+            split_layers(Model(), Config(), tp)
 
 
 def test_training_from_scratch_ends_near_bf16():

@@ -97,6 +97,10 @@ def test_a_local_model_is_looked_at_before_anything_starts(tmp_path):
     settings.check(arguments(actor__model_name_or_path=path, vllm__tensor_parallel_size=2), EXACT)
     with pytest.raises(ModelError, match="tensor parallel size 4 cuts"):
         settings.check(arguments(actor__model_name_or_path=path, vllm__tensor_parallel_size=4), LINEAR)
+    left = arguments(actor__model_name_or_path=path, vllm__tensor_parallel_size=4)
+    settings.check(left, LINEAR.replace(on_cut="bf16"))
+    (change,) = settings.complete(left, LINEAR.replace(on_cut="bf16"))
+    assert "cuts a block of 128 in 3 layers (o_proj; model.layers.0.self_attn.o_proj to model.layers.2" in change
 
 
 def test_a_folder_with_code_of_its_own_is_not_taken_for_checked(tmp_path):

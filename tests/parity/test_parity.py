@@ -110,7 +110,7 @@ def test_prompts(tmp_path: Path) -> None:
 def result(job: Job, **figures: Any) -> dict[str, Any]:
     """A stand-in for the result of a mode's process, since testing the exit status needs no engine."""
     found = dict.fromkeys(KEYS, 0.0)
-    found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10}
+    found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10, "cut_layers": []}
     return found | {"bit_equal_fraction": 1.0, **figures}
 
 
@@ -132,6 +132,20 @@ def test_the_exit_status_is_one_when_a_promise_breaks(
     assert cli.main(arguments) == 1
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "align=exact promises equal log-probs, but 25.00% of the tokens differ, by up to 0.5" in text
+
+
+def test_layers_that_a_split_leaves_in_bf16_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    (tmp_path / "model.safetensors").touch()
+    cut = [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, cut_layers=cut if job.config.on_cut == "bf16" else []))
+    arguments = ["--model", str(tmp_path), "--align", "exact", "--tp", "4"]
+    assert cli.main([*arguments, "--on-cut", "bf16"]) == 0
+    text = re.sub(r"\s+", " ", capsys.readouterr().out)
+    assert "tensor parallel size 4 cuts a block of 128 in 3 layers (o_proj; model.layers.0.self_attn.o_proj to" in text
+    assert cli.main(arguments) == 0 and "cuts" not in capsys.readouterr().out
 
 
 @pytest.mark.e2e

@@ -52,6 +52,13 @@ def test_configs_that_differ_in_one_field_take_a_short_message(monkeypatch: pyte
     assert texts[1] == "x: required exclude=(), found exclude=('mlp.*',). Choose one."
 
 
+def test_layers_that_a_split_leaves_in_bf16_are_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "cut_layers" not in sync_report(SyncStats(), 0.0)
+    monkeypatch.setattr(active, "_notes", active.Notes())
+    active.register_cut(["layers.0.o_proj", "layers.1.o_proj", "layers.0.o_proj"])
+    assert sync_metrics([{**sync_report(SyncStats(), 0.0), "monitor": {}}])["jetrl/cut_layers"] == 2
+
+
 def test_metrics_are_the_first_ranks_and_the_slowest_ranks_seconds() -> None:
     stats = SyncStats()
     stats.total, stats.layers = 7, 2

@@ -6,13 +6,15 @@ from typing import Any
 
 
 def build(
-    strategy: str, model_dir: str, *, optimizer: dict[str, Any] | None = None, checkpoint: Any = None, **engine: Any
-):
+    strategy: str, model_dir: str, *, optimizer: dict[str, Any] | None = None, checkpoint: Any = None,
+    model: dict[str, Any] | None = None, **engine: Any,
+):  # fmt: skip
     """Return an engine whose model and optimizer are not built yet.
 
     Args:
         strategy: ``fsdp`` or ``fsdp2``.
         optimizer: settings of ``FSDPOptimizerConfig`` besides a constant learning rate of 1e-3.
+        model: further settings of ``HFModelConfig``.
         engine: settings of ``FSDPEngineConfig``.
     """
     from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
@@ -23,7 +25,7 @@ def build(
         backend=strategy,
         model_config=HFModelConfig(
             path=model_dir, use_remove_padding=True, enable_gradient_checkpointing=False, load_tokenizer=False,
-            override_config={"attn_implementation": "sdpa"},
+            override_config={"attn_implementation": "sdpa"}, **(model or {}),
         ),
         engine_config=FSDPEngineConfig(strategy=strategy, use_torch_compile=False, **engine),
         optimizer_config=FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": 10, **(optimizer or {})}),

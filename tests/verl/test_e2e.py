@@ -68,6 +68,17 @@ def test_unified_is_exact_v1_fsdp1_reference_model_and_temperature(task):
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
+def test_unified_is_exact_with_fused_kernels(task):
+    extra = [f"{M}.use_fused_kernels=True", f"{M}.fused_kernel_options.impl_backend=triton", f"{R}.temperature=0.7"]
+    extra += ["trainer.use_v1=False", f"{A}.use_kl_loss=True", f"{A}.entropy_coeff=0.01", f"{R}.layered_summon=True"]
+    run = Run(task, *extra, steps=3, environ={"JETRL_PRECISION": "fp8-unified"})
+    assert_exact(finish(run, 3))
+    assert "in chunks, instead of verl's fused kernels" in run.text
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
 def test_unified_is_exact_on_two_ranks_with_tensor_parallel_rollout(task):
     run = Run(task, "trainer.use_v1=False", processes=2, environ={"JETRL_PRECISION": "fp8-unified"})
     assert_exact(finish(run))

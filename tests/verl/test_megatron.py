@@ -17,6 +17,7 @@ from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+import jetrl_patch
 from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl import adapter, megatron, megatron_engine, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
@@ -119,11 +120,38 @@ SET = r"\. Set JETRL_PRECISION=fp8-unified JETRL_ALIGN=linear JETRL_BACKEND=te, 
         (Config(), f"{NEEDS}, found align='exact', backend='auto'{SET}"),
         (Config(precision="int8-rollout"), f"{NEEDS}, found precision='int8-rollout', "),
         (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required the default .TransformerEngine's layers"),
+        (LINEAR.replace(on_cut="bf16"), "on_cut='bf16'.*required the default .TransformerEngine's layers"),
     ],
 )
 def test_modes_that_megatron_cannot_keep(composed, installed, config, match):
     with pytest.raises(ConfigError, match=match):
         settings.check(composed(), config)
+
+
+@pytest.mark.parametrize(
+    ("settings_given", "align", "backend"),
+    [
+        ({}, "linear", "te"),
+        ({"align": "linear"}, "linear", "te"),
+        ({"align": "exact"}, "exact", "te"),  # what the user set stays, and is refused
+        ({"backend": "torch"}, "linear", "torch"),
+        ({"precision": "bf16"}, None, "auto"),
+    ],
+)
+def test_megatron_decides_what_the_user_left_open(composed, settings_given, align, backend):
+    found = settings.chosen(composed(), Config(**settings_given))
+    assert (found.align, found.backend) == (align, backend)
+    assert settings.chosen(composed("model_engine=dp"), Config(**settings_given)) == Config(**settings_given)
+
+
+def test_the_driver_restarts_with_megatrons_settings_and_says_so(composed, installed, caplog):
+    jetrl_patch.enable(precision="fp8-unified")
+    verl_config = composed("actor_rollout_ref.model.use_remove_padding=false")
+    settings.validate_config(lambda config: None)(verl_config)
+    config = jetrl_patch.status().config
+    assert (config.align, config.backend, os.environ["JETRL_BACKEND"]) == ("linear", "te", "te")
+    assert caplog.text.count("align='linear' and backend='te', because Megatron trains") == 1
+    assert verl_config.actor_rollout_ref.model.use_remove_padding is True
 
 
 CONTRADICTIONS = [
@@ -147,7 +175,6 @@ CONTRADICTIONS = [
     (f"{M}.use_megatron_fsdp=true", ConfigError, "use_megatron_fsdp"),
     (f"{M}.dynamic_context_parallel=true", ConfigError, "dynamic_context_parallel"),
     (f"{M}.qat.enable=true", ConflictError, "qat.enable"),
-    ("actor_rollout_ref.model.use_remove_padding=false", ConfigError, "use_remove_padding"),
     ("actor_rollout_ref.model.mtp.enable=true", ConfigError, "mtp.enable"),
     ("actor_rollout_ref.model.lora.rank=8", ConflictError, "lora.rank"),
     ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", ConfigError, "checkpoint_engine.backend"),

@@ -12,7 +12,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from tests.models import config_of
 
-R = "actor_rollout_ref.rollout"
+R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 EXACT = Config(precision="fp8-unified")
 LINEAR = Config(precision="fp8-unified", align="linear")
 ROLLOUT = Config(precision="fp8-rollout")
@@ -77,8 +77,8 @@ REFUSED = [
     (f"{R}.pipeline_model_parallel_size=2", "pipeline_model_parallel_size", ROLLOUT),
     (f"{R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
-    ("reward.reward_model.enable=True", "reward_model.enable", ROLLOUT),
-    ("actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels", EXACT),
+    ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
+    ("distillation.enabled=True distillation.teacher_models.teacher_model.inference.dtype=float16", "inference.dtype", ROLLOUT),
     ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper", EXACT),
     (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
     (f"{R}.top_p=0.9", "top_p", EXACT),
@@ -94,7 +94,24 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "path", "config"), REFUSED)
 def test_what_cannot_be_kept_is_refused_by_name(base, override, path, config):
     with pytest.raises(ConfigError, match=rf"{path}.* required .*found .*\. [A-Z]"):
-        settings.check(base(override), config)
+        settings.check(base(*override.split()), config)
+
+
+@pytest.mark.parametrize("config", [EXACT, LINEAR, ROLLOUT])
+@pytest.mark.parametrize(
+    "override",
+    [f"{R}.layered_summon=True", "reward.reward_model.enable=True", "distillation.enabled=True", f"{M}.use_fused_kernels=True"],
+)
+def test_what_stands_beside_is_accepted(base, override, config):
+    settings.check(base(override), config)
+
+
+def test_a_teacher_keeps_its_dtype_when_the_rollout_becomes_fp16(base):
+    verl_config = base("distillation.enabled=True")
+    settings.prepare(verl_config, FP16)
+    settings.prepare(verl_config, FP16)  # the trainer loop repeats it
+    assert verl_config.actor_rollout_ref.rollout.dtype == "float16"
+    assert verl_config.distillation.teacher_models.teacher_model.inference.dtype == "bfloat16"
 
 
 def test_what_only_exact_mode_cannot_keep_is_free_in_the_others(base):
@@ -120,6 +137,12 @@ def test_a_tensor_parallel_split_that_cuts_a_block(base):
 
 def test_a_split_layer_may_be_left_out_on_both_sides(base):
     settings.check(base(f"{R}.tensor_model_parallel_size=4"), Config(exclude=("o_proj",)))
+    left = base(f"{R}.tensor_model_parallel_size=4")
+    settings.check(left, Config(on_cut="bf16"))
+    said = [change for change in settings.complete(left, Config(on_cut="bf16")) if "on_cut" in change]
+    assert len(said) == 1 and "3 layers (o_proj; model.layers.0.self_attn.o_proj to model.layers.2" in said[0]
+    whole = base(f"{R}.tensor_model_parallel_size=2")
+    assert not any("on_cut" in change for change in settings.complete(whole, Config(on_cut="bf16")))
 
 
 def test_completes_what_the_user_need_not_know(base):

@@ -18,19 +18,20 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.mark.parametrize(
-    ("variant", "tp", "exclude"),
+    ("variant", "tp", "settings"),
     [
-        ("qwen3", 2, ()),
-        ("llama3-rope", 2, ("o_proj",)),  # BF16 partial sums follow the same order
-        ("tp4", 4, ()),  # two KV heads on four ranks: replicas
-        ("qwen2", 4, ("o_proj",)),  # a split that would cut o_proj's blocks
-        *((family, 2, ()) for family in ("mistral", "seed_oss", "smollm3", "granite")),
+        ("qwen3", 2, {}),
+        ("llama3-rope", 2, {"exclude": ("o_proj",)}),  # BF16 partial sums follow the same order
+        ("tp4", 4, {}),  # two KV heads on four ranks: replicas
+        ("qwen2", 4, {"on_cut": "bf16"}),  # four heads of 64 on four ranks cut o_proj's blocks
+        ("llama-odd", 2, {"on_cut": "bf16"}),  # 1,000 columns of down_proj on two ranks, with a bias
+        *((family, 2, {}) for family in ("mistral", "seed_oss", "smollm3", "granite")),
     ],
 )
 def test_log_probs_are_equal(
-    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, tp: int, exclude: tuple[str, ...]
+    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, tp: int, settings: dict[str, Any]
 ) -> None:
-    jetrl_patch.enable(precision="fp8-unified", exclude=exclude)
+    jetrl_patch.enable(precision="fp8-unified", **settings)
     job = Job(model=checkpoint(variant), config=jetrl_patch.status().config, tp=tp)
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 52), tokens=2000)
 

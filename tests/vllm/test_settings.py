@@ -81,7 +81,12 @@ def test_a_cut_block_names_all_layers_and_the_way_out(checkpoint: Callable[..., 
     assert "tensor_parallel_size=4" in text
     assert all(f"model.layers.{i}.self_attn.o_proj" in text for i in range(3))
     assert "down_proj" not in text
-    assert "JETRL_EXCLUDE=o_proj" in text
+    assert "JETRL_ON_CUT=bf16" in text
+
+
+def test_cut_layers_may_stay_in_bf16(checkpoint: Callable[..., str]) -> None:
+    jetrl_patch.enable(precision="fp8-unified", on_cut="bf16")
+    build(checkpoint("qwen3"), tensor_parallel_size=4)
 
 
 def test_what_is_excluded_cannot_be_cut(checkpoint: Callable[..., str]) -> None:

@@ -1,0 +1,67 @@
+"""Log-probs by chunks: the bits of whole logits, whatever the size of a chunk, and their gradients."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl_patch.exact import ops
+from jetrl_patch.exact.chunked import chunked_log_probs
+from tests.fp8.thresholds import SQNR_GEMM, sqnr
+
+T, K, V = 37, 64, 384
+
+
+@pytest.fixture
+def given():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(T, K, generator=generator).to(torch.bfloat16)
+    weight = torch.randn(V, K, generator=generator).mul(0.3)
+    return hidden, weight, torch.randint(V, (T,), generator=generator)
+
+
+def whole(hidden, weight, labels, temperature):
+    """The unfused path: all logits at once, differentiated by autograd."""
+    every = torch.log_softmax(ops.head_linear(hidden, weight).float() / temperature, -1)
+    return every.gather(-1, labels[:, None])[:, 0], -(every.exp() * every).sum(-1)
+
+
+@pytest.mark.parametrize("head", [ops.head_linear, ops.head_linear_fp32])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_bits_do_not_depend_on_the_chunk(given, head, temperature):
+    hidden, weight, labels = given
+    expected = ops.token_log_probs(head(hidden, weight), labels, temperature)
+    chunks = [chunked_log_probs(hidden, weight, labels, head, temperature, rows) for rows in (1, 5, 512)]
+    for log_probs, entropy in chunks:
+        assert log_probs.dtype is torch.float32 and torch.equal(log_probs, expected)
+        assert torch.equal(entropy, chunks[0][1])
+
+
+def test_a_batch_keeps_its_shape(given):
+    hidden, weight, labels = (given[0][:36].view(4, 9, K), given[1], given[2][:36].view(4, 9))
+    log_probs, entropy = chunked_log_probs(hidden, weight, labels, ops.head_linear, rows=7)
+    assert log_probs.shape == entropy.shape == (4, 9)
+    flat, _ = chunked_log_probs(hidden.view(36, K), weight, labels.view(36), ops.head_linear)
+    assert torch.equal(log_probs.view(36), flat)
+
+
+@pytest.mark.parametrize("uses", ["log_probs", "entropy", "both"])
+def test_gradients_are_those_of_whole_logits(given, uses):
+    found = []
+    for chunked in (True, False):
+        hidden, weight, labels = given[0].clone().requires_grad_(), given[1].clone().requires_grad_(), given[2]
+        if chunked:
+            outputs = chunked_log_probs(hidden, weight, labels, ops.head_linear, 0.7, rows=8)
+        else:
+            outputs = whole(hidden, weight, labels, 0.7)
+        chosen = {"log_probs": outputs[:1], "entropy": outputs[1:], "both": outputs}[uses]
+        sum((out * torch.linspace(-1, 1, T)).sum() for out in chosen).backward()
+        found.append((hidden.grad, weight.grad))
+    (dh, dw), (dh_whole, dw_whole) = found
+    assert sqnr(dh, dh_whole) > SQNR_GEMM and sqnr(dw, dw_whole) > SQNR_GEMM  # ordinary products of other heights
+
+
+def test_a_frozen_head_gets_no_gradient(given):
+    hidden, weight, labels = given[0].requires_grad_(), given[1], given[2]
+    chunked_log_probs(hidden, weight, labels, ops.head_linear, rows=8)[0].sum().backward()
+    assert hidden.grad is not None and weight.grad is None
