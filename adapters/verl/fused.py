@@ -8,6 +8,7 @@ and its low memory, and computes what the unfused path does: the run's own head,
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -70,16 +71,41 @@ def check_model(hf_config: Any) -> None:
 
 @same_log_probs
 def forward_with_torch_backend(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply."""
+    """Wrap ``dense_common.forward_with_torch_backend``: note whose banned tokens apply, and gather a head that is sharded."""
 
     def forward_with_torch_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
-        token = _running.set(getattr(self, _ATTRIBUTE, None))
-        try:
+        prepared = getattr(self, _ATTRIBUTE, None)
+        if prepared is None:
             return original(self, *args, **kwargs)
+        token = _running.set(prepared)
+        try:
+            with gathered(self.lm_head):
+                return original(self, *args, **kwargs)
         finally:
             _running.reset(token)
 
     return forward_with_torch_backend
+
+
+@contextlib.contextmanager
+def gathered(head: Any) -> Iterator[None]:
+    """Gather a head that is an FSDP2 unit of its own, as verl makes it unless it is tied to the embedding.
+
+    FSDP2 gathers a unit in its forward, which the fused forward never calls. In training the unit stays gathered until the
+    end of the backward pass, where FSDP2 reduces its gradient and shards it again.
+    """
+    import torch
+    from torch.distributed.fsdp import FSDPModule
+
+    if not isinstance(head, FSDPModule):
+        yield
+        return
+    head.unshard()
+    try:
+        yield
+    finally:
+        if not torch.is_grad_enabled():
+            head.reshard()
 
 
 @same_log_probs

@@ -99,13 +99,17 @@ if __name__ == "__main__":
     as_fused = {"use_fused_kernels": True, "temperature": 1.0}
     for ours, theirs in zip(log_probs(fused, [0, 1, 2, 3], **as_fused), before, strict=True):
         assert torch.equal(ours, theirs), f"fused: {(ours - theirs).abs().max()}"
+
+    def head(model):
+        return dict(type(model).get_per_tensor_param.__wrapped__(model)[0])["lm_head.weight"].detach().clone()
+
+    untrained = head(fused)
     with fused.train_mode(disable_auto_offload=True):
         for _ in range(2):
             fused.train_batch(batch([2 * (rank % 2), 2 * (rank % 2) + 1], **as_fused), loss)
-    trained = log_probs(fused, [0, 1, 2, 3], **as_fused)
-    moved = sum((a - b).abs().sum() for a, b in zip(after, before, strict=True))
-    apart = sum((a - b).abs().sum() for a, b in zip(after, trained, strict=True))
-    assert apart < 0.5 * moved, f"the fused path trains the model differently: {apart} of {moved}"
+    moved = (head(actor) - untrained).abs().mean()  # FSDP2 reduces the gradient of a head that it never ran
+    apart = (head(actor) - head(fused)).abs().mean()
+    assert apart < 0.1 * moved, f"the fused path trains the head differently: {apart} of {moved}"
 
     if rank == 0:
         names = sorted(type(m).__name__ for m in actor.module.modules() if isinstance(m, Fp8Linear))
