@@ -118,7 +118,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"monitor_underflow": 1.5}, "monitor_underflow=1.5 must be between 0 and 1"),
         ({"monitor_action": "halt"}, "unknown monitor_action 'halt'. Set it to one of 'warn', 'stop'"),
         ({"guard_sqnr": float("nan")}, "guard_sqnr=nan must be a finite number"),
-        ({"guard_sqnr": 20, "monitor_every": 0}, "set monitor_every to 1 or more"),
+        ({"guard_sqnr": 20, "monitor_every": 0}, "Set monitor_every to 1 or more"),
         ({"guard_sqnr": 20, "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"guard_sqnr": 20, "backend": "te"}, "contradicts backend='te'"),
         ({"guard_sqnr": 20, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),

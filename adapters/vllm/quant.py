@@ -80,16 +80,17 @@ class JetrlQuantConfig(QuantizationConfig):
         """Return the quantized method for block linears; in exact mode the exact BF16 one for other linears and the head."""
         self._require_patched()
         if isinstance(layer, LinearBase):
-            if self.is_quantized(prefix) and not self._leaves_in_bf16(layer, prefix):
+            in_bf16 = isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, prefix)
+            if self.is_quantized(prefix) and not in_bf16:
                 return QuantizedLinearMethod(self, prefix)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
         return None
 
-    def _leaves_in_bf16(self, layer: LinearBase, prefix: str) -> bool:
+    def _leaves_in_bf16(self, layer: RowParallelLinear, prefix: str) -> bool:
         """Whether ``on_cut`` takes this layer out of FP8, by the function that decides in the trainer."""
-        if self.config.on_cut == "refuse" or self.config.channelwise or not isinstance(layer, RowParallelLinear):
+        if self.config.on_cut == "refuse" or self.config.channelwise:
             return False
         # vLLM asks for the method in the base class, after the row-parallel class has set its share of K
         found = is_cut(prefix, layer.input_size, layer.input_size // layer.input_size_per_partition)

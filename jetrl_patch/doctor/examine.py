@@ -56,7 +56,8 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
     if started is not None and framework is not None:
         environ = {**os.environ, **started.environ}
         report.checks += check_launch(framework, arguments, config, environ)
-        report.checks += check_settings(framework, arguments, config)
+        said = {check.finding for check in report.checks}  # a wrong section of verl's stands among its settings as well
+        report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in said]
     return report
 
 
@@ -86,7 +87,8 @@ def _settings(report: Report, overrides: dict[str, Any], started: Started | None
         report.checks.append(_switched_on(started, environ, by_settings))
         if started.framework and arguments is not None:
             config = registry.trainer(started.framework).chosen(arguments, config)
-    report.checks.append(Check("settings", "ok", f"{_words(config)} (from {source})"))
+    name = "judged with" if any(check.name == "settings" for check in report.checks) else "settings"
+    report.checks.append(Check(name, "ok", f"{_words(config)} (from {source})"))
     return arguments, config.resolved()
 
 

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_patch import registry, support
-from jetrl_patch.adapters.cpu import detect
+from jetrl_patch import registry
 from jetrl_patch.doctor import examine
-from jetrl_patch.patching import guards
-from tests.examples.test_h100 import _verl_accepts, models
+from tests.examples.test_h100 import _verl_accepts, models, target
 
-__all__ = ["models"]
+__all__ = ["models", "target"]
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "quickstart.md"
 
@@ -28,14 +26,9 @@ def test_there_is_one_for_each_framework() -> None:
     assert set(commands()) == {"verl", "openrlhf"}
 
 
+@pytest.mark.usefixtures("target")
 @pytest.mark.parametrize("framework", ["verl", "openrlhf"])
-def test_a_run_would_start(framework: str, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # the machine that the page assumes: CUDA build of vLLM, Hopper GPU, flash-attn
-    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
-    monkeypatch.setattr(support, "check_hopper", lambda: (True, "H100"))
-    real = guards.is_installed
-    monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
+def test_a_run_would_start(framework: str, models: Path) -> None:
     text = commands()[framework].replace("$MODEL", str(models / "qwen3_8b")).replace("$DATA", "/data")
     words = shlex.split(text.replace("\\\n", " "))
     report = examine.examine({}, words)

@@ -21,7 +21,9 @@ from jetrl_patch.errors import VersionError
 from jetrl_patch.patching import guards
 from tests.models import config_of
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
+from tests.openrlhf.run_openrlhf import make_task as openrlhf_task
 from tests.verl.run_verl import command as verl_command
+from tests.verl.run_verl import make_task as verl_task
 
 R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 
@@ -217,9 +219,11 @@ def test_a_verl_run_that_would_start(model: Path) -> None:
 
 def test_the_runs_of_the_end_to_end_tests_would_start(tmp_path: Path) -> None:
     """These commands do start: see ``tests/verl/test_e2e.py`` and its OpenRLHF counterpart."""
-    config_of("qwen3").save_pretrained(tmp_path / "model")
-    doctor("--", "JETRL_PRECISION=fp8-unified", *verl_command(tmp_path, "/tmp/jr"), status=0)
-    doctor("--", "jetrl", "openrlhf", "--fp8-unified", *openrlhf_arguments(tmp_path), status=0)
+    (ours, theirs) = (tmp_path / "verl", tmp_path / "openrlhf")
+    ours.mkdir()
+    theirs.mkdir()
+    doctor("--", "JETRL_PRECISION=fp8-unified", *verl_command(verl_task(ours), "/tmp/jr"), status=0)
+    doctor("--", "jetrl", "openrlhf", "--fp8-unified", *openrlhf_arguments(openrlhf_task(theirs)), status=0)
 
 
 def test_a_preset_of_verl_is_read(model: Path) -> None:

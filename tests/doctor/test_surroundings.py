@@ -142,7 +142,7 @@ def test_a_model_that_is_not_here(
 ) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     for checks in (
-        judge("verl", verl(place, f"{MODEL}.path={path}"), BF16),
+        judge("verl", verl(place, f"{MODEL}.path='{path}'"), BF16),  # Hydra reads a bare ~ as a deletion
         judge("openrlhf", openrlhf(place, "--actor.model_name_or_path", path), BF16),
     ):
         name, found, finding = only(checks)

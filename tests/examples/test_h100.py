@@ -14,7 +14,7 @@ import pytest
 from examples.openrlhf.h100.reward import reward_func
 from jetrl_patch import registry, support
 from jetrl_patch.adapters.cpu import detect
-from jetrl_patch.doctor import examine
+from jetrl_patch.doctor import examine, surroundings
 from jetrl_patch.patching import guards
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -24,7 +24,7 @@ LENGTHS = {"8k": 8192, "16k": 16384}
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The config.json of both models, without weights."""
+    """The config.json of both models, with empty weights."""
     from transformers import LlamaConfig, Qwen3Config
 
     folder = tmp_path_factory.mktemp("models")
@@ -33,6 +33,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     llama = LlamaConfig(**shared, vocab_size=128256, intermediate_size=14336, num_hidden_layers=32)
     qwen.save_pretrained(folder / "qwen3_8b")
     llama.save_pretrained(folder / "llama3_1_8b")
+    for model in folder.iterdir():
+        for name in ("model.safetensors", "tokenizer.json"):  # a checkpoint that looks complete
+            (model / name).touch()
     return folder
 
 
@@ -62,14 +65,21 @@ def test_every_model_and_length_is_there_for_both_frameworks() -> None:
         assert os.access(script, os.X_OK) == (script.stem != "common")
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
-def test_a_run_would_start(script: Path, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # pretend to be the target machine: CUDA build of vLLM, Hopper GPU, flash-attn
+@pytest.fixture
+def target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pretend to be the machine that the scripts assume: 8 H100, a CUDA build of vLLM, flash-attn, and the user's data."""
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
     monkeypatch.setattr(support, "check_hopper", lambda: (True, "H100"))
+    monkeypatch.setattr(support, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
+    monkeypatch.setattr(surroundings, "_data", lambda needs: iter(()))
+
+
+@pytest.mark.usefixtures("target")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_run_would_start(script: Path, models: Path) -> None:
     framework, length = script.parts[-3], LENGTHS[script.stem.rsplit("_", 1)[1]]
     words = command(script, models)
     report = examine.examine({}, words)

@@ -18,6 +18,7 @@ V, B, T, A = 12, 3, 7, 6  # actions: OpenRLHF's masks have T - 1 columns
 def exact(monkeypatch):
     monkeypatch.setattr(runtime, "is_active", lambda: True)
     monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified").resolved())
+    monkeypatch.setattr(runtime, "active_with", lambda wanted: wanted(runtime.active_config()))
     monkeypatch.setattr(state.WORKER, "stop_tokens", (1, 3))
 
 

@@ -73,7 +73,7 @@ def test_what_deepspeed_cannot_do_is_refused(changes, says):
 
 def test_without_torchao_there_is_one_clear_error(base, monkeypatch):  # noqa: F811
     monkeypatch.setattr(module, "is_installed", lambda name: False)
-    says = r"optimizer_states='8bit': required torchao>=.*, found no installed torchao\. .*jetrl_patch\[optim\]"
+    says = r"optimizer_states='8bit': required torchao>=.*, found no installed torchao\. Install it with .*torchao>="
     with pytest.raises(ConfigError, match=says):
         verl.check(base(), STATES)
     with pytest.raises(ConfigError, match=says):
