@@ -161,9 +161,15 @@ def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
     """Two column-parallel ranks hold different rows; two row-parallel ranks hold the same rows."""
     from jetrl_patch.adapters.vllm.scales import RowScales
     from jetrl_patch.adapters.vllm.shards import Shard
+    from jetrl_patch.sync.digest import Pieces, Rect
     from jetrl_patch.sync.tiling import check_tiling
 
-    scale, row_scales = torch.rand(10, 1), RowScales().rects
+    def row_scales(shard: Shard, scale: torch.Tensor) -> list[Rect]:
+        pieces = Pieces()
+        RowScales().add_to(pieces, shard, scale)
+        return list(pieces.read())
+
+    scale = torch.rand(10, 1)
     apart = [Shard("m", "q", 10, a, b, 0, 6, 0) for a, b in ((0, 4), (4, 10))]
     rects = [rect for s in apart for rect in row_scales(s, scale[s.row0 : s.row1])]
     check_tiling("m.weight_scale_inv", (10, 1), digest(scale), rects)
