@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def make(*words: str, path: str = "") -> subprocess.CompletedProcess[str]:
-    environ = {**os.environ, "PATH": os.pathsep.join(filter(None, (path, os.environ["PATH"])))}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}  # of an outer make
+    environ["PATH"] = os.pathsep.join(filter(None, (path, os.environ["PATH"])))
     return subprocess.run(["make", *words], capture_output=True, text=True, cwd=ROOT, env=environ)
 
 
