@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -29,6 +30,7 @@ class ProcessRun:
     def __init__(
         self, folder: Path, command: Callable[[str], tuple[list[str], Mapping[str, str]]], environ: Mapping[str, str]
     ) -> None:
+        remove_dead_locks()
         self._ray_dir = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
         self.log = folder / f"log-{time.monotonic_ns()}.txt"
         words, more = command(self._ray_dir.name)
@@ -60,3 +62,15 @@ class ProcessRun:
         if self.process.poll() is None:
             os.killpg(self.process.pid, signal.SIGKILL)
         self._ray_dir.cleanup()
+
+
+def remove_dead_locks() -> None:
+    """Remove the locks of C++ extensions that no process holds: those of tests killed while DeepSpeed was building."""
+    held = set()
+    for link in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            held.add(os.readlink(link))
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or Path.home() / ".cache" / "torch_extensions")
+    for lock in root.glob("**/lock"):
+        if str(lock.resolve()) not in held:
+            lock.unlink(missing_ok=True)

@@ -16,6 +16,7 @@ from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch,
 from jetrl_patch.adapters.openrlhf import (
     checkpoint,
     correction,
+    extensions,
     logprob,
     metrics,
     model,
@@ -89,6 +90,13 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=model.setup_distributed,
         reason="an actor whose settings differ from the driver's would build a different model unnoticed",
         remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module="torch.utils.file_baton",
+        attr="FileBaton.wait",
+        make=extensions.wait,
+        reason="a process killed while DeepSpeed builds its operators leaves a lock, for which every later run waits forever",
+        remove_when="PyTorch's lock ends with the process that holds it",
     ),
     Patch(
         module="openrlhf.models.actor",

@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, optimizer, precision
+from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.gate import while_active
@@ -70,6 +70,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
                 fix="set fp8_all_gather=False",
             )
         )
+    yield from extensions.abandoned()
     rules = RULES
     if config.optimizer_states != "fp32":
         yield from raised(lambda: check_installed(config.optimizer_states))
