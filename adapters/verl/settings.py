@@ -32,6 +32,7 @@ def _dtype_other_than_bf16(value: Any) -> bool:
 _ENGINES = ("fsdp", "fsdp2", megatron.STRATEGY)
 _PROCESSED = "processed_logprobs"
 _FALSE = "set it to false"
+_NSYS = "set it to nsys"
 _OURS = "no quantization but jetrl_patch's"
 _FULL = "full weights without LoRA"
 _TP_ONLY = "a rollout with tensor parallelism alone"
@@ -44,6 +45,7 @@ _WAITING = "a rollout that waits for the weights of its trainer"
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
     Rule("trainer.device", other_than("cuda", "cpu"), "cuda or cpu, for which the plugin has kernels", "set it to cuda", "all"),
+    Rule("global_profiler.tool", lambda tool: tool == "npu", "a profiler of CUDA (no kernels for npu)", _NSYS, "all"),
     Rule("async_training", is_set, _WAITING, "start verl.trainer.main_ppo", "all"),
     Rule("rollout", is_set, _WAITING, "start verl.trainer.main_ppo", "all"),
     Rule(f"{ROLLOUT}.agent.custom_async_server.path", is_set, "verl's own vLLM server", "set it to null", "all"),

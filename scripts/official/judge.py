@@ -146,7 +146,7 @@ def _problems(framework: str, settings: Any, config: Config, place: Path, workpl
     trainer = registry.trainer(framework)
     try:
         # what the training engine decides where the user left it open, as the driver does before its checks
-        config = getattr(trainer, "chosen", lambda settings, config: config)(settings, config)
+        config = trainer.chosen(settings, config)
         for error in trainer.problems(settings, config):
             yield _problem(error, place, workplace)
     except JetrlError as error:

@@ -51,6 +51,7 @@ def found(verl_config: Any, config: Config) -> list[str]:
 #: override, part of the message, the modes that refuse it
 REFUSED: list[tuple[str, str, list[Config]]] = [
     ("trainer.device=npu", "required cuda or cpu", EVERY),
+    ("global_profiler.tool=npu", "required a profiler of CUDA", EVERY),
     ("skip.rollout.enable=True", "samples of this run", EVERY),
     ("skip.rollout_tq.enable=True", "samples of this run", EVERY),
     ("skip.async_rollout.enable=True", "samples of this run", EVERY),
