@@ -65,7 +65,7 @@ class SyncError(JetrlError):
 
 
 class AuditError(JetrlError):
-    """Trainer and rollout disagree about which layers are FP8 or about their format."""
+    """Trainer and rollout disagree: about which layers are quantized, about their format, or about a token's log-prob."""
 
 
 class NotPatchedError(JetrlError):

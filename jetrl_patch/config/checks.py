@@ -79,6 +79,13 @@ def check_together(config: Config) -> None:
             f"fp8_all_gather=True contradicts precision={config.precision!r}: only {unified} trains with FP8 "
             f"weights. Drop fp8_all_gather or use {unified}."
         )
+    if config.old_log_probs == "rollout" and not config.exact:
+        raise ConfigError(
+            f"old_log_probs='rollout' contradicts align={config.resolved_align!r}: only in exact mode are the rollout's "
+            "log-probs the trainer's. Set align='exact' or old_log_probs='recompute'."
+        )
+    if not 0 <= config.audit_fraction <= 1:
+        raise ConfigError(f"audit_fraction={config.audit_fraction!r} must be between 0 and 1.")
     below = [name for name, found in CORRECTIONS.items() if found.takes_acr]
     if config.acr and config.correction not in below:
         raise ConfigError(

@@ -36,7 +36,8 @@ class Config(Fields):
         for name, found in SETTINGS.items():
             if found.form is SWITCH:
                 checks.check_switch(name, getattr(self, name))
-        for name in ("monitor_sqnr", "monitor_underflow", *(() if self.guard_sqnr is None else ("guard_sqnr",))):
+        numbers = ("audit_fraction", "monitor_sqnr", "monitor_underflow")
+        for name in (*numbers, *(() if self.guard_sqnr is None else ("guard_sqnr",))):
             self._keep(name, checks.number(name, getattr(self, name)))
         self._keep("exclude", checks.patterns(self.exclude))
         self._keep("sync_timeout", checks.seconds("sync_timeout", self.sync_timeout))
@@ -93,6 +94,11 @@ class Config(Fields):
     def same_log_probs(self) -> bool:
         """Whether the trainer computes log-probs by the rollout's formula, in FP32."""
         return self.exact or self.mode.rollout_log_probs
+
+    @property
+    def skips_old_pass(self) -> bool:
+        """Whether the rollout's log-probs are a step's old ones, without a forward pass of the trainer."""
+        return self.old_log_probs == "rollout"
 
     @property
     def compute_dtype(self) -> str:

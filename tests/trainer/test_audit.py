@@ -1,0 +1,90 @@
+"""The rollout's log-probs as a step's old ones: what is compared, what a difference does, what the log gets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl_patch.config import Config
+from jetrl_patch.correction.mismatch import mismatch
+from jetrl_patch.errors import AuditError
+from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
+
+STOP = Config(old_log_probs="rollout")
+GO_ON = STOP.replace(on_mismatch="recompute")
+
+
+@pytest.fixture
+def batch():
+    """Log-probs [3, 5] of both sides, equal, and a mask with tokens that do not count."""
+    generator = torch.Generator().manual_seed(5)
+    trainer = -torch.rand(3, 5, generator=generator)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [0, 1, 1, 1, 0], [1, 1, 1, 1, 1]])
+    return trainer, torch.where(mask.bool(), trainer, torch.zeros(())), mask
+
+
+def one_ulp_off(values, row, position):
+    changed = values.clone()
+    changed.view(torch.int32)[row, position] += 1
+    return changed
+
+
+@pytest.mark.parametrize("config", [STOP, GO_ON])
+def test_equal_bits_pass_whatever_stands_where_nothing_counts(batch, config):
+    audit = Audit()
+    assert audit.compare(*batch, config)
+    found, metrics = audited_metrics([audit.take(), None])
+    assert (found.tokens, found.bit_equal_fraction, found.logp_abs_diff_max) == (11, 1.0, 0.0)
+    assert metrics == {"jetrl/audited_tokens": 11.0} and not audit.failed and audit.take() is None
+
+
+@pytest.mark.parametrize(("row", "position", "name"), [(1, 2, "sample 1"), (2, 4, "prompt 7")])
+def test_one_ulp_stops_the_run_with_the_token_and_both_values(batch, row, position, name):
+    trainer, rollout, mask = batch
+    changed = one_ulp_off(trainer, row, position)
+    names = ["prompt 3", "prompt 5", "prompt 7"] if name.startswith("prompt") else []
+    with pytest.raises(AuditError) as error:
+        Audit().compare(changed, rollout, mask, STOP, names)
+    text = str(error.value)
+    assert text.startswith(f"log-prob of response token {position} of {name}: required the rollout's ")
+    assert f"{rollout[row, position].item():.9g}" in text and f"{changed[row, position].item():.9g} in the trainer" in text
+    assert "1 of 11 tokens differ" in text and len(text) < 300
+
+
+def test_one_ulp_where_nothing_counts_is_no_difference(batch):
+    trainer, rollout, mask = batch
+    assert Audit().compare(one_ulp_off(trainer, 0, 4), rollout, mask, STOP)
+
+
+def test_a_difference_can_be_logged_instead(batch, caplog):
+    trainer, rollout, mask = batch
+    audit = Audit()
+    changed = one_ulp_off(trainer, 0, 1)
+    assert not audit.compare(changed, rollout, mask, GO_ON) and audit.failed
+    assert "response token 1 of sample 0" in caplog.text and caplog.records[0].levelname == "ERROR"
+    assert audit.compare(trainer, rollout, mask, GO_ON) and audit.failed  # for the rest of the run
+    found, _ = audited_metrics([audit.take()])
+    expected = mismatch(torch.cat([changed, trainer]), torch.cat([rollout] * 2), torch.cat([mask] * 2))
+    assert found == expected and found.bit_equal_fraction == 21 / 22
+
+
+def test_nan_is_a_difference(batch):
+    trainer, rollout, mask = batch
+    trainer = trainer.clone()
+    trainer[2, 0] = float("nan")
+    with pytest.raises(AuditError, match="found nan in the trainer"):
+        Audit().compare(trainer, rollout, mask, STOP)
+
+
+def test_nothing_compared_is_nothing_logged():
+    assert audited_metrics([None, None]) is None and audited_metrics([]) is None
+
+
+@pytest.mark.parametrize("multiple", [1, 2, 3])
+@pytest.mark.parametrize("fraction", [0.0, 1e-9, 1 / 16, 0.3, 1.0])
+@pytest.mark.parametrize("count", [0, 6, 12, 48])
+def test_the_sample_is_spread_over_the_batch(count, fraction, multiple):
+    found = sample(count, fraction, multiple)
+    assert len(found) == len(set(found)) and found == sorted(found) and all(0 <= i < count for i in found)
+    assert len(found) % multiple == 0 and len(found) >= fraction * count
+    assert len(found) < fraction * count + multiple or not fraction
