@@ -20,6 +20,7 @@ from jetrl_patch.adapters.openrlhf import (
     logprob,
     metrics,
     model,
+    old_log_probs,
     optimizer,
     precision,
     remote,
@@ -180,6 +181,23 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     ),
 )
 
+OLD_LOG_PROBS: tuple[Patch, ...] = (
+    Patch(
+        module="openrlhf.trainer.ppo_utils.experience_maker",
+        attr="RemoteExperienceMaker._dispatch_forward",
+        make=old_log_probs.dispatch_forward,
+        reason="OpenRLHF computes the policy's log-probs again, which in exact mode are those that the rollout returned",
+        remove_when="OpenRLHF can train with the rollout's log-probs as the old ones",
+    ),
+    Patch(
+        module="openrlhf.trainer.ray.ppo_actor",
+        attr="ActorPPOTrainer.training_step",
+        make=old_log_probs.training_step,
+        reason="the rollout's log-probs would be taken as the trainer's without any proof; the first update compares them",
+        remove_when=_NO_HOOK,
+    ),
+)
+
 CORRECTION = Patch(
     module="openrlhf.models.loss",
     attr="PolicyLoss.forward",
@@ -241,7 +259,9 @@ class OpenRLHFAdapter(Adapter):
         scaled = INVARIANT_SCALE if config.quantized_rollout else ()
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
         loss_scale = (LOSS_SCALE,) if config.mode.scales_loss else ()
-        return EVERY_MODE + (SAME_LOG_PROBS if config.same_log_probs else ()) + ours + scaled + loss_scale + CHECKPOINT + states
+        same = SAME_LOG_PROBS if config.same_log_probs else ()
+        old = OLD_LOG_PROBS if config.skips_old_pass else ()
+        return EVERY_MODE + same + old + ours + scaled + loss_scale + CHECKPOINT + states
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""

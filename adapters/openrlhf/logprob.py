@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.openrlhf.old_log_probs import check_forward
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import packed as packing
@@ -46,7 +47,7 @@ _current = _Current()
 
 @_same_log_probs
 def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs."""
+    """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs, and check those of an update."""
 
     def forward(
         self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -58,7 +59,9 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         _current.alone = not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY
         try:
             with packing.sequences(sequences.shape[0]):
-                return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+                found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
+            check_forward(found[0] if isinstance(found, tuple) else found)
+            return found
         finally:
             _current.first, _current.packed, _current.alone = None, None, False
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, guard
+from jetrl_patch.adapters.openrlhf import correction, guard, old_log_probs
 from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
@@ -16,6 +16,7 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER
 from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
 from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.audit import audited_metrics
 from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
@@ -69,9 +70,16 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
 
     def make_experience(self: Any, samples_list: Any) -> Any:
-        experiences = original(self, samples_list)
-        note_mismatch(experiences, self.args)
-        return experiences
+        DRIVER.skipped = samples_list if old_log_probs.may_skip(samples_list, _current) else None
+        try:
+            experiences = original(self, samples_list)
+            if DRIVER.skipped is None:
+                note_mismatch(experiences, self.args)
+            else:
+                DRIVER.corrected = _corrected(experiences, self.args)
+            return experiences
+        finally:
+            DRIVER.skipped = None
 
     return make_experience
 
@@ -95,6 +103,26 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
         DRIVER.metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
     say_if_inexact(of_current, runtime.active_config().exact)
     return found
+
+
+def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
+    """Metrics of the correction where the old log-probs are the rollout's: every weight is 1."""
+    import torch
+
+    mask = _rows([e.action_mask for e in experiences], max(e.action_mask.shape[1] for e in experiences))
+    return correction.figures(args.algo.advantage, runtime.active_config(), torch.zeros(mask.shape), mask)
+
+
+def note_audit(reports: Sequence[dict[str, Any]]) -> None:
+    """Keep the metrics of a step whose policy pass was left out: what the driver and all actors compared."""
+    corrected, DRIVER.corrected = DRIVER.corrected, None
+    DRIVER.audit.failed |= any(report["differed"] for report in reports)
+    found = audited_metrics([DRIVER.audit.take(), *(report["audited"] for report in reports)])
+    if corrected is None or found is None:
+        return
+    figures, metrics = found
+    current = {"jetrl/stale_fraction": 0.0, "jetrl/bit_equal_fraction_current": figures.bit_equal_fraction}
+    DRIVER.metrics.update({**step_metrics(figures, corrected), **current, **metrics})
 
 
 def _current(experience: Any) -> Any:
@@ -136,6 +164,7 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     """Keep the policy actors' reports of a sync: rank 0 sends, all ranks take part."""
     DRIVER.metrics.update(sync_metrics(reports))
     DRIVER.version = reports[0]["version"]
+    note_audit(reports)
     for line in reports[0]["lines"]:
         logger.warning("jetrl_patch: %s", line)
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch.trainer import state
+from jetrl_patch.trainer.audit import Audit
 
 
 @dataclass
@@ -19,6 +20,9 @@ class WorkerState(state.Worker):
         report: metrics of the last weight sync, until the trainer loop takes them.
         version: number of the last weight sync; 0 before the first.
         lines: lines of the monitor and the guard that the trainer loop has not yet taken for its log.
+        synced_at: the policy's optimizer steps at the last weight sync; None before the first.
+        checked: the batch of the update in progress, while its forward pass can check its old log-probs.
+        audit: what the updates compared.
     """
 
     version: int = 0
@@ -27,6 +31,9 @@ class WorkerState(state.Worker):
     reference: bool = False
     stop_tokens: tuple[int, ...] = ()
     report: dict[str, Any] | None = None
+    synced_at: int | None = None
+    checked: Any = None
+    audit: Audit = field(default_factory=Audit)
 
 
 @dataclass
@@ -36,10 +43,16 @@ class DriverState(state.Driver):
     Attributes:
         version: number of the weight sync whose weights the trainer holds.
         guarded: layers that the reference was told to move out of FP8.
+        skipped: the step's samples if the policy computes no log-probs for them; None in other steps.
+        corrected: metrics of the correction in such a step, until the actors report what they compared.
+        audit: what was compared in this process.
     """
 
     version: int = 0
     guarded: list[str] = field(default_factory=list)
+    skipped: Any = None
+    corrected: dict[str, float] | None = None
+    audit: Audit = field(default_factory=Audit)
 
 
 @dataclass

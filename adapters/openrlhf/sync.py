@@ -71,7 +71,10 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             "sync_calls": calls,
             **precision.figures(),
             "monitor": monitor,
+            "audited": WORKER.audit.take(),
+            "differed": WORKER.audit.failed,
         }
+        WORKER.synced_at = self.actor.model.global_steps
 
     return broadcast_to_vllm
 

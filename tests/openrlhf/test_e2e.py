@@ -18,6 +18,11 @@ from tests.verl.test_e2e import _stopper
 TIMEOUT = 900
 UNIFIED = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": ""}
 
+DYNAMIC = [
+    "--ds.packing_samples", "--train.dynamic_batch_enable", "--train.max_tokens_per_gpu", "128",
+    "--rollout.max_tokens_per_gpu", "128",
+]  # fmt: skip
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(TIMEOUT + 100)]
 
 
@@ -47,6 +52,33 @@ def test_zero2_with_a_reference_model(task):
     assert_exact(finish(Run(task, environ=UNIFIED, steps=3), 3))
 
 
+def weights(task: Path) -> dict[str, bytes]:
+    """The saved model of the last run."""
+    return {file.name: file.read_bytes() for file in (task / "out").glob("*.safetensors")}
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        [],
+        pytest.param(["--train.batch_size", "4", "--train.max_epochs", "2"], marks=pytest.mark.slow),
+        pytest.param(["--train.colocate_all"], marks=pytest.mark.slow),
+        pytest.param([*DYNAMIC, "--train.batch_size", "4"], marks=pytest.mark.slow),
+        pytest.param(["--algo.kl.use_loss", "--algo.kl.estimator", "k2", "--train.enable_ema"], marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.slow
+def test_the_rollouts_log_probs_as_old_ones_train_the_same_weights(task, extra):
+    """The reference makes a KL in the reward; without a difference, both runs sample the same tokens."""
+    ends = {}
+    for way in ("recompute", "rollout"):
+        found = finish(Run(task, *extra, environ={**UNIFIED, "JETRL_OLD_LOG_PROBS": way}, steps=3), 3)
+        assert_exact(found)
+        ends[way] = weights(task)
+        assert all(("jetrl/audited_tokens" in step) == (way == "rollout") for step in found)
+    assert ends["recompute"] and ends["recompute"] == ends["rollout"]
+
+
 @pytest.mark.slow
 def test_zero3_on_two_ranks(task):
     assert_exact(finish(Run(task, environ=UNIFIED, stage=3, actors=2)))
@@ -64,8 +96,7 @@ def test_colocated(task):
 
 @pytest.mark.slow
 def test_packed_and_in_dynamic_batches(task):
-    sizes = ["--train.max_tokens_per_gpu", "128", "--rollout.max_tokens_per_gpu", "128"]
-    assert_exact(finish(Run(task, "--ds.packing_samples", "--train.dynamic_batch_enable", *sizes, environ=UNIFIED)))
+    assert_exact(finish(Run(task, *DYNAMIC, environ=UNIFIED)))
 
 
 @pytest.mark.slow
