@@ -74,7 +74,8 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             "audited": WORKER.audit.take(),
             "differed": WORKER.audit.failed,
         }
-        WORKER.synced_at = self.actor.model.global_steps
+        if config.skips_old_pass:
+            WORKER.synced_at = self.actor.model.global_steps
 
     return broadcast_to_vllm
 

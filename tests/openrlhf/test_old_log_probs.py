@@ -126,7 +126,7 @@ def test_of_several_updates_a_share_is_computed(monkeypatch, actors, computed):
 
 def test_a_difference_in_the_share_stops_the_run_before_its_update(monkeypatch):
     maker = Maker(monkeypatch, train_batch=4, wrong=("prompt 4",))
-    with pytest.raises(AuditError, match=r"response token 2 of a sample of prompt 'prompt 4': .* 1 of 4 tokens differ"):
+    with pytest.raises(AuditError, match=r"response token 2 of a sample of prompt 'prompt 4': .*1 of 4 tokens differ"):
         maker.make_experience(samples())
     assert DRIVER.skipped is None
 
