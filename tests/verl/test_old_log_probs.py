@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import correction_bypass, metrics, old_log_probs, settings, state
+from jetrl_patch.adapters.verl import correction_bypass, metrics, old_log_probs, old_log_probs_settings, settings, state
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConfigError
@@ -461,13 +461,13 @@ REFUSED = [
 @pytest.mark.parametrize(("override", "path"), REFUSED)
 def test_options_of_verl_that_need_the_pass_are_refused(base, override, path):
     select = settings._selector(base(override))
-    found = list(old_log_probs.problems(select, STOP))
+    found = list(old_log_probs_settings.problems(select, STOP))
     assert len(found) == 1 and isinstance(found[0], ConfigError)
     text = str(found[0])
     assert path in text and "with old_log_probs='rollout': required" in text and "or use old_log_probs='recompute'." in text
-    assert not list(old_log_probs.problems(select, Config().resolved()))
+    assert not list(old_log_probs_settings.problems(select, Config().resolved()))
     assert any(str(problem) == text for problem in settings.problems(base(override), STOP))
 
 
 def test_verls_defaults_are_accepted(base):
-    assert not list(old_log_probs.problems(settings._selector(base()), STOP))
+    assert not list(old_log_probs_settings.problems(settings._selector(base()), STOP))

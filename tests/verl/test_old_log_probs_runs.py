@@ -15,7 +15,7 @@ import torch
 from tests.checkpoint.test_resume import plain, shards
 from tests.verl.run_verl import A, R, Run, make_task
 
-TIMEOUT = 600
+TIMEOUT = 900
 STEPS = 3
 ROLLOUT = {"JETRL_OLD_LOG_PROBS": "rollout"}
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
