@@ -41,6 +41,7 @@ def measured(original: Callable[..., Any]) -> Callable[..., Any]:
         old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, config: Any, **kwargs: Any
     ) -> Any:
         if runtime.is_active() and WORKER.measuring:
+            WORKER.compared = True
             WORKER.measured.append(measure(log_prob, old_log_prob, response_mask, config.policy_loss))
         return original(old_log_prob, log_prob, advantages, response_mask, *args, config=config, **kwargs)
 
@@ -57,14 +58,14 @@ def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -
 
 
 def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``TrainingWorker.train_batch``: stop measuring once the optimizer step has changed the weights."""
+    """Wrap ``TrainingWorker.train_batch``: losses stop comparing once the optimizer step has changed the weights."""
 
     def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(self, *args, **kwargs)
         finally:
-            if WORKER.measured:  # empty after a critic's batch
-                WORKER.measuring = False
+            if WORKER.compared:  # not in a critic's batch
+                WORKER.measuring = WORKER.compared = False
 
     return train_batch
 

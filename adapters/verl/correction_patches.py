@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jetrl_patch.adapters.base import Config, OnImport, Patch
-from jetrl_patch.adapters.verl import correction_acr, correction_bypass, correction_masks
+from jetrl_patch.adapters.verl import correction_acr, correction_bypass, correction_masks, old_log_probs
 from jetrl_patch.adapters.verl.correction import ACR_LOSS, drops_tokens
 
 __all__ = ["correction_hooks", "correction_patches"]
@@ -14,7 +14,8 @@ _TRAIN_BATCH = Patch(
     module="verl.workers.engine_workers",
     attr="TrainingWorker.train_batch",
     make=correction_bypass.train_batch,
-    reason="later mini-batches run on updated weights and would count as mismatch in bypass mode",
+    reason="later mini-batches run on updated weights and would count as mismatch in bypass mode, and where the rollout's "
+    "log-probs are the old ones",
     remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
 )
 
@@ -34,11 +35,21 @@ _MEASURES = Patch(
     remove_when="verl computes the effective sample size of all-zero weights without an error",
 )
 
+_CHECKED_LOSS = Patch(
+    module="verl.workers.utils.losses",
+    attr="get_policy_loss_fn",
+    make=old_log_probs.get_policy_loss_fn,
+    reason="where the rollout's log-probs are the old ones, the loss is the only place that sees the trainer's too, before the "
+    "backward pass. Distillation's losses are not covered and are refused",
+    remove_when="verl compares rollout and trainer log-probs in every policy loss",
+)
+
 
 def correction_patches(config: Config) -> tuple[Patch, ...]:
-    """Return the patch that ends the measurement of bypass mode, and those that dropping tokens and ACR need."""
+    """Return the patch that ends the losses' comparisons, and those that the settings need."""
     masks = (_MEASURES,) if drops_tokens(config) else ()
-    return (_TRAIN_BATCH, *masks, *((_WEIGHTS,) if config.acr else ()))
+    checked = (_CHECKED_LOSS,) if config.skips_old_pass else ()
+    return (_TRAIN_BATCH, *checked, *masks, *((_WEIGHTS,) if config.acr else ()))
 
 
 def correction_hooks(config: Config) -> tuple[OnImport, ...]:

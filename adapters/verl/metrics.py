@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import old_log_probs
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
@@ -24,6 +25,10 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
 
     def _compute_old_log_prob(self: Any, batch: Any) -> Any:
+        if runtime.active_config().skips_old_pass:
+            taken = old_log_probs.instead_v0(original, self, batch)
+            if taken is not None:
+                return taken
         result = original(self, batch)
         rollout = batch.batch.get("rollout_log_probs", None)
         if rollout is None:
@@ -57,8 +62,13 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``PPOTrainer._compute_old_log_prob`` (trainer V1, which keeps its batches in the TransferQueue)."""
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
+        bypassed = is_bypassed(self.config)
+        if runtime.active_config().skips_old_pass and not bypassed:
+            taken = old_log_probs.instead_v1(original, self, batch)
+            if taken is not None:
+                return taken
         result = original(self, batch, metrics)
-        if not is_bypassed(self.config):  # in bypass mode the two are the same tensor
+        if not bypassed:  # in bypass mode the two are the same tensor
             import transfer_queue
 
             fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
@@ -116,6 +126,10 @@ def note_sync(results: Sequence[Any]) -> None:
         )
     if (measured := bypassed_figures(reports)) is not None:
         note(*measured)
+    if runtime.active_config().skips_old_pass and (audited := old_log_probs.take(reports)) is not None:
+        found, corrected, counts = audited
+        note(found, corrected)
+        DRIVER.metrics.update(counts)
     DRIVER.metrics.update(sync_metrics(reports))
     for line in reports[0]["lines"]:
         print(f"jetrl_patch: WARNING: {line}", flush=True)  # like verl's console logger: verl's TaskRunner shows no warnings
@@ -123,11 +137,12 @@ def note_sync(results: Sequence[Any]) -> None:
 
 @while_active
 def log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step."""
+    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step; drop those of a pass that did not run."""
 
     def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
         if "training/global_step" in data:
-            data = {**data, **DRIVER.take()}
+            unknown, DRIVER.unknown = DRIVER.unknown, ()
+            data = {**{name: value for name, value in data.items() if name not in unknown}, **DRIVER.take()}
         return original(self, data, step, backend)
 
     return log

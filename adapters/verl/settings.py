@@ -10,6 +10,7 @@ from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl import beside, fused, gather, megatron, model_config, precision, ulysses
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
+from jetrl_patch.adapters.verl.old_log_probs_settings import problems as old_log_probs_problems
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
 from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
@@ -113,6 +114,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from gather.problems(select, config)
     yield from beside.problems(select, config)
     yield from ulysses.problems(select)
+    yield from old_log_probs_problems(select, config)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):

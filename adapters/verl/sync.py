@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import precision
+from jetrl_patch.adapters.verl import old_log_probs, precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
@@ -141,6 +141,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         report = {
             **sync_report(WORKER.stats or SyncStats(), start),
             LOSS: _measured(self.actor.engine),
+            old_log_probs.AUDIT: _audited(self.actor.engine),
             **precision.figures(),
             **monitored(self.actor.engine),
         }
@@ -153,6 +154,12 @@ def _measured(engine: Any) -> list[Any]:
     """Return what bypass mode measured; of ranks that share sequences and so saw the same tokens, one reports."""
     found = hand_over()
     return found if engine.is_mp_src_rank_with_outputs() else []
+
+
+def _audited(engine: Any) -> dict[str, Any]:
+    """Return what the losses compared; of ranks that share sequences, one reports the sums."""
+    found = old_log_probs.hand_over()
+    return found if engine.is_mp_src_rank_with_outputs() else {**found, "sums": None}
 
 
 def monitored(engine: Any) -> dict[str, Any]:

@@ -1,0 +1,176 @@
+"""Real verl runs with ``old_log_probs="rollout"`` end with the weights of runs that compute them, bit for bit.
+
+Two runs see the same samples because a hook of the test seeds each one (step, prompt, number), and orders V1's batches, which
+otherwise follow the time at which samples arrive.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.checkpoint.test_resume import plain, shards
+from tests.verl.run_verl import A, R, Run, make_task
+
+TIMEOUT = 900
+STEPS = 3
+ROLLOUT = {"JETRL_OLD_LOG_PROBS": "rollout"}
+V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
+
+HOOK = """
+import functools, os, wrapt
+
+@wrapt.when_imported("verl.experimental.agent_loop.agent_loop")
+def _(module):
+    original = module.AgentLoopWorker._run_agent_loop
+    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
+        step, number = int(trajectory["step"]), int(kwargs.get("session_id", trajectory["rollout_n"]))
+        seed = 100_000 * step + 100 * int(trajectory["sample_index"]) + number
+        result = await original(self, {**sampling_params, "seed": seed}, trajectory, **kwargs)
+        if os.environ.get("ONE_ULP_IN_STEP") == str(step) and number == 1:
+            import torch
+            result.response_logprobs.view(torch.int32)[0, 0] += 1
+        return result
+    module.AgentLoopWorker._run_agent_loop = _run_agent_loop
+
+@wrapt.when_imported("verl.workers.engine_workers")
+def _(module):
+    original = module.ActorRolloutRefWorker.compute_log_prob
+    @functools.wraps(original)
+    def compute_log_prob(self, data):
+        print(f"PASS OVER {len(data)} SAMPLES", flush=True)
+        return original(self, data)
+    module.ActorRolloutRefWorker.compute_log_prob = compute_log_prob
+
+@wrapt.when_imported("verl.trainer.ppo.v1.replay_buffer")
+def _(module):
+    original = module.ReplayBuffer._materialize_batch
+    def _materialize_batch(self, partition_id, *args):
+        batch = original(self, partition_id, *args)
+        fields = module.tq.kv_batch_get(keys=batch.keys, partition_id=partition_id, select_fields=["input_ids"])
+        rows = [row.tolist() for row in fields["input_ids"].unbind()]
+        batch.reorder(sorted(range(len(rows)), key=rows.__getitem__))
+        return batch
+    module.ReplayBuffer._materialize_batch = _materialize_batch
+"""
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = make_task(tmp_path_factory.mktemp("task"))
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    return folder
+
+
+class Finished:
+    """A run to its end: the samples of each pass, the metrics of each step, and the weights and optimizer states."""
+
+    def __init__(self, task: Path, out: Path, *extra: str, steps: int = STEPS, processes: int = 1, **environ: str) -> None:
+        environ = {"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": str(task / "hook"), **environ}
+        save = [f"trainer.default_local_dir={out}", f"trainer.save_freq={steps}"]
+        run = Run(task, *save, *extra, steps=steps, processes=processes, environ=environ)
+        self.rc = run.wait(TIMEOUT)
+        self.text = run.text
+        self.passes = [int(count) for count in re.findall(r"PASS OVER (\d+) SAMPLES", self.text)]
+        self.steps = run.metrics()
+        self.out = out / f"global_step_{steps}" / "actor"
+
+    def weights(self) -> list[torch.Tensor]:
+        assert self.rc == 0, self.text[-6000:]
+        found = plain(shards(self.out))
+        assert len(found) > 100
+        return found
+
+
+def same(a: Finished, b: Finished) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a.weights(), b.weights(), strict=True))
+
+
+def assert_checked(found: Finished) -> None:
+    assert found.rc == 0 and len(found.steps) == STEPS, found.text[-6000:]
+    for step in found.steps:
+        assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0
+        assert step["jetrl/audited_tokens"] == step["jetrl/tokens"] >= 16
+    for name in ("actor/entropy:", "mfu/actor_infer", "rollout_probs_diff"):
+        assert name not in found.text
+
+
+@pytest.fixture(scope="module")
+def recomputed(task, tmp_path_factory):
+    found = Finished(task, tmp_path_factory.mktemp("recomputed"), V0)
+    assert found.rc == 0 and found.passes == [16] * STEPS, found.text[-6000:]
+    assert all("jetrl/audited_tokens" not in step for step in found.steps) and "actor/entropy:" in found.text
+    return found
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_no_pass_runs_and_every_token_is_compared(task, tmp_path):
+    found = Finished(task, tmp_path, V0, **ROLLOUT)
+    assert_checked(found)
+    assert found.passes == []
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 100)
+def test_v0_ends_with_the_same_weights(task, recomputed, tmp_path):
+    found = Finished(task, tmp_path, V0, **ROLLOUT)
+    assert found.passes == [] and same(found, recomputed)
+    assert [step["critic/rewards/mean"] for step in found.steps] == [
+        step["critic/rewards/mean"] for step in recomputed.steps
+    ]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 100)
+def test_v1_ends_with_the_same_weights(task, tmp_path):
+    expected = Finished(task, tmp_path / "recomputed", V1)
+    found = Finished(task, tmp_path / "rollout", V1, **ROLLOUT)
+    assert_checked(found)
+    assert expected.passes == [16] * STEPS and found.passes == [] and same(found, expected)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 100)
+@pytest.mark.parametrize("version", [V0, V1])
+def test_several_updates_with_kl_in_the_reward_end_with_the_same_weights(task, tmp_path, version):
+    """A share of the samples goes through the pass. Dynamic micro-batches, packed; 8 updates a step."""
+    extra = [
+        version, "algorithm.use_kl_in_reward=True", f"{A}.ppo_mini_batch_size=1", f"{A}.ppo_epochs=2",
+        f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=64", f"{R}.log_prob_max_token_len_per_gpu=128",
+        "actor_rollout_ref.model.use_remove_padding=True", "algorithm.kl_ctrl.kl_coef=0.1",
+    ]  # fmt: skip
+    expected = Finished(task, tmp_path / "recomputed", *extra)
+    found = Finished(task, tmp_path / "rollout", *extra, JETRL_AUDIT_FRACTION="0.25", **ROLLOUT)
+    assert_checked(found)
+    assert expected.passes == [16] * STEPS and found.passes == [4] * STEPS and same(found, expected)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 100)
+def test_one_ulp_stops_the_run_or_brings_the_pass_back(task, recomputed, tmp_path):
+    stopped = Finished(task, tmp_path / "stopped", V0, ONE_ULP_IN_STEP="2", **ROLLOUT)
+    assert stopped.rc != 0 and len(stopped.steps) == 1
+    assert re.search(r"AuditError: log-prob of response token 0 of sample \d+: required the rollout's", stopped.text)
+    went_on = Finished(
+        task, tmp_path / "on", V0, ONE_ULP_IN_STEP="2", JETRL_ON_MISMATCH="recompute", **ROLLOUT
+    )
+    assert same(went_on, recomputed) and went_on.passes == [16]
+    assert [step["jetrl/bit_equal_fraction"] < 1 for step in went_on.steps] == [False, True, False]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_one_ulp_on_one_of_two_ranks_stops_both(task, tmp_path):
+    """The other rank waits in a collective; Ray ends it with the run."""
+    found = Finished(task, tmp_path, V0, processes=2, ONE_ULP_IN_STEP="2", **ROLLOUT)
+    assert found.rc != 0 and len(found.steps) == 1 and "AuditError: log-prob of response token 0" in found.text
