@@ -76,6 +76,21 @@ def _receive_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     return receive_weights
 
 
+def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    def load_valuehead_model(local_path: str, torch_dtype: Any, model_config: Any, trust_remote_code: bool) -> Any:
+        from transformers import AutoModelForTokenClassification
+
+        return AutoModelForTokenClassification.from_pretrained(
+            local_path,
+            torch_dtype=torch_dtype,
+            config=model_config,
+            attn_implementation="sdpa",
+            trust_remote_code=trust_remote_code,
+        )
+
+    return load_valuehead_model
+
+
 VERSION = Patch(
     module="importlib.metadata",
     attr="version",
@@ -110,6 +125,14 @@ FOR_TORCH = (
 )
 
 FOR_VERL = (
+    Patch(
+        module="verl.utils.model",
+        attr="load_valuehead_model",
+        make=_load_valuehead_model,
+        reason="verl loads every critic with flash attention, whatever its configuration says, and reports a missing trl "
+        "when the package is not there; a critic that only trl can load is not covered",
+        remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",
+    ),
     Patch(
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="load_fsdp_model_to_gpu",

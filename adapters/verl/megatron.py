@@ -120,12 +120,12 @@ def problems(select: Select, config: Config) -> Iterator[JetrlError]:
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
     """The plugin's own settings: what is refused, required and found, and the fix. The three that a run needs are one error."""
-    align = config.resolved_align if config.fp8_train else "exact"  # the default of the precision that is needed
+    align = config.resolved_align if config.fp8_train else config.align or NEEDED["align"]  # other precisions need not have one
     found = {"precision": config.precision, "align": align, "backend": config.backend}
     wrong = [name for name, value in NEEDED.items() if found[name] != value]
     if wrong:
         yield (
-            ", ".join(f"{name}={getattr(config, name)!r}" for name in wrong),
+            ", ".join(f"{name}={found[name]!r}" for name in wrong),
             f"{', '.join(f'{name}={value!r}' for name, value in NEEDED.items())} (Megatron has its own norm, RoPE and attention, "
             "and its FP8 layers are TransformerEngine's)",
             ", ".join(f"{name}={found[name]!r}" for name in wrong),

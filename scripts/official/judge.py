@@ -11,7 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jetrl_patch import registry
@@ -33,6 +33,9 @@ ASYNC = "async"
 READ: set[str] = set()
 #: modules that train or serve without a rollout
 _NO_ROLLOUT = re.compile(r"(^|[._])(sft|dpo|rm|generation)([._]|$)")
+#: the folder of verl's scripts for Ascend, where verl itself sets the device, whether or not the script does
+_ASCEND = "ascend_extras"
+_ASCEND_NOTE = f"a script in `{_ASCEND}` is judged with `trainer.device=npu`, which verl sets on such a machine"
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,9 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
             path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
             verdicts = dict.fromkeys(modes(), own)
             return Judged(launch, framework, started.target, _kind(path, False), path, verdicts, keys, notes)
+    if _ASCEND in PurePosixPath(launch.script).parts:
+        _set_device(settings, "npu")
+        notes = (*notes, _ASCEND_NOTE)
     path, _ = trainer.model_path(settings)
     name = models.known(path)
     if name:
@@ -197,6 +203,12 @@ def _set_model(framework: str, settings: Any, path: str) -> None:
         OmegaConf.update(settings, _MODEL_KEYS[framework], path)
         return
     settings.actor.model_name_or_path = path
+
+
+def _set_device(settings: Any, device: str) -> None:
+    from omegaconf import OmegaConf
+
+    OmegaConf.update(settings, "trainer.device", device)
 
 
 def _asynchronous(framework: str, settings: Any) -> bool:

@@ -28,6 +28,7 @@ _CRITIC = "the critic or reward model, which the plugin leaves as it is"
 _RECOMPUTE = "activations are computed again by the same ops"
 _SAMPLES = "how many answers a prompt gets"
 _PROFILE = "a profiler around the step"
+_ENTROPY = "the entropy, beside the log-probs"
 
 #: pattern of a setting -> why trainer and rollout stay equal whatever its value
 HARMLESS: dict[str, dict[str, str]] = {
@@ -64,7 +65,8 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
         "actor_rollout_ref.model.enable_activation_offload": _RECOMPUTE,
         "actor_rollout_ref.*.entropy_checkpointing": _RECOMPUTE,
-        "actor_rollout_ref.*.entropy_from_logits_with_chunking": "the entropy, beside the log-probs",
+        "actor_rollout_ref.*.entropy_from_logits_with_chunking": _ENTROPY,
+        "actor_rollout_ref.*.use_torch_compile": _ENTROPY,
         "actor_rollout_ref.*.profiler.*": _PROFILE,
         "global_profiler.*": _PROFILE,
         "actor_rollout_ref.rollout.gpu_memory_utilization": _SIZE,
@@ -86,12 +88,16 @@ HARMLESS: dict[str, dict[str, str]] = {
         "trainer.resume_*": _LOG,
         "trainer.critic_warmup": "the first steps train the critic alone",
         "critic.*": _CRITIC,
+        "distillation.*": "the teacher, whose engine the plugin leaves as it is, and the loss, after the log-probs",
+        "reward.reward_model.*": _CRITIC,
+        "model_engine": "a name for settings that the checks read where it has put them",
         "data.*": _DATA,
         "reward.custom_reward_function.*": _DATA,
         "reward.reward_manager.*": _DATA,
         "reward.reward_kwargs.*": _DATA,
         "reward.num_workers": _SIZE,
         "ray_kwargs.ray_init.num_*": _SIZE,
+        "ray_kwargs.ray_init.runtime_env.py_executable": "the workers' Python, on which the doctor reports",
     },
     "openrlhf": {
         "actor.adam.*": _OPTIMIZER,
@@ -109,6 +115,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "ds.zero_stage": _PLACE,
         "ds.packing_samples": _SCHEDULE,
         "ds.attn_implementation": "exact mode has its own attention; the other modes compare nothing bit by bit",
+        "ds.ring_attn_head_stride": "part of ring attention, which exact mode refuses",
+        "train.agent_func_path": _DATA,
+        "train.partial_rollout_enable": "part of the asynchronous rollout, which exact mode refuses",
         "train.dynamic_batch_enable": _SCHEDULE,
         "train.max_tokens_per_gpu": _SCHEDULE,
         "rollout.max_tokens_per_gpu": _SCHEDULE,

@@ -148,7 +148,8 @@ def _counts(judged: Sequence[Judged], before: Mapping[str, Any]) -> list[str]:
     if before:
         lines += [
             "",
-            "In brackets: the number before Ulysses, LoRA and the other settings of this version were covered.",
+            "In brackets: the number before Ulysses, reward models and distillation were covered, and before Ascend's devices, "
+            "mixtures of experts and models of several modalities were refused by name.",
         ]
     return [*lines, ""]
 

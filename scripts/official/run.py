@@ -5,6 +5,7 @@ A class is a folder of verl's examples, or one of OpenRLHF's scripts. The result
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ from scripts.official.renamed import translated
 __all__ = ["choose", "run"]
 
 SIZES = shrink.Sizes()
+#: how Python ends the report of an error
+_ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception): ")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,12 @@ def covers(one: Judged) -> str:
     return ", ".join(f"{name.rpartition('.')[2]} {given[name]}" for name in names if name in given)
 
 
+def cause(said: str) -> str:
+    """The last line that names an error: a progress bar may follow it."""
+    lines = said.splitlines()
+    return ([line for line in lines if _ERROR.match(line)] or lines)[-1][:200]
+
+
 def run(one: Judged, mode: str, folder: Path) -> dict[str, Any]:
     """Run one launch and return its row of the page. A run that fails has ``failure`` and no steps."""
     arm = Arm(precision="fp8-unified", align=mode)
@@ -107,7 +116,7 @@ def run(one: Judged, mode: str, folder: Path) -> dict[str, Any]:
     except RunFailedError as error:
         print(error, file=sys.stderr)
         nothing = {"steps": 0, "tokens": 0, "bit_equal_fraction_min": 0.0, "logp_abs_diff_max": 0.0}
-        return {**row, **nothing, "failure": str(error).splitlines()[-1][:200]}
+        return {**row, **nothing, "failure": cause(str(error))}
     share, largest, tokens = (
         [value for _, value in found.series(f"jetrl/{name}")]
         for name in ("bit_equal_fraction", "logp_abs_diff_max", "tokens")

@@ -176,6 +176,25 @@ def test_still_needed_fsdp1_refuses_cpu_parameters():
         _init_utils._check_module_states_for_sync_module_states([torch.ones(1)])
 
 
+def test_still_needed_critics_have_flash_attention(monkeypatch, tmp_path):
+    """And the shim's critic has not."""
+    import transformers
+    from verl.utils.model import load_valuehead_model
+
+    from jetrl_patch.adapters.cpu.verl import FOR_VERL
+
+    chosen = []
+
+    def from_pretrained(*args, attn_implementation, **kwargs):
+        chosen.append(attn_implementation)
+
+    monkeypatch.setattr(transformers.AutoModelForTokenClassification, "from_pretrained", from_pretrained)
+    (shim,) = [patch for patch in FOR_VERL if patch.attr == "load_valuehead_model"]
+    for load in (load_valuehead_model, shim.make(load_valuehead_model)):
+        load(tmp_path, torch.float32, None, False)
+    assert chosen == ["flash_attention_2", "sdpa"]
+
+
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator to pin memory for")
 def test_still_needed_no_pinned_memory():
     with pytest.raises(RuntimeError):

@@ -39,7 +39,8 @@ def grpo(*settings: str, model: str = "Qwen/Qwen3-8B") -> str:
 def write(folder: Path, **texts: str) -> Path:
     """Write ``examples/<name>.sh`` for each text and return the folder, a checkout."""
     place = folder / "examples" / "some_trainer"
-    place.mkdir(parents=True)
     for name, text in texts.items():
-        (place / f"{name}.sh").write_text(text)
+        script = place / f"{name}.sh"
+        script.parent.mkdir(parents=True, exist_ok=True)
+        script.write_text(text)
     return folder

@@ -55,6 +55,15 @@ def test_the_models_shapes_decide(tmp_path):
     assert abouts(eight, "exact") == ["the tensor-parallel split"] and "K = 18944" in eight.verdicts["exact"][0].text
 
 
+def test_a_script_for_ascend_is_refused_whether_or_not_it_names_the_device(tmp_path):
+    (expansion,) = expand(write(tmp_path / "checkout", **{"ascend_extras/run": grpo()}), tmp_path / "work")
+    models.write_all(tmp_path / "models")
+    with on_target():
+        found = judge(expansion.launches[0], tmp_path / "models", tmp_path / "work")
+    assert all(abouts(found, mode) == ["trainer.device"] for mode in modes())
+    assert "trainer.device=npu" in found.notes[0]
+
+
 def test_an_unknown_model_is_said_to_be_unknown(tmp_path):
     found = verdict(tmp_path, grpo(model="somebody/new-model-9B"))
     assert found.kind == "" and found.model == "somebody/new-model-9B"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jetrl_patch import registry
 from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
-from scripts.official import shrink
+from scripts.official import run, shrink
 from scripts.official.judge import given
 
 DATA = (Path("/data/train"), Path("/data/held_out"))
@@ -55,3 +55,8 @@ def test_openrlhf():
     assert (found.actor.num_gpus_per_node, found.vllm.num_engines, found.ds.zero_stage) == (1, 1, 3)
     assert found.algo.advantage.estimator == "group_norm" and list(found.actor.eps_clip_low_high) == [0.2, 0.27]
     assert found.ds.packing_samples and found.train.max_tokens_per_gpu == 8 * 48 and found.vllm.enforce_eager
+
+
+def test_a_failed_run_names_its_error():
+    said = "Traceback (most recent call last):\nTypeError: f() missing 1 argument\nTraining Progress:   0%| 0/2"
+    assert run.cause(said) == "TypeError: f() missing 1 argument" and run.cause("killed") == "killed"

@@ -114,8 +114,8 @@ SET = r"\. Set JETRL_PRECISION=fp8-unified JETRL_ALIGN=linear JETRL_BACKEND=te, 
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (Config(backend="te"), f"^align=None with verl setting .*actor.strategy=megatron: {NEEDS}, found align='exact'{SET}"),
-        (Config(precision="fp8-rollout"), f"{NEEDS}, found precision='fp8-rollout', align='exact', backend='auto'{SET}"),
+        (Config(backend="te"), f"^align='exact' with verl setting .*actor.strategy=megatron: {NEEDS}, found align='exact'{SET}"),
+        (Config(precision="fp8-rollout"), f"{NEEDS}, found precision='fp8-rollout', backend='auto'{SET}"),
         (Config(align="linear"), f"^backend='auto' with .*: {NEEDS}, found backend='auto'{SET}"),
         (Config(), f"{NEEDS}, found align='exact', backend='auto'{SET}"),
         (Config(precision="int8-rollout"), f"{NEEDS}, found precision='int8-rollout', "),
