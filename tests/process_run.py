@@ -17,6 +17,9 @@ QUIET = {
     "OMP_NUM_THREADS": "1", "RAY_DEDUP_LOGS": "0", "RAY_memory_monitor_refresh_ms": "0", "HF_HUB_OFFLINE": "1",
 }  # fmt: skip
 
+#: what Ray says when its node is late, and how often a run is started because of it
+SLOW_RAY, STARTS = "The current node timed out during startup", 3
+
 
 class ProcessRun:
     """One run in its own process group. ``text`` is its output so far.
@@ -30,31 +33,49 @@ class ProcessRun:
     def __init__(
         self, folder: Path, command: Callable[[str], tuple[list[str], Mapping[str, str]]], environ: Mapping[str, str]
     ) -> None:
+        self._folder, self._command, self._environ = folder, command, environ
+        self._starts = 0
+        self._start()
+
+    def _start(self) -> None:
         remove_dead_locks()
+        self._starts += 1
         self._ray_dir = tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True)
-        self.log = folder / f"log-{time.monotonic_ns()}.txt"
-        words, more = command(self._ray_dir.name)
+        self.log = self._folder / f"log-{time.monotonic_ns()}.txt"
+        words, more = self._command(self._ray_dir.name)
         clean = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         with self.log.open("w") as out:
             self.process = subprocess.Popen(
-                words, env={**clean, **QUIET, **more, **environ}, cwd=folder, stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
+                words, env={**clean, **QUIET, **more, **self._environ}, cwd=self._folder, stdout=out,
+                stderr=subprocess.STDOUT, start_new_session=True,
             )  # fmt: skip
+
+    def _started_again(self) -> bool:
+        """Start an ended run again if Ray itself gave up. It waits 30 seconds for its node, which a busy machine exceeds."""
+        if self._starts == STARTS or SLOW_RAY not in self.text:
+            return False
+        self.stop()
+        self._start()
+        return True
 
     @property
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def wait(self, timeout: float) -> int:
-        try:
-            return self.process.wait(timeout)
-        finally:
-            self.stop()
+        end = time.monotonic() + timeout
+        while True:
+            try:
+                code = self.process.wait(max(0.0, end - time.monotonic()))
+            finally:
+                self.stop()
+            if code == 0 or not self._started_again():
+                return code
 
     def wait_for(self, seen: Callable[[str], bool], timeout: float) -> None:
         end = time.monotonic() + timeout
         while not seen(self.text):
-            assert self.process.poll() is None, self.text[-4000:]
+            assert self.process.poll() is None or self._started_again(), self.text[-4000:]
             assert time.monotonic() < end, self.text[-4000:]
             time.sleep(0.5)
 
