@@ -116,8 +116,9 @@ def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
 def note_audit(reports: Sequence[dict[str, Any]]) -> None:
     """Keep the metrics of a step whose policy pass was left out: what the driver and all actors compared."""
     corrected, DRIVER.corrected = DRIVER.corrected, None
-    DRIVER.audit.failed |= any(report["differed"] for report in reports)
-    found = audited_metrics([DRIVER.audit.take(), *(report["audited"] for report in reports)])
+    parts = [report["audit"] for report in reports]
+    DRIVER.audit.failed |= any(part["differed"] for part in parts)
+    found = audited_metrics([DRIVER.audit.take(), *(part["sums"] for part in parts)])
     if corrected is None or found is None:
         return
     figures, metrics = found

@@ -71,8 +71,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
             "sync_calls": calls,
             **precision.figures(),
             "monitor": monitor,
-            "audited": WORKER.audit.take(),
-            "differed": WORKER.audit.failed,
+            "audit": WORKER.audit.report(),
         }
         if config.skips_old_pass:
             WORKER.synced_at = self.actor.model.global_steps

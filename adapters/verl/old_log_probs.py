@@ -27,9 +27,9 @@ from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
 if TYPE_CHECKING:
     from jetrl_patch.correction.mismatch import Mismatch
 
-__all__ = ["AUDIT", "get_policy_loss_fn", "hand_over", "instead_v0", "instead_v1", "take"]
+__all__ = ["AUDIT", "get_policy_loss_fn", "instead_v0", "instead_v1", "take"]
 
-#: key of what the losses compared, in a worker's report
+#: key of ``Audit.report`` in a worker's report
 AUDIT = "audit"
 
 #: what V0's loop logs of a pass: figures of the pass itself, and of a comparison that would be of a tensor with itself
@@ -79,11 +79,6 @@ def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
         return loss(old_log_prob=old, log_prob=log_prob, response_mask=response_mask, **others)
 
     return policy_loss
-
-
-def hand_over() -> dict[str, Any]:
-    """At a weight sync, return what the losses compared since the last one, in plain types."""
-    return {"sums": WORKER.audit.take(), "failed": WORKER.audit.failed}
 
 
 # the trainer loop
@@ -225,7 +220,7 @@ def take(reports: Sequence[dict[str, Any]]) -> tuple[Mismatch, dict[str, float],
     if audit is None:
         return None
     parts = [report[AUDIT] for report in reports]
-    if any(part["failed"] for part in parts):
+    if any(part["differed"] for part in parts):
         _give_up()
     found = audited_metrics([audit.take(), *(part["sums"] for part in parts)])
     return None if found is None else (found[0], DRIVER.corrected, found[1])

@@ -158,7 +158,7 @@ def _measured(engine: Any) -> list[Any]:
 
 def _audited(engine: Any) -> dict[str, Any]:
     """Return what the losses compared; of ranks that share sequences, one reports the sums."""
-    found = old_log_probs.hand_over()
+    found = WORKER.audit.report()
     return found if engine.is_mp_src_rank_with_outputs() else {**found, "sums": None}
 
 

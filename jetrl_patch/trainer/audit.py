@@ -66,6 +66,10 @@ class Audit:
         parts, self._parts = self._parts, []
         return asdict(merge(Sums, parts)) if parts else None
 
+    def report(self) -> dict[str, Any]:
+        """What a process reports at a weight sync: ``take()`` as "sums", and as "differed" whether a token did in this run."""
+        return {"sums": self.take(), "differed": self.failed}
+
 
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
     """Name the first token that differs, in the order of samples and positions."""

@@ -43,15 +43,16 @@ class Rule:
 
 
 def broken(
-    rules: Iterable[Rule], select: Callable[[str], Any], config: Config, name: Callable[[str], str]
+    rules: Iterable[Rule], select: Callable[[str], Any], config: Config, name: Callable[[str], str], beside: str | None = None
 ) -> Iterator[JetrlError]:
     """Yield an error for each rule that a configuration breaks.
 
     Args:
         select: returns the value at a path, None if there is none.
         name: returns the user's name of a path.
+        beside: what of the plugin's settings the rules stand beside in a message; by default the mode.
     """
-    mode = f"precision={config.precision!r}, align={config.resolved_align!r}"
+    mode = beside or f"precision={config.precision!r}, align={config.resolved_align!r}"
     for rule in rules:
         if not rule.applies(config):
             continue

@@ -97,7 +97,7 @@ def trainer(steps):
 
 def report(version=4):
     found = {"version": version, "lines": [], "monitor": {}, "sync_seconds": 0.0}
-    return found | {"audited": WORKER.audit.take(), "differed": WORKER.audit.failed}
+    return found | {"audit": WORKER.audit.report()}
 
 
 def test_one_update_needs_no_pass_and_every_token_is_compared(monkeypatch):

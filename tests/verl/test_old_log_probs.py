@@ -131,7 +131,7 @@ def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, sh
         found.backward()
         assert torch.equal(found, expected) and torch.equal(ours.grad, weights.grad) and ours.grad.isfinite().all()
         assert repr(logged) == repr(metrics_of_pass)
-        sums = old_log_probs.hand_over()["sums"]
+        sums = state.WORKER.audit.report()["sums"]
         assert (sums["tokens"], sums["equal"]) == (12, 12) if not shift else sums is None
 
 
@@ -141,7 +141,7 @@ def test_one_ulp_stops_before_the_backward_pass(patched):
     correction_bypass.hand_over()
     with pytest.raises(AuditError, match=r"response token 1 of sample 2: .*1 of 12 tokens differ"):
         batch.loss(one_ulp_off(batch.rollout, 2, 1))
-    assert old_log_probs.hand_over()["failed"]
+    assert state.WORKER.audit.report()["differed"]
 
 
 def test_or_the_micro_batch_takes_its_own(patched):
@@ -154,7 +154,7 @@ def test_or_the_micro_batch_takes_its_own(patched):
     found, ours, _ = batch.loss(wrong)
     found.backward()
     assert torch.equal(found, expected) and torch.equal(ours.grad, weights.grad)
-    assert old_log_probs.hand_over() | {"sums": None} == {"sums": None, "failed": True}
+    assert state.WORKER.audit.report() | {"sums": None} == {"sums": None, "differed": True}
 
 
 def test_only_the_mini_batch_of_the_weights_that_sampled_is_compared(patched):
@@ -163,12 +163,12 @@ def test_only_the_mini_batch_of_the_weights_that_sampled_is_compared(patched):
     train_batch = correction_bypass.train_batch(lambda self, *calls: [batch.loss(*call) for call in calls])
     same, moved = (batch.rollout,), (batch.rollout, "vanilla", 0.1)
     train_batch(None, moved)  # before the first sync
-    assert old_log_probs.hand_over()["sums"] is None
+    assert state.WORKER.audit.report()["sums"] is None
     correction_bypass.hand_over()
     train_batch(None)  # a critic's
     train_batch(None, same, same)
     train_batch(None, moved)
-    assert old_log_probs.hand_over()["sums"]["tokens"] == 24
+    assert state.WORKER.audit.report()["sums"]["tokens"] == 24
     correction_bypass.hand_over()
     with pytest.raises(AuditError):
         train_batch(None, moved)
@@ -243,7 +243,7 @@ REPORT = {"monitor": {}, "lines": [], "sync_seconds": 0.1}
 
 
 def report(sums: Any = None, failed: bool = False) -> dict[str, Any]:
-    return {"jetrl": {**REPORT, old_log_probs.AUDIT: {"sums": sums, "failed": failed}}}
+    return {"jetrl": {**REPORT, old_log_probs.AUDIT: {"sums": sums, "differed": failed}}}
 
 
 def compared(data: dict[str, torch.Tensor]) -> dict[str, Any]:
