@@ -72,15 +72,17 @@ class Audit:
 
 
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
-    """Name the first token that differs, in the order of samples and positions."""
+    """Name the first token that differs, in the order of samples and positions, by its number among those that count."""
     import torch
 
     pi, mu = trainer.float().cpu(), rollout.float().cpu()
-    differs = (pi.view(torch.int32) != mu.view(torch.int32)) & mask.bool().cpu()
+    counts = mask.bool().cpu()
+    differs = (pi.view(torch.int32) != mu.view(torch.int32)) & counts
     row, position = (int(index) for index in differs.nonzero()[0])
+    number = int(counts[row, :position].sum())
     sample = names[row] if row < len(names) else f"sample {row}"
     return explain(
-        f"log-prob of response token {position} of {sample}",
+        f"log-prob of response token {number} of {sample}",
         required=f"the rollout's {mu[row, position].item():.9g}",
         found=f"{pi[row, position].item():.9g} in the trainer ({found.tokens - found.equal} of {found.tokens} tokens differ)",
         fix="run `jetrl parity` on this machine, and set old_log_probs='recompute' to train meanwhile",

@@ -38,15 +38,15 @@ def test_equal_bits_pass_whatever_stands_where_nothing_counts(batch, config):
     assert metrics == {"jetrl/audited_tokens": 11.0} and not audit.failed and audit.take() is None
 
 
-@pytest.mark.parametrize(("row", "position", "name"), [(1, 2, "sample 1"), (2, 4, "prompt 7")])
-def test_one_ulp_stops_the_run_with_the_token_and_both_values(batch, row, position, name):
+@pytest.mark.parametrize(("row", "position", "number", "name"), [(1, 2, 1, "sample 1"), (2, 4, 4, "prompt 7")])
+def test_one_ulp_stops_the_run_with_the_token_and_both_values(batch, row, position, number, name):
     trainer, rollout, mask = batch
     changed = one_ulp_off(trainer, row, position)
     names = ["prompt 3", "prompt 5", "prompt 7"] if name.startswith("prompt") else []
     with pytest.raises(AuditError) as error:
         Audit().compare(changed, rollout, mask, STOP, names)
     text = str(error.value)
-    assert text.startswith(f"log-prob of response token {position} of {name}: required the rollout's ")
+    assert text.startswith(f"log-prob of response token {number} of {name}: required the rollout's ")
     assert f"{rollout[row, position].item():.9g}" in text and f"{changed[row, position].item():.9g} in the trainer" in text
     assert "1 of 11 tokens differ" in text and len(text) < 300
 
