@@ -10,7 +10,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than
 
-__all__ = ["problems"]
+__all__ = ["chosen", "problems"]
 
 _BESIDE = "old_log_probs='rollout'"
 _NO_SUM = "no sum over the vocabulary, which only the pass computes"
@@ -30,6 +30,16 @@ _RULES: tuple[Rule, ...] = (
     _rule("distillation.enabled", is_set, _COMPARED, "false"),
     _rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), _REPORTED, "naive"),
 )
+
+
+def chosen(select: Callable[[str], Any], asked: Config) -> Config:
+    """Return the settings with the pass kept where the user left it open and verl's settings need it.
+
+    Args:
+        asked: the settings before they were resolved.
+    """
+    needed = asked.old_log_probs == "auto" and any(problems(select, asked))
+    return asked.replace(old_log_probs="recompute") if needed else asked
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import registry, runtime
-from jetrl_patch.adapters.verl import beside, fused, gather, megatron, model_config, precision, ulysses
+from jetrl_patch.adapters.verl import beside, fused, gather, megatron, model_config, old_log_probs_settings, precision, ulysses
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
-from jetrl_patch.adapters.verl.old_log_probs_settings import problems as old_log_probs_problems
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
 from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.adapters.verl.section import disagreement
-from jetrl_patch.config import Config
+from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
@@ -114,7 +113,8 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from gather.problems(select, config)
     yield from beside.problems(select, config)
     yield from ulysses.problems(select)
-    yield from old_log_probs_problems(select, config)
+    if config.old_log_probs != "auto":  # which ``chosen`` settles
+        yield from old_log_probs_settings.problems(select, config)
     yield from optimizer_problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
@@ -190,18 +190,27 @@ def prepare(verl_config: Any, config: Config) -> None:
 
 
 def chosen(verl_config: Any, asked: Config) -> Config:
-    """Return the plugin's settings with those that the training engine decides, where the user left them open."""
-    return megatron.chosen(_selector(verl_config), asked)
+    """Return the plugin's settings with those that verl's settings decide, where the user left them open."""
+    select = _selector(verl_config)
+    return old_log_probs_settings.chosen(select, megatron.chosen(select, asked))
 
 
 def adopt(verl_config: Any) -> None:
-    """Restart this process's session with the settings that the training engine decides, before anything else starts."""
+    """Restart this process's session with the settings that verl's decide, before anything else starts."""
     asked = runtime.asked_config()
     wanted = chosen(verl_config, asked)
     if wanted != asked:
         runtime.disable()
         runtime.enable(wanted)
-        logger.warning("jetrl_patch: align=%r and backend=%r, because Megatron trains", wanted.align, wanted.backend)
+        changed = [name for name in SETTINGS if getattr(wanted, name) != getattr(asked, name)]
+        words = ", ".join(f"{name}={getattr(wanted, name)!r}" for name in changed)
+        logger.warning("jetrl_patch: %s, because verl's settings need it", words)
+
+
+def check_settled(verl_config: Any, config: Config) -> None:
+    """Raise ConfigError if the pass for old log-probs would be left out though verl's settings need it: nobody settled it."""
+    for problem in old_log_probs_settings.problems(_selector(verl_config), config):
+        raise problem
 
 
 def mark(verl_config: Any, config: Config) -> None:
@@ -240,6 +249,7 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         prepare(config, runtime.active_config())
+        check_settled(config, runtime.active_config())
         mark(config, runtime.active_config())
         original(self, config, *args, **kwargs)
 

@@ -22,7 +22,7 @@ OnCut = Literal["refuse", "bf16"]
 Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
 Platform = Literal["auto", "cpu", "cuda"]
 OptimizerStates = Literal["fp32", "8bit", "fp8"]
-OldLogProbs = Literal["recompute", "rollout"]
+OldLogProbs = Literal["auto", "recompute", "rollout"]
 OnMismatch = Literal["stop", "recompute"]
 
 _UNIFIED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.is_unified)
@@ -72,21 +72,22 @@ class Fields:
         choices=get_args(Backend),
     )
     old_log_probs: OldLogProbs = setting(
-        "recompute", "exactness",
+        "auto", "exactness",
         "where a step's old log-probs come from: `recompute` runs the framework's forward pass for them, `rollout` takes those "
         "that the rollout returned and leaves the pass out. Needs `align=\"exact\"`, where both are the same bits; the first "
-        "update of a step checks it before its backward pass",
+        "update of a step checks it before its backward pass. `auto`: `rollout` in exact mode, unless the framework's own "
+        "settings need the pass",
         choices=get_args(OldLogProbs), joint=True,
     )
     audit_fraction: float = setting(
         0.0625, "exactness",
-        "with `old_log_probs=\"rollout\"`, the share of a step's samples that go through the pass all the same where a step has "
+        "without the pass for old log-probs, the share of a step's samples that go through it all the same where a step has "
         "several updates, of which only the first can check",
         note=", a share", joint=True,
     )
     on_mismatch: OnMismatch = setting(
         "stop", "exactness",
-        "with `old_log_probs=\"rollout\"`, what happens once a token's two log-probs differ: `stop` the run before an update "
+        "without the pass for old log-probs, what happens once a token's two log-probs differ: `stop` the run before an update "
         "with it, or log an error and `recompute` from then on",
         choices=get_args(OnMismatch), joint=True,
     )

@@ -98,7 +98,7 @@ class Config(Fields):
     @property
     def skips_old_pass(self) -> bool:
         """Whether the rollout's log-probs are a step's old ones, without a forward pass of the trainer."""
-        return self.old_log_probs == "rollout"
+        return self.old_log_probs == "rollout" or (self.old_log_probs == "auto" and self.exact)
 
     @property
     def compute_dtype(self) -> str:

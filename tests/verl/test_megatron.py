@@ -151,7 +151,7 @@ def test_the_driver_restarts_with_megatrons_settings_and_says_so(composed, insta
         settings.validate_config(lambda config: None)(verl_config)
     config = jetrl_patch.status().config
     assert (config.align, config.backend, os.environ["JETRL_BACKEND"]) == ("linear", "te", "te")
-    assert caplog.text.count("align='linear' and backend='te', because Megatron trains") == 1
+    assert caplog.text.count("align='linear', backend='te', because verl's settings need it") == 1
     assert verl_config.actor_rollout_ref.model.use_remove_padding is True
 
 

@@ -21,6 +21,7 @@ from jetrl_patch.errors import AuditError, ConfigError
 from jetrl_patch.trainer.audit import Audit
 
 STOP = Config(old_log_probs="rollout").resolved()
+RECOMPUTE = Config(old_log_probs="recompute").resolved()
 GO_ON = STOP.replace(on_mismatch="recompute")
 PROMPTS, RESPONSES, WIDTH = [2, 3, 2, 4], [5, 3, 4, 1], 6
 
@@ -183,7 +184,7 @@ def test_bypass_mode_and_other_settings_keep_verls_loss(patched):
     assert losses.get_policy_loss_fn("vanilla") is not POLICY_LOSS_REGISTRY["vanilla"]
     held = losses.get_policy_loss_fn
     runtime.disable()
-    runtime.enable(Config())
+    runtime.enable(RECOMPUTE)
     assert losses.get_policy_loss_fn("vanilla") is held("vanilla") is POLICY_LOSS_REGISTRY["vanilla"]
 
 
@@ -465,8 +466,25 @@ def test_options_of_verl_that_need_the_pass_are_refused(base, override, path):
     assert len(found) == 1 and isinstance(found[0], ConfigError)
     text = str(found[0])
     assert path in text and "with old_log_probs='rollout': required" in text and "or use old_log_probs='recompute'." in text
-    assert not list(old_log_probs_settings.problems(select, Config().resolved()))
+    assert not list(old_log_probs_settings.problems(select, RECOMPUTE))
     assert any(str(problem) == text for problem in settings.problems(base(override), STOP))
+
+
+@pytest.mark.parametrize(("override", "path"), REFUSED)
+def test_the_pass_stays_where_options_of_verl_need_it_and_nobody_asked(base, override, path):
+    asked = Config()
+    found = settings.chosen(base(override), asked)
+    assert asked.skips_old_pass and not found.skips_old_pass
+    assert not any("old_log_probs" in str(problem) for problem in settings.problems(base(override), found.resolved()))
+    assert settings.chosen(base(override), STOP).old_log_probs == "rollout" or path == "actor.strategy"
+    with pytest.raises(ConfigError, match="with old_log_probs='rollout'"):  # a driver that settled nothing
+        settings.check_settled(base(override), asked.resolved())
+
+
+def test_the_pass_is_left_out_by_default_in_exact_mode_alone(base):
+    assert settings.chosen(base(), Config()) == Config() and Config().skips_old_pass
+    assert not Config(align="linear").skips_old_pass and not Config(precision="bf16").skips_old_pass
+    settings.check_settled(base(), Config().resolved())
 
 
 def test_verls_defaults_are_accepted(base):
