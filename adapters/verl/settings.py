@@ -7,7 +7,16 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import registry, runtime
-from jetrl_patch.adapters.verl import beside, fused, gather, megatron, model_config, old_log_probs_settings, precision, ulysses
+from jetrl_patch.adapters.verl import (
+    beside,
+    fused,
+    gather,
+    megatron,
+    model_config,
+    old_log_probs_settings,
+    precision,
+    ulysses,
+)
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
