@@ -6,6 +6,8 @@ with the engine's error somewhere in the log.
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,6 +40,12 @@ def require_running(engines: Sequence[Any]) -> None:
         try:
             ray.get(call)
         except RayActorError as error:
-            cause = [line.strip() for line in str(error).splitlines() if line.strip()][-1]
             required, fix = "a running engine", "remove the cause, which the engine's own output tells in full, and start again"
-            raise JetrlError(explain(f"vLLM engine {number}", required=required, found=f"{cause:.400}", fix=fix)) from error
+            raise JetrlError(explain(f"vLLM engine {number}", required=required, found=_cause(str(error)), fix=fix)) from error
+
+
+def _cause(text: str) -> str:
+    """The last exception in a traceback that Ray passes on: its line and what follows, in one line."""
+    lines = text.strip().splitlines()
+    starts = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
+    return textwrap.shorten(" ".join(lines[starts[-1] if starts else -1 :]), 300, placeholder=" …").rstrip(".")
