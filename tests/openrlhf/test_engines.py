@@ -44,8 +44,8 @@ def test_an_engine_that_cannot_be_built_is_named_with_its_cause():
     running, error = found.stdout.splitlines()[-2:]
     assert running == "RUNNING"
     assert error == (
-        "vLLM engine 1: required a running engine, found ValueError: no model in /here and its folder. Remove the cause, which the "
-        "engine's own output tells in full, and start again."
+        "vLLM engine 1: required a running engine, found ValueError: no model in /here and its folder. Remove the cause, "
+        "which the engine's own output tells in full, and start again."
     )
 
 
