@@ -64,6 +64,20 @@ def parity_table(modes: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def stock_table(modes: list[dict[str, Any]]) -> str:
+    """One row per way and mode of ``jetrl parity --stock … --cost``; speeds against the first row's."""
+    lines = ["| | tokens | mean abs Δlogp | max | bit-equal | rollout | trainer |", "| --- | --- | --- | --- | --- | --- | --- |"]
+    for m in modes:
+        align = "" if m["align"] in ("none", "stock") else f', `align="{m["align"]}"`'
+        name = f"{'stock ' if m['align'] == 'stock' else ''}`{m['precision']}`{align}"
+        speeds = [m[key] / modes[0][key] for key in ("rollout_tokens_per_second", "trainer_tokens_per_second")]
+        lines.append(
+            f"| {name} | {m['tokens']:,} | {figure(m['logp_abs_diff_mean'])} "
+            f"| {figure(m['logp_abs_diff_max'])} | {m['bit_equal_fraction']:.1%} | {speeds[0]:.2f}× | {speeds[1]:.2f}× |"
+        )
+    return "\n".join(lines)
+
+
 def openrlhf_table(folder: Path) -> str:
     """One row per mode of ``make demo-openrlhf ARGS=--compare``, with the cost of a weight sync."""
     from jetrl_patch.report import read_runs, summarize
@@ -129,6 +143,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verl", type=Path, help="output folder of make compare")
     parser.add_argument("--parity", type=Path, help="output of jetrl parity --json")
+    parser.add_argument("--stock", type=Path, help="output of jetrl parity --stock --cost --json")
     parser.add_argument("--openrlhf", type=Path, help="output folder of make demo-openrlhf ARGS=--compare")
     parser.add_argument("--page", type=Path, help="a report's page, for docs/assets/report.png")
     args = parser.parse_args()
@@ -141,6 +156,8 @@ def main() -> None:
         shutil.copy(args.verl / "mismatch.png", ROOT / "docs" / "assets" / "mismatch.png")
     if args.parity:
         tables["parity-table"] = parity_table(json.loads(args.parity.read_text()))
+    if args.stock:
+        tables["stock-table"] = stock_table(json.loads(args.stock.read_text()))
     if args.openrlhf:
         tables["openrlhf-table"] = openrlhf_table(args.openrlhf)
     for page in PAGES:

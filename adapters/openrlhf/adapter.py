@@ -16,6 +16,7 @@ from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch,
 from jetrl_patch.adapters.openrlhf import (
     checkpoint,
     correction,
+    engines,
     extensions,
     logprob,
     metrics,
@@ -42,6 +43,13 @@ EVERY_MODE: tuple[Patch, ...] = (
         reason="arguments that contradict jetrl_patch would fail late or break equality unnoticed; they are refused before any "
         "actor starts, and the settings are stored in them",
         remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module="openrlhf.trainer.ray.ppo_actor",
+        attr="ActorPPOTrainer._init_vllm_sync_group",
+        make=engines.init_vllm_sync_group,
+        reason="the group waits without a limit for engines that could not be built, so the run hangs and hides their error",
+        remove_when="OpenRLHF waits for its engines before it opens the group, or with a time-out",
     ),
     Patch(
         module="openrlhf.trainer.ray",

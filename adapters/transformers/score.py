@@ -1,7 +1,8 @@
-"""The trainer's log-probs of given tokens, for ``jetrl parity``, without gradients."""
+"""The trainer's log-probs of given tokens, for ``jetrl parity``."""
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.parity.sample import Scored
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -16,33 +18,48 @@ if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
     from jetrl_patch.parity.sample import Sample
 
-__all__ = ["score", "score_batch"]
+__all__ = ["score"]
 
 _MICRO_BATCH = 8
 
 
-def score(job: Job, samples: Sequence[Sample]) -> Tensor:
+def score(job: Job, samples: Sequence[Sample]) -> Scored:
     """Load the checkpoint, convert it for the mode, and score all response tokens.
 
-    Returns:
-        FP32 [tokens], in the order of the samples. Sequences run in padded micro-batches of 8, so that they are batched
-        differently than in the rollout.
+    Sequences run in padded micro-batches of 8, so that they are batched differently than in the rollout. The cost is that of a
+    forward and a backward pass over the same micro-batches.
     """
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = getattr(torch, job.config.compute_dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(device).eval()
-    prepare_model(model, job.config, job.tp, device)
-    parts = [
-        score_batch(model, samples[start : start + _MICRO_BATCH], job.temperature)
-        for start in range(0, len(samples), _MICRO_BATCH)
-    ]
-    return torch.cat(parts).cpu()
+    if job.stock is None:
+        prepare_model(model, job.config, job.tp, device)
+    batches = [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
+    with torch.no_grad():
+        log_probs = torch.cat([_log_probs(model, batch, job.temperature) for batch in batches]).cpu()
+    return Scored(log_probs, _speed(model, batches, job.temperature) if job.cost else None)
 
 
-@torch.no_grad()
-def score_batch(model: Any, samples: Sequence[Sample], temperature: float) -> Tensor:
+def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float) -> float:
+    """Tokens per second, prompts included, of forward and backward passes; a first one warms up."""
+    _train(model, batches[0], temperature)
+    begin = time.perf_counter()
+    for batch in batches:
+        _train(model, batch, temperature)
+    seconds = time.perf_counter() - begin
+    return sum(len(s.prompt) + len(s.response) for batch in batches for s in batch) / seconds
+
+
+def _train(model: Any, batch: Sequence[Sample], temperature: float) -> None:
+    _log_probs(model, batch, temperature).sum().backward()
+    model.zero_grad(set_to_none=True)
+    if model.device.type == "cuda":
+        torch.cuda.synchronize()  # the clock would not wait
+
+
+def _log_probs(model: Any, samples: Sequence[Sample], temperature: float) -> Tensor:
     """Return FP32 log-probs [tokens] of the responses of one right-padded batch."""
     rows = [[*s.prompt, *s.response[:-1]] for s in samples]
     width = max(map(len, rows))

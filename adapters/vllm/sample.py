@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.parity.prompts import make_prompts
-from jetrl_patch.parity.sample import Sample
+from jetrl_patch.parity.sample import Sample, Sampled
+from jetrl_patch.parity.stock import STOCK
 
 if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
@@ -18,8 +20,11 @@ __all__ = ["build_engine", "generate", "sample"]
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def sample(job: Job) -> list[Sample]:
-    """Build an engine in this process, sample batches until there are enough tokens, and shut it down."""
+def sample(job: Job) -> Sampled:
+    """Build an engine in this process, sample batches until there are enough tokens, and shut it down.
+
+    Where the cost is asked for, the clock starts after a batch whose samples are dropped: it compiles and warms caches.
+    """
     if job.temperature <= 0:
         raise ConfigError(f"--temperature {job.temperature} must be above 0: greedy log-probs have no temperature")
     hf_config = _config(job.model)
@@ -41,11 +46,15 @@ def sample(job: Job) -> list[Sample]:
     engine = build_engine(job, max(map(len, prompts)) + job.length)
     try:
         samples: list[Sample] = []
+        if job.cost:
+            generate(engine, prompts[: job.batch], job.length, job.temperature)
+        begin = time.perf_counter()
         for start in itertools.count(0, job.batch):
             batch = [prompts[(start + i) % len(prompts)] for i in range(job.batch)]
             samples += generate(engine, batch, job.length, job.temperature)
-            if sum(len(s.response) for s in samples) >= job.tokens:
-                return samples
+            count = sum(len(s.response) for s in samples)
+            if count >= job.tokens:
+                return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None)
     finally:
         engine.llm_engine.engine_core.shutdown()
     raise AssertionError("unreachable")
@@ -62,13 +71,14 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch, 2),
         "tensor_parallel_size": job.tp,
-        "enforce_eager": True,
+        "enforce_eager": job.stock is None,  # a stock engine compiles, as it does for its users
         "seed": job.seed,
         # the distribution that was sampled; the trainer recomputes it with the same temperature
         "logprobs_mode": "processed_logprobs",
     }
     if _on_cpu():
         settings["kv_cache_memory_bytes"] = 1 << 29
+    settings.update(STOCK[job.stock].engine if job.stock else ())
     settings.update(job.engine)
     return LLM(**settings)
 

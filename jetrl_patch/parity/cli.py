@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_patch.config.modes import PRECISIONS
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.parity.modes import BY_DEFAULT, Job, check_model, choose
 from jetrl_patch.parity.run import run_mode
+from jetrl_patch.parity.stock import STOCK, chosen
 from jetrl_patch.places import check_target, writing
 from jetrl_patch.support import require_torch
 from jetrl_patch.trainer.preflight import check_checkpoint
@@ -29,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "on_cut": options.on_cut,
         "backend": options.backend,
     }
-    configs = choose(options.precision, options.align, options.rollout_granularity, **common)
+    stock = chosen(options.stock)
+    only_stock = stock and not options.precision and not options.align
+    configs = [] if only_stock else choose(options.precision, options.align, options.rollout_granularity, **common)
     if options.json:
         check_target(Path(options.json), folder=False)  # measuring takes minutes
     check_model(options.model, configs, options.tp)
@@ -39,6 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Job(
             model=options.model,
             config=config,
+            stock=way,
+            cost=options.cost,
             tp=options.tp,
             batch=options.batch,
             tokens=options.tokens,
@@ -48,13 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             prompts=options.prompts,
             engine=_engine(options.engine),
         )
-        for config in configs
+        for way, config in [*((way, STOCK[way].config()) for way in stock), *((None, config) for config in configs)]
     ]
-    results = _measure(jobs, options.verbose)
+    results = _measure(jobs, options.verbose, may_lack=not options.stock)
     if options.json:
         with writing(options.json):
             Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
-    broken = [r for job, r in zip(jobs, results) if job.promises_equality and r["bit_equal_fraction"] != 1.0]
+    promised = {job.label for job in jobs if job.promises_equality}
+    broken = [r for r in results if (r["precision"], r["align"]) in promised and r["bit_equal_fraction"] != 1.0]
     for result in broken:
         print(
             f"{result['precision']} with align={result['align']} promises equal log-probs, but "
@@ -63,17 +69,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if broken else 0
 
 
-def _measure(jobs: list[Job], verbose: bool) -> list[dict[str, Any]]:
+def _measure(jobs: list[Job], verbose: bool, may_lack: bool) -> list[dict[str, Any]]:
+    """Measure and print. With ``may_lack``, a stock way that this machine does not run is a line under the table."""
     from rich.console import Console
 
     from jetrl_patch.fp8.layers import cut_words
 
     console = Console()
-    results = []
+    results, lacking = [], []
     for job in jobs:
-        with console.status(f"{job.config.precision}, align={job.config.resolved_align}"):
-            results.append(run_mode(job, verbose))
+        try:
+            with console.status(job.name if job.stock else f"{job.name}, align={job.config.resolved_align}"):
+                results.append(run_mode(job, verbose))
+        except JetrlError as error:
+            if not (job.stock and may_lack):
+                raise
+            lacking.append(f"{job.name} does not run here: {error}")
+    if not results:
+        raise JetrlError(lacking[0])
     console.print(_table(jobs[0], results))
+    if jobs[0].cost:
+        console.print(_costs(results))
+    for line in lacking:
+        console.print(line, markup=False, highlight=False)
     for cut in dict.fromkeys(tuple(r["cut_layers"]) for r in results if r["cut_layers"]):
         console.print(cut_words(cut, jobs[0].tp))
     return results
@@ -83,12 +101,24 @@ def _table(job: Job, results: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
     title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
-    table = Table(title=title, caption="Δlogp: log-prob of a sampled token, trainer minus rollout")
+    table = Table(title=title, caption="Δ: log-prob of a sampled token, trainer minus rollout")
     for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
         table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
     for r in results:
-        figures = [f"{r[key]:.3g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+        figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
         table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
+    return table
+
+
+def _costs(results: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title="tokens per second", caption="rollout: sampled; trainer: forward and backward; ×: against the first row")
+    for column in ("precision", "align", "rollout", "×", "trainer", "×"):
+        table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
+    for r in results:
+        pairs = [(r[key], results[0][key]) for key in ("rollout_tokens_per_second", "trainer_tokens_per_second")]
+        table.add_row(r["precision"], r["align"], *(text for a, b in pairs for text in (f"{a:,.0f}", f"{a / b:.2f}")))
     return table
 
 
@@ -115,6 +145,11 @@ def _parser() -> argparse.ArgumentParser:
         "--precision", **names, help=f"{', '.join(PRECISIONS)}; default: {', '.join(BY_DEFAULT)}"
     )
     parser.add_argument("--align", **names, help="linear or exact, for fp8-unified; default: both")
+    parser.add_argument(
+        "--stock", nargs="*", metavar="NAME",
+        help=f"the installation without the plugin, in one way or more: {', '.join(STOCK)} (default: all that run here)",
+    )
+    parser.add_argument("--cost", action="store_true", help="time both sides, in tokens per second")
     parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
     parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
     parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")

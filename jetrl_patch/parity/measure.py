@@ -20,26 +20,33 @@ __all__ = ["measure"]
 
 
 def measure(job: Job) -> dict[str, Any]:
-    """Enable the mode, sample, score and compare; the process stays enabled.
+    """Enable the mode (a stock one needs nothing enabled), sample, score and compare; the process stays enabled.
 
     Returns:
         ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction`` and, for
-        reference, ``scale_format``, ``tp``, ``backend`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``).
+        reference, ``scale_format``, ``tp``, ``backend`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With
+        ``job.cost`` also ``rollout_tokens_per_second`` and ``trainer_tokens_per_second``.
     """
     import torch
 
     from jetrl_patch.correction.mismatch import mismatch
 
-    runtime.enable(job.config)
-    samples = registry.rollout().sample(job)
-    scores = registry.models().score(job, samples)
-    rollout = torch.tensor([value for sample in samples for value in sample.log_probs], dtype=torch.float32)
-    found = mismatch(scores, rollout, torch.ones_like(rollout))
+    if job.stock is None:
+        runtime.enable(job.config)
+    sampled = registry.rollout().sample(job)
+    scored = registry.models().score(job, sampled.samples)
+    rollout = torch.tensor([value for sample in sampled.samples for value in sample.log_probs], dtype=torch.float32)
+    found = mismatch(scored.log_probs, rollout, torch.ones_like(rollout))
     status = runtime.status()
     backend = status.backend if job.config.quantized_rollout else ""
+    precision, align = job.label
+    cost = {
+        "rollout_tokens_per_second": sampled.tokens_per_second,
+        "trainer_tokens_per_second": scored.tokens_per_second,
+    }
     return {
-        "precision": job.config.precision,
-        "align": job.config.resolved_align,
+        "precision": precision,
+        "align": align,
         "tokens": found.tokens,
         "logp_abs_diff_mean": found.logp_abs_diff_mean,
         "logp_abs_diff_max": found.logp_abs_diff_max,
@@ -49,6 +56,7 @@ def measure(job: Job) -> dict[str, Any]:
         "tp": job.tp,
         "backend": backend,
         "cut_layers": list(status.cut),
+        **(cost if job.cost else {}),
     }
 
 

@@ -33,6 +33,8 @@ class Job:
         seed: seed of prompts and sampling.
         prompts: text file with one prompt per line, or None.
         engine: further arguments of vLLM's ``LLM``.
+        stock: name in ``STOCK``: nothing is enabled, and ``config`` gives the dtype alone.
+        cost: whether both sides are timed.
     """
 
     model: str
@@ -45,6 +47,18 @@ class Job:
     seed: int = 0
     prompts: str | None = None
     engine: tuple[tuple[str, Any], ...] = ()
+    stock: str | None = None
+    cost: bool = False
+
+    @property
+    def label(self) -> tuple[str, str]:
+        """What the table calls the mode: precision and align."""
+        return (self.stock, "stock") if self.stock else (self.config.precision, self.config.resolved_align)
+
+    @property
+    def name(self) -> str:
+        """What messages call the mode."""
+        return f"stock {self.stock}" if self.stock else self.config.precision
 
     @property
     def promises_equality(self) -> bool:

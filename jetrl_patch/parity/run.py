@@ -13,6 +13,7 @@ from typing import Any
 from jetrl_patch import errors
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.parity.modes import Job
+from jetrl_patch.parity.stock import STOCK
 
 __all__ = ["run_mode"]
 
@@ -35,6 +36,7 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
     """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
     environment.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
+    environment.update(STOCK[job.stock].environment if job.stock else ())
     for name, value in _ENVIRONMENT.items():
         environment.setdefault(name, value)
     if job.tp == 1:
@@ -52,7 +54,7 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
         if not answer.exists():
             tail = b"" if child.stdout is None else child.stdout[-2000:]
             raise JetrlError(
-                f"the process measuring {job.config.precision} exited with status {child.returncode} and without a "
+                f"the process measuring {job.name} exited with status {child.returncode} and without a "
                 f"result. Run again with --verbose. {tail.decode(errors='replace')}"
             )
         found: dict[str, Any] = pickle.loads(answer.read_bytes())
@@ -67,7 +69,7 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
 def _unforeseen(job: Job, line: str, trace: str, verbose: bool) -> str:
     """The message for an error of a framework: with ``--verbose`` its whole traceback, else the error alone."""
     if verbose:
-        return f"measuring {job.config.precision} failed:\n{trace}"
+        return f"measuring {job.name} failed:\n{trace}"
     words = " ".join(line.split())
     words = words if len(words) <= 240 else f"{words[:237]}..."
-    return f"measuring {job.config.precision} failed: {words.rstrip('.')}. Run again with --verbose for the traceback."
+    return f"measuring {job.name} failed: {words.rstrip('.')}. Run again with --verbose for the traceback."

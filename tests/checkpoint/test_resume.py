@@ -1,8 +1,8 @@
 """Real runs of verl and OpenRLHF, stopped and resumed: the next steps are the same, bit for bit.
 
 The frameworks do not restore the rollout engine's random generator. verl and OpenRLHF start vLLM with the same seed again, so
-a resumed run samples other responses than an uninterrupted one. A hook of the test therefore gives each sample its own seed
-(step, prompt, number); everything that follows from the samples must then be equal.
+a resumed run samples other responses than an uninterrupted one. A hook therefore seeds each sample (``tests/verl/seeded.py``);
+everything that follows from the samples must then be equal.
 """
 
 from __future__ import annotations
@@ -23,31 +23,17 @@ from tests.checkpoint.test_export import Lines, tensors
 from tests.openrlhf.run_openrlhf import arguments
 from tests.openrlhf.run_openrlhf import make_task as make_openrlhf_task
 from tests.process_run import ProcessRun
-from tests.verl.run_verl import Run, make_task
+from tests.verl.run_verl import Run
+from tests.verl.seeded import make_seeded_task
 
 TIMEOUT = 500
 #: metrics of a step that do not depend on samples and weights alone
 CLOCKS = ("perf/", "timing", "seconds", "jetrl/sync_seconds", "memory", "training/epoch")
 
-SEEDS = """
-import wrapt
-
-@wrapt.when_imported("verl.experimental.agent_loop.agent_loop")
-def _(module):
-    original = module.AgentLoopWorker._run_agent_loop
-    async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
-        seed = 100_000 * int(trajectory["step"]) + 100 * int(trajectory["sample_index"]) + int(trajectory["rollout_n"])
-        return await original(self, {**sampling_params, "seed": seed}, trajectory, **kwargs)
-    module.AgentLoopWorker._run_agent_loop = _run_agent_loop
-"""
-
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    (folder / "seeds").mkdir()
-    (folder / "seeds" / "sitecustomize.py").write_text(SEEDS)
-    return folder
+    return make_seeded_task(tmp_path_factory.mktemp("task"))
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +50,7 @@ def verl(task: Path, *extra: str, steps: int = 4, **environ: str) -> Run:
     environ = {
         "JETRL_PRECISION": "fp8-unified",
         "JETRL_OPTIMIZER_STATES": "8bit",
-        "PYTHONPATH": str(task / "seeds"),
+        "PYTHONPATH": str(task / "hook"),
         **environ,
     }
     return Run(task, "trainer.use_v1=False", "trainer.save_freq=2", *extra, steps=steps, environ=environ)

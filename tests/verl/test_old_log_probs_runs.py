@@ -1,11 +1,12 @@
 """Real verl runs with ``old_log_probs="rollout"`` end with the weights of runs that compute them, bit for bit.
 
-Two runs see the same samples because a hook of the test seeds each one (step, prompt, number), and orders V1's batches, which
-otherwise follow the time at which samples arrive.
+Two runs see the same samples because a hook seeds them (``seeded``) and orders V1's batches, which otherwise follow the time at
+which samples arrive.
 """
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -13,10 +14,12 @@ import pytest
 import torch
 
 from tests.checkpoint.test_resume import plain, shards
-from tests.verl.run_verl import A, R, Run, make_task
+from tests.verl.run_verl import A, R, Run
+from tests.verl.seeded import make_seeded_task
 
-TIMEOUT = 900
-STEPS = 3
+TIMEOUT = 1800
+#: steps of each run; 30 were run for the pages
+STEPS = int(os.environ.get("STEPS_OF_RUNS", "3"))
 ROLLOUT = {"JETRL_OLD_LOG_PROBS": "rollout"}
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
 
@@ -25,12 +28,11 @@ import functools, os, wrapt
 
 @wrapt.when_imported("verl.experimental.agent_loop.agent_loop")
 def _(module):
-    original = module.AgentLoopWorker._run_agent_loop
+    seeded = module.AgentLoopWorker._run_agent_loop
     async def _run_agent_loop(self, sampling_params, trajectory, **kwargs):
-        step, number = int(trajectory["step"]), int(kwargs.get("session_id", trajectory["rollout_n"]))
-        seed = 100_000 * step + 100 * int(trajectory["sample_index"]) + number
-        result = await original(self, {**sampling_params, "seed": seed}, trajectory, **kwargs)
-        if os.environ.get("ONE_ULP_IN_STEP") == str(step) and number == 1:
+        result = await seeded(self, sampling_params, trajectory, **kwargs)
+        number = int(kwargs.get("session_id", trajectory["rollout_n"]))
+        if os.environ.get("ONE_ULP_IN_STEP") == str(trajectory["step"]) and number == 1:
             import torch
             result.response_logprobs.view(torch.int32)[0, 0] += 1
         return result
@@ -60,10 +62,7 @@ def _(module):
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    (folder / "hook").mkdir()
-    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
-    return folder
+    return make_seeded_task(tmp_path_factory.mktemp("task"), HOOK)
 
 
 class Finished:
@@ -163,8 +162,8 @@ def test_one_ulp_stops_the_run_or_brings_the_pass_back(task, recomputed, tmp_pat
     went_on = Finished(
         task, tmp_path / "on", V0, ONE_ULP_IN_STEP="2", JETRL_ON_MISMATCH="recompute", **ROLLOUT
     )
-    assert same(went_on, recomputed) and went_on.passes == [16]
-    assert [step["jetrl/bit_equal_fraction"] < 1 for step in went_on.steps] == [False, True, False]
+    assert same(went_on, recomputed) and went_on.passes == [16] * (STEPS - 2)
+    assert [step["jetrl/bit_equal_fraction"] < 1 for step in went_on.steps] == [i == 1 for i in range(STEPS)]
 
 
 @pytest.mark.e2e

@@ -31,7 +31,7 @@ def apart(job: Job, samples: Sequence[Sample]) -> Mismatch:
     from jetrl_patch.adapters.transformers.score import score
 
     rollout = torch.tensor([value for s in samples for value in s.log_probs])
-    return mismatch(score(job, samples), rollout, torch.ones_like(rollout))
+    return mismatch(score(job, samples).log_probs, rollout, torch.ones_like(rollout))
 
 
 def assert_equal(job: Job, samples: Sequence[Sample], tokens: int) -> None:

@@ -216,6 +216,6 @@ def test_smoothing_brings_the_rollout_nearer_to_the_trainer(tmp_path: Any, engin
         llm.reset_prefix_cache()
         samples = generate(llm, [[5 + i, 9, 40 + i] for i in range(32)], 16, 1.0)
         rollout = torch.tensor([value for sample in samples for value in sample.log_probs])
-        errors[smoothing] = (score(job, samples) - rollout).abs().mean().item()
+        errors[smoothing] = (score(job, samples).log_probs - rollout).abs().mean().item()
     print("mean |Δlogp|", errors)
     assert errors[0.5] < 0.8 * errors[0.0], errors
