@@ -1,20 +1,21 @@
 """The experts of a mixture in FP8: FProp, DGrad and WGrad of each expert, as ``Fp8Linear`` computes a layer.
 
-    a = x Wg^T,  b = x Wu^T  (BF16)        h = SiLU(a) * b  (BF16)        y = sum over e of w_e * (h Wd^T)  (FP32, see ``mixture``)
+    a = x Wg^T,  b = x Wu^T  (BF16)      h = SiLU(a) * b  (BF16)      y = sum over e of w_e * (h Wd^T)  (FP32, see ``mixture``)
 
-Each of an expert's three matrices is quantized in 128x128 blocks of its own, as its checkpoint names it (``experts.3.gate_proj``),
-although transformers keeps all experts in two parameters. A token is quantized once for all its experts. Backward saves FP8
-for the products, BF16 a and b for the activation, and the parameters themselves.
+Each of an expert's three matrices is quantized in 128x128 blocks of its own, as its checkpoint names it
+(``experts.3.gate_proj``), although transformers keeps all experts in two parameters. A token is quantized once for all its
+experts. Backward saves FP8 for the products, BF16 a and b for the activation, and the parameters themselves.
 
 The gradient of a routing weight is the inner product of dy with the expert's output. That output is not saved: with
 u = dy Wd, which DGrad computes anyway, <dy, h Wd^T> = <u, h>, and dh = w u.
 
-Shape legend: T tokens, k experts per token, E experts, H hidden size, I intermediate size, G groups of 128, n tokens of one expert.
+Shape legend: T tokens, k experts per token, P = T * k pairs, E experts, H hidden size, I intermediate size, G groups of 128,
+n tokens of one expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -23,12 +24,12 @@ from torch import Tensor
 
 from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.fp8.backends import Backend, get_backend
-from jetrl_patch.fp8.formats import ScaleFormat, groups
+from jetrl_patch.fp8.formats import FP8, ScaleFormat, groups
 from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight
 from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sum
 from jetrl_patch.fp8.quantize import dequantize_activation
 
-__all__ = ["PARTS", "Experts", "Matrix", "experts_forward"]
+__all__ = ["PARTS", "Experts", "Matrix", "Operands", "experts_forward", "run_experts"]
 
 Part = Literal["gate_proj", "up_proj", "down_proj"]
 #: the matrices of an expert, as checkpoints name them
@@ -45,6 +46,58 @@ class _Quantized(NamedTuple):
     gate: QuantizedWeight
     up: QuantizedWeight
     down: QuantizedWeight
+
+
+class Operands(NamedTuple):
+    """One expert's matrices, each e4m3 [N, K] with FP32 scales per row [N, ceil(K/128)]."""
+
+    gate: tuple[Tensor, Tensor]
+    up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+
+
+class _Saved(NamedTuple):
+    """What backward needs of the forward pass, sorted by expert."""
+
+    a_PI: Tensor
+    b_PI: Tensor
+    qh_PI: Tensor
+    sh_PG: Tensor
+
+
+def run_experts(
+    quantized: tuple[Tensor, Tensor],
+    weights_Tk: Tensor,
+    ids_Tk: Tensor,
+    operands: Callable[[int], Operands],
+    sizes: tuple[int, int],
+    backend: Backend,
+    scale_format: ScaleFormat,
+    saved: _Saved | None = None,
+) -> Tensor:
+    """FProp of the experts: the trainer's forward and the rollout's.
+
+    Args:
+        quantized: the tokens, e4m3 [T, H] with scales [T, G].
+        operands: the matrices of an expert, asked for once and only if it has tokens.
+        sizes: (E, H).
+        saved: filled for backward.
+
+    Returns:
+        BF16 [T, H].
+    """
+    q_TH, s_TG = quantized
+
+    def output(group: Group) -> Tensor:
+        w, q, s = operands(group.expert), q_TH[group.tokens], s_TG[group.tokens]
+        a_nI, b_nI = (backend.gemm(q, s, *matrix, torch.bfloat16) for matrix in (w.gate, w.up))
+        h = backend.quantize_activation(silu_mul(a_nI, b_nI), scale_format)
+        if saved is not None:
+            for place, value in zip(saved, (a_nI, b_nI, *h), strict=True):
+                place[group.span] = value
+        return backend.gemm(*h, *w.down, torch.float32)
+
+    return weighted_sum(ids_Tk, weights_Tk, sizes, output)
 
 
 @dataclass
@@ -84,23 +137,17 @@ class _Mixture(torch.autograd.Function):
         ctx: Any, x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
     ) -> Tensor:
         backend, (E, H, I) = own.backend, down_EHI.shape
-        q_TH, s_TG = backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
-        pairs = ids_Tk.numel()
-        a_PI, b_PI = (x_TH.new_empty(pairs, I, dtype=torch.bfloat16) for _ in range(2))
-        qh_PI = x_TH.new_empty(pairs, I, dtype=q_TH.dtype)
-        sh_PG = x_TH.new_empty(pairs, groups(I), dtype=torch.float32)
+        quantized = backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
+        P = ids_Tk.numel()
+        kinds = ((I, torch.bfloat16), (I, torch.bfloat16), (I, FP8), (groups(I), torch.float32))
+        saved = _Saved(*(x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds))
 
-        def output(group: Group) -> Tensor:
-            w, at = own.quantized(group.expert, gate_up_EFH, down_EHI), group.span
-            q, s = q_TH[group.tokens], s_TG[group.tokens]
-            a_PI[at] = backend.gemm(q, s, w.gate.q, w.gate.s_rows, torch.bfloat16)
-            b_PI[at] = backend.gemm(q, s, w.up.q, w.up.s_rows, torch.bfloat16)
-            h_nI = silu_mul(a_PI[at], b_PI[at])
-            qh_PI[at], sh_PG[at] = backend.quantize_activation(h_nI, own.scale_format)
-            return backend.gemm(qh_PI[at], sh_PG[at], w.down.q, w.down.s_rows, torch.float32)
+        def operands(expert: int) -> Operands:
+            found = own.quantized(expert, gate_up_EFH, down_EHI)
+            return Operands(*((w.q, w.s_rows) for w in found))
 
-        y_TH = weighted_sum(ids_Tk, weights_Tk, (E, H), output)
-        ctx.save_for_backward(q_TH, s_TG, a_PI, b_PI, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
+        y_TH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, own.scale_format, saved)
+        ctx.save_for_backward(*quantized, *saved, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
         ctx.own, ctx.x_dtype = own, x_TH.dtype
         return y_TH
 
@@ -108,7 +155,7 @@ class _Mixture(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q_TH, s_TG, a_PI, b_PI, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, ids_Tk = ctx.saved_tensors
         own: Experts = ctx.own
-        backend, form, (E, H, I) = own.backend, own.scale_format, down_EHI.shape
+        backend, form, (E, _, I) = own.backend, own.scale_format, down_EHI.shape
         dy_TH = grad_outputs[0].to(torch.bfloat16)
         wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
         dx_TH = torch.zeros(dy_TH.shape, dtype=torch.float32, device=dy_TH.device) if wants_x else None

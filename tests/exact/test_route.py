@@ -47,7 +47,7 @@ def test_the_lower_index_wins_a_tie():
     assert torch.equal(weights[0], torch.full((4,), 0.25))
     many, again = ops.route(logits_of(200, 16).round(), 5, False)  # BF16 integers: most rows have ties
     for row, (chosen, of) in enumerate(zip(again, logits_of(200, 16).round(), strict=True)):
-        best = sorted(range(16), key=lambda e: (-float(of[e]), e))[:5]  # noqa: B023
+        best = sorted(range(16), key=lambda e: (-float(of[e]), e))[:5]
         assert chosen.tolist() == sorted(best), row
     assert torch.isfinite(many).all()
 

@@ -70,6 +70,13 @@ def test_families_of_one_record(checkpoint: Callable[..., str], engine: Callable
     assert_equal(job, run(engine, job, [(1, 1), (7, 1)], 12), tokens=96)
 
 
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe-odd"])
+def test_mixtures_of_experts(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
+
+
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("chunked", [False, True])
 def test_prefix_caching_and_chunked_prefill(
