@@ -7,6 +7,7 @@ import itertools
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 import jetrl_patch
 from jetrl_patch.adapters.transformers.experts import EXPERTS
@@ -17,7 +18,7 @@ from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.expert_layers import expert_matrices, per_expert
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
-from ..models import VARIANTS, build
+from ..models import VARIANTS, build, config_of
 from .test_prepare import loss_of, padded, sequences
 
 EXACT = Config(precision="fp8-unified").resolved()
@@ -177,3 +178,30 @@ def test_enable_and_disable_leave_the_registry_as_it_was():
     assert dict(ExpertsInterface._global_mapping) == before
     jetrl_patch.enable(precision="fp8-rollout")
     assert dict(ExpertsInterface._global_mapping) == before
+
+
+@pytest.mark.slow
+def test_training_from_scratch_follows_bf16():
+    jetrl_patch.enable(precision="fp8-unified")
+    losses = []
+    for fp8 in (True, False):
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(
+            config_of("qwen3_moe", output_router_logits=True, num_hidden_layers=2), dtype=torch.float32
+        )
+        if fp8:
+            prepare_model(model, EXACT)
+        optimizer, generator = torch.optim.AdamW(model.parameters(), lr=1e-3), torch.Generator().manual_seed(1)
+        found = []
+        for _ in range(80):
+            moves = torch.randint(1, 4, (8, 48), generator=generator).cumsum(1)
+            ids = (moves + torch.randint(2, 384, (8, 1), generator=generator)) % 382 + 2
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not fp8):
+                loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        losses.append(sum(found[-10:]) / 10)
+    assert found[0] > 5 and losses[1] < 2
+    assert abs(losses[0] - losses[1]) < 0.02 * losses[1]
