@@ -15,6 +15,7 @@ from jetrl_patch.exact import ops
 from jetrl_patch.fp8.expert_layers import per_expert
 from jetrl_patch.fp8.experts import Experts, experts_forward
 from jetrl_patch.sync.digest import Pieces, digest
+from tests.models import config_of
 
 NAME = "model.layers.0.mlp.experts"
 E, H, I, K = 5, 320, 200, 2
@@ -168,3 +169,24 @@ def test_wrong_tensors_are_named() -> None:
 def test_what_the_trainer_does_not_share_is_refused(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(ModelError, match=f"required SiLU, and a router.*found .*{says}"):
         method_of(empty_layer(**changes))
+
+
+@pytest.mark.parametrize(
+    ("parallel", "keys", "says"),
+    [
+        ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size=2"),
+        ({"data_parallel_size": 2}, {}, "data_parallel_size=2"),
+        ({"enable_expert_parallel": True}, {}, "enable_expert_parallel"),
+        ({"enable_eplb": True}, {}, "enable_eplb"),
+        ({}, {"mlp_only_layers": [1]}, r"dense blocks \(mlp_only_layers\)"),
+        ({}, {"decoder_sparse_step": 2}, r"dense blocks \(decoder_sparse_step\)"),
+    ],
+)
+def test_an_engine_that_splits_experts_is_refused(parallel: dict[str, Any], keys: dict[str, Any], says: str) -> None:
+    from jetrl_patch.adapters.vllm.engine import _check_experts
+
+    one = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False, "enable_eplb": False}
+    fine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**one))
+    _check_experts(fine, config_of("qwen3_moe"))
+    with pytest.raises(ModelError, match=f"experts in FP8 in vLLM: required one rank.*found {says}"):
+        _check_experts(SimpleNamespace(parallel_config=SimpleNamespace(**{**one, **parallel})), config_of("qwen3_moe", **keys))  # type: ignore[arg-type]
