@@ -45,6 +45,7 @@ class Setting:
 
 
 _WINDOW = "the shared attention sees the whole context"
+_DENSE = "vLLM does not say which layers it merges in a dense block"
 _NO_BIAS = "the model in transformers has no such bias"
 #: for every family built like Llama
 _SETTINGS = (
@@ -79,6 +80,8 @@ class Family:
         settings: keys of the configuration that decide whether exact mode is bit-equal.
         rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
         logits_divisor: key of the number by which the trainer divides the logits.
+        mixture: whether its blocks have experts, which transformers keeps in two parameters of one module, behind a router
+            that takes the largest of a softmax.
     """
 
     model_type: str
@@ -93,6 +96,7 @@ class Family:
     settings: tuple[Setting, ...] = _SETTINGS
     rollout: Literal["vllm", "transformers"] = "vllm"
     logits_divisor: str | None = None
+    mixture: bool = False
 
     @property
     def causal_lm(self) -> str:
@@ -109,6 +113,14 @@ class Family:
     @property
     def rotary(self) -> str:
         return f"{self.prefix}RotaryEmbedding"
+
+    @property
+    def experts(self) -> str:
+        return f"{self.prefix}Experts"
+
+    @property
+    def router(self) -> str:
+        return f"{self.prefix}TopKRouter"
 
     def covers(self, part: Part) -> bool:
         return part not in self.uncovered
@@ -179,6 +191,25 @@ _RECORDS = (
             Setting("bias", (False,), _NO_BIAS),
         ),
         logits_divisor="logits_scaling",
+    ),
+    Family(
+        "qwen3_moe",
+        "Qwen3Moe",
+        "Qwen3-MoE",
+        readers={"input_layernorm": _READERS["input_layernorm"]},
+        merged=_MERGED[:1],
+        row_parallel={"self_attn.o_proj": "attention"},
+        uncovered={
+            "scaling": "the readers of a norm before experts are not linear layers",
+            "fused": "its experts quantize their tokens themselves",
+            **_NOT_MEGATRON,
+        },
+        settings=(
+            *_SETTINGS,
+            Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
+            *(Setting(key, values, _DENSE) for key, values in (("decoder_sparse_step", (1,)), ("mlp_only_layers", (None,)))),
+        ),
+        mixture=True,
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}

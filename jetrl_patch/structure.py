@@ -6,9 +6,13 @@ Importing this imports no torch, so that a driver can refuse such a model before
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
+from jetrl_patch.families import FAMILIES
+
+if TYPE_CHECKING:
+    from jetrl_patch.config import Config
 
 __all__ = ["EXPERTS", "check_code", "check_structure"]
 
@@ -18,29 +22,36 @@ EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_expe
 _LATENT = "kv_lora_rank"
 
 
-def check_structure(hf_config: Any) -> None:
-    """Raise ModelError for a model of several modalities, a mixture of experts, or latent attention.
+def check_structure(hf_config: Any, config: Config) -> None:
+    """Raise ModelError for a model of several modalities, a mixture of experts that this mode lacks, or latent attention.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
+        config: of a mode with a quantized rollout.
     """
-    for required, found in _unhandled(hf_config):
+    for required, found in _unhandled(hf_config, config):
         what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
         raise ModelError(explain(what, required=required, found=found, fix=f"use a dense text model, or {UNQUANTIZED}"))
 
 
-def _unhandled(hf_config: Any) -> Iterator[tuple[str, str]]:
+def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is required, and what was found instead."""
     parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
     if parts:
         why = "one text model (of several parts the vision tower would become FP8, and the two sides name layers differently)"
         yield why, " and ".join(sorted(parts))
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
-    yield from (
-        ("a dense model (experts would stay in BF16, and the weight sync would fail after loading)", f"{name}={value}")
-        for name, value in experts.items()
-        if _counts(value)
-    )
+    mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
+    handled = getattr(hf_config, "model_type", None) in mixtures
+    in_blocks = config.fp8_rollout and not config.channelwise
+    why = "experts would stay in BF16, and the weight sync would fail after loading"
+    if handled and not in_blocks:
+        why = f"precision={config.precision!r} with scales per {config.granularity} does not quantize experts"
+    if not handled or not in_blocks:
+        others = f", or with an FP8 rollout in blocks one of the mixtures {', '.join(mixtures)}"
+        yield from (
+            (f"a dense model{others} ({why})", f"{name}={value}") for name, value in experts.items() if _counts(value)
+        )
     if _counts(getattr(hf_config, _LATENT, None)):
         why = "attention that reads its weights as they are (vLLM transforms MLA's once, so that a weight sync would miss them)"
         yield why, f"{_LATENT}={getattr(hf_config, _LATENT)}"

@@ -22,6 +22,7 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.7,
         "logits_scaling": 1.2,
     },
+    "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
 }
 
 
@@ -42,7 +43,7 @@ def config_of(family: str, **options: Any) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if family in ("qwen3", "llama", "seed_oss"):
+    if family in ("qwen3", "llama", "seed_oss", "qwen3_moe"):
         settings["head_dim"] = 64
     return AutoConfig.for_model(family, **{**settings, **OF_FAMILY.get(family, {}), **options})
 
@@ -56,6 +57,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "seed_oss": ("seed_oss", {}),
     "smollm3": ("smollm3", {"tie_word_embeddings": True}),
     "granite": ("granite", {}),
+    "qwen3_moe": ("qwen3_moe", {}),
+    # widths that are not multiples of 128, weights that do not add up to 1
+    "qwen3_moe-odd": (
+        "qwen3_moe",
+        {"hidden_size": 320, "moe_intermediate_size": 200, "num_experts": 5, "norm_topk_prob": False},
+    ),
     "qwen2-odd": (
         "qwen2",
         {"hidden_size": 320, "intermediate_size": 1000, "num_attention_heads": 5, "num_key_value_heads": 1},
@@ -100,7 +107,7 @@ def build(family: str, seed: int = 0, **options: Any) -> Any:
     model = AutoModelForCausalLM.from_config(config_of(family, **options), dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if parameter.dim() == 2:
+            if parameter.dim() >= 2:
                 parameter.mul_(3.0)
             elif name.endswith("bias"):
                 parameter.normal_(0, 0.2)

@@ -1,4 +1,4 @@
-"""The transformers adapter: adds an attention implementation through transformers' own registries."""
+"""The transformers adapter: adds implementations of attention and experts through transformers' own registries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Servic
 
 
 class TransformersAdapter(Adapter):
-    """Registers the plugin's attentions; models are converted by ``prepare_model``."""
+    """Registers the plugin's attentions and experts; models are converted by ``prepare_model``."""
 
     name = "transformers"
     requires = ("torch", "transformers")
@@ -23,8 +23,15 @@ class TransformersAdapter(Adapter):
         return Services(models=services)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """Register the exact attention where the mode has it, and in every mode the one for sequence parallelism."""
+        """Register exact attention and FP8 experts where the mode has them, and in every mode sequence-parallel attention."""
+        experts = OnImport(
+            "transformers.integrations.moe",
+            "ExpertsInterface",
+            _register_experts,
+            reason="without it the trainer's experts stay in BF16 while the rollout's are FP8; uses transformers' own registry",
+        )
         return (
+            *((experts,) if config.fp8_train else ()),
             OnImport(
                 "transformers.modeling_utils",
                 "AttentionInterface",
@@ -57,6 +64,18 @@ def _register_attention(module: ModuleType, journal: Journal, exact: bool) -> No
             target=f"transformers.AttentionInterface[{name!r}]",
             reason=reason,
         )
+
+
+def _register_experts(module: ModuleType, journal: Journal) -> None:
+    from jetrl_patch.adapters.transformers.experts import EXPERTS, fp8_experts
+
+    journal.set_item(
+        module.ExpertsInterface._global_mapping,
+        EXPERTS,
+        fp8_experts,
+        target=f"transformers.ExpertsInterface[{EXPERTS!r}]",
+        reason="experts in FP8, with the bytes of the rollout",
+    )
 
 
 def _register_mask(module: ModuleType, journal: Journal, exact: bool) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 
 from jetrl_patch import active
 from jetrl_patch.adapters.transformers.attention import NAME
+from jetrl_patch.adapters.transformers.experts import check_registered, use_fp8_experts
 from jetrl_patch.adapters.transformers.fused import fuse
 from jetrl_patch.adapters.transformers.head import check_head, widen_head
 from jetrl_patch.config import Config
@@ -50,6 +51,8 @@ def prepare_model(
     if config.fp32_head:
         check_head(model)
     names, cut = split_layers(model, config, rollout_tp) if config.quantized_rollout else ([], [])
+    if config.fp8_train:
+        check_registered(model, device_type)
     if cut:
         note_cut(cut, rollout_tp)
     if not config.fp8_train:
@@ -61,6 +64,7 @@ def prepare_model(
         dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names)
+    use_fp8_experts(model)
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
@@ -97,8 +101,11 @@ def _check_exact(model: Any) -> dict[str, type]:
         family.rotary: modules.ExactRotary,
         family.mlp: modules.ExactMLP,
     }
+    if family.mixture:
+        kinds[family.router] = modules.ExactRouter
+    known_kinds = {*kinds, family.experts} if family.mixture else {*kinds}
     for name, module in model.named_modules():
-        known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in kinds
+        known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in known_kinds
         if not known and next(module.parameters(recurse=False), None) is not None:
             raise ModelError(
                 explain(

@@ -48,7 +48,7 @@ _TP_ONLY = "a rollout with tensor parallelism alone"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
 _FRESH = "samples of this run, with the log-probs of its weights"
-_REPLAY = "routes that each side computes itself (a mixture of experts is not supported)"
+_REPLAY = "routes that each side computes itself"
 _WAITING = "a rollout that waits for the weights of its trainer"
 
 RULES: tuple[Rule, ...] = (

@@ -14,7 +14,7 @@ from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.structure import check_structure
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["check_engine", "prepare_arguments"]
 
 logger = logging.getLogger(__name__)
+
+#: keys of config.json by which some blocks have no experts; vLLM does not say which layers it merges there
+_DENSE_BLOCKS = ("mlp_only_layers", "decoder_sparse_step")
 
 
 def prepare_arguments(args: EngineArgs, config: Config) -> None:
@@ -96,8 +99,10 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     if not config.quantized_rollout:
         return
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    check_structure(model.hf_config)
+    check_structure(model.hf_config, config)
     _refuse_batch_invariance()
+    if getattr(FAMILIES.get(model.hf_text_config.model_type), "mixture", False):
+        _check_experts(vllm_config, model.hf_text_config)
     if str(model.dtype) != "torch.bfloat16":
         raise ConfigError(
             explain(
@@ -114,6 +119,29 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
     if cut and config.on_cut == "refuse":
         raise cut_error(cut, parallel.tensor_parallel_size)
+
+
+def _check_experts(vllm_config: VllmConfig, hf_config: Any) -> None:
+    dense = [name for name in _DENSE_BLOCKS if getattr(hf_config, name, None) not in (None, [], 1)]
+    parallel = vllm_config.parallel_config
+    problems = {
+        "a GPU": not _on_cpu(),
+        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
+        f"data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1,
+        "enable_expert_parallel": parallel.enable_expert_parallel,
+        "enable_eplb": parallel.enable_eplb,
+        f"dense blocks ({', '.join(dense)})": bool(dense),
+    }
+    found = [what for what, there in problems.items() if there]
+    if found:
+        raise ModelError(
+            explain(
+                "experts in FP8 in vLLM",
+                required="one rank, on a CPU, with experts in every block",
+                found=", ".join(found),
+                fix=f"turn it off, use a dense model, or {UNQUANTIZED}",
+            )
+        )
 
 
 def _refuse_batch_invariance() -> None:

@@ -8,6 +8,7 @@ import torch
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.vllm import guard
+from jetrl_patch.adapters.vllm.experts import expert_modules
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError
@@ -28,8 +29,9 @@ class VllmInstaller:
         self._loaded: set[str] = set()
 
     def quantized_layers(self) -> list[str]:
-        """Return the Hugging Face module names of the quantized linears."""
-        return [name for _, method in quantized_modules(self.model) for name in method.names]
+        """Return the Hugging Face names of the quantized layers, those of experts last."""
+        linears = [name for _, method in quantized_modules(self.model) for name in method.names]
+        return linears + [name for layer, method in expert_modules(self.model) for name in method.layers(layer)]
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:
@@ -41,6 +43,8 @@ class VllmInstaller:
     def poison(self) -> None:
         """Fill every parameter with NaN, quantized weights and scales included, so that an unwritten one shows."""
         self._loaded = set()
+        for layer, method in expert_modules(self.model):
+            method.expect(layer)
         for parameter in self.model.parameters():
             if parameter.element_size() == 1:  # 0x7F is NaN in e4m3fn; int8 has no NaN, but its scales do
                 parameter.data.view(torch.uint8).fill_(0x7F)
@@ -57,11 +61,14 @@ class VllmInstaller:
         # Tied parameters are one object with two names: named_parameters() lists it once, load() may use either name.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
         # A weight that arrived in BF16 was quantized here, and its scales are recorded under the weight's name only.
+        experts = expert_modules(self.model)
+        ids |= {id(p) for layer, _ in experts for p in layer.parameters()}
         missing = [
             name
             for name, p in self.model.named_parameters()
             if id(p) not in ids and not (name.endswith("_scale_inv") and not bool(p.isnan().any()))
         ]
+        missing += [name for _, method in experts for name in method.missing()]
         if missing:
             raise SyncError(
                 f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}"
@@ -79,6 +86,10 @@ class VllmInstaller:
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
                 _add_weight(pieces, shard, layer.weight.data[rows])
                 method.format.scales.add_to(pieces, shard, layer.weight_scale_inv.data[rows])
+        for experts, method in expert_modules(self.model):
+            for piece in method.pieces(experts):
+                _add_weight(pieces, piece.shard, piece.weight)
+                method.format.scales.add_to(pieces, piece.shard, piece.scale)
         for layer, names in guard.guarded_modules(self.model):
             for shard in shards_of(layer, names):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)

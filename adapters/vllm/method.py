@@ -20,7 +20,7 @@ from jetrl_patch.errors import ModelError, SyncError
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
 
-__all__ = ["QuantizedLinearMethod", "cut_error", "quantized_modules"]
+__all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "quantized_modules"]
 
 
 @register_weight_loader_v2_supported_method
@@ -84,12 +84,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             if loaded.dtype == self.format.dtype:
                 load(param, loaded, *shard, **kwargs)
                 return
-            name = self._hf_name(layer, shard, kwargs)
-            bf16_NK = loaded.to(torch.bfloat16)
-            if not torch.isfinite(bf16_NK).all():
-                raise SyncError(
-                    f"{name}.weight holds NaN or Inf and cannot be quantized. Check the checkpoint or the last optimizer step."
-                )
+            bf16_NK = finite_bf16(self._hf_name(layer, shard, kwargs), loaded)
             q_NK, scales = self.format.quantize(bf16_NK.to(param.device))
             load(param, q_NK, *shard, **kwargs)
             scale = layer.weight_scale_inv
@@ -122,6 +117,16 @@ class QuantizedLinearMethod(LinearMethodBase):
         # At the first load the whole model is built, so the list is complete.
         if self.quant_config.cut:
             raise cut_error(self.quant_config.cut, layer.tp_size)
+
+
+def finite_bf16(name: str, loaded: torch.Tensor) -> torch.Tensor:
+    """Return a weight in BF16. Raises SyncError, with the layer's name, if it cannot be quantized."""
+    bf16 = loaded.to(torch.bfloat16)
+    if not torch.isfinite(bf16).all():
+        raise SyncError(
+            f"{name}.weight holds NaN or Inf and cannot be quantized. Check the checkpoint or the last optimizer step."
+        )
+    return bf16
 
 
 def cut_error(layers: list[str], tp: int) -> ModelError:

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
+from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
@@ -23,7 +24,14 @@ __all__ = ["check_layers"]
 
 _STEP = "process_weights_after_loading"
 #: methods that compute with the weight as it is loaded; on a CPU ``live.py`` packs the copy of the last two again
-_LIVE = (QuantizedLinearMethod, ExactLinearMethod, ExactHeadMethod, UnquantizedLinearMethod, UnquantizedEmbeddingMethod)
+_LIVE = (
+    QuantizedLinearMethod,
+    QuantizedExpertsMethod,
+    ExactLinearMethod,
+    ExactHeadMethod,
+    UnquantizedLinearMethod,
+    UnquantizedEmbeddingMethod,
+)
 
 
 def check_layers(model: torch.nn.Module) -> None:

@@ -10,11 +10,13 @@ import os
 from typing import Any
 
 import torch
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
@@ -77,7 +79,7 @@ class JetrlQuantConfig(QuantizationConfig):
             )
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        """Return the quantized method for block linears; in exact mode the exact BF16 one for other linears and the head."""
+        """Return the quantized method for block linears and experts; in exact mode the exact BF16 one for other layers."""
         self._require_patched()
         if isinstance(layer, LinearBase):
             in_bf16 = isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, prefix)
@@ -86,6 +88,8 @@ class JetrlQuantConfig(QuantizationConfig):
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
+        if isinstance(layer, RoutedExperts):
+            return QuantizedExpertsMethod(self, layer, prefix)
         return None
 
     def _leaves_in_bf16(self, layer: RowParallelLinear, prefix: str) -> bool:

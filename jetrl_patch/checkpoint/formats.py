@@ -15,6 +15,7 @@ from torch import Tensor
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.families import MERGED
 from jetrl_patch.fp8.convert import select_layers
+from jetrl_patch.fp8.expert_layers import expert_modules
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
 from jetrl_patch.fp8.quantize import dequantize_weight, expand_weight_scale, quantize_weight
 
@@ -29,8 +30,12 @@ def choose_layers(model: Any, exclude: Sequence[str]) -> tuple[list[str], list[s
 
     Raises:
         ModelError: as ``select_layers``.
-        ConfigError: of the layers that vLLM merges, only some would be FP8, or one ends inside a block.
+        ConfigError: of the layers that vLLM merges, only some would be FP8, or one ends inside a block; or there are experts.
     """
+    for name in expert_modules(model):  # what stock vLLM reads of experts has not been compared
+        raise ConfigError(
+            explain("FP8 export", required="a model without experts", found=name, fix="export it with --format bf16")
+        )
     chosen = select_layers(model, exclude)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     for merged in MERGED:  # all but the last must end on a block boundary

@@ -94,6 +94,17 @@ class ExactLinear:
         return ops.linear(input, self.weight, self.bias, self.jetrl_splits)
 
 
+class ExactRouter:
+    """The router of a mixture of experts: logits by a product with independent rows, and the rollout's choice of experts."""
+
+    weight: Tensor
+    top_k: int
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits_TE = ops.linear(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+        return logits_TE, *ops.route(logits_TE, self.top_k, getattr(self, "norm_topk_prob", True))
+
+
 _made: dict[tuple[type, type], type] = {}
 
 

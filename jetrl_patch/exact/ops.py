@@ -6,6 +6,7 @@ from jetrl_patch.exact.head import head_linear, head_linear_fp32, linear, partia
 from jetrl_patch.exact.logprob import token_log_probs
 from jetrl_patch.exact.norm import rms_norm
 from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table
+from jetrl_patch.exact.route import route
 
 __all__ = [
     "apply_rotary",
@@ -18,6 +19,7 @@ __all__ = [
     "rms_norm",
     "rope_frequencies",
     "rotary_table",
+    "route",
     "silu_mul",
     "token_log_probs",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
+from jetrl_patch.fp8.expert_layers import attach_experts, check_experts, expert_modules, layers_of, whole_shape
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_cut, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
@@ -18,14 +19,22 @@ if TYPE_CHECKING:
 
 
 def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
-    """Names of the FP8 layers in model order: those to convert, and TransformerEngine's own.
+    """Names of the FP8 layers in model order: those to convert, those of experts, and TransformerEngine's own.
 
     Raises:
         ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, a layer is neither a plain
-            ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), or a block holds stacked matrices.
+            ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), or a block holds stacked matrices that are no
+            experts, or experts that ``exclude`` takes out of FP8.
     """
-    _refuse_stacks(model)
-    linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) or is_te_linear(m)}
+    experts = expert_modules(model)
+    _refuse_stacks(model, experts)
+    linears: dict[str, nn.Module | None] = {}
+    for name, module in model.named_modules():
+        if name in experts:
+            linears |= dict.fromkeys(layers_of(name, module))
+        elif isinstance(module, nn.Linear) or is_te_linear(module):
+            linears[name] = module
+    check_experts(model, exclude)
     chosen = [name for name in linears if is_quantized(name, exclude)]
     if not chosen:
         raise ModelError(
@@ -39,7 +48,8 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
                 f"exclude pattern {pattern!r} matches no FP8 layer. "
                 f"Drop it, or write whole parts of a module name such as {chosen[0]!r}."
             )
-    foreign = [n for n in chosen if type(linears[n]) not in (nn.Linear, Fp8Linear) and not is_te_linear(linears[n])]
+    plain = (nn.Linear, Fp8Linear, type(None))
+    foreign = [n for n in chosen if type(linears[n]) not in plain and not is_te_linear(linears[n])]
     if foreign:
         kinds = sorted({type(linears[name]).__name__ for name in foreign})
         raise ModelError(
@@ -53,18 +63,18 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     return chosen
 
 
-def _refuse_stacks(model: nn.Module) -> None:
-    """Raise ModelError for matrices that a block keeps in one 3-D parameter, as experts are: they would stay in BF16."""
+def _refuse_stacks(model: nn.Module, experts: Collection[str]) -> None:
+    """Raise ModelError for matrices that a block keeps in one 3-D parameter and that are no experts: they would stay in BF16."""
     for owner, module in model.named_modules():
-        if isinstance(module, nn.modules.conv._ConvNd) or is_te_linear(module):
+        if owner in experts or isinstance(module, nn.modules.conv._ConvNd) or is_te_linear(module):
             continue
         for name, parameter in module.named_parameters(recurse=False):
-            shape = tuple(getattr(parameter, "ds_shape", parameter.shape))  # of the whole, under ZeRO-3
+            shape = whole_shape(parameter)
             if len(shape) == 3 and is_quantized(owner, ()):
                 raise ModelError(
                     explain(
                         f"FP8 layers of {type(model).__name__}",
-                        required="every matrix of a transformer block in a linear layer (experts are not supported)",
+                        required="every matrix of a transformer block in a linear layer (these experts are not supported)",
                         found=f"{owner}.{name} of shape {list(shape)}",
                         fix=f"use a dense model, or {UNQUANTIZED}",
                     )
@@ -79,12 +89,13 @@ def split_layers(model: nn.Module, config: Config, rollout_tp: int) -> tuple[lis
 
     Raises:
         ModelError: as ``select_layers``; a split cuts a block and ``on_cut`` is "refuse"; or such a layer is
-            TransformerEngine's, which stays in FP8.
+            TransformerEngine's, which stays in FP8; or the rollout splits experts.
     """
     names, modules = select_layers(model, config.exclude), dict(model.named_modules())
+    check_experts(model, (), rollout_tp)
     if config.channelwise:
         return names, []  # one scale per row: no split cuts a block
-    widths = {name: getattr(modules[name], "in_features", 0) for name in names}
+    widths = {name: getattr(modules[name], "in_features", 0) for name in names if name in modules}
     if config.on_cut == "refuse":
         check_splits(widths.items(), rollout_tp)
     cut = [name for name, k in widths.items() if is_cut(name, k, rollout_tp)]
@@ -103,7 +114,7 @@ def swap_linears(
     k_splits: int = 1,
     names: Sequence[str] | None = None,
 ) -> list[str]:
-    """Turn every selected layer into an ``Fp8Linear``. Parameters and names do not change.
+    """Turn every selected layer into an ``Fp8Linear``, and give experts their state. Parameters and names do not change.
 
     TransformerEngine's layers are left as they are: they already compute in this format, or are refused.
 
@@ -121,12 +132,13 @@ def swap_linears(
         ModelError: as ``select_layers`` and ``transformer_engine.left_alone``, or ``k_splits`` cuts a block.
     """
     names = select_layers(model, exclude) if names is None else list(names)
-    modules = dict(model.named_modules())
-    check_splits(((name, getattr(modules[name], "in_features", 0)) for name in names), k_splits)
-    if left_alone({name: modules[name] for name in names}, scale_format, backend):
+    wanted = set(names)
+    modules = {name: module for name, module in model.named_modules() if name in wanted}
+    check_splits(((name, getattr(module, "in_features", 0)) for name, module in modules.items()), k_splits)
+    if left_alone(modules, scale_format, backend):
         return names
-    for name in names:
-        module = modules[name]
+    attach_experts(model, scale_format, backend)
+    for name, module in modules.items():
         module.__class__ = Fp8Linear
         module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)
     return names

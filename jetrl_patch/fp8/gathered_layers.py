@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8.formats import BLOCK
 from jetrl_patch.fp8.gather import Fp8Shard
 from jetrl_patch.fp8.linear import keep_gathered_out_of_graphs
@@ -18,7 +19,7 @@ __all__ = ["gather_in_fp8"]
 logger = logging.getLogger(__name__)
 
 
-def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[str]:
+def gather_in_fp8(model: nn.Module, names: Sequence[str], shards: int) -> list[str]:
     """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8. Call it before ``fully_shard``.
 
     A layer whose rows do not divide into ``shards`` equal parts of whole blocks is still gathered in BF16 and
@@ -29,11 +30,18 @@ def gather_in_fp8(model: nn.Module, names: Iterable[str], shards: int) -> list[s
 
     Returns:
         The names of the layers gathered in FP8.
+
+    Raises:
+        ModelError: experts are among the layers; FSDP gathers all of a block's in one parameter.
     """
     if shards == 1:
         return []
-    keep_gathered_out_of_graphs()
     modules = dict(model.named_modules())
+    stacked = [name for name in names if name not in modules]
+    if stacked:
+        fix = "set fp8_all_gather=False"
+        raise ModelError(explain("fp8_all_gather", required="FP8 layers that are modules", found=stacked[0], fix=fix))
+    keep_gathered_out_of_graphs()
     done, left = [], []
     for name in names:
         module: Any = modules[name]

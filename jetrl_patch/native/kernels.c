@@ -415,6 +415,34 @@ void jetrl_silu_mul(const uint16_t *g, int64_t ldg, const uint16_t *u, int64_t l
         }
 }
 
+/* Router of a mixture: p = softmax(logits) [M,E], summed in FP64 over ascending experts and rounded to FP32; the k largest of a
+ * row, the lower index on a tie, in ascending order of index. `renormalize` divides them by their sum, with one rounding.
+ * A NaN among the logits makes every weight of its row NaN. ids, weights [M,k]. */
+void jetrl_route(const float *logits, int64_t M, int64_t E, int64_t k, int renormalize, int64_t *ids, float *weights,
+                 int threads) {
+#pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
+    for (int64_t m = 0; m < M; m++) {
+        const float *row = logits + m * E;
+        float p[E];
+        uint8_t taken[E];
+        double top = -INFINITY, sum = 0.0, total = 0.0;
+        for (int64_t e = 0; e < E; e++) top = row[e] > top ? row[e] : top;
+        for (int64_t e = 0; e < E; e++) sum += exp((double)row[e] - top);
+        for (int64_t e = 0; e < E; e++) { p[e] = (float)(exp((double)row[e] - top) / sum); taken[e] = 0; }
+        for (int64_t j = 0; j < k; j++) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < E; e++)
+                if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
+            taken[best] = 1;
+        }
+        int64_t j = m * k;
+        for (int64_t e = 0; e < E; e++)
+            if (taken[e]) { total += p[e]; ids[j] = e; weights[j++] = p[e]; }
+        if (renormalize)
+            for (j = m * k; j < (m + 1) * k; j++) weights[j] = (float)(weights[j] / total);
+    }
+}
+
 /* Rotary embedding in the rounding order of Hugging Face: bf16(bf16(x*cos) + bf16(rotate_half(x)*sin)).
  * x [T,h,D] with token stride ldx and head stride D; cos, sin [P,D/2]; pos [T]. In place if y == x. */
 void jetrl_rotary(const uint16_t *x, int64_t ldx, const uint16_t *cos, const uint16_t *sin, const int64_t *pos,

@@ -188,6 +188,19 @@ def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
     return y
 
 
+def route(logits_ME: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    """The k largest of softmax(logits) in a row: weights FP32 [M, k] and ascending indices int64 [M, k]."""
+    logits_ME = _rows(logits_ME, torch.float32, "logits").contiguous()
+    M, E = logits_ME.shape
+    if not 0 < k <= E:
+        raise ValueError(f"k: expected 1 to {E} experts, found {k}")
+    ids, weights = torch.empty(M, k, dtype=torch.int64), torch.empty(M, k, dtype=torch.float32)
+    library().jetrl_route(
+        _ptr(logits_ME), _long(M), _long(E), _long(k), int(renormalize), _ptr(ids), _ptr(weights), _threads(M * E * (k + 32))
+    )
+    return weights, ids
+
+
 def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate [T, h, D] by the BF16 tables [P, D/2] at ``positions`` [T] int64. Returns a new [T, h, D]."""
     T, h, D = x_ThD.shape

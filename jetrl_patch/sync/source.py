@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ import torch
 from jetrl_patch import active, registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, SyncError, explain
+from jetrl_patch.fp8.expert_layers import expert_matrices, expert_modules, per_expert, shapes_per_expert
+from jetrl_patch.fp8.experts import Matrix
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.transformer_engine import is_te_linear
 from jetrl_patch.fp8.transformer_engine import quantize_weight as te_weight
@@ -31,12 +34,13 @@ class Source:
 
     Attributes:
         layers: Hugging Face names of the quantized layers, also if only the rollout quantizes them.
-        modules: the converted layers; sharding keeps the objects.
+        modules: the converted layers, and the matrices of experts; sharding keeps the objects.
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
         smoother: moves activation outliers into the weights that are sent, or None.
         monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
         guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
+        stacked: whether the model keeps experts in one parameter, which a sync sends one by one.
     """
 
     layers: list[str]
@@ -46,6 +50,7 @@ class Source:
     smoother: Smoother | None = None
     monitor: Monitor | None = None
     guarded: list[str] = field(default_factory=list)
+    stacked: bool = False
 
     def agree(self) -> None:
         """Make all training ranks agree before a sync, so that the weights sent do not depend on a rank's samples."""
@@ -97,7 +102,9 @@ class Source:
         active.register_guarded(new)
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
-        """Yield the protocol of one sync over full weights; see ``quantized_stream``."""
+        """Yield the protocol of one sync over full weights; see ``quantized_stream``. Stacked experts are sent one by one."""
+        if self.stacked:
+            weights = chain.from_iterable(per_expert(name, weight) for name, weight in weights)
         return quantized_stream(
             weights if self.monitor is None else self.monitor.watching(weights),
             terms=self.terms,
@@ -114,7 +121,7 @@ class Source:
         if is_te_linear(self.modules[layer]):
             return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
         own = self.modules[layer].fp8.quantized(weight)
-        if self.monitor is not None:
+        if self.monitor is not None and not isinstance(self.modules[layer], Matrix):
             self.monitor.see_weight(layer, weight, own.q, own.s_blocks)
         return own.q, own.s_blocks
 
@@ -131,7 +138,7 @@ def convert(
     """Convert a loaded Hugging Face model in place, before it is wrapped, and record what a sync needs.
 
     Args:
-        shapes: shape of every tensor to be sent, by Hugging Face name.
+        shapes: shape of every tensor that the framework yields, by Hugging Face name.
         rollout_tp: tensor-parallel size of the rollout.
         reference: whether the model is never trained; ``invariant_scale`` then does not apply.
 
@@ -142,7 +149,7 @@ def convert(
     from jetrl_patch.fp8.backends import choose_backend
 
     if config.quantized_rollout:
-        check_structure(model.config)  # the driver has checked a local folder; a remote one is first seen here
+        check_structure(model.config, config)  # the driver has checked a local folder; a remote one is first seen here
     check_guard(config, rollout_tp)
     layers = registry.models().prepare_model(model, config, rollout_tp=rollout_tp, device_type=device_type)
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
@@ -152,15 +159,18 @@ def convert(
     backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
     if backend:
         active.register_backend(backend)
+    stacked = bool(expert_modules(model))
     named = dict(model.named_modules())
-    modules = {name: named[name] for name in layers} if config.fp8_train else {}
+    linears = [name for name in layers if name in named]
+    modules = {name: named[name] for name in linears} if config.fp8_train else {}
     return Source(
         layers=layers,
-        modules=modules,
-        monitor=make_monitor(config, layers, named, device_type),
-        shapes=shapes,
+        modules=modules | expert_matrices(model),
+        monitor=make_monitor(config, linears, named, device_type),
+        shapes=shapes_per_expert(shapes) if stacked else shapes,
         terms=Terms.of(config, backend),
         smoother=smoother,
+        stacked=stacked,
     )
 
 

@@ -111,7 +111,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[
     from jetrl_patch.scaling.groups import groups_of
     from jetrl_patch.scaling.invariant import check_record
 
-    structure = list(raised(lambda: check_structure(hf_config)))
+    structure = list(raised(lambda: check_structure(hf_config, config)))
     yield from structure
     yield from raised(lambda: check_guard(config, rollout_tp))
     if config.exact:

@@ -349,3 +349,13 @@ def test_the_command_line(qwen3, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "--format 'fp4' must be 'bf16' or 'fp8'" in capsys.readouterr().err
+
+
+def test_experts_are_exported_in_bf16_alone(tmp_path):
+    folder = Path(save(tmp_path / "mixture", "qwen3_moe", steps=0))
+    with pytest.raises(ConfigError, match=r"required a model without experts, found model\.layers\.0\.mlp\.experts\. Export"):
+        export(folder, tmp_path / "fp8", "fp8")
+    assert not (tmp_path / "fp8").exists()
+    export(folder, tmp_path / "bf16", "bf16")
+    written, before = tensors(tmp_path / "bf16"), tensors(folder)
+    assert set(written) == set(before) and all(torch.equal(written[name], before[name]) for name in before)

@@ -13,6 +13,9 @@ SQNR_UNQUANTIZED = {
     ("wgrad", "pow2"): 25.0,  # x is quantized twice: 1x128 when saved, 128x1 in backward
     ("wgrad", "fp32"): 25.0,
 }
+#: minimum SQNR in dB of a mixture's experts (three quantized products) and of its gradients against FP64, from unquantized
+#: operands; the gradient of a routing weight is one number a token, so that errors average less
+SQNR_EXPERTS = {"y": 22.5, "x": 21.5, "gate_up": 21.5, "down": 22.5, "weights": 19.0}
 #: minimum SQNR in dB against the FP64 product of the same quantized operands, BF16 output
 SQNR_GEMM = 48.0
 #: share of BF16 outputs of the native FProp that equal the oracle's

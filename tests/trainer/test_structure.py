@@ -25,9 +25,14 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "
 
 
 def experts() -> Any:
-    from transformers import Qwen3MoeConfig
+    """A mixture without a record."""
+    from transformers import MixtralConfig
 
-    return Qwen3MoeConfig(**SIZES, num_key_value_heads=2, moe_intermediate_size=128, num_experts=4, head_dim=64)
+    return MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+
+
+def known_experts() -> Any:
+    return config_of("qwen3_moe")
 
 
 def seeing() -> Any:
@@ -46,7 +51,7 @@ def latent() -> Any:
 @pytest.mark.parametrize(
     ("make", "says"),
     [
-        (experts, r"required a dense model .*found num_experts=4\. Use a dense"),
+        (experts, r"required a dense model.*found num_experts=4\. Use a dense"),
         (seeing, r"required one text model .*found text_config and vision_config\."),
         (latent, r"vLLM transforms MLA's once.*found kv_lora_rank=128\."),
     ],
@@ -55,7 +60,7 @@ def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, co
     make().save_pretrained(tmp_path)
     with pytest.raises(ModelError, match=says) as caught:
         check_checkpoint(tmp_path, config, 1)
-    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 350
     assert check_checkpoint(tmp_path, Config(precision="bf16"), 1) is None
 
 
@@ -65,12 +70,25 @@ def test_a_remote_model_is_refused_in_the_worker_that_has_loaded_it() -> None:
             convert(SimpleNamespace(config=made), LINEAR, {}, rollout_tp=1, device_type="cpu")
 
 
+@pytest.mark.parametrize("config", QUANTIZED, ids=lambda config: f"{config.precision}-{config.resolved_align}")
+def test_a_mixture_with_a_record_is_accepted_where_its_experts_are_fp8(tmp_path: Path, config: Config) -> None:
+    known_experts().save_pretrained(tmp_path)
+    if config.fp8_rollout:
+        assert check_checkpoint(tmp_path, config, 1).model_type == "qwen3_moe"
+        with pytest.raises(ModelError, match=r"required a rollout that does not split them .*found 2\."):
+            check_checkpoint(tmp_path, config, 2)
+        return
+    says = rf"{config.precision}.*with scales per channel does not quantize experts.*found num_experts=8\."
+    with pytest.raises(ModelError, match=says):
+        check_checkpoint(tmp_path, config, 1)
+
+
 def test_a_count_of_none_is_dense() -> None:
     for key in EXPERTS:
         with pytest.raises(ModelError, match=f"{key}=4"):
-            check_structure(SimpleNamespace(**{key: 4}))
+            check_structure(SimpleNamespace(**{key: 4}), EXACT)
     for dense in (None, 0, []):
-        check_structure(SimpleNamespace(num_experts=dense, kv_lora_rank=None, quantization_config={}))
+        check_structure(SimpleNamespace(num_experts=dense, kv_lora_rank=None, quantization_config={}), EXACT)
 
 
 def test_stacked_matrices_are_found_without_a_key_in_the_configuration() -> None:

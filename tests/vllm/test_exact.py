@@ -70,10 +70,19 @@ def test_families_of_one_record(checkpoint: Callable[..., str], engine: Callable
     assert_equal(job, run(engine, job, [(1, 1), (7, 1)], 12), tokens=96)
 
 
-@pytest.mark.parametrize("cached", [False, True])
-@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "qwen3_moe-odd"])
+def test_mixtures_of_experts(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    jetrl_patch.enable(precision="fp8-unified")
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
+    assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
+
+
+@pytest.mark.parametrize(
+    ("variant", "cached", "chunked"),
+    [*(("qwen3", cached, chunked) for cached in (False, True) for chunked in (False, True)), ("qwen3_moe", True, True)],
+)
 def test_prefix_caching_and_chunked_prefill(
-    checkpoint: Callable[..., str], engine: Callable[..., Any], cached: bool, chunked: bool
+    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, cached: bool, chunked: bool
 ) -> None:
     from vllm import SamplingParams
 
@@ -86,7 +95,7 @@ def test_prefix_caching_and_chunked_prefill(
         "enable_chunked_prefill": chunked,
         "max_num_batched_tokens": 48 if chunked else 512,
     }
-    job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config, engine=tuple(settings.items()))
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config, engine=tuple(settings.items()))
     llm = engine(job)
     start = prompts_of(1, (100, 100))[0]
     prompts = [start + prompt for prompt in prompts_of(6, (1, 30))]

@@ -1,0 +1,231 @@
+"""The experts method: it loads, routes and multiplies a mixture's experts as the trainer does.
+
+vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
+each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+from jetrl_patch.adapters.vllm.formats import format_of
+from jetrl_patch.adapters.vllm.method import finite_bf16
+from jetrl_patch.adapters.vllm.shards import Shard
+from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
+from jetrl_patch.exact import ops
+from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
+from jetrl_patch.fp8.formats import FP8, groups
+
+if TYPE_CHECKING:
+    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+
+__all__ = ["Piece", "QuantizedExpertsMethod", "expert_modules"]
+
+#: vLLM's names of an expert's matrices: w1 and w3 lie in ``w13``, one below the other
+_SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
+
+
+class Piece(NamedTuple):
+    """One matrix of one expert in this rank's memory: e4m3 [N, K], scales FP32 [N, ceil(K/128)], and what it is."""
+
+    weight: torch.Tensor
+    scale: torch.Tensor
+    shard: Shard
+
+
+class QuantizedExpertsMethod(FusedMoEMethodBase):
+    """Experts in FP8. In exact mode it chooses them too; else it takes the choice of vLLM's router.
+
+    Raises:
+        ModelError: a router, activation or split that the trainer does not share.
+    """
+
+    def __init__(self, quant_config: JetrlQuantConfig, layer: RoutedExperts, prefix: str) -> None:
+        super().__init__(layer.moe_config)
+        self.prefix = prefix
+        self.exact = quant_config.config.exact
+        self.format = format_of(quant_config.config)
+        self.scale_format = quant_config.config.scale_format
+        self._unwritten: set[tuple[str, int, str]] = set()
+        _check(layer, self.exact)
+
+    def create_weights(
+        self,
+        layer: RoutedExperts,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register ``w13_weight``, ``w2_weight`` (e4m3) and their ``_scale_inv`` (FP32, per row)."""
+        wide = 2 * intermediate_size_per_partition
+        for name, n, k in (("w13", wide, hidden_size), ("w2", hidden_size, intermediate_size_per_partition)):
+            weight = torch.nn.Parameter(torch.empty(num_experts, n, k, dtype=FP8), requires_grad=False)
+            scale = torch.nn.Parameter(torch.ones(num_experts, n, groups(k), dtype=torch.float32), requires_grad=False)
+            weight.weight_loader = self._weight_loader(layer)
+            scale.weight_loader = self._scale_loader(layer)
+            setattr(layer, f"{name}_weight", weight)
+            setattr(layer, f"{name}_weight_scale_inv", scale)
+        self.expect(layer)
+
+    def pieces(self, layer: RoutedExperts) -> Iterator[Piece]:
+        """Yield all matrices, expert by expert, under the names of their checkpoint."""
+        for expert in range(layer.local_num_experts):
+            for shard_id in _SHARDS:
+                yield self.piece(layer, expert, shard_id)
+
+    def piece(self, layer: RoutedExperts, expert: int, shard_id: str) -> Piece:
+        """Return views of one matrix and its scales."""
+        name, half = ("w2", None) if shard_id == "w2" else ("w13", shard_id)
+        weight, scale = (getattr(layer, f"{name}_{kind}").data[expert] for kind in ("weight", "weight_scale_inv"))
+        if half is not None:
+            (weight, scale) = (t.chunk(2, 0)[half == "w3"] for t in (weight, scale))
+        n, k = weight.shape
+        return Piece(weight, scale, Shard(f"{self.prefix}.{expert}.{_SHARDS[shard_id]}", shard_id, n, 0, n, 0, k, 0))
+
+    def layers(self, layer: RoutedExperts) -> list[str]:
+        """Return the Hugging Face names of all matrices."""
+        return [f"{self.prefix}.{expert}.{part}" for expert in range(layer.local_num_experts) for part in PARTS]
+
+    def expect(self, layer: RoutedExperts) -> None:
+        """Note that every matrix and its scales are about to be written."""
+        self._unwritten = {
+            (kind, expert, shard_id)
+            for kind in ("weight", "weight_scale_inv")
+            for expert in range(layer.local_num_experts)
+            for shard_id in _SHARDS
+        }
+
+    def missing(self) -> list[str]:
+        """Return the tensors that were not written since ``expect``."""
+        return [f"{self.prefix}.{expert}.{_SHARDS[shard]}.{kind}" for kind, expert, shard in sorted(self._unwritten)]
+
+    def get_fused_moe_quant_config(self, layer: RoutedExperts) -> None:
+        """Return None: vLLM's kernels are not used."""
+
+    @property
+    def is_monolithic(self) -> bool:
+        """Whether the method chooses the experts itself."""
+        return self.exact
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Choose the GEMM. Raise ModelError before serving if its rows are not independent here, or a matrix is missing."""
+        missing, every = self.missing(), 2 * len(self.layers(layer))
+        if 0 < len(missing) < every:  # all of them: dummy weights, which a sync will replace
+            found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
+            raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
+        for weight in (layer.w13_weight, layer.w2_weight):
+            self.format.check_serving(weight[0])
+
+    def apply_monolithic(
+        self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """``x [T, H]`` and the router's logits ``[T, E]``, BF16 -> ``[T, H]`` BF16."""
+        return self._mix(layer, x, *ops.route(router_logits, layer.top_k, layer.renormalize))
+
+    def apply(
+        self,
+        layer: RoutedExperts,
+        x: torch.Tensor,
+        topk_weights: torch.Tensor,
+        topk_ids: torch.Tensor,
+        shared_experts: Any,
+        shared_experts_input: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """``x [T, H]`` BF16, weights and experts ``[T, k]`` by vLLM's router -> ``[T, H]`` BF16."""
+        return self._mix(layer, x, topk_weights, topk_ids.long())
+
+    def _mix(
+        self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
+    ) -> torch.Tensor:
+        def operands(expert: int) -> Operands:
+            return Operands(*(self.piece(layer, expert, shard_id)[:2] for shard_id in _SHARDS))
+
+        backend, sizes = self.format.backend(x_TH.device), (layer.local_num_experts, x_TH.shape[1])
+        quantized = backend.quantize_activation(x_TH, self.scale_format)
+        return run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, self.scale_format)
+
+    def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
+        def load_weight(
+            param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
+        ) -> bool:
+            piece = self.piece(layer, expert_id, shard_id)
+            name, scales = piece.shard.name, None
+            if loaded_weight.dtype != FP8:
+                bf16_NK = finite_bf16(name, loaded_weight).to(param.device).contiguous()
+                loaded_weight, scales = self.format.quantize(bf16_NK)
+            _copy(f"{name}.weight", piece.weight, loaded_weight)
+            self._unwritten.discard(("weight", expert_id, shard_id))
+            if scales is not None:
+                self._load_scale(layer, scales, shard_id, expert_id)
+            return True
+
+        return load_weight
+
+    def _scale_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
+        def load_scale(
+            param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
+        ) -> bool:
+            self._load_scale(layer, loaded_weight, shard_id, expert_id)
+            return True
+
+        return load_scale
+
+    def _load_scale(self, layer: RoutedExperts, scales: torch.Tensor, shard_id: str, expert_id: int) -> None:
+        piece = self.piece(layer, expert_id, shard_id)
+        name = piece.shard.name
+        rows = self.format.scales.per_row(scales, piece.shard.rows, name)
+        _copy(f"{name}.weight_scale_inv", piece.scale, rows)
+        self._unwritten.discard(("weight_scale_inv", expert_id, shard_id))
+
+
+def _copy(name: str, place: torch.Tensor, value: torch.Tensor) -> None:
+    if place.shape != value.shape:
+        fix = "use the same model on both sides"
+        raise SyncError(explain(name, required=f"shape {list(place.shape)}", found=list(value.shape), fix=fix))
+    place.copy_(value)
+
+
+def _check(layer: RoutedExperts, exact: bool) -> None:
+    parallel = layer.moe_config.moe_parallel_config
+    problems = {
+        f"activation {layer.activation.value!r}": layer.activation != MoEActivation.SILU,
+        "routing weights on the input": layer.apply_router_weight_on_input,
+        "experts split over ranks": parallel.tp_size * parallel.dp_size * parallel.ep_size > 1,
+        "redundant experts": parallel.enable_eplb,
+    }
+    if exact:
+        problems |= {
+            f"scores by {layer.scoring_func}": layer.scoring_func != "softmax",
+            "experts chosen by groups": layer.use_grouped_topk,
+            "a bias that corrects scores": layer.e_score_correction_bias is not None,
+            "a routing function of its own": layer.custom_routing_function is not None,
+            f"routing weights scaled by {layer.routed_scaling_factor}": layer.routed_scaling_factor != 1.0,
+        }
+    found = [what for what, there in problems.items() if there]
+    if found:
+        raise ModelError(
+            explain(
+                f"the experts of {layer.layer_name}",
+                required="SiLU, and a router that takes the largest of a softmax, on one rank",
+                found=", ".join(found),
+                fix=f"turn it off, use another model, or {UNQUANTIZED}",
+            )
+        )
+
+
+def expert_modules(model: torch.nn.Module) -> list[tuple[RoutedExperts, QuantizedExpertsMethod]]:
+    """Return the quantized experts of a built vLLM model with their methods, in module order."""
+    return [
+        (module, method)
+        for module in model.modules()
+        if isinstance(module, RoutedExperts)
+        and isinstance(method := getattr(module, "quant_method", None), QuantizedExpertsMethod)
+    ]

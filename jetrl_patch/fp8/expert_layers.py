@@ -1,0 +1,110 @@
+"""Find the experts of a Hugging Face model, and give them their FP8 state.
+
+transformers keeps the experts of a block in one module with two parameters, ``gate_up_proj [E, 2I, H]`` and
+``down_proj [E, H, I]``. Everywhere else (checkpoints, exclude patterns, the weight sync) an expert is three layers:
+``….experts.3.gate_proj``, ``up_proj`` and ``down_proj``, each with a weight of two dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
+from jetrl_patch.families import FAMILIES
+from jetrl_patch.fp8.experts import PARTS, Experts, Matrix
+from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.layers import is_quantized
+
+__all__ = [
+    "attach_experts",
+    "check_experts",
+    "expert_matrices",
+    "expert_modules",
+    "layers_of",
+    "per_expert",
+    "shapes_per_expert",
+    "whole_shape",
+]
+
+#: where a module of experts keeps its ``Experts``
+ATTRIBUTE = "jetrl_experts"
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold the experts of a block, by name. Recognised by class, so part of a model is enough."""
+    kinds = {family.experts for family in FAMILIES.values() if family.mixture}
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+
+
+def layers_of(name: str, module: Any) -> list[str]:
+    """The names of the layers that a module of experts stands for."""
+    return [f"{name}.{expert}.{part}" for expert in range(whole_shape(module.gate_up_proj)[0]) for part in PARTS]
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter; under ZeRO-3 that of the whole."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def check_experts(model: nn.Module, exclude: Iterable[str], rollout_tp: int = 1) -> None:
+    """Raise ModelError if experts are partly or wholly excluded from FP8, or the rollout splits them over ranks."""
+    for name, module in expert_modules(model).items():
+        out = [layer for layer in layers_of(name, module) if not is_quantized(layer, tuple(exclude))]
+        if out:
+            found = f"exclude={list(exclude)}, which takes out {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
+            raise ModelError(explain("experts", required="all of them in FP8", found=found, fix="exclude other layers"))
+        if rollout_tp > 1:
+            raise ModelError(
+                explain(
+                    f"the experts of {type(model).__name__}",
+                    required="a rollout that does not split them (tensor parallel size 1)",
+                    found=str(rollout_tp),
+                    fix=f"set the rollout's tensor parallel size to 1, or use {UNQUANTIZED}",
+                )
+            )
+
+
+def attach_experts(model: nn.Module, scale_format: ScaleFormat, backend: str) -> None:
+    """Give each module of experts its settings and its cache of quantized weights. Reads no weight."""
+    for module in expert_modules(model).values():
+        count = whole_shape(module.gate_up_proj)[0]
+        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend))
+
+
+def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
+    """The matrices of all experts that ``attach_experts`` has seen, by layer name."""
+    found: dict[str, Matrix] = {}
+    for name, module in expert_modules(model).items():
+        own = getattr(module, ATTRIBUTE, None)
+        if own is not None:
+            found.update((f"{name}.{leaf}", matrix) for leaf, matrix in own.matrices())
+    return found
+
+
+def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of single experts that a parameter ``….experts.gate_up_proj`` or ``….experts.down_proj`` holds.
+
+    Args:
+        name: of the parameter; any other tensor is yielded as it is.
+        weight: [E, 2I, H] or [E, H, I].
+    """
+    stem, _, leaf = name.rpartition(".")
+    if weight.dim() != 3 or not stem.endswith(".experts") or leaf not in ("gate_up_proj", "down_proj"):
+        yield name, weight
+        return
+    parts = PARTS[:2] if leaf == "gate_up_proj" else PARTS[2:]
+    for expert in range(weight.shape[0]):
+        for part, matrix in zip(parts, weight[expert].chunk(len(parts), 0), strict=True):
+            yield f"{stem}.{expert}.{part}.weight", matrix
+
+
+def shapes_per_expert(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that ``per_expert`` makes of tensors of these shapes, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found.update((own, tuple(part.shape)) for own, part in per_expert(name, torch.empty(shape, device="meta")))
+    return found

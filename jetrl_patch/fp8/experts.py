@@ -1,0 +1,208 @@
+"""The experts of a mixture in FP8: FProp, DGrad and WGrad of each expert, as ``Fp8Linear`` computes a layer.
+
+    a = x Wg^T,  b = x Wu^T  (BF16)      h = SiLU(a) * b  (BF16)      y = sum over e of w_e * (h Wd^T)  (FP32, see ``mixture``)
+
+Each of an expert's three matrices is quantized in 128x128 blocks of its own, as its checkpoint names it
+(``experts.3.gate_proj``), although transformers keeps all experts in two parameters. A token is quantized once for all its
+experts. Backward saves FP8 for the products, BF16 a and b for the activation, and the parameters themselves.
+
+The gradient of a routing weight is the inner product of dy with the expert's output. That output is not saved: with
+u = dy Wd, which DGrad computes anyway, <dy, h Wd^T> = <u, h>, and dh = w u.
+
+Shape legend: T tokens, k experts per token, P = T * k pairs, E experts, H hidden size, I intermediate size, G groups of 128,
+n tokens of one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.exact.activation import silu_mul
+from jetrl_patch.fp8.backends import Backend, get_backend
+from jetrl_patch.fp8.formats import FP8, ScaleFormat, groups
+from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight
+from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sum
+from jetrl_patch.fp8.quantize import dequantize_activation
+
+__all__ = ["PARTS", "Experts", "Matrix", "Operands", "experts_forward", "run_experts"]
+
+Part = Literal["gate_proj", "up_proj", "down_proj"]
+#: the matrices of an expert, as checkpoints name them
+PARTS: tuple[Part, ...] = ("gate_proj", "up_proj", "down_proj")
+
+
+class Matrix(NamedTuple):
+    """One matrix of one expert, as the weight sync names and quantizes it."""
+
+    fp8: Fp8State
+
+
+class _Quantized(NamedTuple):
+    gate: QuantizedWeight
+    up: QuantizedWeight
+    down: QuantizedWeight
+
+
+class Operands(NamedTuple):
+    """One expert's matrices, each e4m3 [N, K] with FP32 scales per row [N, ceil(K/128)]."""
+
+    gate: tuple[Tensor, Tensor]
+    up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+
+
+class _Saved(NamedTuple):
+    """What backward needs of the forward pass, sorted by expert."""
+
+    a_PI: Tensor
+    b_PI: Tensor
+    qh_PI: Tensor
+    sh_PG: Tensor
+
+
+def run_experts(
+    quantized: tuple[Tensor, Tensor],
+    weights_Tk: Tensor,
+    ids_Tk: Tensor,
+    operands: Callable[[int], Operands],
+    sizes: tuple[int, int],
+    backend: Backend,
+    scale_format: ScaleFormat,
+    saved: _Saved | None = None,
+) -> Tensor:
+    """FProp of the experts: the trainer's forward and the rollout's.
+
+    Args:
+        quantized: the tokens, e4m3 [T, H] with scales [T, G].
+        operands: the matrices of an expert, asked for once and only if it has tokens.
+        sizes: (E, H).
+        saved: filled for backward.
+
+    Returns:
+        BF16 [T, H].
+    """
+    q_TH, s_TG = quantized
+
+    def output(group: Group) -> Tensor:
+        w, q, s = operands(group.expert), q_TH[group.tokens], s_TG[group.tokens]
+        a_nI, b_nI = (backend.gemm(q, s, *matrix, torch.bfloat16) for matrix in (w.gate, w.up))
+        h = backend.quantize_activation(silu_mul(a_nI, b_nI), scale_format)
+        if saved is not None:
+            for place, value in zip(saved, (a_nI, b_nI, *h), strict=True):
+                place[group.span] = value
+        return backend.gemm(*h, *w.down, torch.float32)
+
+    return weighted_sum(ids_Tk, weights_Tk, sizes, output)
+
+
+@dataclass
+class Experts:
+    """The quantization settings of a layer's experts, and their last quantized weights. Not part of the state dict."""
+
+    count: int
+    scale_format: ScaleFormat
+    backend_name: str
+    _matrices: dict[tuple[int, Part], Matrix] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        for expert in range(self.count):
+            for part in PARTS:
+                self._matrices[expert, part] = Matrix(Fp8State(self.scale_format, self.backend_name))
+
+    @property
+    def backend(self) -> Backend:
+        return get_backend(self.backend_name)
+
+    def matrices(self) -> Iterator[tuple[str, Matrix]]:
+        """Yield each matrix with its name below the layer: ``3.gate_proj``."""
+        for (expert, part), matrix in self._matrices.items():
+            yield f"{expert}.{part}", matrix
+
+    def quantized(self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor) -> _Quantized:
+        """The bytes and scales of one expert."""
+        width = down_EHI.shape[2]
+        weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
+        states = (self._matrices[expert, part].fp8 for part in PARTS)
+        return _Quantized(*(state.quantized(weight) for state, weight in zip(states, weights, strict=True)))
+
+
+class _Mixture(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+    ) -> Tensor:
+        backend, (E, H, I) = own.backend, down_EHI.shape
+        quantized = backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
+        P = ids_Tk.numel()
+        kinds = ((I, torch.bfloat16), (I, torch.bfloat16), (I, FP8), (groups(I), torch.float32))
+        saved = _Saved(*(x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds))
+
+        def operands(expert: int) -> Operands:
+            found = own.quantized(expert, gate_up_EFH, down_EHI)
+            return Operands(*((w.q, w.s_rows) for w in found))
+
+        y_TH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, own.scale_format, saved)
+        ctx.save_for_backward(*quantized, *saved, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
+        ctx.own, ctx.x_dtype = own, x_TH.dtype
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q_TH, s_TG, a_PI, b_PI, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, ids_Tk = ctx.saved_tensors
+        own: Experts = ctx.own
+        backend, form, (E, _, I) = own.backend, own.scale_format, down_EHI.shape
+        dy_TH = grad_outputs[0].to(torch.bfloat16)
+        wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
+        dx_TH = torch.zeros(dy_TH.shape, dtype=torch.float32, device=dy_TH.device) if wants_x else None
+        dgate_up = torch.zeros_like(gate_up_EFH) if wants_gate_up else None
+        ddown = torch.zeros_like(down_EHI) if wants_down else None
+        dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
+        for group in groups_of(ids_Tk, E):
+            w, at, tokens, expert = own.quantized(group.expert, gate_up_EFH, down_EHI), group.span, group.tokens, group.expert
+            dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, group.slots].float().unsqueeze(-1)
+            u_nI = backend.dgrad(dy_nH, w.down.q, w.down.s_blocks, form, torch.float32)
+            dweights_Tk[tokens, group.slots] = (u_nI * dequantize_activation(qh_PI[at], sh_PG[at])).sum(-1)
+            if ddown is not None:
+                weighted_nH = (weight_n1 * dy_nH).to(torch.bfloat16)
+                ddown[expert] = backend.wgrad(weighted_nH, qh_PI[at], sh_PG[at], form, ddown.dtype)
+            da_nI, db_nI = _through_activation(a_PI[at], b_PI[at], (weight_n1 * u_nI).to(torch.bfloat16))
+            if dx_TH is not None:
+                dx_nH = backend.dgrad(da_nI, w.gate.q, w.gate.s_blocks, form, torch.float32)
+                dx_nH = dx_nH + backend.dgrad(db_nI, w.up.q, w.up.s_blocks, form, torch.float32)
+                dx_TH.index_add_(0, tokens, dx_nH)
+            if dgate_up is not None:
+                q, s = q_TH[tokens], s_TG[tokens]
+                dgate_up[expert, :I] = backend.wgrad(da_nI, q, s, form, dgate_up.dtype)
+                dgate_up[expert, I:] = backend.wgrad(db_nI, q, s, form, dgate_up.dtype)
+        dx = None if dx_TH is None else dx_TH.to(ctx.x_dtype)
+        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None
+
+
+def _through_activation(a_nI: Tensor, b_nI: Tensor, dh_nI: Tensor) -> tuple[Tensor, Tensor]:
+    with torch.enable_grad():
+        a, b = a_nI.detach().requires_grad_(), b_nI.detach().requires_grad_()
+        h = silu_mul(a, b)
+    da, db = torch.autograd.grad(h, (a, b), dh_nI)
+    return da, db
+
+
+def experts_forward(
+    x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+) -> Tensor:
+    """The experts of a layer on the tokens routed to them.
+
+    Args:
+        x_TH: tokens [T, H] of any float dtype, computed from their BF16 value.
+        gate_up_EFH: gate and up of each expert, [E, 2I, H]. down_EHI: [E, H, I].
+        weights_Tk: routing weights [T, k]. ids_Tk: indices of the experts, int64, different within a token.
+
+    Returns:
+        BF16 [T, H]. Gradients flow to the tokens, both parameters and the routing weights.
+    """
+    result: Tensor = _Mixture.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
+    return result

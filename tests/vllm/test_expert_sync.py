@@ -1,0 +1,68 @@
+"""A weight sync of a mixture to a live engine: the trained bytes serve, and an expert that is lost is named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import jetrl_patch
+from jetrl_patch import SyncError
+from jetrl_patch.parity.modes import Job
+from jetrl_patch.sync.source import Source, convert
+from jetrl_patch.sync.stream import SyncStats
+
+from .test_exact import assert_equal, prompts_of
+from .test_weights import push, worker_of
+
+pytestmark = pytest.mark.e2e
+LOST = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
+
+
+def trainer(path: str, config: Any) -> tuple[Any, Source]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    return model, convert(model, config, shapes, rollout_tp=1, device_type="cpu")
+
+
+def step(model: Any) -> None:
+    ids = torch.randint(2, 384, (4, 40), generator=torch.Generator().manual_seed(3))
+    model.train()(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    with torch.no_grad():
+        for p in model.parameters():
+            p -= 0.02 * p.grad / (p.grad.float().norm() + 1e-6) * p.float().norm()
+    model.eval()
+
+
+def test_a_trained_mixture_serves_the_trainers_bits(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    path = checkpoint("qwen3_moe-odd")
+    jetrl_patch.enable(precision="fp8-unified")
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=path, config=config, engine=(("load_format", "dummy"),)))
+    worker = worker_of(llm)
+    model, source = trainer(path, config)
+    step(model)
+    stats = SyncStats()
+    items = list(source.stream(((n, p.detach()) for n, p in model.named_parameters()), stats))
+    assert push(worker, items)["layers"] == stats.layers == len(source.layers) == 3 * (4 + 5 * 3)
+    assert stats.quantized <= 0.52 * stats.quantized_as_bf16
+
+    samples = generate(llm, prompts_of(7, (1, 40)), 12, 1.0) + generate(llm, prompts_of(1, (5, 9)), 12, 1.0)
+    model.save_pretrained(tmp_path)
+    assert_equal(Job(model=str(tmp_path), config=config), samples, tokens=96)
+
+    with pytest.raises(SyncError, match=LOST.replace(".", r"\.")):
+        push(worker, [item for item in items if item[0] != LOST])
+    with pytest.raises(SyncError, match="does not generate"):
+        worker.execute_model(None)
+    push(worker, items)
+    assert_equal(Job(model=str(tmp_path), config=config), generate(llm, prompts_of(2, (3, 9)), 8, 1.0), tokens=16)
