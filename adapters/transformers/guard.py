@@ -37,7 +37,7 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
 
 
 def _check(name: str, layer: Any) -> None:
-    if type(layer) is not Fp8Linear:
+    if not isinstance(layer, Fp8Linear):
         raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
     weight = getattr(layer.weight, "_local_tensor", layer.weight)
     if isinstance(weight, (Fp8Shard, Fp8Gathered)):
