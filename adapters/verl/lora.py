@@ -30,7 +30,7 @@ _RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MO
 RULES: tuple[Rule, ...] = (
     Rule(
         f"{MODEL}.lora.rank", positive, "0 (it is Megatron's, whose layers the plugin does not merge)",
-        "set lora_rank, which verl's FSDP engines read", "quantized", ConflictError,
+        "set it to 0, and with FSDP set lora_rank", "quantized", ConflictError,
     ),
     Rule(
         f"{MODEL}.target_parameters", is_set, "adapters of linear layers", "set it to null, and use target_modules", "quantized",

@@ -29,6 +29,7 @@ _RECOMPUTE = "activations are computed again by the same ops"
 _SAMPLES = "how many answers a prompt gets"
 _PROFILE = "a profiler around the step"
 _ENTROPY = "the entropy, beside the log-probs"
+_ADAPTER = "which adapters are trained; both sides compute with the merged weights"
 
 #: pattern of a setting -> why trainer and rollout stay equal whatever its value
 HARMLESS: dict[str, dict[str, str]] = {
@@ -62,6 +63,10 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.load_format": "what the engine holds before the first weight sync",
         "actor_rollout_ref.*.optim.*": _OPTIMIZER,
         "actor_rollout_ref.actor.grad_clip": _OPTIMIZER,
+        "actor_rollout_ref.model.use_shm": "where the model's files lie while they are read",
+        "actor_rollout_ref.model.lora_alpha": _ADAPTER,
+        "actor_rollout_ref.model.target_modules": _ADAPTER,
+        "actor_rollout_ref.model.exclude_modules": _ADAPTER,
         "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
         "actor_rollout_ref.model.enable_activation_offload": _RECOMPUTE,
         "actor_rollout_ref.*.entropy_checkpointing": _RECOMPUTE,
@@ -149,10 +154,12 @@ def checked(framework: str) -> frozenset[str]:
 @functools.cache
 def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
-        from jetrl_patch.adapters.verl import megatron, precision, settings
+        from jetrl_patch.adapters.verl import lora, megatron, precision, settings
         from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
 
-        rules: Iterable[Rule] = itertools.chain(settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES)
+        rules: Iterable[Rule] = itertools.chain(
+            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, lora.RULES
+        )
         more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
         more |= {
             f"{ROLLOUT}.calculate_log_probs",
