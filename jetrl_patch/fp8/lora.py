@@ -33,6 +33,7 @@ from torch import Tensor
 
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import ExactLinear
+from jetrl_patch.fp8.backends.capability import check_triton
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, fprop
 
 __all__ = ["Fp8LoraLinear", "LowRank", "MergedLora", "Whole", "merged_weight"]
@@ -44,6 +45,10 @@ _TILE = 1 << 16
 def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
     """W' in BF16 [N, K] (formula above), from tensors of any float dtype. No gradient."""
     w, a, b = (t.detach().to(torch.bfloat16) for t in (w_NK, a_RK, b_NR))
+    if w.is_cuda and check_triton()[0]:
+        from jetrl_patch.kernels import merge
+
+        return merge.merged_weight(w, a, b, scaling)
     a_RK, b_RN = a.float(), b.t().float().contiguous()
     merged = torch.empty(w.shape, dtype=torch.bfloat16, device=w.device)
     rows = w.shape[0] if w.is_cuda else max(1, _TILE // w.shape[1])
