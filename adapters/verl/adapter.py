@@ -12,7 +12,6 @@ from jetrl_patch.adapters.verl import (
     fused,
     logprob,
     lora,
-    lora,
     megatron,
     megatron_engine,
     metrics,
@@ -112,16 +111,16 @@ EVERY_MODE: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="FSDPEngine._build_lora_module",
         make=lora.build_lora_module,
-        reason="verl's trainer adds B A x to W x, which no rollout with one quantized weight repeats; its layers compute with the "
-        "merged weight. Critics and precision='bf16' are not changed",
+        reason="verl's trainer adds B A x to W x, which no rollout with one quantized weight repeats; its layers compute with "
+        "the merged weight. Critics and precision='bf16' are not changed",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._merged_lora_per_tensor_param",
         make=lora.merged_lora_per_tensor_param,
-        reason="verl merges FP32 parameters in place, which gives other values than those that the layers compute with, and copies "
-        "all weights to the CPU to restore them",
+        reason="verl merges FP32 parameters in place, which gives other values than those that the layers compute with, and "
+        "copies all weights to the CPU to restore them",
         remove_when="verl's layers compute with the weights that it merges",
         upstream="verl/utils/fsdp_utils.py: merged_lora_context",
     ),

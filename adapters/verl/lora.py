@@ -49,7 +49,7 @@ def _is_used(select: Callable[[str], Any]) -> bool:
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each setting that does not go with adapters. FP16 refuses adapters elsewhere."""
+    """Yield an error for each setting that does not go with adapters."""
     yield from broken(RULES, select, config, named)
     if not config.quantized_rollout or not _is_used(select):
         return

@@ -94,7 +94,8 @@ class _Merged(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, Tensor, None]:
-        return None, *_factors(grad_outputs[0], *ctx.saved_tensors, ctx.scaling), None
+        a_RK, b_NR = ctx.saved_tensors
+        return None, *_factors(grad_outputs[0], a_RK, b_NR, ctx.scaling), None
 
 
 class _MergedMatmul(torch.autograd.Function):

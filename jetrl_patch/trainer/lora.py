@@ -45,7 +45,7 @@ def adopt(model: nn.Module, merge: bool) -> dict[str, float]:
         elif kind not in _AROUND:
             _refuse(name, f"peft's {kind}", "drop modules_to_save, target_parameters and other kinds of adapters")
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and not name.rpartition(".lora_")[0] in layers:
+        if parameter.requires_grad and name.rpartition(".lora_")[0] not in layers:
             _refuse(name, "a parameter that is trained in full", "drop modules_to_save and bias=, which must be 'none'")
     scaling = {name: float(layer.scaling[_adapter(layer)]) for name, layer in layers.items()}
     if merge:
@@ -101,8 +101,8 @@ def merged_tensors(
         if layer not in scaling:
             yield plain, full(tensors[name])
             continue
-        factors = [_only(tensors, f"{layer}.{factor}.") for factor in ("lora_A", "lora_B")]
-        yield plain, merged_weight(full(tensors[name]), *map(full, factors), scaling[layer])
+        a_RK, b_NR = (full(_only(tensors, f"{layer}.{factor}.")) for factor in ("lora_A", "lora_B"))
+        yield plain, merged_weight(full(tensors[name]), a_RK, b_NR, scaling[layer])
 
 
 def _only(tensors: Mapping[str, Any], prefix: str) -> Any:
