@@ -3,7 +3,7 @@
     torchrun --nproc_per_node=N lora_script.py fsdp|fsdp2 MODEL_DIR FOLDER [adapter]
 
 Trains adapters, streams the weights, and builds a second engine of a plain checkpoint with the streamed weights' values: its
-log-probs must be the same bits. A third engine resumes from a checkpoint. With a fourth argument the first starts from that adapter.
+log-probs must be the same bits. A third engine resumes. With a fourth argument the first starts from that adapter.
 Prints one JSON line of facts on rank 0.
 """
 
