@@ -29,7 +29,6 @@ _RECOMPUTE = "activations are computed again by the same ops"
 _SAMPLES = "how many answers a prompt gets"
 _PROFILE = "a profiler around the step"
 _ENTROPY = "the entropy, beside the log-probs"
-_ADAPTER = "which adapters are trained; both sides compute with the merged weights"
 
 #: pattern of a setting -> why trainer and rollout stay equal whatever its value
 HARMLESS: dict[str, dict[str, str]] = {
@@ -64,9 +63,8 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.*.optim.*": _OPTIMIZER,
         "actor_rollout_ref.actor.grad_clip": _OPTIMIZER,
         "actor_rollout_ref.model.use_shm": "where the model's files lie while they are read",
-        "actor_rollout_ref.model.lora_alpha": _ADAPTER,
-        "actor_rollout_ref.model.target_modules": _ADAPTER,
-        "actor_rollout_ref.model.exclude_modules": _ADAPTER,
+        "actor_rollout_ref.model.lora_alpha": "the scaling of adapters; both sides compute with the merged weights",
+        "actor_rollout_ref.rollout.layered_summon": "how verl collects adapters that it does not merge",
         "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
         "actor_rollout_ref.model.enable_activation_offload": _RECOMPUTE,
         "actor_rollout_ref.*.entropy_checkpointing": _RECOMPUTE,

@@ -1,9 +1,9 @@
 """Run under torchrun: verl's real FSDP engine with LoRA, patched, on the CPU.
 
-    torchrun --nproc_per_node=N lora_script.py fsdp|fsdp2 MODEL_DIR FOLDER [adapter]
+    torchrun --nproc_per_node=N lora_script.py fsdp|fsdp2 MODEL_DIR FOLDER fp32|8bit|fp8 [ADAPTER]
 
 Trains adapters, streams the weights, and builds a second engine of a plain checkpoint with the streamed weights' values: its
-log-probs must be the same bits. A third engine resumes. With a fourth argument the first starts from that adapter.
+log-probs must be the same bits. A third engine resumes. With ADAPTER the first starts from a saved one.
 Prints one JSON line of facts on rank 0.
 """
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import jetrl_patch
 
 if __name__ == "__main__":
-    strategy, model_dir, folder, *adapter = sys.argv[1:]
-    jetrl_patch.enable(precision="fp8-unified", exclude=("layers.1.mlp.down_proj",))
+    strategy, model_dir, folder, states, *adapter = sys.argv[1:]
+    jetrl_patch.enable(precision="fp8-unified", exclude=("layers.1.mlp.down_proj",), optimizer_states=states)
 
     import torch
     from fsdp_engine import build  # beside this script
@@ -25,8 +25,10 @@ if __name__ == "__main__":
     from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
+    from jetrl_patch.adapters.verl.optimizer import wanted
     from jetrl_patch.fp8.lora import merged_weight
     from jetrl_patch.fp8.quantize import quantize_weight
+    from jetrl_patch.runtime import active_config
     from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
 
     torch.set_num_threads(1)
@@ -36,8 +38,11 @@ if __name__ == "__main__":
     if adapter:
         lora["lora_adapter_path"] = adapter[0]
 
+    optimizer = wanted({"actor_rollout_ref.actor.strategy": strategy}.get, active_config())
+    optimizer = {path.rpartition(".")[2]: value for path, value in optimizer.items()}
+
     def engine(path, **model):
-        built = build(strategy, path, model=model, checkpoint=CheckpointConfig())
+        built = build(strategy, path, model=model, optimizer=optimizer, checkpoint=CheckpointConfig())
         built.initialize()
         return built
 
@@ -143,5 +148,6 @@ if __name__ == "__main__":
     assert digests(resumed) == digests(actor) != sums
 
     if rank == 0:
-        print("FACTS " + json.dumps({"adapters": len(actor._jetrl.adapters), "tensors": len(sent) - 2}))
+        facts = {"class": type(actor.optimizer).__name__, "adapters": len(actor._jetrl.adapters), "tensors": len(sent) - 2}
+        print("FACTS " + json.dumps(facts))
     destroy_global_process_group()

@@ -85,23 +85,24 @@ def adapter(tmp_path_factory):
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("strategy", "ranks", "saved"),
+    ("strategy", "ranks", "states", "saved"),
     [
-        ("fsdp2", 2, False),
-        ("fsdp", 1, False),
-        pytest.param("fsdp", 2, False, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 1, False, marks=pytest.mark.slow),
-        pytest.param("fsdp2", 2, True, marks=pytest.mark.slow),
+        ("fsdp2", 2, "fp32", False),
+        ("fsdp", 1, "fp32", False),
+        pytest.param("fsdp", 2, "fp8", False, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 1, "8bit", False, marks=pytest.mark.slow),
+        pytest.param("fsdp2", 2, "fp32", True, marks=pytest.mark.slow),
     ],
 )
-def test_the_engine_trains_with_the_weights_that_it_sends(strategy, ranks, saved, model_dir, adapter, tmp_path):
+def test_the_engine_trains_with_the_weights_that_it_sends(strategy, ranks, states, saved, model_dir, adapter, tmp_path):
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(SCRIPT)]
-    words = [strategy, model_dir, str(tmp_path), *([adapter] if saved else [])]
+    words = [strategy, model_dir, str(tmp_path), states, *([adapter] if saved else [])]
     done = subprocess.run([*command, *words], env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
-    assert json.loads(line.removeprefix("FACTS ")) == {"adapters": 20, "tensors": 36 + 20}
+    optimizer = {"fp32": "AdamW", "8bit": "AdamW8bit", "fp8": "AdamWFp8"}[states]
+    assert json.loads(line.removeprefix("FACTS ")) == {"class": optimizer, "adapters": 20, "tensors": 36 + 20}
 
 
 @pytest.fixture(scope="module")
