@@ -97,6 +97,17 @@ def test_the_merged_weight_is_the_formula(shape, dtype):
     assert sqnr(expected, exact) > 40
 
 
+def test_the_order_of_the_sum_is_part_of_the_formula():
+    """Factors of many magnitudes and a rank that a library's product sums in blocks: here that product has other bits."""
+    torch.manual_seed(0)
+
+    def wide(*shape):
+        return torch.randn(shape) * 2.0 ** torch.randint(-8, 9, shape)
+
+    w, a, b = wide(256, 256), wide(700, 256), wide(256, 700)
+    assert torch.equal(merged_weight(w, a, b, 0.3), by_hand(w, a, b, 0.3))
+
+
 @pytest.mark.parametrize("backend", ["native", "torch"])
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
