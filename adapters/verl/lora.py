@@ -17,7 +17,7 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import megatron
-from jetrl_patch.adapters.verl.paths import MODEL, named
+from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.gate import while_active
@@ -32,8 +32,16 @@ RULES: tuple[Rule, ...] = (
         f"{MODEL}.lora.rank", positive, "0 (it is Megatron's, whose layers the plugin does not merge)",
         "set it to 0, and with FSDP set lora_rank", "quantized", ConflictError,
     ),
+)  # fmt: skip
+
+#: only with adapters
+WITH_ADAPTERS: tuple[Rule, ...] = (
     Rule(
         f"{MODEL}.target_parameters", is_set, "adapters of linear layers", "set it to null, and use target_modules", "quantized",
+    ),
+    Rule(
+        f"{ACTOR}.fsdp_config.wrap_policy.min_num_params", positive, "0 (FSDP1 must gather a block's weights together)",
+        "set it to 0, and let verl wrap whole blocks", "quantized",
     ),
 )  # fmt: skip
 
@@ -53,6 +61,7 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     yield from broken(RULES, select, config, named)
     if not config.quantized_rollout or not _is_used(select):
         return
+    yield from broken(WITH_ADAPTERS, select, config, named)
     used = named(_RANK if positive(select(_RANK) or 0) else _PATH)
     if megatron.is_chosen(select, config):
         found = "an adapter with Megatron"

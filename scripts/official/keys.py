@@ -156,7 +156,7 @@ def _ruled(framework: str) -> frozenset[str]:
         from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
 
         rules: Iterable[Rule] = itertools.chain(
-            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, lora.RULES
+            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, lora.RULES, lora.WITH_ADAPTERS
         )
         more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
         more |= {

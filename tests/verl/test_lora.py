@@ -51,7 +51,8 @@ def test_an_adapter_is_loaded_without_a_rank_in_the_settings(tmp_path):
         ({f"{M}.lora_rank": 8, f"{A}.strategy": "megatron"}, {}, ConflictError, r"lora_rank: .*found an adapter with Megatron"),
         ({f"{M}.lora_rank": 8}, {"fp8_all_gather": True}, ConfigError, r"fp8_all_gather with .*lora_rank: required .*found True"),
         ({f"{M}.lora_adapter_path": "x"}, {"invariant_scale": 2.0}, ConfigError, r"invariant_scale with .*lora_adapter_path"),
-        ({f"{M}.target_parameters": ["a"]}, {}, ConfigError, r"target_parameters .*required adapters of linear layers"),
+        ({f"{M}.lora_rank": 8, f"{M}.target_parameters": ["a"]}, {}, ConfigError, r"target_parameters .*required adapters"),
+        ({f"{M}.lora_rank": 8, f"{A}.fsdp_config.wrap_policy.min_num_params": 9}, {}, ConfigError, r"min_num_params .*required"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_one_error(found, options, error, match):
