@@ -7,9 +7,11 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import lora
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError
@@ -60,6 +62,19 @@ def test_what_does_not_go_with_adapters_is_one_error(found, options, error, matc
     assert isinstance(problem, error)
     with pytest.raises(error, match=rf"{match}.*\. [A-Z]"):
         raise problem
+
+
+def test_critics_and_modes_that_quantize_nothing_keep_verls_layers_and_sync(monkeypatch):
+    build_module = lora.build_lora_module(lambda self, module: module)
+    send = lora.merged_lora_per_tensor_param(lambda self: "verl's own")
+    for precision, engine in (("fp8-unified", SimpleNamespace()), ("bf16", policy := SimpleNamespace(_jetrl=Prepared()))):
+        monkeypatch.setattr(runtime, "active_config", lambda precision=precision: Config(precision=precision))
+        assert build_module(engine, "module") == "module" and send(engine) == "verl's own"
+    assert policy._jetrl.adapters is None
+
+
+class Prepared(SimpleNamespace):
+    adapters = None
 
 
 @pytest.fixture(scope="module")
