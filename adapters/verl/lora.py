@@ -18,12 +18,13 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import megatron
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
+from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
-__all__ = ["build_lora_module", "merged_lora_per_tensor_param", "problems", "wanted"]
+__all__ = ["build_lora_module", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
 
 _RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.merge"
 
@@ -145,3 +146,22 @@ def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, A
     finally:
         if engine._is_offload_param:  # verl has loaded the model for this
             offload_fsdp_model_to_cpu(engine.module)
+
+
+def check_resumed(folder: Any, model: Any, config: Config) -> None:
+    """Raise ConfigError if a checkpoint's adapters have another rank or alpha than the model's, unless ``resume_any`` is set.
+
+    verl compares neither, and another alpha would rescale everything that the adapters have learned.
+    """
+    file = os.path.join(str(folder), record.ADAPTERS)
+    adapters = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", None)
+    if not config.quantized_rollout or config.resume_any or not adapters or not os.path.isfile(file):
+        return
+    with open(file) as text:
+        saved = json.load(text)
+    (own,) = adapters.values()
+    wanted = {"lora_rank": int(own.r), "lora_alpha": int(own.lora_alpha)}
+    found = {"lora_rank": saved.get("r"), "lora_alpha": saved.get("lora_alpha")}
+    if found != wanted:
+        fix = "use the checkpoint's, or set resume_any=True if the change is intended"
+        raise ConfigError(differences(f"resuming {folder}", required=wanted, found=found, fix=fix))

@@ -20,9 +20,6 @@ from jetrl_patch.places import check_target, reading, writing
 
 __all__ = ["command"]
 
-#: verl writes it beside the shards of a model with LoRA
-_LORA = "lora_train_meta.json"
-
 
 def command(
     checkpoint: Path, out: Path, format: str, scale_format: str | None, exclude: list[str] | None, console: Any
@@ -61,12 +58,12 @@ def _reading_or_writing(checkpoint: Path, out: Path) -> Iterator[None]:
 
 def _export(folder: Path, out: Path, format: str, chosen: dict[str, Any]) -> Exported:
     """Export the folder, or what verl has written or would merge from it."""
-    if (folder / _LORA).is_file():
+    if (folder / record.ADAPTERS).is_file():
         raise ConfigError(
             explain(
                 f"checkpoint {folder}",
                 required="full weights",
-                found=f"adapters beside them ({_LORA})",
+                found=f"adapters beside them ({record.ADAPTERS})",
                 fix="merge them with verl.model_merger and peft's merge_and_unload, and export the result",
             )
         )

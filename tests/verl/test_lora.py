@@ -73,6 +73,24 @@ def test_critics_and_modes_that_quantize_nothing_keep_verls_layers_and_sync(monk
     assert policy._jetrl.adapters is None
 
 
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_checkpoint_of_another_scaling_is_refused(tmp_path, wrapped):
+    (tmp_path / "lora_train_meta.json").write_text(json.dumps({"r": 8, "lora_alpha": 16, "task_type": "CAUSAL_LM"}))
+
+    def model(alpha):
+        peft = SimpleNamespace(peft_config={"default": SimpleNamespace(r=8, lora_alpha=alpha)})
+        return SimpleNamespace(_fsdp_wrapped_module=peft) if wrapped else peft
+
+    exact = Config(precision="fp8-unified")
+    lora.check_resumed(tmp_path, model(16), exact)
+    with pytest.raises(ConfigError, match=r"resuming .*required lora_alpha=32, found lora_alpha=16\. Use the checkpoint's"):
+        lora.check_resumed(tmp_path, model(32), exact)
+    for config in (Config(precision="fp8-unified", resume_any=True), Config(precision="bf16")):
+        lora.check_resumed(tmp_path, model(32), config)
+    lora.check_resumed(tmp_path, SimpleNamespace(), exact)
+    lora.check_resumed(tmp_path / "elsewhere", model(32), exact)
+
+
 class Prepared(SimpleNamespace):
     adapters = None
 
