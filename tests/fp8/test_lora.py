@@ -224,6 +224,19 @@ def test_scaling_follows_rank_patterns_and_rslora():
     assert torch.equal(layer(x), plain(layer, merged_weight(*parts(layer), 24 / 8**0.5))(x))
 
 
+def test_a_saved_adapter_is_taken_up_with_its_own_rank_and_scaling(tmp_path):
+    first, _ = lora(use_rslora=True, r=4, lora_alpha=4)
+    first.save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    model = Block()
+    swap_linears(model, backend="native")
+    model = peft.PeftModel.from_pretrained(model, tmp_path, is_trainable=True)  # as verl loads lora_adapter_path
+    assert set(adopt(model, merge=True).values()) == {2.0}
+    x = torch.randn(9, K)
+    assert torch.equal(q_proj(model)(x), q_proj(first)(x)) and not torch.equal(q_proj(model)(x), q_proj(model).base_layer(x))
+    assert all(part.requires_grad for part in parts(q_proj(model))[1:])
+
+
 @pytest.mark.parametrize("merge", [True, False])
 def test_what_is_sent_is_what_the_layers_compute_with(merge):
     model, scaling = lora(merge=merge, target_modules=["q_proj"])
