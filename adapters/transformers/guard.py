@@ -11,6 +11,7 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import modules
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
+from jetrl_patch.fp8.lora import Fp8LoraLinear
 
 
 def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
@@ -37,7 +38,7 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
 
 
 def _check(name: str, layer: Any) -> None:
-    if type(layer) is not Fp8Linear:
+    if type(layer) not in (Fp8Linear, Fp8LoraLinear):
         raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
     weight = getattr(layer.weight, "_local_tensor", layer.weight)
     if isinstance(weight, (Fp8Shard, Fp8Gathered)):

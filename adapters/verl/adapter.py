@@ -11,6 +11,7 @@ from jetrl_patch.adapters.verl import (
     checkpoint,
     fused,
     logprob,
+    lora,
     megatron,
     megatron_engine,
     metrics,
@@ -105,6 +106,23 @@ EVERY_MODE: tuple[Patch, ...] = (
         reason="verl trains in BF16; the model is converted after loading, before LoRA, QAT or FSDP wrap it. "
         "Value models are not covered",
         remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine._build_lora_module",
+        make=lora.build_lora_module,
+        reason="verl's trainer adds B A x to W x, which no rollout with one quantized weight repeats; its layers compute with "
+        "the merged weight. Critics and precision='bf16' are not changed",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine._merged_lora_per_tensor_param",
+        make=lora.merged_lora_per_tensor_param,
+        reason="verl merges FP32 parameters in place, which gives other values than those that the layers compute with, and "
+        "copies all weights to the CPU to restore them",
+        remove_when="verl's layers compute with the weights that it merges",
+        upstream="verl/utils/fsdp_utils.py: merged_lora_context",
     ),
     Patch(
         module=_ENGINE,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import lora
 from jetrl_patch.checkpoint import record
 from jetrl_patch.gate import while_active
 
@@ -34,6 +35,7 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
     def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
         if local_path is not None:
             record.check(local_path, runtime.active_config(), optimizer=bool(self.should_load_optimizer))
+            lora.check_resumed(local_path, getattr(self, "model", None), runtime.active_config())
         return original(self, local_path, *args, **kwargs)
 
     return load_checkpoint

@@ -22,10 +22,12 @@ class Prepared(Source):
     Attributes:
         vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
         banned: tokens of the tokenizer that verl's rollout never samples.
+        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
     """
 
     vocabulary: int | None = None
     banned: list[int] = field(default_factory=list)
+    adapters: dict[str, float] | None = None
 
 
 @while_active

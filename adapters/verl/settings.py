@@ -11,6 +11,7 @@ from jetrl_patch.adapters.verl import (
     beside,
     fused,
     gather,
+    lora,
     megatron,
     model_config,
     old_log_probs_settings,
@@ -29,7 +30,7 @@ from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
-from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ _PROCESSED = "processed_logprobs"
 _FALSE = "set it to false"
 _NSYS = "set it to nsys"
 _OURS = "no quantization but jetrl_patch's"
-_FULL = "full weights without LoRA"
 _TP_ONLY = "a rollout with tensor parallelism alone"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
@@ -67,9 +67,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.qat.enable", is_set, _OURS, _FALSE, "changed", ConflictError),
     Rule(f"{ACTOR}.fsdp_config.qat.enable", is_set, _OURS, _FALSE, "changed", ConflictError),
     Rule(f"{ENGINE}.quantization", other_than(*QUANTIZATIONS), _OURS, "remove it", "changed", ConflictError),
-    Rule(f"{MODEL}.lora_rank", positive, _FULL, "set it to 0", "quantized", ConflictError),
-    Rule(f"{MODEL}.lora.rank", positive, _FULL, "set it to 0", "quantized", ConflictError),
-    Rule(f"{MODEL}.lora_adapter_path", is_set, _FULL, "set it to null", "quantized", ConflictError),
     Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), _STRATEGY, "set it to fsdp2", "quantized"),
     Rule(f"{REF}.strategy", other_than(*_ENGINES), _STRATEGY, "set it to fsdp2", "quantized"),
     Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "set it to naive", "quantized"),
@@ -120,6 +117,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from model_config.problems(select, config)
     yield from _engine_problems(select, config)
     yield from gather.problems(select, config)
+    yield from lora.problems(select, config)
     yield from beside.problems(select, config)
     yield from ulysses.problems(select)
     if config.old_log_probs != "auto":  # which ``chosen`` settles
@@ -179,6 +177,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
     wanted |= fused.wanted(select, config)
+    wanted |= lora.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= optimizer_settings(select, config)
     wanted |= beside.wanted(select, config)  # last, because a teacher takes over what was set for the rollout

@@ -69,8 +69,8 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
                 "Call jetrl_patch.enable() before the model is built."
             )
         if peft is not None:
-            what, fix = "weight sync to a quantized rollout", "set lora_rank=0, or use precision='bf16'"
-            raise ConflictError(explain(what, required="full weights", found="LoRA adapters", fix=fix))
+            what, fix = "weight sync to a quantized rollout", "set model.lora.merge=True, or use precision='bf16'"
+            raise ConflictError(explain(what, required="full weights, or merged ones", found="LoRA adapters", fix=fix))
         looks = prepared.monitor is not None and prepared.monitor.decides
         begin_sync(prepared, lambda: weights, WORKER.followers)
         again = original(self, *args, **kwargs)[0] if looks else weights

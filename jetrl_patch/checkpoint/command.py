@@ -15,7 +15,7 @@ from jetrl_patch.checkpoint.export import Exported, check_free, export
 from jetrl_patch.checkpoint.formats import Format
 from jetrl_patch.checkpoint.source import INDEX, SINGLE
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError
+from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.places import check_target, reading, writing
 
 __all__ = ["command"]
@@ -27,7 +27,8 @@ def command(
     """Export a Hugging Face folder, or a checkpoint of verl's FSDP engine (``global_step_N`` or its ``actor``).
 
     Scale format and excluded layers default to those of the run (``jetrl.json``).
-    Raises ConfigError and ModelError as ``export`` does, and ConfigError for what the system refuses to read or write.
+    Raises ConfigError and ModelError as ``export`` does, and ConfigError for what the system refuses to read or write, and for
+    a checkpoint with LoRA.
     """
     if format not in ("bf16", "fp8"):
         raise ConfigError(f"--format {format!r} must be 'bf16' or 'fp8'")
@@ -57,6 +58,15 @@ def _reading_or_writing(checkpoint: Path, out: Path) -> Iterator[None]:
 
 def _export(folder: Path, out: Path, format: str, chosen: dict[str, Any]) -> Exported:
     """Export the folder, or what verl has written or would merge from it."""
+    if (folder / record.ADAPTERS).is_file():
+        raise ConfigError(
+            explain(
+                f"checkpoint {folder}",
+                required="full weights",
+                found=f"adapters beside them ({record.ADAPTERS})",
+                fix="merge them with verl.model_merger and peft's merge_and_unload, and export the result",
+            )
+        )
     if not (folder / "fsdp_config.json").is_file():
         return export(folder, out, cast("Format", format), **chosen)
     if any((folder / "huggingface" / name).is_file() for name in (SINGLE, INDEX)):

@@ -17,9 +17,11 @@ from jetrl_patch._versions import VERSION
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, differences, explain
 
-__all__ = ["FILE", "check", "read", "write"]
+__all__ = ["ADAPTERS", "FILE", "check", "read", "write"]
 
 FILE = "jetrl.json"
+#: verl writes it beside the shards of a model with LoRA: rank and alpha
+ADAPTERS = "lora_train_meta.json"
 
 
 def write(folder: str | os.PathLike[str], config: Config) -> None:

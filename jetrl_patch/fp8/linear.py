@@ -108,21 +108,26 @@ def hand_over(x: Tensor, quantized: tuple[Tensor, Tensor], state: Fp8State) -> N
         _last_activation.keep(x, quantized, state)
 
 
+def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -> tuple[Tensor, Tensor, Tensor]:
+    """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x: e4m3 [M, K], scales [M, G]."""
+    x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+    q_MK, s_MG = _last_activation.quantize(x, x_MK, state)
+    y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits)
+    if bias is not None:
+        y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1]), q_MK, s_MG
+
+
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
-        w = state.quantized(weight)
-        x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-        q_MK, s_MG = _last_activation.quantize(x, x_MK, state)
-        y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits)
-        if bias is not None:
-            y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
+        y, q_MK, s_MG = fprop(x, state.quantized(weight), bias, state)
         ctx.save_for_backward(q_MK, s_MG, weight)
         ctx.state = state
         # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        return y_MN.view(*x.shape[:-1], y_MN.shape[1])
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:

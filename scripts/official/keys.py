@@ -62,6 +62,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.load_format": "what the engine holds before the first weight sync",
         "actor_rollout_ref.*.optim.*": _OPTIMIZER,
         "actor_rollout_ref.actor.grad_clip": _OPTIMIZER,
+        "actor_rollout_ref.model.use_shm": "where the model's files lie while they are read",
+        "actor_rollout_ref.model.lora_alpha": "the scaling of adapters; both sides compute with the merged weights",
+        "actor_rollout_ref.rollout.layered_summon": "how verl collects adapters that it does not merge",
         "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
         "actor_rollout_ref.model.enable_activation_offload": _RECOMPUTE,
         "actor_rollout_ref.*.entropy_checkpointing": _RECOMPUTE,
@@ -149,10 +152,12 @@ def checked(framework: str) -> frozenset[str]:
 @functools.cache
 def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
-        from jetrl_patch.adapters.verl import megatron, precision, settings
+        from jetrl_patch.adapters.verl import lora, megatron, precision, settings
         from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
 
-        rules: Iterable[Rule] = itertools.chain(settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES)
+        rules: Iterable[Rule] = itertools.chain(
+            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, lora.RULES, lora.WITH_ADAPTERS
+        )
         more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
         more |= {
             f"{ROLLOUT}.calculate_log_probs",

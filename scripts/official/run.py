@@ -30,6 +30,7 @@ from scripts.official.renamed import translated
 __all__ = ["choose", "run"]
 
 SIZES = shrink.Sizes()
+_ADAPTER = "actor_rollout_ref.model.lora_adapter_path"
 #: how Python ends the report of an error
 _ERROR = re.compile(r"(\w+\.)*\w*(Error|Exception): ")
 
@@ -65,12 +66,15 @@ class Shrunk(CommonRecipe):
 
 
 def choose(judged: Sequence[Judged]) -> Iterator[tuple[Judged, str]]:
-    """One accepted launch of each class, with the strictest mode that accepts it. Megatron runs on GPUs alone."""
+    """One accepted launch of each class, with the strictest mode that accepts it.
+
+    Megatron runs on GPUs alone, and a saved adapter does not fit the small model.
+    """
     seen = set()
     for mode in ("exact", "linear"):
         for one in judged:
             kind = _class(one)
-            if one.kind and kind not in seen and one.accepted(mode) and not _megatron(one):
+            if one.kind and kind not in seen and one.accepted(mode) and not (_megatron(one) or _ADAPTER in one.set_keys):
                 seen.add(kind)
                 yield one, mode
 

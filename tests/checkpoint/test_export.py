@@ -264,6 +264,7 @@ BROKEN = [
     (lambda f: (f / SINGLE).unlink(), ConfigError, ", found no weights"),
     (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), ConfigError, ", found pytorch_model.bin"),
     (lambda f: (f / "config.json").write_text("{"), ConfigError, "config.json: required a JSON object"),
+    (lambda f: (f / "lora_train_meta.json").write_text("{}"), ConfigError, "required full weights, found adapters"),
     (change(quantization_config={"quant_method": "awq"}), ConfigError, "quant_method='awq'"),
     (change(model_type="nobodys"), ModelError, "required a causal language model"),
     (change(intermediate_size=640), ModelError, r"required shape \[256, 640\], found \[256, 512\]"),

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from jetrl_patch.exact import capability, dispatch, ops, trial
+from jetrl_patch.fp8.lora import merged_weight
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
 
@@ -75,6 +76,13 @@ def test_attention_and_its_gradients_against_fp64(device, heads, kv_heads, width
     assert sqnr(out.detach(), expected.detach()) > SQNR_ATTENTION
     for ours, theirs in zip((q, k, v), wide):
         assert sqnr(ours.grad, theirs.grad) > SQNR_ATTENTION_GRADIENT
+
+
+@pytest.mark.parametrize("shape", [(130, 260, 8), (1024, 4096, 64)])
+def test_the_merged_weight_of_lora_is_that_of_a_cpu(device, shape):
+    N, K, R = shape
+    w, a, b = rand(device, N, K), rand(device, R, K, seed=1), rand(device, N, R, seed=2)
+    assert torch.equal(merged_weight(w, a, b, 0.3).cpu(), merged_weight(w.cpu(), a.cpu(), b.cpu(), 0.3))
 
 
 def test_values_of_the_other_ops(device):

@@ -15,11 +15,11 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import attention, attention_backward, elementwise, head, norm
+from jetrl_patch.kernels import attention, attention_backward, elementwise, head, merge, norm
 from jetrl_patch.kernels.aot import Spec, compile_one, specs
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [k for m in (attention, attention_backward, elementwise, head, norm) for k in m.KERNELS]
+SPECS = [k for m in (attention, attention_backward, elementwise, head, merge, norm) for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing may spill
 REGISTERS = {
     **dict.fromkeys(("attention_paged_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
@@ -28,6 +28,7 @@ REGISTERS = {
     "attention_dq_128": 168,  # 3
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
     "silu_mul": 96,
+    "merge": 96,
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
 }

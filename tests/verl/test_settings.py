@@ -45,7 +45,6 @@ CONFLICTS = [
     (f"{R}.quantization=fp8", "rollout.quantization", FP16),
     ("actor_rollout_ref.actor.fsdp_config.qat.enable=True", "qat.enable", LINEAR),
     (f"+{R}.engine_kwargs.vllm.quantization=fp8", "engine_kwargs.vllm.quantization", ROLLOUT),
-    ("actor_rollout_ref.model.lora_rank=8", "model.lora_rank", ROLLOUT),
     ("actor_rollout_ref.model.lora.rank=8", "model.lora.rank", ROLLOUT),
     ("actor_rollout_ref.model.use_liger=True", "model.use_liger", EXACT),
 ]

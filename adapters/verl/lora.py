@@ -1,0 +1,167 @@
+"""LoRA in verl's FSDP engines: the trainer computes with merged weights, and the sync sends them as full weights.
+
+verl serves adapters in vLLM unless ``model.lora.merge`` is set, which makes its sync send merged weights under plain names. The
+driver sets it. verl would then merge the FP32 parameters in place, gather them, and restore them from a copy; the values
+differ from those that the trainer's layers compute with. Here the state dict is read, never written, and each weight is
+merged by ``fp8.lora.merged_weight`` on its way out.
+
+The reference model of a run with LoRA is the actor with its adapters disabled: its layers then compute with W.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import megatron
+from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
+from jetrl_patch.checkpoint import record
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, differences, explain
+from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
+
+__all__ = ["build_lora_module", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
+
+_RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.merge"
+
+RULES: tuple[Rule, ...] = (
+    Rule(
+        f"{MODEL}.lora.rank", positive, "0 (it is Megatron's, whose layers the plugin does not merge)",
+        "set it to 0, and with FSDP set lora_rank", "quantized", ConflictError,
+    ),
+)  # fmt: skip
+
+#: only with adapters
+WITH_ADAPTERS: tuple[Rule, ...] = (
+    Rule(
+        f"{MODEL}.target_parameters", is_set, "adapters of linear layers", "set it to null, and use target_modules", "quantized",
+    ),
+    Rule(
+        f"{ACTOR}.fsdp_config.wrap_policy.min_num_params", positive, "0 (FSDP1 must gather a block's weights together)",
+        "set it to 0, and let verl wrap whole blocks", "quantized",
+    ),
+)  # fmt: skip
+
+#: settings of the plugin that do not go with adapters -> why
+_ALONE = {
+    "fp8_all_gather": "FSDP2 would gather the bytes of W, from which no merged weight can be made",
+    "invariant_scale": "a saved adapter would belong to the scaled model",
+}
+
+
+def _is_used(select: Callable[[str], Any]) -> bool:
+    return positive(select(_RANK) or 0) or is_set(select(_PATH))
+
+
+def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting that does not go with adapters."""
+    yield from broken(RULES, select, config, named)
+    if not config.quantized_rollout or not _is_used(select):
+        return
+    yield from broken(WITH_ADAPTERS, select, config, named)
+    used = named(_RANK if positive(select(_RANK) or 0) else _PATH)
+    if megatron.is_chosen(select, config):
+        found = "an adapter with Megatron"
+        yield ConflictError(explain(used, required="full weights", found=found, fix="remove it, or set strategy=fsdp2"))
+    for name, why in _ALONE.items():
+        value = getattr(config, name)
+        if value:
+            what = f"{name} with {used}"
+            fix = f"leave {name} unset"
+            yield ConfigError(explain(what, required=f"it unset ({why})", found=f"{value!r}", fix=fix))
+
+
+def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
+    """Return the settings that verl's configuration needs; none without adapters.
+
+    verl 0.9 loads ``lora_adapter_path`` only with a positive ``lora_rank``. The rank used is the adapter's own.
+    """
+    if not config.quantized_rollout or not _is_used(select):
+        return {}
+    found: dict[str, Any] = {_MERGE: True}
+    if not positive(select(_RANK) or 0):
+        found[_RANK] = _rank_of(str(select(_PATH)))
+    return found
+
+
+def _rank_of(adapter: str) -> int:
+    """The rank of a local adapter; 1 for one that the workers will download."""
+    file = os.path.join(os.path.expanduser(adapter), "adapter_config.json")
+    if not os.path.isfile(file):
+        return 1
+    with open(file) as text:
+        return int(json.load(text).get("r") or 1)
+
+
+@while_active
+def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``FSDPEngine._build_lora_module``: check the adapters, and make FP8 layers compute with merged weights.
+
+    Raises ConfigError for adapters other than plain LoRA.
+    """
+
+    def _build_lora_module(self: Any, module: Any) -> Any:
+        built = original(self, module)
+        config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
+        if prepared is not None and config.quantized_rollout:
+            from jetrl_patch.trainer.lora import adopt
+
+            prepared.adapters = adopt(built, merge=config.fp8_train)
+        return built
+
+    return _build_lora_module
+
+
+@while_active
+def merged_lora_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``FSDPEngine._merged_lora_per_tensor_param``: the same names, with the weights that the layers compute with."""
+
+    def _merged_lora_per_tensor_param(self: Any) -> Any:
+        adapters = getattr(getattr(self, "_jetrl", None), "adapters", None)
+        return original(self) if adapters is None else _merged(self, adapters)
+
+    return _merged_lora_per_tensor_param
+
+
+def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, Any]]:
+    from torch.distributed.tensor import DTensor
+    from verl.utils.device import get_device_id
+    from verl.utils.fsdp_utils import normalize_peft_param_name, offload_fsdp_model_to_cpu
+    from verl.utils.model import convert_weight_keys
+
+    from jetrl_patch.trainer.lora import merged_tensors
+
+    def full(tensor: Any) -> Any:
+        return tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+    try:
+        tensors = engine.module.state_dict()
+        names = normalize_peft_param_name({name: name for name in tensors})
+        names = convert_weight_keys(names, getattr(engine.module, "_fsdp_wrapped_module", engine.module))
+        yield from merged_tensors(tensors, names, adapters, full)
+    finally:
+        if engine._is_offload_param:  # verl has loaded the model for this
+            offload_fsdp_model_to_cpu(engine.module)
+
+
+def check_resumed(folder: Any, model: Any, config: Config) -> None:
+    """Raise ConfigError if a checkpoint's adapters have another rank or alpha than the model's, unless ``resume_any`` is set.
+
+    verl compares neither, and another alpha would rescale everything that the adapters have learned.
+    """
+    file = os.path.join(str(folder), record.ADAPTERS)
+    adapters = getattr(getattr(model, "_fsdp_wrapped_module", model), "peft_config", None)
+    if not config.quantized_rollout or config.resume_any or not adapters or not os.path.isfile(file):
+        return
+    with open(file) as text:
+        saved = json.load(text)
+    (own,) = adapters.values()
+    wanted = {"lora_rank": int(own.r), "lora_alpha": int(own.lora_alpha)}
+    found = {"lora_rank": saved.get("r"), "lora_alpha": saved.get("lora_alpha")}
+    if found != wanted:
+        fix = "use the checkpoint's, or set resume_any=True if the change is intended"
+        raise ConfigError(differences(f"resuming {folder}", required=wanted, found=found, fix=fix))

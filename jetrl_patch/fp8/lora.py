@@ -1,0 +1,177 @@
+"""LoRA by its merged weight: a layer computes with W' = W + scaling * B A, quantized once, in every pass.
+
+    W'_NK = bf16( W + fl32( scaling * Σ_j B_j A_j ) )       j = 0 .. R-1 in this order, from BF16 values of W, A and B
+
+peft computes W x and adds B (A x). No rollout that holds one quantized weight can repeat that: FP8(W) x + B (A x) and
+FP8(W + B A) x differ in almost every bit. So the trainer computes what the rollout computes. ``merged_weight`` is the only
+place that makes W', for a layer's forward, for its backward and for the weight sync.
+
+The product of two BF16 values is exact in FP32, so each step of the sum is one rounding whether or not it is fused. W' is
+therefore the same on every device and for every number of threads, unlike that of a matrix product.
+
+    Y = X W'^T             FProp, with the bytes of W'
+    dX = G W'              DGrad, with the same bytes
+    dW' = G^T X            WGrad, in FP32; then dB = scaling * dW' A^T and dA = scaling * B^T dW'
+
+W is frozen and gets no gradient; dW' [N, K] is dropped as soon as dA and dB are known. W' is not kept from forward to
+backward: a sharded model gathers W again, and W' is made again from it.
+
+What it costs: an update that moves no value of W' across a rounding boundary of BF16 and then of FP8 has no effect on
+either side, just as with full weights.
+
+Shape legend: N output features, K input features, R rank, M tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.exact import ops
+from jetrl_patch.exact.modules import ExactLinear
+from jetrl_patch.fp8.backends.capability import check_triton
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, fprop
+
+__all__ = ["Fp8LoraLinear", "LowRank", "MergedLora", "Whole", "merged_weight"]
+
+#: elements of the accumulator that stay in a core's cache while the rank is summed
+_TILE = 1 << 16
+
+
+def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
+    """W' in BF16 [N, K] (formula above), from tensors of any float dtype. No gradient."""
+    w, a, b = (t.detach().to(torch.bfloat16) for t in (w_NK, a_RK, b_NR))
+    if w.is_cuda and check_triton()[0]:
+        from jetrl_patch.kernels import merge
+
+        return merge.merged_weight(w, a, b, scaling)
+    a_RK, b_RN = a.float(), b.t().float().contiguous()
+    merged = torch.empty(w.shape, dtype=torch.bfloat16, device=w.device)
+    rows = w.shape[0] if w.is_cuda else max(1, _TILE // w.shape[1])
+    for n in range(0, w.shape[0], rows):
+        part = slice(n, n + rows)
+        sum_NK = torch.zeros(w[part].shape, dtype=torch.float32, device=w.device)
+        for a_K, b_N in zip(a_RK, b_RN[:, part], strict=True):
+            sum_NK.addcmul_(b_N[:, None], a_K[None, :])
+        merged[part] = sum_NK.mul_(scaling).add_(w[part].float())
+    return merged
+
+
+@dataclass(frozen=True)
+class LowRank:
+    """A change of a weight: scaling * B A, with A [R, K] and B [N, R] that autograd follows."""
+
+    a_RK: Tensor
+    b_NR: Tensor
+    scaling: float
+
+    def merged(self, w_NK: Tensor) -> Tensor:
+        """W' in BF16 [N, K], differentiable in A and B."""
+        result: Tensor = _Merged.apply(w_NK, self.a_RK, self.b_NR, self.scaling)
+        return result
+
+
+def _factors(dw_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """dA [R, K] and dB [N, R] from dW' [N, K], in FP32 and rounded once, whatever autocast says."""
+    with torch.autocast(dw_NK.device.type, enabled=False):
+        dw = dw_NK.float()
+        da, db = b_NR.float().t() @ dw, dw @ a_RK.float().t()
+    return da.mul_(scaling).to(a_RK.dtype), db.mul_(scaling).to(b_NR.dtype)
+
+
+class _Merged(torch.autograd.Function):
+    """W' for a layer that is not FP8. Its product keeps W' for backward, as it would keep a BF16 parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
+        ctx.save_for_backward(a_RK, b_NR)
+        ctx.scaling = scaling
+        return merged_weight(weight, a_RK, b_NR, scaling)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[None, Tensor, Tensor, None]:
+        a_RK, b_NR = ctx.saved_tensors
+        return None, *_factors(grad_outputs[0], a_RK, b_NR, ctx.scaling), None
+
+
+class _MergedMatmul(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, a_RK: Tensor, b_NR: Tensor, bias: Tensor | None, scaling: float, state: Fp8State
+    ) -> Tensor:
+        y, q_MK, s_MG = fprop(x, state.quantized(merged_weight(weight, a_RK, b_NR, scaling)), bias, state)
+        ctx.save_for_backward(q_MK, s_MG, weight, a_RK, b_NR)
+        ctx.state, ctx.scaling, ctx.x_dtype = state, scaling, x.dtype
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q_MK, s_MG, weight, a_RK, b_NR = ctx.saved_tensors
+        state: Fp8State = ctx.state
+        grad = grad_outputs[0]
+        g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
+        if ctx.needs_input_grad[0]:
+            w = state.quantized(merged_weight(weight, a_RK, b_NR, ctx.scaling))
+            dtypes = (ctx.x_dtype, torch.float32)
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, q_MK, s_MG, state.scale_format, dtypes)
+            dx = dx.view(*grad.shape[:-1], dx.shape[1])
+        else:
+            dx, dw = None, state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, torch.float32)
+        return dx, None, *_factors(dw, a_RK, b_NR, ctx.scaling), None, None, None
+
+
+class Fp8LoraLinear(Fp8Linear):
+    """The ``Fp8Linear`` inside a LoRA layer: given a ``LowRank``, it computes with W', otherwise with W."""
+
+    def forward(self, input: Tensor, change: LowRank | None = None) -> Tensor:
+        if change is None:
+            return super().forward(input)
+        a_RK, b_NR = change.a_RK, change.b_NR
+        y: Tensor = _MergedMatmul.apply(input, self.weight, a_RK, b_NR, self.bias, change.scaling, self.fp8)
+        return y
+
+
+class Whole:
+    """A factor of LoRA, A or B, whose forward returns its weight: calling the module is what gathers a sharded one."""
+
+    weight: Tensor
+
+    def forward(self) -> Tensor:
+        return self.weight.to(torch.bfloat16, copy=True)  # FSDP1 frees the gathered memory when this returns
+
+
+class MergedLora:
+    """peft's linear LoRA layer, computing with W'. With its adapter disabled it is its base layer.
+
+    The base layer is called as a module, so hooks on it see the input and the output as without LoRA.
+    """
+
+    base_layer: Any
+    lora_A: Any
+    lora_B: Any
+    scaling: dict[str, float]
+    active_adapters: list[str]
+    disable_adapters: bool
+
+    @property
+    def fp8(self) -> Fp8State:
+        """The base layer's, for the operation before it that quantizes its input."""
+        state: Fp8State = self.base_layer.fp8
+        return state
+
+    def forward(self, x: Tensor) -> Any:
+        base = self.base_layer
+        if self.disable_adapters:
+            return base(x)
+        (name,) = self.active_adapters
+        change = LowRank(self.lora_A[name](), self.lora_B[name](), self.scaling[name])
+        if isinstance(base, Fp8Linear):
+            return base(x, change)
+        weight = change.merged(base.weight)
+        if isinstance(base, ExactLinear):
+            return ops.linear(x, weight, base.bias, base.jetrl_splits)
+        return F.linear(x.to(torch.bfloat16), weight, None if base.bias is None else base.bias.to(torch.bfloat16))
