@@ -21,6 +21,7 @@ TIMEOUT = 1800
 STEPS = int(os.environ.get("STEPS_OF_RUNS", "3"))
 UNIFIED = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": ""}
 ROLLOUT = {"JETRL_OLD_LOG_PROBS": "rollout"}
+RECOMPUTE = {"JETRL_OLD_LOG_PROBS": "recompute"}
 #: what a step prints of its updates: of the same samples and weights in both runs
 OF_THE_UPDATE = ("policy_loss", "actor_grad_norm", "reward", "return", "response_length", "jetrl/tokens")
 
@@ -117,7 +118,7 @@ def assert_checked(found: Finished) -> None:
     ids=["zero2", "zero3-two-ranks", "colocated", "kl-loss"],
 )
 def test_it_ends_with_the_same_weights(task, tmp_path, extra, options):
-    expected = Finished(task, tmp_path / "recomputed", *extra, **options)
+    expected = Finished(task, tmp_path / "recomputed", *extra, **options, **RECOMPUTE)
     found = Finished(task, tmp_path / "rollout", *extra, **options, **ROLLOUT)
     assert_checked(found)
     assert set(expected.passes) == {8} and not found.passes and same(found, expected)
@@ -126,7 +127,7 @@ def test_it_ends_with_the_same_weights(task, tmp_path, extra, options):
 def test_several_updates_end_with_the_same_weights(task, tmp_path):
     """Packed, dynamic batches, two updates an epoch: a share of the samples goes through the pass."""
     extra = ["--train.batch_size", "4", "--train.max_epochs", "2", "--ds.packing_samples"]
-    expected = Finished(task, tmp_path / "recomputed", *extra)
+    expected = Finished(task, tmp_path / "recomputed", *extra, **RECOMPUTE)
     found = Finished(task, tmp_path / "rollout", *extra, JETRL_AUDIT_FRACTION="0.25", **ROLLOUT)
     assert_checked(found)
     assert set(expected.passes) == {8} and set(found.passes) == {2} and same(found, expected)
@@ -136,7 +137,7 @@ def test_one_ulp_stops_the_run_or_brings_the_pass_back(task, tmp_path):
     stopped = Finished(task, tmp_path / "stopped", ONE_ULP_IN_STEP="2", **ROLLOUT)
     assert stopped.rc != 0 and len(stopped.steps) == 1
     assert re.search(r"AuditError: log-prob of response token 0 of .*required the rollout's", stopped.text)
-    expected = Finished(task, tmp_path / "recomputed")
+    expected = Finished(task, tmp_path / "recomputed", **RECOMPUTE)
     went_on = Finished(task, tmp_path / "on", ONE_ULP_IN_STEP="2", JETRL_ON_MISMATCH="recompute", **ROLLOUT)
     assert same(went_on, expected) and went_on.passes == [8] * (STEPS - 2)
     assert [step["jetrl/bit_equal_fraction"] < 1 for step in went_on.steps] == [i == 1 for i in range(STEPS)]

@@ -21,6 +21,7 @@ TIMEOUT = 1800
 #: steps of each run; 30 were run for the pages
 STEPS = int(os.environ.get("STEPS_OF_RUNS", "3"))
 ROLLOUT = {"JETRL_OLD_LOG_PROBS": "rollout"}
+RECOMPUTE = {"JETRL_OLD_LOG_PROBS": "recompute"}
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
 
 HOOK = """
@@ -100,7 +101,7 @@ def assert_checked(found: Finished) -> None:
 
 @pytest.fixture(scope="module")
 def recomputed(task, tmp_path_factory):
-    found = Finished(task, tmp_path_factory.mktemp("recomputed"), V0)
+    found = Finished(task, tmp_path_factory.mktemp("recomputed"), V0, **RECOMPUTE)
     assert found.rc == 0 and found.passes == [16] * STEPS, found.text[-6000:]
     assert all("jetrl/audited_tokens" not in step for step in found.steps) and "actor/entropy:" in found.text
     return found
@@ -109,7 +110,7 @@ def recomputed(task, tmp_path_factory):
 @pytest.mark.e2e
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_no_pass_runs_and_every_token_is_compared(task, tmp_path):
-    found = Finished(task, tmp_path, V0, **ROLLOUT)
+    found = Finished(task, tmp_path, V0)  # the default
     assert_checked(found)
     assert found.passes == []
 
@@ -129,7 +130,7 @@ def test_v0_ends_with_the_same_weights(task, recomputed, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(2 * TIMEOUT + 100)
 def test_v1_ends_with_the_same_weights(task, tmp_path):
-    expected = Finished(task, tmp_path / "recomputed", V1)
+    expected = Finished(task, tmp_path / "recomputed", V1, **RECOMPUTE)
     found = Finished(task, tmp_path / "rollout", V1, **ROLLOUT)
     assert_checked(found)
     assert expected.passes == [16] * STEPS and found.passes == [] and same(found, expected)
@@ -146,7 +147,7 @@ def test_several_updates_with_kl_in_the_reward_end_with_the_same_weights(task, t
         f"{A}.use_dynamic_bsz=True", f"{A}.ppo_max_token_len_per_gpu=64", f"{R}.log_prob_max_token_len_per_gpu=128",
         "actor_rollout_ref.model.use_remove_padding=True", "algorithm.kl_ctrl.kl_coef=0.1",
     ]  # fmt: skip
-    expected = Finished(task, tmp_path / "recomputed", *extra)
+    expected = Finished(task, tmp_path / "recomputed", *extra, **RECOMPUTE)
     found = Finished(task, tmp_path / "rollout", *extra, JETRL_AUDIT_FRACTION="0.25", **ROLLOUT)
     assert_checked(found)
     assert expected.passes == [16] * STEPS and found.passes == [4] * STEPS and same(found, expected)
