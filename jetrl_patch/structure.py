@@ -14,7 +14,7 @@ from jetrl_patch.families import FAMILIES
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["EXPERTS", "check_code", "check_structure"]
+__all__ = ["EXPERTS", "check_code", "check_device", "check_structure"]
 
 #: keys that hold the number of a mixture's experts, as vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -32,6 +32,20 @@ def check_structure(hf_config: Any, config: Config) -> None:
     for required, found in _unhandled(hf_config, config):
         what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
         raise ModelError(explain(what, required=required, found=found, fix=f"use a dense text model, or {UNQUANTIZED}"))
+
+
+def check_device(hf_config: Any, device_type: str) -> None:
+    """Raise ModelError for a mixture of experts on a device without a product for its experts. ``device_type`` is torch's."""
+    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    if family is not None and family.mixture and device_type != "cpu":
+        raise ModelError(
+            explain(
+                f"experts of {family.title}",
+                required="a CPU (grouped FP8 products for a GPU are not there yet)",
+                found=device_type,
+                fix=f"use a dense model on this device, or {UNQUANTIZED}",
+            )
+        )
 
 
 def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from jetrl_patch.errors import UNQUANTIZED, ModelError, NotPatchedError, explain
+from jetrl_patch.errors import ModelError, NotPatchedError, explain
 from jetrl_patch.fp8.expert_layers import ATTRIBUTE, expert_modules
 from jetrl_patch.fp8.experts import Experts, experts_forward
+from jetrl_patch.structure import check_device
 
 __all__ = ["EXPERTS", "check_registered", "fp8_experts", "use_fp8_experts"]
 
@@ -29,7 +30,7 @@ def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
     return experts_forward(hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index, own)
 
 
-def check_registered(model: nn.Module, device_type: str) -> None:
+def check_registered(model: Any, device_type: str) -> None:
     """Check that a model's experts can become FP8 here; nothing to check without any.
 
     Raises:
@@ -45,15 +46,7 @@ def check_registered(model: nn.Module, device_type: str) -> None:
             f"the experts implementation {EXPERTS!r} is not registered with transformers in this process. Call "
             "jetrl_patch.enable() before the model is prepared."
         )
-    if device_type != "cpu":
-        raise ModelError(
-            explain(
-                f"the experts of {type(model).__name__}",
-                required="a CPU (grouped FP8 products for a GPU are not there yet)",
-                found=device_type,
-                fix=f"use a dense model on this device, or {UNQUANTIZED}",
-            )
-        )
+    check_device(model.config, device_type)
 
 
 def use_fp8_experts(model: Any) -> None:
