@@ -157,6 +157,14 @@ class MergedLora:
     active_adapters: list[str]
     disable_adapters: bool
 
+    def enable_adapters(self, enabled: bool) -> None:
+        """Compute with W', or with W. Unlike peft's, it leaves ``requires_grad`` alone.
+
+        FSDP2 decides in its first forward pass, by the parameters that have gradients then, in which dtype it keeps them. That
+        may be the pass of the reference model, which runs with adapters disabled.
+        """
+        self._disable_adapters = not enabled
+
     @property
     def fp8(self) -> Fp8State:
         """The base layer's, for the operation before it that quantizes its input."""

@@ -69,6 +69,7 @@ def test_parts_put_together_are_the_whole():
     rollout, trainer = -torch.rand(6, 9), -torch.rand(6, 9)
     mask = torch.rand(6, 9) < 0.6
     mask[2:4] = False  # a part without a token
+    mask[5, 0] = True
     whole = mismatch(trainer, rollout, mask).as_metrics()
     parts = [sums(trainer[i : i + 2], rollout[i : i + 2], mask[i : i + 2]) for i in (0, 2, 4)]
     assert merge(Sums, parts).figures().as_metrics() == pytest.approx(whole, rel=1e-12)

@@ -34,6 +34,7 @@ def engine() -> Iterator[Callable[..., Any]]:
     from jetrl_patch.adapters.vllm.sample import build_engine
 
     built: list[Any] = []
+    _forget_groups()  # of an engine that another test could not build: vLLM would reuse them, without a group for experts
 
     def make(job: Any, max_model_len: int = 160) -> Any:
         llm = build_engine(job, max_model_len)
@@ -41,10 +42,13 @@ def engine() -> Iterator[Callable[..., Any]]:
         return llm
 
     yield make
-    if built:
-        from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+    for llm in built:
+        llm.llm_engine.engine_core.shutdown()
+    built.clear()
+    _forget_groups()
 
-        for llm in built:
-            llm.llm_engine.engine_core.shutdown()
-        built.clear()
-        cleanup_dist_env_and_memory()
+
+def _forget_groups() -> None:
+    from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+    cleanup_dist_env_and_memory()
