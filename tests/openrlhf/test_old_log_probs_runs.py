@@ -35,6 +35,7 @@ def _(module):
         ids = tuple(prompt["prompt_token_ids"])
         made[ids] = made.get(ids, 0) + 1
         sampling_params.seed = hash((ids, made[ids])) % 2**31
+        sampling_params.__dict__.pop("sampling_type", None)  # cached, of a request without a seed
         return original(self, prompt, sampling_params, *args, **kwargs)
     module.AsyncLLM.generate = generate
 
