@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "Family", "Part", "Setting", "covering", "titles"]
+__all__ = ["DENSE_BLOCKS", "FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "Family", "Part", "Setting", "covering", "titles"]
 
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
 #: Megatron
@@ -46,6 +46,8 @@ class Setting:
 
 _WINDOW = "the shared attention sees the whole context"
 _DENSE = "vLLM does not say which layers it merges in a dense block"
+#: keys of config.json by which some blocks of a mixture have no experts -> values by which all have
+DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
 _NO_BIAS = "the model in transformers has no such bias"
 #: for every family built like Llama
 _SETTINGS = (
@@ -207,7 +209,7 @@ _RECORDS = (
         settings=(
             *_SETTINGS,
             Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
-            *(Setting(key, values, _DENSE) for key, values in (("decoder_sparse_step", (1,)), ("mlp_only_layers", (None,)))),
+            *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
         ),
         mixture=True,
     ),

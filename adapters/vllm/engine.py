@@ -15,7 +15,7 @@ from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
-from jetrl_patch.families import FAMILIES, LLAMA_LIKE
+from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.structure import check_structure
 
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["check_engine", "prepare_arguments"]
 
 logger = logging.getLogger(__name__)
-
-#: keys of config.json by which some blocks have no experts; vLLM does not say which layers it merges there
-_DENSE_BLOCKS = ("mlp_only_layers", "decoder_sparse_step")
 
 
 def prepare_arguments(args: EngineArgs, config: Config) -> None:
@@ -122,7 +119,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
 
 
 def _check_experts(vllm_config: VllmConfig, hf_config: Any) -> None:
-    dense = [name for name in _DENSE_BLOCKS if getattr(hf_config, name, None) not in (None, [], 1)]
+    dense = [name for name in DENSE_BLOCKS if getattr(hf_config, name, None) not in (None, [], 1)]
     parallel = vllm_config.parallel_config
     problems = {
         "a GPU": not _on_cpu(),

@@ -18,11 +18,10 @@ if __name__ == "__main__":
 
     sys.path.append(str(Path(__file__).parents[1] / "verl"))
     import torch
-    from fsdp_engine import build
+    from fsdp_engine import batch_of, build
     from omegaconf import OmegaConf
     from torch.utils import _pytree as pytree
     from verl.trainer.config import CheckpointConfig
-    from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.adapters.verl.optimizer import wanted
@@ -47,20 +46,7 @@ if __name__ == "__main__":
         for seed in seeds:
             generator = torch.Generator().manual_seed(10 * seed + rank)
             rows = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 33)]
-            nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
-            batch = tu.get_tensordict(
-                {
-                    "input_ids": nested(rows),
-                    "position_ids": nested([torch.arange(len(s)) for s in rows]),
-                    "loss_mask": nested([torch.ones(len(s)) for s in rows]),
-                },
-                {
-                    "temperature": 1.0,
-                    "use_dynamic_bsz": False,
-                    "micro_batch_size_per_gpu": 1,
-                    "use_remove_padding": True,
-                },
-            )
+            batch = batch_of(rows)
             with model.train_mode(disable_auto_offload=True):
                 model.train_batch(batch, loss)
                 model.lr_scheduler_step()

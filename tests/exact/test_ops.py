@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetrl_patch.exact import dispatch, ops
+from jetrl_patch.exact import ops
 
+from ..dispatched import dispatched
 from ..fp8.thresholds import sqnr
 
 BF16 = torch.bfloat16
@@ -15,11 +16,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(params=["native", "torch"], autouse=True)
 def backend(request):
-    before = dict(dispatch._chosen)
-    dispatch.configure(request.param)
-    yield request.param
-    dispatch._chosen.clear()
-    dispatch._chosen.update(before)
+    with dispatched(request.param):
+        yield request.param
 
 
 def rand(*shape, seed=0):

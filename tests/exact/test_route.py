@@ -8,16 +8,15 @@ import torch
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import dispatch, ops
 
+from ..dispatched import dispatched
+
 BF16 = torch.bfloat16
 
 
 @pytest.fixture(params=["native", "torch"], autouse=True)
 def backend(request):
-    before = dict(dispatch._chosen)
-    dispatch.configure(request.param)
-    yield request.param
-    dispatch._chosen.clear()
-    dispatch._chosen.update(before)
+    with dispatched(request.param):
+        yield request.param
 
 
 def logits_of(tokens, experts, seed=0):

@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from jetrl_patch.errors import ModelError
-from jetrl_patch.exact import dispatch, ops
+from jetrl_patch.exact import ops
 from jetrl_patch.fp8.experts import Experts, experts_forward
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.mixture import groups_of
 
+from ..dispatched import dispatched
 from .thresholds import SAVED_BYTES_RATIO, SQNR_EXPERTS, sqnr
 
 BF16 = torch.bfloat16
@@ -18,11 +19,8 @@ BF16 = torch.bfloat16
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request):
-    before = dict(dispatch._chosen)
-    dispatch.configure(request.param)
-    yield request.param
-    dispatch._chosen.clear()
-    dispatch._chosen.update(before)
+    with dispatched(request.param):
+        yield request.param
 
 
 class Layer:

@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetrl_patch.exact import capability, dispatch, ops, trial
+from jetrl_patch.exact import capability, ops, trial
 from jetrl_patch.fp8.lora import merged_weight
 
+from ..dispatched import dispatched
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
 
 pytestmark = pytest.mark.gpu
@@ -31,11 +32,9 @@ def kernels(device):
     ok, reason = capability.check_exact_cuda()
     if not ok:
         pytest.skip(reason)
-    before = dict(dispatch._chosen)
-    assert dispatch.configure("auto", "cuda") == "triton"
-    yield
-    dispatch._chosen.clear()
-    dispatch._chosen.update(before)
+    with dispatched("auto", "cuda") as chosen:
+        assert chosen == "triton"
+        yield
 
 
 def rand(device, *shape, seed=0):

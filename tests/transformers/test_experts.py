@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 
 import pytest
@@ -19,7 +18,7 @@ from jetrl_patch.fp8.expert_layers import expert_matrices, per_expert
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
 from ..models import VARIANTS, build, config_of
-from .test_prepare import loss_of, padded, sequences
+from .test_prepare import assert_checkpointing_and_fp32_masters_change_nothing, padded, sequences
 
 EXACT = Config(precision="fp8-unified").resolved()
 
@@ -113,20 +112,7 @@ def test_the_auxiliary_loss_alone_moves_the_routers():
 def test_checkpointing_and_fp32_masters_change_nothing():
     jetrl_patch.enable(precision="fp8-unified")
     model, _ = prepared("qwen3_moe-odd")
-    ids = sequences(model)
-    results = []
-    for kind in ("bf16", "checkpointing", "fp32 masters"):
-        m = copy.deepcopy(model).train()
-        if kind == "checkpointing":
-            m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        if kind == "fp32 masters":
-            m.float()
-        loss = loss_of(m, ids, "right")
-        loss.backward()
-        results.append((loss.item(), m.model.layers[0].mlp.experts.gate_up_proj.grad.float()))
-    assert results[0][0] == results[1][0] == results[2][0]
-    assert torch.equal(results[0][1], results[1][1])
-    assert sqnr(results[0][1], results[2][1]) > 40  # BF16 gradients are the FP32 ones, rounded
+    assert_checkpointing_and_fp32_masters_change_nothing(model, "model.layers.0.mlp.experts.gate_up_proj")
 
 
 def test_linear_mode_keeps_transformers_router():

@@ -86,22 +86,26 @@ def test_gradients_follow_bf16(model):
             assert cosine > GRADIENT_COSINE, (name, cosine)
 
 
-def test_checkpointing_and_fp32_masters_change_nothing(model):
+def assert_checkpointing_and_fp32_masters_change_nothing(model, name):
+    """The loss, and the gradient of one parameter of the model."""
     ids = sequences(model)
-    model.train()
     results = []
     for kind in ("bf16", "checkpointing", "fp32 masters"):
-        m = copy.deepcopy(model)
+        m = copy.deepcopy(model).train()
         if kind == "checkpointing":
             m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         if kind == "fp32 masters":
             m.float()
         loss = loss_of(m, ids, "right")
         loss.backward()
-        results.append((loss.item(), m.model.layers[0].mlp.down_proj.weight.grad.float()))
+        results.append((loss.item(), m.get_parameter(name).grad.float()))
     assert results[0][0] == results[1][0] == results[2][0]
     assert torch.equal(results[0][1], results[1][1])
     assert sqnr(results[0][1], results[2][1]) > 40  # BF16 gradients are the FP32 ones, rounded
+
+
+def test_checkpointing_and_fp32_masters_change_nothing(model):
+    assert_checkpointing_and_fp32_masters_change_nothing(model, "model.layers.0.mlp.down_proj.weight")
 
 
 def test_linear_mode_changes_the_linears_alone():

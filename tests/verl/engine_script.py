@@ -16,8 +16,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=bool(gather))
 
     import torch
-    from fsdp_engine import build  # beside this script
-    from verl.utils import tensordict_utils as tu
+    from fsdp_engine import batch_of, build  # beside this script
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.fp8.gather import Fp8Shard
@@ -38,16 +37,7 @@ if __name__ == "__main__":
         lengths = [9, 33, 17, 26]
         sequences = [torch.randint(2, 384, (n,), generator=generator) for n in lengths]
         chosen = [sequences[i] for i in rows]
-        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
-        return tu.get_tensordict(
-            {
-                "input_ids": nested(chosen),
-                "position_ids": nested([torch.arange(len(s)) for s in chosen]),
-                "loss_mask": nested([torch.ones(len(s)) for s in chosen]),
-            },
-            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True}
-            | extra,
-        )
+        return batch_of(chosen, **extra)
 
     def log_probs(model, rows, **extra):
         with model.eval_mode(disable_auto_offload=True):

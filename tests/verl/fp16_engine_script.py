@@ -16,8 +16,7 @@ if __name__ == "__main__":
 
     import pytest
     import torch
-    from fsdp_engine import build  # beside this script
-    from verl.utils import tensordict_utils as tu
+    from fsdp_engine import batch_of, build  # beside this script
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.adapters.verl.precision import figures, wanted
@@ -44,15 +43,7 @@ if __name__ == "__main__":
         """Run one step on both ranks, with this rank's own loss factor."""
         generator = torch.Generator().manual_seed(rank)
         rows = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 17)]
-        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
-        batch = tu.get_tensordict(
-            {
-                "input_ids": nested(rows),
-                "position_ids": nested([torch.arange(len(s)) for s in rows]),
-                "loss_mask": nested([torch.ones(len(s)) for s in rows]),
-            },
-            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True},
-        )
+        batch = batch_of(rows)
         with actor.train_mode(disable_auto_offload=True):
             actor.train_batch(batch, lambda model_output, data, dp_group=None: (
                 -1e-3 * factor * model_output["log_probs"].values().mean(), {}

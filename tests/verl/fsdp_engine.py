@@ -31,3 +31,21 @@ def build(
         optimizer_config=FSDPOptimizerConfig(**{"lr": 1e-3, "total_training_steps": 10, **(optimizer or {})}),
         checkpoint_config=checkpoint,
     )  # fmt: skip
+
+
+def batch_of(sequences: list[Any], **settings: Any):
+    """Return verl's batch of token ids [T] each, in which every token counts, one sequence a micro-batch."""
+    import torch
+    from verl.utils import tensordict_utils as tu
+
+    def nested(rows: list[Any]) -> Any:
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    return tu.get_tensordict(
+        {
+            "input_ids": nested(sequences),
+            "position_ids": nested([torch.arange(len(s)) for s in sequences]),
+            "loss_mask": nested([torch.ones(len(s)) for s in sequences]),
+        },
+        {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True} | settings,
+    )

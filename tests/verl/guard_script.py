@@ -15,8 +15,7 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", monitor_every=1, guard_sqnr=22.0)
 
     import torch
-    from fsdp_engine import build  # beside this script
-    from verl.utils import tensordict_utils as tu
+    from fsdp_engine import batch_of, build  # beside this script
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.sync.manifest import MANIFEST, Manifest
@@ -32,15 +31,7 @@ if __name__ == "__main__":
     def batch(seed: int):
         generator = torch.Generator().manual_seed(seed)
         ids = [torch.randint(2, 384, (n,), generator=generator) for n in (31, 18)]
-        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
-        return tu.get_tensordict(
-            {
-                "input_ids": nested(ids),
-                "position_ids": nested([torch.arange(len(s)) for s in ids]),
-                "loss_mask": nested([torch.ones(len(s)) for s in ids]),
-            },
-            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True},
-        )
+        return batch_of(ids)
 
     def log_probs(model):
         with model.eval_mode(disable_auto_offload=True):

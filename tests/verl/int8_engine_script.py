@@ -17,9 +17,8 @@ if __name__ == "__main__":
 
     import numpy
     import torch
-    from fsdp_engine import build  # beside this script
+    from fsdp_engine import batch_of, build  # beside this script
     from transformers import AutoModelForCausalLM
-    from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.int8.quantize import quantize_rows
@@ -39,15 +38,7 @@ if __name__ == "__main__":
     def batch():
         generator = torch.Generator().manual_seed(10 + rank)
         sequences = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 17)]
-        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
-        return tu.get_tensordict(
-            {
-                "input_ids": nested(sequences),
-                "position_ids": nested([torch.arange(len(s)) for s in sequences]),
-                "loss_mask": nested([torch.ones(len(s)) for s in sequences]),
-            },
-            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True},
-        )
+        return batch_of(sequences)
 
     def loss(model_output, data, dp_group=None):
         return -model_output["log_probs"].values().mean(), {}

@@ -18,11 +18,10 @@ if __name__ == "__main__":
     jetrl_patch.enable(precision="fp8-unified", exclude=("layers.1.mlp.down_proj",), optimizer_states=states)
 
     import torch
-    from fsdp_engine import build  # beside this script
+    from fsdp_engine import batch_of, build  # beside this script
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
     from verl.trainer.config import CheckpointConfig
-    from verl.utils import tensordict_utils as tu
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.adapters.verl.optimizer import wanted
@@ -50,15 +49,7 @@ if __name__ == "__main__":
         generator = torch.Generator().manual_seed(1)
         sequences = [torch.randint(2, 384, (n,), generator=generator) for n in (9, 33, 17, 26)]
         chosen = [sequences[i] for i in rows]
-        nested = lambda ts: torch.nested.as_nested_tensor(ts, layout=torch.jagged)  # noqa: E731
-        return tu.get_tensordict(
-            {
-                "input_ids": nested(chosen),
-                "position_ids": nested([torch.arange(len(s)) for s in chosen]),
-                "loss_mask": nested([torch.ones(len(s)) for s in chosen]),
-            },
-            {"temperature": 1.0, "use_dynamic_bsz": False, "micro_batch_size_per_gpu": 1, "use_remove_padding": True},
-        )
+        return batch_of(chosen)
 
     def log_probs(model):
         with model.eval_mode(disable_auto_offload=True):
