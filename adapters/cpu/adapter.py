@@ -50,6 +50,15 @@ class CpuAdapter(Adapter):
         if is_installed("verl"):
             found.append(
                 OnImport(
+                    module="verl.checkpoint_engine",
+                    name="gloo checkpoint engine",
+                    apply=lambda module, journal: _register_engine(module, journal, config),
+                    reason="verl's NCCL engine, by which a rollout with processes of its own gets its weights, needs a GPU",
+                    remove_when="verl brings a checkpoint engine for CPUs",
+                )
+            )
+            found.append(
+                OnImport(
                     module="verl.plugin.platform.platform_manager",
                     name="cpu",
                     apply=_register,
@@ -91,6 +100,22 @@ class CpuAdapter(Adapter):
                 reason="it hides all GPUs, and Ray then refuses the logical ones that place the workers of a CPU run",
                 remove_when="verl places its workers by another resource on a CPU",
             )
+
+
+def _register_engine(package: ModuleType, journal: Journal, config: Config) -> None:
+    from jetrl_patch.adapters.cpu.gloo_engine import make_engine
+
+    registry = package.base.CheckpointEngineRegistry._registry
+    if "nccl" in registry:
+        return
+    journal.set_item(
+        registry,
+        "nccl",
+        make_engine(package.base, lambda: config.sync_timeout),
+        target="verl.checkpoint_engine.CheckpointEngineRegistry['nccl']",
+        reason="verl's NCCL engine needs a GPU",
+        remove_when="verl brings a checkpoint engine for CPUs",
+    )
 
 
 def _register(manager: ModuleType, journal: Journal) -> None:

@@ -18,11 +18,16 @@ from typing import Any, NoReturn
 
 from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.launch.arguments import PROGRAMS
 
 __all__ = ["asked_for", "model_path", "needs_flash_attn", "read"]
 
 
-def read(arguments: Sequence[str]) -> Any:
+#: the program whose arguments can be read
+programs = (PROGRAMS["openrlhf"],)
+
+
+def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
     """Return the nested namespace that OpenRLHF's ``train`` gets.
 
     Raises ConfigError with the message of OpenRLHF's parser or of one of its checks.

@@ -14,10 +14,10 @@ from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
 from jetrl_patch.adapters.openrlhf.state import DRIVER
 from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
-from jetrl_patch.correction.mismatch import Mismatch, mismatch
+from jetrl_patch.correction.mismatch import Mismatch
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.audit import audited_metrics
-from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
+from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, step_metrics, version_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
 __all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
@@ -86,6 +86,8 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     """Compare the log-probs of a step's samples and keep the metrics for its log line."""
+    import torch
+
     with_both = [e for e in experiences if e.rollout_log_probs is not None]
     if not with_both:
         logger.warning("jetrl_patch: the samples have no rollout log-probs, so this step reports no mismatch")
@@ -93,14 +95,11 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     width = max(e.action_mask.shape[1] for e in with_both)
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
     trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both], width) for field in fields)
-    found = mismatch(trainer, rollout, mask)
+    compared = Compared()
+    compared.add(trainer, rollout, mask, torch.cat([_current(e) for e in with_both]))
+    found, of_current = compared.figures()
     corrected = correction.figures(args.algo.advantage, runtime.active_config(), trainer - rollout, mask)
-    DRIVER.metrics.update(step_metrics(found, corrected))
-    current = _rows([_current(e) for e in with_both], width)
-    of_current = found if bool(current.all()) else mismatch(trainer, rollout, mask.bool() & current)
-    DRIVER.metrics["jetrl/stale_fraction"] = 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0
-    if of_current.tokens:
-        DRIVER.metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
+    DRIVER.metrics.update({**step_metrics(found, corrected), **version_metrics(found, of_current)})
     say_if_inexact(of_current, runtime.active_config().exact)
     return found
 
@@ -122,23 +121,21 @@ def note_audit(reports: Sequence[dict[str, Any]]) -> None:
     if corrected is None or found is None:
         return
     figures, metrics = found
-    current = {"jetrl/stale_fraction": 0.0, "jetrl/bit_equal_fraction_current": figures.bit_equal_fraction}
-    DRIVER.metrics.update({**step_metrics(figures, corrected), **current, **metrics})
+    DRIVER.metrics.update({**step_metrics(figures, corrected), **version_metrics(figures, figures), **metrics})
 
 
 def _current(experience: Any) -> Any:
-    """Bool [B, A]: True for samples that were made entirely with the trainer's current weights.
+    """Bool [B]: True for samples that were made entirely with the trainer's current weights.
 
     Samples without a version (BF16 mode, which uses OpenRLHF's own sync) all count.
     """
     import torch
 
-    mask = experience.action_mask.cpu()
     versions = [experience.info.get(name) for name in (FIRST, LAST)]
     if any(found is None for found in versions):
-        return torch.ones(mask.shape, dtype=torch.bool)
+        return torch.ones(len(experience.action_mask), dtype=torch.bool)
     first, last = (found.cpu().flatten() for found in versions)
-    return ((first == DRIVER.version) & (last == DRIVER.version)).unsqueeze(1).expand(mask.shape)
+    return (first == DRIVER.version) & (last == DRIVER.version)
 
 
 def _rows(parts: Sequence[Any], width: int) -> Any:

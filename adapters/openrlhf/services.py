@@ -1,11 +1,11 @@
 """This adapter's ``Trainer`` (jetrl_patch/trainer/interface.py)."""
 
-from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, read
+from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, programs, read
 from jetrl_patch.adapters.openrlhf.model import prepare
 from jetrl_patch.adapters.openrlhf.needs import needs
 from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem
 
 __all__ = [
     "asked_for", "chosen", "complete", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
-    "program_problem", "read",
+    "program_problem", "programs", "read",
 ]  # fmt: skip

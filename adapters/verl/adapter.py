@@ -43,6 +43,27 @@ EVERY_MODE: tuple[Patch, ...] = (
         remove_when=_NO_HOOK,
     ),
     Patch(
+        module="verl.trainer.main_ppo",
+        attr="run_ppo",
+        make=settings.run_ppo,
+        reason="verl's asynchronous programs check their settings after Ray has started, or never",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module="verl.experimental.separation.ray_trainer",
+        attr="SeparateRayPPOTrainer._init_resource_pools",
+        make=settings.separate_pools,
+        reason="the asynchronous trainers do not call RayPPOTrainer.__init__, so their workers would find no mark",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module="verl.experimental.separation.ray_trainer",
+        attr="SeparateRayPPOTrainer._fit_compute_log_prob",
+        make=metrics.separate_log_prob,
+        reason="in bypass mode the loss measures the mismatch, and cannot tell samples of older weights from others",
+        remove_when="verl passes the versions of the samples to the policy loss",
+    ),
+    Patch(
         module="verl.trainer.ppo.ray_trainer",
         attr="RayPPOTrainer.__init__",
         make=settings.trainer_init,
@@ -81,8 +102,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         module="verl.checkpoint_engine.base",
         attr="CheckpointEngineManager.update_weights",
         make=metrics.manager_update_weights,
-        reason="verl drops what workers return from a sync, so an unpatched worker and the sync's cost go unnoticed. "
-        "With a quantized rollout, backends other than 'naive' are not covered and are refused",
+        reason="verl drops what workers return from a sync, so an unpatched worker and the sync's cost go unnoticed",
         remove_when="verl returns the workers' results of a naive sync",
     ),
     Patch(

@@ -9,14 +9,16 @@ from typing import Any
 
 from jetrl_patch.adapters.verl import preset
 from jetrl_patch.adapters.verl.paths import MODEL
+from jetrl_patch.adapters.verl.programs import TRAINERS
 from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.launch.arguments import PROGRAMS
 
 __all__ = ["model_path", "needs_flash_attn", "read"]
 
 
-def read(arguments: Sequence[str]) -> Any:
-    """Return the configuration of ``python -m verl.trainer.main_ppo ARGUMENTS``, including hydra's own options.
+def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:
+    """Return the configuration of ``python -m TARGET ARGUMENTS``, including hydra's own options.
 
     Raises ConfigError with hydra's message.
     """
@@ -26,24 +28,27 @@ def read(arguments: Sequence[str]) -> Any:
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
-    trainer = file_of("verl", "trainer")
-    if trainer is None:
-        raise ConfigError(
-            explain("verl in this environment", required="its folder trainer", found="none", fix="install verl")
-        )
+    trainer, program = (file_of("verl", *name.split(".")[1:-1]) for name in (PROGRAMS["verl"], target))
+    if trainer is None or program is None:
+        required = f"the program {target}"
+        raise ConfigError(explain("verl in this environment", required=required, found="none", fix="install verl 0.9"))
     preset.store()
     try:
         options = get_args_parser().parse_args(list(arguments))
     except SystemExit:
         raise ConfigError(f"Hydra cannot parse {' '.join(arguments)!r}. See --hydra-help.") from None
     overrides = list(options.overrides)
+    # the asynchronous programs build on the main one's configuration, which verl's scripts find from verl's checkout
+    places = [] if program == trainer else [str(trainer / "config")]
     if options.config_dir is not None:
-        overrides.append(f"hydra.searchpath=[file://{os.path.abspath(options.config_dir)}]")
-    folder = str(trainer / (options.config_path or "config"))  # joining keeps an absolute path
+        places.append(os.path.abspath(options.config_dir))
+    if places:
+        overrides.append(f"hydra.searchpath=[{','.join(f'file://{place}' for place in places)}]")
+    folder = str(program / (options.config_path or "config"))  # joining keeps an absolute path
     GlobalHydra.instance().clear()
     try:
         with _no_plugins(), initialize_config_dir(folder, version_base=None):
-            return compose(options.config_name or "ppo_trainer", overrides)
+            return compose(options.config_name or TRAINERS[target], overrides)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"Hydra cannot compose verl's configuration: {' '.join(str(error).split())}") from error
 

@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import old_log_probs
+from jetrl_patch.adapters.verl import old_log_probs, versions
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
-from jetrl_patch.adapters.verl.state import DRIVER
+from jetrl_patch.adapters.verl.state import DRIVER, report_key
 from jetrl_patch.config import Config
-from jetrl_patch.correction.mismatch import Mismatch, mismatch
-from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.correction.mismatch import Mismatch
+from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.mismatch import say_if_inexact, step_metrics
+from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, step_metrics, version_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
 
@@ -34,10 +34,24 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
         if rollout is None:
             _without_log_probs(runtime.active_config())
         else:
-            note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"])
+            current = versions.are_current(versions.of_batch(batch), unknown=True)
+            note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
         return result
 
     return _compute_old_log_prob
+
+
+@while_active
+def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``SeparateRayPPOTrainer._fit_compute_log_prob``, which takes the rollout's log-probs itself in bypass mode."""
+
+    def _fit_compute_log_prob(self: Any, batch: Any) -> Any:
+        if is_bypassed(self.config):
+            current = versions.are_current(versions.of_batch(batch), unknown=True)
+            DRIVER.current.append((current, batch.batch["response_mask"].sum(1).tolist()))
+        return original(self, batch)
+
+    return _fit_compute_log_prob
 
 
 def _without_log_probs(config: Config) -> None:
@@ -68,58 +82,90 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
             if taken is not None:
                 return taken
         result = original(self, batch, metrics)
-        if not bypassed:  # in bypass mode the two are the same tensor
+        current = versions.are_current(versions.of_tags(batch.tags), unknown=True)
+        if bypassed:  # the two are the same tensor; the loss compares
+            DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
+        else:
             import transfer_queue
 
             fields = ["old_log_probs", "rollout_log_probs", "response_mask"]
             data = transfer_queue.kv_batch_get(
                 keys=batch.keys, partition_id=batch.partition_id, select_fields=fields
             ).to_padded_tensor()
-            note_mismatch(self.config, *(data[field] for field in fields))
+            old, rollout, mask = (data[field] for field in fields)
+            note_mismatch(self.config, old, rollout, mask, current)
         return result
 
     return _compute_old_log_prob
 
 
-def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any) -> None:
-    """Compare log-probs [B, T] and keep the metrics for the step's log line."""
+def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: Any) -> None:
+    """Compare log-probs [B, T] and keep the metrics for the step's log line, over all batches since the last one.
+
+    Args:
+        current: bool [B], False for samples of other weights than the trainer's.
+    """
+    DRIVER.compared.add(trainer, rollout, mask, current)
+    found, of_current = DRIVER.compared.figures()
     corrected = correction_figures(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
-    note(mismatch(trainer, rollout, mask), {} if corrected is None else corrected.as_metrics())
+    DRIVER.metrics.update(step_metrics(found, {} if corrected is None else corrected.as_metrics()))
+    DRIVER.metrics.update(version_metrics(found, of_current))
+    say_if_inexact(of_current, runtime.active_config().exact)
 
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
-    """Keep a step's metrics, where those of the correction take precedence, and warn if exact mode is not exact."""
+    """Keep what the losses of a step measured, where the correction's metrics take precedence; warn if exact mode is not exact.
+
+    A loss does not know which weights made a sample. Where some are older than the trainer's, nothing is promised.
+    """
+    rows, DRIVER.current = DRIVER.current, []
+    stale = sum(tokens for current, counts in rows for fresh, tokens in zip(current.tolist(), counts) if not fresh)
     DRIVER.metrics.update(step_metrics(found, corrected))
-    say_if_inexact(found, runtime.active_config().exact)
+    if stale:
+        DRIVER.metrics["jetrl/stale_fraction"] = stale / sum(sum(counts) for _, counts in rows)
+    else:
+        DRIVER.metrics.update(version_metrics(found, found))
+        say_if_inexact(found, runtime.active_config().exact)
 
 
 @while_active
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``CheckpointEngineManager.update_weights``: collect a report from every worker."""
+    """Wrap ``CheckpointEngineManager.update_weights``: collect a report from every worker.
+
+    verl drops what workers return from a sync to a colocated rollout. Of a sync over a checkpoint engine it merges their
+    dictionaries, whose keys are therefore different.
+    """
     from verl.utils.ray_utils import auto_await
 
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
         import ray
 
-        if self.backend != "naive":
-            if runtime.active_config().quantized_rollout:
-                fix = "set checkpoint_engine.backend=naive"
-                raise ConflictError(
-                    explain("weight sync to a quantized rollout", required="backend 'naive'", found=repr(self.backend), fix=fix)
-                )
-            return await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
-        results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
+        if self.backend == "naive":
+            results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
+            others: dict[str, Any] = {}
+        else:
+            merged = await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
+            results, others = split_reports(merged or {}, self.actor_wg.world_size)
         note_sync(results)
-        return {}
+        DRIVER.version = global_steps
+        return others
 
     return auto_await(update_weights)
 
 
+def split_reports(merged: dict[str, Any], workers: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return what each worker reported (``report_key``), in the order of their ranks, and verl's own metrics of the sync."""
+    keys = [report_key(rank) for rank in range(workers)]
+    results = [{key: merged[key]} if key in merged else {} for key in keys]
+    return results, {name: value for name, value in merged.items() if name not in keys}
+
+
 def note_sync(results: Sequence[Any]) -> None:
     """Keep the training workers' reports of a sync. Raises NotPatchedError if one reports nothing."""
-    reports = [result[MARK] for result in results if isinstance(result, dict) and MARK in result]
+    told = [next((result[key] for key in result or () if key.startswith(MARK)), None) for result in results]
+    reports = [report for report in told if report is not None]
     if len(reports) < len(results):
-        silent = [rank for rank, result in enumerate(results) if not isinstance(result, dict) or MARK not in result]
+        silent = [rank for rank, report in enumerate(told) if report is None]
         raise NotPatchedError(
             f"training workers {silent} are not patched. Install jetrl_patch on their nodes, pass them the JETRL_* variables "
             "and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
@@ -142,6 +188,7 @@ def log(original: Callable[..., Any]) -> Callable[..., Any]:
     def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
         if "training/global_step" in data:
             unknown, DRIVER.unknown = DRIVER.unknown, ()
+            DRIVER.compared = Compared()
             data = {**{name: value for name, value in data.items() if name not in unknown}, **DRIVER.take()}
         return original(self, data, step, backend)
 

@@ -54,6 +54,8 @@ def _pools(select: Callable[[str], Any]) -> Iterator[Pool]:
         owners.append("distillation")
     if select("trainer.use_v1") and select("trainer.v1.trainer_mode") == "separate_async":
         owners.append(ROLLOUT)
+    if select("rollout"):  # the asynchronous programs'
+        owners.append("rollout")
     for owner in owners:
         setting = f"{owner}.n_gpus_per_node"
         yield Pool(setting, int(select(setting) or 0), int(select(f"{owner}.nnodes") or 0))

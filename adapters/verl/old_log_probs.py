@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import versions
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction_bypass import LOSS as BYPASS
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
@@ -131,7 +132,8 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
     rows = data["response_mask"]
     data = data.to_padded_tensor()
     rollout, mask = data.get("rollout_log_probs", None), data["response_mask"]
-    if not _may_skip(rollout) or not _are_current(batch.tags, trainer.global_steps):
+    current = versions.are_current(versions.of_tags(batch.tags), unknown=False)
+    if not _may_skip(rollout) or not bool(current.all()):
         return None
     if not _agrees(trainer, rollout, mask, recomputed):
         return None
@@ -145,12 +147,6 @@ def _may_skip(rollout: Any) -> bool:
     """Whether there are log-probs of the current weights to take. After this step there are none until the next sync."""
     fresh, DRIVER.fresh, DRIVER.audit = DRIVER.fresh, False, None
     return rollout is not None and fresh and not DRIVER.given_up
-
-
-def _are_current(tags: Sequence[dict[str, Any]], step: int) -> bool:
-    """Whether the weights of the last sync, which ended the step before, sampled all of these."""
-    names = ("min_global_steps", "max_global_steps")
-    return all(tag.get(name) == step - 1 for tag in tags for name in names if not tag.get("is_padding", False))
 
 
 def _agrees(trainer: Any, rollout: Any, mask: Any, recomputed: Callable[[list[int]], Any]) -> bool:

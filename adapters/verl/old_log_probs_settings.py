@@ -15,6 +15,7 @@ __all__ = ["chosen", "problems"]
 _BESIDE = "old_log_probs='rollout'"
 _NO_SUM = "no sum over the vocabulary, which only the pass computes"
 _COMPARED = "a policy loss for every update, which compares the log-probs"
+_ONE_VERSION = "samples of one version of the weights, which only a synchronous trainer has"
 _REPORTED = "naive, whose sync reports the comparison"
 
 
@@ -28,6 +29,7 @@ _RULES: tuple[Rule, ...] = (
     _rule(f"{ACTOR}.fsdp_config.router_replay.mode", other_than("disabled"), "no routes recorded by the pass", "disabled"),
     _rule(f"{ACTOR}.megatron.router_replay.mode", other_than("disabled"), "no routes recorded by the pass", "disabled"),
     _rule("distillation.enabled", is_set, _COMPARED, "false"),
+    _rule("trainer.v1.trainer_mode", other_than("sync"), _ONE_VERSION, "sync"),
     _rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), _REPORTED, "naive"),
 )
 

@@ -9,12 +9,18 @@ from pathlib import PurePath
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.launch.arguments import PROGRAMS
 
-__all__ = ["own_program", "program_problem"]
+__all__ = ["TRAINERS", "own_program", "program_problem"]
 
+#: the programs that train with the plugin -> the default name of their configuration, in a folder ``config`` beside them
+TRAINERS = {
+    PROGRAMS["verl"]: "ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+}
 #: packages whose programs train or generate
 _PROGRAMS = ("verl.trainer", "verl.experimental")
 #: of these, the ones that run with the plugin; the evaluation loads no model
-_SUPPORTED = (PROGRAMS["verl"], "verl.trainer.main_eval")
+_SUPPORTED = (*TRAINERS, "verl.trainer.main_eval")
 
 
 def program_problem(target: str) -> JetrlError | None:
@@ -29,8 +35,8 @@ def program_problem(target: str) -> JetrlError | None:
     return ConfigError(
         explain(
             f"jetrl_patch in {module}",
-            required=f"{PROGRAMS['verl']}, whose weight syncs and log-probs the plugin follows",
-            found="another program of verl (asynchronous, supervised or generating alone)",
+            required=f"{PROGRAMS['verl']} or an asynchronous trainer, whose weight syncs and log-probs the plugin follows",
+            found="another program of verl (supervised, or generating alone)",
             fix=f"use {PROGRAMS['verl']}, or start this program without jetrl_patch",
         )
     )

@@ -5,10 +5,11 @@ from jetrl_patch.adapters.verl.merge import merge
 from jetrl_patch.adapters.verl.model import prepare
 from jetrl_patch.adapters.verl.needs import needs
 from jetrl_patch.adapters.verl.preset import config_of as asked_for
+from jetrl_patch.adapters.verl.programs import TRAINERS as programs
 from jetrl_patch.adapters.verl.programs import program_problem
 from jetrl_patch.adapters.verl.settings import chosen, complete, problems
 
 __all__ = [
     "asked_for", "chosen", "complete", "merge", "model_path", "needs", "needs_flash_attn", "prepare", "problems",
-    "program_problem", "read",
+    "program_problem", "programs", "read",
 ]  # fmt: skip

@@ -50,14 +50,17 @@ _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
 _FRESH = "samples of this run, with the log-probs of its weights"
 _REPLAY = "routes that each side computes itself"
-_WAITING = "a rollout that waits for the weights of its trainer"
+_TRANSFERS = "naive or nccl, which send tensors as they are"
+_APART = "a rollout that stays on its own devices"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
     Rule("trainer.device", other_than("cuda", "cpu"), "cuda or cpu, for which the plugin has kernels", "set it to cuda", "all"),
     Rule("global_profiler.tool", lambda tool: tool == "npu", "a profiler of CUDA (no kernels for npu)", _NSYS, "all"),
-    Rule("async_training", is_set, _WAITING, "start verl.trainer.main_ppo", "all"),
-    Rule("rollout", is_set, _WAITING, "start verl.trainer.main_ppo", "all"),
+    *(
+        Rule(f"async_training.{name}", is_set, _APART, _FALSE, "all")
+        for name in ("use_trainer_do_validate", "use_dynamic_resource_scheduling")
+    ),
     Rule(f"{ROLLOUT}.agent.custom_async_server.path", is_set, "verl's own vLLM server", "set it to null", "all"),
     *(
         Rule(f"skip.{name}.enable", is_set, _FRESH, _FALSE, "all")
@@ -70,7 +73,8 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ENGINE}.quantization", other_than(*QUANTIZATIONS), _OURS, "remove it", "changed", ConflictError),
     Rule(f"{ACTOR}.strategy", other_than(*_ENGINES), _STRATEGY, "set it to fsdp2", "quantized"),
     Rule(f"{REF}.strategy", other_than(*_ENGINES), _STRATEGY, "set it to fsdp2", "quantized"),
-    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive", "set it to naive", "quantized"),
+    Rule(f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive", "nccl"), _TRANSFERS, "set it to nccl", "quantized"),
+    Rule(f"{ROLLOUT}.checkpoint_engine.custom_backend_module", is_set, _TRANSFERS, "set it to null", "quantized"),
     Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own checkpoint manager", "set it to null", "all"),
     Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _TP_ONLY, _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
@@ -98,7 +102,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
     Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
-    Rule("trainer.v1.trainer_mode", other_than("sync"), "sync (one weight version per sample)", "set it to sync", "exact"),
 )  # fmt: skip
 
 
@@ -254,13 +257,42 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @while_active
+def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``main_ppo.run_ppo``, by which every program of verl starts Ray: the asynchronous ones check nothing before."""
+
+    def run_ppo(config: Any, *args: Any, **kwargs: Any) -> Any:
+        adopt(config)
+        prepare(config, runtime.active_config())
+        return original(config, *args, **kwargs)
+
+    return run_ppo
+
+
+@while_active
+def separate_pools(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``SeparateRayPPOTrainer._init_resource_pools``: what ``trainer_init`` does, before there are workers."""
+
+    def _init_resource_pools(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _take_over(self.config)
+        return original(self, *args, **kwargs)
+
+    return _init_resource_pools
+
+
+def _take_over(verl_config: Any) -> None:
+    """Repeat the driver's check where the trainer loop runs, and leave the mark for its workers."""
+    config = runtime.active_config()
+    prepare(verl_config, config)
+    check_settled(verl_config, config)
+    mark(verl_config, config)
+
+
+@while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap the trainers' ``__init__``: repeat the check where the trainer loop runs and leave the mark for its workers."""
 
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-        prepare(config, runtime.active_config())
-        check_settled(config, runtime.active_config())
-        mark(config, runtime.active_config())
+        _take_over(config)
         original(self, config, *args, **kwargs)
 
     return __init__

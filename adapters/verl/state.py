@@ -8,6 +8,8 @@ from typing import Any
 from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import state
 from jetrl_patch.trainer.audit import Audit
+from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.trainer.mismatch import Compared
 
 
 @dataclass
@@ -17,6 +19,8 @@ class WorkerState(state.Worker):
     Attributes:
         rollout_tp: tensor parallel size of the rollout.
         stats: of the current or last weight sync.
+        separate: whether that sync goes over a checkpoint engine, to a rollout with devices of its own.
+        broken: what broke the stream of such a sync.
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
@@ -29,6 +33,8 @@ class WorkerState(state.Worker):
     audit: Audit = field(default_factory=Audit)
     rollout_tp: int = 1
     stats: SyncStats | None = None
+    separate: bool = False
+    broken: Exception | None = None
 
 
 @dataclass(kw_only=True)
@@ -36,6 +42,9 @@ class DriverState(state.Driver):
     """State of the trainer loop, with what ``old_log_probs="rollout"`` needs (``old_log_probs``).
 
     Attributes:
+        version: training steps of the weights of the last sync, by which verl tags samples; None before the first.
+        compared: log-probs of the samples since the last log line.
+        current: where the losses compare them instead, of each batch which samples are of that version, and their tokens.
         fresh: whether the policy has not been updated since the last sync.
         given_up: whether a token differed, so that the pass runs until the end of the run.
         audit: comparisons of the samples that went through the pass; None if this step's old log-probs are the pass's.
@@ -43,6 +52,9 @@ class DriverState(state.Driver):
         unknown: keys of verl's log whose values a step without the pass does not have.
     """
 
+    version: int | None = None
+    compared: Compared = field(default_factory=Compared)
+    current: list[tuple[Any, list[int]]] = field(default_factory=list)
     fresh: bool = False
     given_up: bool = False
     audit: Audit | None = None
@@ -52,6 +64,11 @@ class DriverState(state.Driver):
 
 WORKER = WorkerState()
 DRIVER = DriverState()
+
+
+def report_key(rank: int) -> str:
+    """The key under which a training worker reports a sync. verl merges the dictionaries of all ranks."""
+    return f"{MARK}.{rank}"
 
 
 def reset() -> None:

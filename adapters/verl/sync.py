@@ -14,7 +14,7 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import old_log_probs, precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
-from jetrl_patch.adapters.verl.state import WORKER
+from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
 from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError, explain
 from jetrl_patch.gate import while_active
@@ -59,9 +59,9 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         weights, peft = original(self, *args, **kwargs)
         stats = WORKER.stats = SyncStats()
         if scales_loss():
-            return precision.stream(weights, stats), peft
+            return until_broken(precision.stream(weights, stats)), peft
         if not runtime.active_config().quantized_rollout:
-            return counted(weights, stats), peft
+            return until_broken(counted(weights, stats)), peft
         prepared = getattr(self, "_jetrl", None)
         if prepared is None:
             raise NotPatchedError(
@@ -74,9 +74,24 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         looks = prepared.monitor is not None and prepared.monitor.decides
         begin_sync(prepared, lambda: weights, WORKER.followers)
         again = original(self, *args, **kwargs)[0] if looks else weights
-        return prepared.stream(again, stats), None
+        return until_broken(prepared.stream(again, stats)), None
 
     return get_per_tensor_param
+
+
+def until_broken(weights: Iterable[Any]) -> Iterable[Any]:
+    """Over a checkpoint engine, end the stream early if it breaks (NaN in a weight, …); the error waits in ``WORKER.broken``.
+
+    The receivers, which read without a time limit, then find an incomplete sync and raise.
+    """
+
+    def stream() -> Iterator[Any]:
+        try:
+            yield from weights
+        except Exception as error:
+            WORKER.broken = error
+
+    return stream() if WORKER.separate else weights
 
 
 def counted(weights: Iterable[Any], stats: SyncStats) -> Iterator[Any]:
@@ -137,7 +152,11 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
 
     async def update_weights(self: Any, global_steps: int | None = None, mode: str = "auto") -> Any:
         start = time.perf_counter()
+        backend = self.config.rollout.checkpoint_engine.backend if mode == "auto" else mode
+        WORKER.separate, WORKER.broken = backend != "naive", None
         result = await original(self, global_steps=global_steps, mode=mode)
+        if WORKER.broken is not None:
+            raise WORKER.broken
         report = {
             **sync_report(WORKER.stats or SyncStats(), start),
             LOSS: _measured(self.actor.engine),
@@ -145,7 +164,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             **precision.figures(),
             **monitored(self.actor.engine),
         }
-        return {**(result or {}), MARK: report}
+        return {**(result or {}), report_key(self.rank): report}
 
     return update_weights
 

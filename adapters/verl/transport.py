@@ -156,17 +156,21 @@ def timed_receiver(timeout: float, **kwargs: Any) -> Any:
     return TimedReceiver(**kwargs)
 
 
-async def ending_early(weights: Iterable[Any], sender: Callable[[], Any]) -> AsyncIterator[Any]:
+async def ending_early(weights: Any, sender: Callable[[], Any]) -> AsyncIterator[Any]:
     """Pass the stream on, and read it ahead while the sender waits for the worker.
 
     If it raises (NaN in a weight, …), tell the receiver that nothing more follows. Otherwise the receiver would wait for the
-    rest until its timeout.
+    rest until its timeout. What a checkpoint engine receives is an asynchronous iterator, which is read as it comes.
     """
-    ahead = Ahead(weights)
-    watched = getattr(sender(), "socket", None)
-    if isinstance(watched, WatchedSocket):
-        watched.meanwhile = ahead.fill
     try:
+        if hasattr(weights, "__aiter__"):
+            async for item in weights:
+                yield item
+            return
+        ahead = Ahead(weights)
+        watched = getattr(sender(), "socket", None)
+        if isinstance(watched, WatchedSocket):
+            watched.meanwhile = ahead.fill
         for item in ahead:
             yield item
     except Exception:

@@ -17,7 +17,6 @@ from jetrl_patch.doctor.settings import check_launch, check_settings
 from jetrl_patch.doctor.surroundings import check_command
 from jetrl_patch.doctor.versions import check_versions
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.launch.supported import program_problem
 from jetrl_patch.patching.guards import is_installed
 
@@ -102,20 +101,21 @@ def _arguments(report: Report, started: Started) -> Any:
         finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
         report.checks.append(Check("command", "unknown", finding))
         return None
-    known = PROGRAMS[started.framework]
-    if started.target != known:
-        finding = f"{started.target} belongs to {started.framework}, but only the arguments of {known} can be checked"
+    known = registry.trainer(started.framework).programs
+    if started.target not in known:
+        only = " and ".join(known)
+        finding = f"{started.target} belongs to {started.framework}, but only the arguments of {only} can be checked"
         report.checks.append(Check("command", "unknown", finding))
         return None
     if not is_installed(started.framework):
-        report.checks.append(Check("command", "skipped", f"{known}: {started.framework} is not installed"))
+        report.checks.append(Check("command", "skipped", f"{started.target}: {started.framework} is not installed"))
         return None
     try:
-        arguments = registry.trainer(started.framework).read(started.arguments)
+        arguments = registry.trainer(started.framework).read(started.arguments, started.target)
     except JetrlError as error:
         report.checks.append(from_error("command", error))
         return None
-    report.checks.append(Check("command", "ok", f"{known}, {len(started.arguments)} arguments read"))
+    report.checks.append(Check("command", "ok", f"{started.target}, {len(started.arguments)} arguments read"))
     return arguments
 
 

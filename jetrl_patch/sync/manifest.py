@@ -22,6 +22,7 @@ MANIFEST = "jetrl.manifest"
 COMMIT = "jetrl.commit"
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
 PROTOCOL = 2
+_ALIGNMENT = 16  # bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,8 +149,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def encode_json(data: Mapping[str, Any]) -> torch.Tensor:
-    """Encode as JSON text in a uint8 tensor ``[n]``."""
+    """Encode as JSON text in a uint8 tensor ``[n]``, padded with spaces: transfers that do not align what they pack read the
+    tensors behind it at their own offsets."""
     text = json.dumps(data, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

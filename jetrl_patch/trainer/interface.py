@@ -12,7 +12,7 @@ This package holds what every framework shares; the adapter calls it:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -70,8 +70,12 @@ class Needs:
 class Trainer(Protocol):
     """A training framework. ``settings`` is the framework's own object, as its main function receives it."""
 
-    def read(self, arguments: Sequence[str], /) -> Any:
-        """Parse the framework's command line. Raises ConfigError with the framework's message."""
+    @property
+    def programs(self) -> Collection[str]:
+        """The programs, by module, whose command lines ``read`` can parse; the first is the framework's main one."""
+
+    def read(self, arguments: Sequence[str], target: str = ..., /) -> Any:
+        """Parse the command line of one of ``programs``. Raises ConfigError with the framework's message."""
 
     def asked_for(self, settings: Any, environ: Mapping[str, str], /) -> Config | None:
         """Return the plugin's settings found among the framework's, or None if there are none."""

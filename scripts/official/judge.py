@@ -96,18 +96,18 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
         return Judged(launch, framework, started.target, None)
     arguments, notes = translated(framework, started.arguments)
     keys = given(framework, arguments)
-    if started.target != PROGRAMS[framework]:
+    if started.target not in registry.trainer(framework).programs:
         path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
         problems = (Problem(_other_program(framework, started.target), "the entry point"),)
         return Judged(launch, framework, started.target, ASYNC, path, dict.fromkeys(modes(), problems), keys, notes)
     trainer = registry.trainer(framework)
     own: tuple[Problem, ...] = ()
     try:
-        settings = trainer.read(arguments)
+        settings = trainer.read(arguments, started.target)
     except JetrlError as error:
         own = (Problem(_of_this_version(str(error), framework, workplace), f"{framework}'s own refusal"),)
         try:
-            settings = trainer.read([_forced(word) for word in arguments])
+            settings = trainer.read([_forced(word) for word in arguments], started.target)
         except JetrlError:
             path = without_place(keys.get(_MODEL_KEYS[framework], ""), workplace)
             verdicts = dict.fromkeys(modes(), own)
@@ -122,7 +122,7 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     verdicts = {
         mode: (*own, *_problems(framework, settings, config, place, workplace)) for mode, config in modes().items()
     }
-    kind = _kind(path, _asynchronous(framework, settings))
+    kind = _kind(path, _asynchronous(framework, started.target, settings))
     return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes)
 
 
@@ -211,7 +211,9 @@ def _set_device(settings: Any, device: str) -> None:
     OmegaConf.update(settings, "trainer.device", device)
 
 
-def _asynchronous(framework: str, settings: Any) -> bool:
+def _asynchronous(framework: str, target: str, settings: Any) -> bool:
+    if target != PROGRAMS[framework]:
+        return True
     if framework == "verl":
         from omegaconf import OmegaConf
 

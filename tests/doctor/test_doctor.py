@@ -333,7 +333,7 @@ def test_other_commands_cannot_be_judged() -> None:
 @pytest.mark.parametrize(
     ("program", "instead"),
     [
-        ("verl.experimental.fully_async_policy.fully_async_main", "verl.trainer.main_ppo"),
+        ("verl.trainer.main_generation_server", "verl.trainer.main_ppo"),
         ("verl.trainer.sft_trainer", "verl.trainer.main_ppo"),
         ("openrlhf.cli.train_sft", "openrlhf.cli.train_ppo_ray"),
     ],

@@ -69,14 +69,21 @@ def test_an_unknown_model_is_said_to_be_unknown(tmp_path):
     assert found.kind == "" and found.model == "somebody/new-model-9B"
 
 
+PROGRAM = "python3 -m verl.experimental.{} actor_rollout_ref.model.path=Qwen/Qwen3-8B{}\n"
+
+
 def test_another_entry_point_is_refused_by_name(tmp_path):
-    text = (
-        HEAD
-        + "python3 -m verl.experimental.fully_async_policy.fully_async_main actor_rollout_ref.model.path=Qwen/Qwen3-8B\n"
-    )
-    found = verdict(tmp_path, text)
+    found = verdict(tmp_path, HEAD + PROGRAM.format("new_policy.main", ""))
     assert found.kind == ASYNC and found.model == "Qwen/Qwen3-8B"
-    assert all("fully_async_main" in found.verdicts[mode][0].text for mode in modes())
+    assert all("new_policy.main" in found.verdicts[mode][0].text for mode in modes())
+
+
+def test_an_asynchronous_program_is_judged_by_its_settings(tmp_path):
+    program, nccl = "fully_async_policy.fully_async_main", " actor_rollout_ref.rollout.checkpoint_engine.backend=nccl"
+    found = verdict(tmp_path / "1", HEAD + PROGRAM.format(program, nccl))
+    assert found.kind == ASYNC and all(found.accepted(mode) for mode in modes() if mode != "fp16")
+    refused = verdict(tmp_path / "2", HEAD + PROGRAM.format(program, nccl + " async_training.use_trainer_do_validate=True"))
+    assert all(abouts(refused, mode) == ["async_training.use_trainer_do_validate"] for mode in ("exact", "linear", "bf16"))
 
 
 def test_a_training_without_a_rollout_is_not_judged(tmp_path):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.openrlhf.run_openrlhf import Run, make_task
 from tests.ray.cluster import Cluster
+from tests.rescore_script import rescore
 from tests.verl.test_e2e import _stopper
 
 TIMEOUT = 900
@@ -151,14 +150,9 @@ def test_asynchronous_samples_are_equal_under_the_version_that_made_them(task, t
     extra = ["--train.async_enable", "--ckpt.save_steps", "1", "--ckpt.save_hf"]
     extra += ["--ckpt.path", str(tmp_path / "checkpoints"), "--ckpt.max_num", "9"]
     finish(Run(task, *extra, environ=environ, steps=4), steps=4)
-    script = Path(__file__).with_name("rescore_script.py")
-    command = [sys.executable, str(script), str(tmp_path), str(task / "model"), str(tmp_path / "checkpoints")]
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=500, env={**os.environ, "OMP_NUM_THREADS": "1"}
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    tokens, equal, versions, late = map(int, done.stdout.split()[-4:])
-    assert equal == tokens >= 100 and versions >= 2 and late > 0, done.stdout
+    checkpoints = tmp_path / "checkpoints" / "global_step{v}_hf"
+    tokens, equal, versions, late = rescore(tmp_path, 0, task / "model", str(checkpoints), stop=1)
+    assert equal == tokens >= 100 and versions >= 2 and late > 0
 
 
 def _dumper(folder: Path) -> Path:
@@ -180,7 +174,7 @@ def _(module):
                 assert first[i] == last[i]
                 n = int(e.attention_mask[i].sum())
                 row = e.sequences[i, :n], e.action_mask[i, : n - 1], e.rollout_log_probs[i, : n - 1]
-                rows.append((*(t.clone() for t in row), int(first[i]), DRIVER.version))
+                rows.append((*(t.clone() for t in row), int(first[i]) - 1, DRIVER.version - 1))  # syncs count from 1
         torch.save(rows, os.path.join({str(folder)!r}, f"samples-{{time.monotonic_ns()}}.pt"))
         return original(self, samples_list)
     module.RemoteExperienceMaker.make_experience = make_experience

@@ -54,10 +54,11 @@ def make_task(folder: Path, family: str = "qwen3", fill: bool = False, **options
 
 
 def command(
-    folder: Path, ray_dir: str, *extra: str, strategy: str = "fsdp2", processes: int = 1, steps: int = 2
+    folder: Path, ray_dir: str, *extra: str, strategy: str = "fsdp2", processes: int = 1, steps: int = 2,
+    program: str = "verl.trainer.main_ppo",
 ) -> list[str]:
     return [
-        sys.executable, "-m", "verl.trainer.main_ppo", *cpu_overrides(processes),
+        sys.executable, "-m", program, *cpu_overrides(processes),
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
         "data.train_batch_size=4", "data.max_prompt_length=32", "data.max_response_length=16",
         f"{M}.path={folder}/model", f"{M}.enable_gradient_checkpointing=False",

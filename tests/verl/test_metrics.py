@@ -23,6 +23,7 @@ def active(monkeypatch):
     state.reset()
 
 
+CURRENT = torch.ones(2, dtype=torch.bool)
 REPORT = {
     "pid": 1, "sync_seconds": 0.5, "sync_bytes": 10, "sync_bytes_bf16": 20, "sync_bytes_total": 15,
     "quantized_layers": 14, "monitor": {"jetrl/scale/x": 1.5}, "lines": ["layers.0: ill"],
@@ -33,8 +34,8 @@ def test_a_steps_line_gets_everything_once(capsys):
     lines = []
     write = metrics.log(lambda self, data, step, backend: lines.append((dict(data), step)))
     logp = -torch.rand(2, 5)
-    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp, logp.clone(), torch.ones(2, 5))
-    metrics.note_sync([{"jetrl": REPORT}, {"jetrl": {**REPORT, "sync_seconds": 0.7}}])
+    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp, logp.clone(), torch.ones(2, 5), CURRENT)
+    metrics.note_sync([{"jetrl.0": REPORT}, {"jetrl.1": {**REPORT, "sync_seconds": 0.7}}])
     write(None, {"val/accuracy": 1.0}, 0)
     write(None, {"training/global_step": 1, "actor/loss": 2.0}, 1)
     write(None, {"training/global_step": 2}, 2)
@@ -49,11 +50,11 @@ def test_a_steps_line_gets_everything_once(capsys):
 
 def test_an_inexact_step_in_exact_mode_is_not_silent(caplog):
     logp = -torch.rand(1, 4)
-    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp + 1e-3, logp, torch.ones(1, 4))
+    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
     assert "exact mode is not exact" in caplog.text
 
 
-@pytest.mark.parametrize("results", [[None], [{}], [{"jetrl": REPORT}, None]])
+@pytest.mark.parametrize("results", [[None], [{}], [{"jetrl.0": REPORT}, None]])
 def test_a_training_worker_that_is_not_patched_stops_the_run(results):
     with pytest.raises(NotPatchedError, match="training worker"):
         metrics.note_sync(results)
@@ -99,7 +100,7 @@ def test_an_agent_loop_without_log_probs(precision, monkeypatch, capsys):
     trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {}}))
     config = Config(precision=precision).resolved()
     monkeypatch.setattr(runtime, "active_config", lambda: config)
-    batch = SimpleNamespace(batch={"response_mask": mask})
+    batch = SimpleNamespace(non_tensor_batch={}, batch={"response_mask": mask})
     if config.exact:
         with pytest.raises(ConfigError, match=r"required response_logprobs .*found none\. Return response_logprobs"):
             compute(trainer, batch)

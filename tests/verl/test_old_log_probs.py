@@ -386,6 +386,7 @@ def v1(mode, monkeypatch):
     """``PPOTrainer._compute_old_log_prob`` over a queue of 8 samples of the last step's weights, and what it passed."""
     data = samples()
     queue, passes = Queue(data), []
+    DRIVER.version = 4
     calls = SimpleNamespace(kv_batch_get=queue.kv_batch_get, kv_batch_put=queue.kv_batch_put)
     monkeypatch.setitem(sys.modules, "transfer_queue", calls)
 
@@ -455,6 +456,7 @@ REFUSED = [
     ("++actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2", "router_replay.mode"),
     ("distillation.enabled=True", "distillation.enabled"),
     ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", "checkpoint_engine.backend"),
+    ("trainer.v1.trainer_mode=colocate_async", "trainer_mode"),
     ("++actor_rollout_ref.actor.strategy=megatron", "actor.strategy"),
 ]
 

@@ -71,7 +71,7 @@ def test_measuring_leaves_verls_own_quantization_alone(base):
 REFUSED = [
     (f"{R}.name=sglang", "rollout.name", BF16),
     ("actor_rollout_ref.actor.strategy=megatron", "actor.strategy", ROLLOUT),
-    (f"{R}.checkpoint_engine.backend=nccl", "checkpoint_engine.backend", ROLLOUT),
+    (f"{R}.checkpoint_engine.backend=nixl", "checkpoint_engine.backend", ROLLOUT),
     (f"{R}.disaggregation.enabled=True", "disaggregation", ROLLOUT),
     (f"{R}.pipeline_model_parallel_size=2", "pipeline_model_parallel_size", ROLLOUT),
     (f"{R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
@@ -86,7 +86,6 @@ REFUSED = [
     (f"+{R}.min_tokens=1", "min_tokens", EXACT),
     (f"{R}.temperature=0", "temperature", EXACT),
     (f"{R}.logprobs_mode=raw_logprobs", "logprobs_mode", EXACT),
-    ("trainer.v1.trainer_mode=colocate_async", "trainer_mode", EXACT),
 ]
 
 

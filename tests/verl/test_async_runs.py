@@ -1,0 +1,133 @@
+"""Real asynchronous runs of verl: every token is equal under the weights that made it, and the metrics say which those were."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.rescore_script import rescore
+from tests.verl.run_verl import A, R, Run, make_task
+
+TIMEOUT = 1200
+STEPS = 10
+UNIFIED = {"JETRL_PRECISION": "fp8-unified"}
+SAVE = ["trainer.save_freq=1", f"{A}.checkpoint.save_contents=[model,optimizer,extra,hf_model]"]
+#: the rollout has processes of its own, and gets its weights over a checkpoint engine
+APART = [
+    "trainer.v1.trainer_mode=separate_async",
+    f"{R}.nnodes=1",
+    f"{R}.n_gpus_per_node=1",
+    f"{R}.checkpoint_engine.backend=nccl",
+    "trainer.v1.separate_async.parameter_sync_step=1",
+    "ray_kwargs.ray_init.num_gpus=2",
+]
+TOGETHER = ["trainer.v1.trainer_mode=colocate_async"]
+_PROGRAM = [
+    "hydra.searchpath=[pkg://verl.trainer.config]",
+    "actor_rollout_ref.hybrid_engine=False",
+    "rollout.nnodes=1",
+    "rollout.n_gpus_per_node=1",
+    f"{R}.checkpoint_engine.backend=nccl",
+    "ray_kwargs.ray_init.num_gpus=2",
+]
+ONE_STEP = [*_PROGRAM, "algorithm.rollout_correction.bypass_mode=False"]
+#: steps of four prompts each
+FULLY = [
+    *_PROGRAM, "data.train_batch_size=0", "data.gen_batch_size=1", f"rollout.total_rollout_steps={4 * STEPS}",
+    f"{R}.mode=async", "async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=1",
+    "trainer.test_freq=1000",
+]  # fmt: skip
+MAIN, EXPERIMENTAL = "verl.trainer.main_ppo", "verl.experimental"
+#: name -> the program and its settings
+MODES = {
+    "colocate_async": (MAIN, TOGETHER),
+    "separate_async": (MAIN, APART),
+    "one_step_off": (f"{EXPERIMENTAL}.one_step_off_policy.main_ppo", ONE_STEP),
+    "fully_async": (f"{EXPERIMENTAL}.fully_async_policy.fully_async_main", FULLY),
+}
+
+#: saves the samples of each step: tokens, mask, log-probs, the version that made them, the trainer's. Partial rollouts, which
+#: several versions made, are counted
+DUMPER = """
+import os, wrapt
+
+@wrapt.when_imported("verl.trainer.ppo.ray_trainer")
+def _(module):
+    original = module.RayPPOTrainer._compute_old_log_prob
+    def _compute_old_log_prob(self, batch):
+        import torch
+        from jetrl_patch.adapters.verl.state import DRIVER
+        rows = []
+        for i in range(len(batch)):
+            first, last = (batch.non_tensor_batch[name][i] for name in ("min_global_steps", "max_global_steps"))
+            if first != last:
+                print("PARTIAL ROLLOUT", first, last, flush=True)
+                continue
+            row, width = batch.batch[i], batch.batch["responses"].shape[1]
+            seen = row["attention_mask"].bool()
+            sequence, before = row["input_ids"][seen], torch.zeros(int(seen[:-width].sum()) - 1)
+            kept = seen[-width:]
+            rows.append((sequence, torch.cat((before.long(), row["response_mask"][kept].long())),
+                         torch.cat((before, row["rollout_log_probs"][kept].float())), int(first), int(DRIVER.version)))
+        torch.save(rows, os.path.join(os.environ["SAMPLES"], f"samples-{self.global_steps}.pt"))
+        return original(self, batch)
+    module.RayPPOTrainer._compute_old_log_prob = _compute_old_log_prob
+
+@wrapt.when_imported("verl.trainer.ppo.v1.trainer_base")
+def _(module):
+    original = module.PPOTrainer._compute_old_log_prob
+    def _compute_old_log_prob(self, batch, metrics):
+        import torch
+        import transfer_queue
+        from jetrl_patch.adapters.verl.state import DRIVER
+        fields = ["prompts", "responses", "response_mask", "rollout_log_probs"]
+        data = transfer_queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        rows = []
+        for tag, *row in zip(batch.tags, *(data[field].unbind() for field in fields)):
+            first, last = tag.get("min_global_steps"), tag.get("max_global_steps")
+            if tag.get("is_padding", False):
+                continue
+            if first != last:
+                print("PARTIAL ROLLOUT", first, last, flush=True)
+                continue
+            prompt, response, mask, log_probs = row
+            before = torch.zeros(len(prompt) - 1)
+            rows.append((torch.cat((prompt, response)), torch.cat((before.long(), mask.long())),
+                         torch.cat((before, log_probs.float())), int(first), int(DRIVER.version)))
+        torch.save(rows, os.path.join(os.environ["SAMPLES"], f"samples-{self.global_steps}.pt"))
+        return original(self, batch, metrics)
+    module.PPOTrainer._compute_old_log_prob = _compute_old_log_prob
+"""
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    folder = make_task(tmp_path_factory.mktemp("task"), fill=True)
+    (folder / "hook").mkdir()
+    (folder / "hook" / "sitecustomize.py").write_text(DUMPER)
+    return folder
+
+
+def run(task: Path, out: Path, *extra: str, steps: int = STEPS, **options: str) -> Run:
+    environ = {**UNIFIED, "PYTHONPATH": str(task / "hook"), "SAMPLES": str(out)}
+    found = Run(task, f"trainer.default_local_dir={out}", *SAVE, *extra, environ=environ, steps=steps, **options)
+    assert found.wait(TIMEOUT) == 0, found.text[-6000:]
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode):
+    program, extra = MODES[mode]
+    steps = run(task, tmp_path, *extra, program=program).metrics()
+    checkpoints = tmp_path / "global_step_{v}" / "actor" / "huggingface"
+    tokens, equal, versions, late = rescore(tmp_path, 0, task / "model", str(checkpoints))
+    print(f"{mode}: {equal} of {tokens} tokens equal, {versions} versions, {late} samples older than the trainer")
+    assert equal == tokens >= 1000 and versions >= 4 and late > 0
+    assert len(steps) >= STEPS - 2  # the fully asynchronous trainer logs a step in the line of the next
+    for step in steps:
+        assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0
+        assert 0.0 <= step["jetrl/stale_fraction"] <= 1.0 and step["jetrl/sync_bytes"] > 0
+    assert any(step["jetrl/stale_fraction"] > 0 for step in steps)
