@@ -1,8 +1,8 @@
 """Rescore samples of an asynchronous run, each with the checkpoint of the version that made it, and print the counts.
 
-Arguments: a folder with ``samples-*.pt``, the first version and the folder of its model, the folder of version v with a ``{v}``
-in its place, and the token that is banned at the first action (-1: none). A row of a file is the tokens [T], the mask of the
-actions and the rollout's log-probs [T - 1], the version that made the sample, and the trainer's.
+Arguments: a folder with ``samples-*.pt``; the last version of the initial model, and its folder; that of a later version, where
+``{v}`` stands for how many versions later; the token that is banned at the first action (-1: none). A row of a file is the tokens
+[T], the mask of the actions and the rollout's log-probs [T - 1], the version that made the sample, and the trainer's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def score(model: Any, sequence: torch.Tensor, mask: torch.Tensor, stop: int) -> 
     return token_log_probs(logits[places], sequence[places + 1])
 
 
-def main(samples: Path, oldest: int, model: Path, checkpoints: str, stop: int) -> None:
+def main(samples: Path, initial: int, model: Path, checkpoints: str, stop: int) -> None:
     import jetrl_patch
 
     jetrl_patch.enable(precision="fp8-unified", platform="cpu")
@@ -48,7 +48,7 @@ def main(samples: Path, oldest: int, model: Path, checkpoints: str, stop: int) -
     for file in sorted(samples.glob("samples-*.pt")):
         for sequence, mask, rollout, version, trainer in torch.load(file):
             if version not in models:
-                models[version] = load(model if version == oldest else Path(checkpoints.format(v=version)))
+                models[version] = load(model if version <= initial else Path(checkpoints.format(v=version - initial)))
             found = score(models[version], sequence, mask, stop)
             tokens += len(found)
             equal += int((found.view(torch.int32) == rollout[mask.bool()].view(torch.int32)).sum())
@@ -57,9 +57,9 @@ def main(samples: Path, oldest: int, model: Path, checkpoints: str, stop: int) -
     print(tokens, equal, len(versions), late)
 
 
-def rescore(samples: Path, oldest: int, model: Path, checkpoints: str, stop: int = -1) -> tuple[int, ...]:
+def rescore(samples: Path, initial: int, model: Path, checkpoints: str, stop: int = -1) -> tuple[int, ...]:
     """Run ``main`` in a process of its own: number of tokens, of equal ones, of versions, of samples older than the trainer."""
-    command = [sys.executable, "-m", "tests.rescore_script", *map(str, (samples, oldest, model, checkpoints, stop))]
+    command = [sys.executable, "-m", "tests.rescore_script", *map(str, (samples, initial, model, checkpoints, stop))]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=environ)
     assert done.returncode == 0, done.stderr[-3000:]

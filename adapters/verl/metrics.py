@@ -128,15 +128,19 @@ def note(found: Mismatch, corrected: dict[str, float]) -> None:
         say_if_inexact(found, runtime.active_config().exact)
 
 
-@while_active
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``CheckpointEngineManager.update_weights``: collect a report from every worker.
 
     verl drops what workers return from a sync to a colocated rollout. Of a sync over a checkpoint engine it merges their
-    dictionaries, whose keys are therefore different.
+    dictionaries, whose keys are therefore different. Its ``auto_await`` looks at the caller, so it stays outermost.
     """
     from verl.utils.ray_utils import auto_await
 
+    return auto_await(_collected(original.__wrapped__))  # type: ignore[attr-defined]
+
+
+@while_active
+def _collected(original: Callable[..., Any]) -> Callable[..., Any]:
     async def update_weights(self: Any, global_steps: int | None = None) -> Any:
         import ray
 
@@ -144,13 +148,13 @@ def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
             others: dict[str, Any] = {}
         else:
-            merged = await original.__wrapped__(self, global_steps)  # type: ignore[attr-defined]
+            merged = await original(self, global_steps)
             results, others = split_reports(merged or {}, self.actor_wg.world_size)
         note_sync(results)
         DRIVER.version = global_steps
         return others
 
-    return auto_await(update_weights)
+    return update_weights
 
 
 def split_reports(merged: dict[str, Any], workers: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -34,7 +38,8 @@ _PROGRAM = [
 ONE_STEP = [*_PROGRAM, "algorithm.rollout_correction.bypass_mode=False"]
 #: steps of four prompts each
 FULLY = [
-    *_PROGRAM, "data.train_batch_size=0", "data.gen_batch_size=1", f"rollout.total_rollout_steps={4 * STEPS}",
+    *_PROGRAM, "ray_kwargs.ray_init.num_cpus=32",  # trainer and rollouter ask for 10 each
+    "data.train_batch_size=0", "data.gen_batch_size=1", f"rollout.total_rollout_steps={4 * STEPS}",
     f"{R}.mode=async", "async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=1",
     "trainer.test_freq=1000",
 ]  # fmt: skip
@@ -123,7 +128,8 @@ def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode
     program, extra = MODES[mode]
     steps = run(task, tmp_path, *extra, program=program).metrics()
     checkpoints = tmp_path / "global_step_{v}" / "actor" / "huggingface"
-    tokens, equal, versions, late = rescore(tmp_path, 0, task / "model", str(checkpoints))
+    initial = 1 if mode == "one_step_off" else 0  # it syncs at the beginning of step 1, before there is an update
+    tokens, equal, versions, late = rescore(tmp_path, initial, task / "model", str(checkpoints))
     print(f"{mode}: {equal} of {tokens} tokens equal, {versions} versions, {late} samples older than the trainer")
     assert equal == tokens >= 1000 and versions >= 4 and late > 0
     assert len(steps) >= STEPS - 2  # the fully asynchronous trainer logs a step in the line of the next
@@ -131,3 +137,28 @@ def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode
         assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0
         assert 0.0 <= step["jetrl/stale_fraction"] <= 1.0 and step["jetrl/sync_bytes"] > 0
     assert any(step["jetrl/stale_fraction"] > 0 for step in steps)
+
+
+def _process(title: str, mark: str) -> int:
+    """The process of this run, which its environment tells, that has the title."""
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            named = (place / "cmdline").read_bytes().decode(errors="replace").startswith(title)
+            if named and mark.encode() in (place / "environ").read_bytes():
+                return int(place.name)
+        except OSError:  # ended meanwhile
+            continue
+    raise AssertionError(f"no process {title}")
+
+
+@pytest.mark.parametrize("victim", ["ray::WorkerDict", "VLLM::EngineCore"], ids=["trainer", "rollout"])
+def test_a_killed_process_ends_the_run_with_an_error(task, tmp_path, victim):
+    program, extra = MODES["separate_async"]
+    environ = {**UNIFIED, "JETRL_SYNC_TIMEOUT": "20", "SAMPLES": str(tmp_path), "PYTHONPATH": str(task / "hook")}
+    found = Run(task, f"trainer.default_local_dir={tmp_path}", *extra, environ=environ, steps=200, program=program)
+    found.wait_for(lambda text: "step:2 " in text, TIMEOUT)
+    os.kill(_process(victim, str(tmp_path)), signal.SIGKILL)
+    begun = time.monotonic()
+    assert found.wait(TIMEOUT) != 0
+    print(f"the run ended {time.monotonic() - begun:.0f} s after its {victim} was killed")
+    assert "step:200 " not in found.text and re.search(r"(ActorDiedError|EngineDeadError|SyncError|RayActorError)", found.text)

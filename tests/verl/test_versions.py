@@ -16,6 +16,7 @@ from jetrl_patch.adapters.verl.state import DRIVER, WORKER, report_key
 from jetrl_patch.config import Config
 from jetrl_patch.correction.mismatch import mismatch
 from jetrl_patch.errors import NotPatchedError
+from tests.verl.test_metrics import REPORT
 
 CONFIG = OmegaConf.create({"algorithm": {}})
 
@@ -44,8 +45,8 @@ def test_a_sample_is_current_if_the_last_sync_alone_made_it():
 def test_both_trainers_say_what_made_a_sample():
     DRIVER.version = 7
     both = {"min_global_steps": column(1, 2), "max_global_steps": column(2, 2)}
-    assert versions.of_batch(SimpleNamespace(non_tensor_batch=both, batch={"response_mask": torch.ones(2, 3)})) == [(1, 2), (2, 2)]
-    assert versions.of_batch(SimpleNamespace(non_tensor_batch={}, batch={"response_mask": torch.ones(2, 3)})) == [(None, None)] * 2
+    for named, made in ((both, [(1, 2), (2, 2)]), ({}, [(None, None)] * 2)):
+        assert versions.of_batch(SimpleNamespace(non_tensor_batch=named, batch={"response_mask": torch.ones(2, 3)})) == made
     tags = [{"min_global_steps": 3, "max_global_steps": 4}, {"is_padding": True, "min_global_steps": 3}, {}]
     assert versions.of_tags(tags) == [(3, 4), (7, 7), (None, None)]
 
@@ -124,3 +125,20 @@ def test_losses_promise_nothing_for_a_step_with_older_samples(current, stale, ca
     assert DRIVER.metrics["jetrl/stale_fraction"] == stale and DRIVER.current == []
     assert ("jetrl/bit_equal_fraction_current" in DRIVER.metrics) == (stale == 0.0)
     assert ("exact mode is not exact" in caplog.text) == (stale == 0.0)
+
+
+def test_a_sync_can_be_awaited_and_called(monkeypatch):
+    """verl's trainers do both, and its decorator looks at the caller's frame."""
+    from verl.utils.ray_utils import auto_await
+
+    async def original(self, global_steps=None):
+        return {report_key(0): REPORT, "verl/metric": global_steps}
+
+    update = metrics.manager_update_weights(auto_await(original))
+    manager = SimpleNamespace(backend="nccl", actor_wg=SimpleNamespace(world_size=1))
+
+    async def trainer():
+        return await update(manager, global_steps=3)
+
+    assert update(manager, global_steps=2) == {"verl/metric": 2} and DRIVER.version == 2
+    assert asyncio.run(trainer()) == {"verl/metric": 3} and DRIVER.version == 3
