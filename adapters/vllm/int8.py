@@ -37,7 +37,12 @@ class ChannelInt8(LinearFormat):
         return quantize_rows(w_NK)
 
     def product(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        scale: torch.Tensor,
+        out_dtype: torch.dtype,
+        blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Use vLLM's kernels on CUDA, else torch's or the reference."""
         name = self.config.backend

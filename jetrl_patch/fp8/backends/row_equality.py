@@ -24,7 +24,28 @@ TRAINED = 2056
 #: positions of the decoded rows in the training batch
 OFFSETS = (0, 129)
 
-_PROVEN: set[tuple[str, str, int, int, str]] = set()
+_PROVEN: set[tuple[object, ...]] = set()
+
+
+class Part(NamedTuple):
+    """Rows ``row0`` to ``row1`` of the trainer's weight [rows, K], and the row where they begin in the rollout's weight."""
+
+    rows: int
+    row0: int
+    row1: int
+    offset: int
+
+
+class Layout(NamedTuple):
+    """How the rollout's weight [N, K] is put together, and how many ranks hold a range of the trainer's K."""
+
+    parts: tuple[Part, ...]
+    ranks: int = 1
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether each 128 rows of the rollout's weight are 128 rows of one block, so that they have one scale."""
+        return all(part.row0 % BLOCK == 0 and part.offset % BLOCK == 0 for part in self.parts)
 
 
 class Verdict(NamedTuple):
@@ -55,12 +76,14 @@ def compare_rows(
     q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
     s_NG = expand_weight_scale(s_blocks, N)
     for out_dtype in (torch.bfloat16, torch.float32):
-        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype)
+        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype, s_blocks=s_blocks)
         for rows in decoded:
             for start in OFFSETS:
                 if start + rows > trained:
                     continue
-                part = backend.fprop(x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype)
+                part = backend.fprop(
+                    x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype, s_blocks=s_blocks
+                )
                 unequal = _unequal(part, whole[start : start + rows])
                 if unequal:
                     values = f"{unequal} of {part.numel()} {out_dtype} values"
@@ -90,7 +113,10 @@ def _unequal(a: Tensor, b: Tensor) -> int:
 
 
 def require_row_equality(
-    backend: Backend, shape: tuple[int, int], device: torch.device, scale_format: ScaleFormat = "pow2"
+    backend: Backend,
+    shape: tuple[int, int],
+    device: torch.device,
+    scale_format: ScaleFormat = "pow2",
 ) -> None:
     """Run ``compare_rows`` once per process for each backend, device, shape and scale format; never on a CPU.
 

@@ -21,7 +21,14 @@ class TritonBackend(GpuBackend):
         return importlib.import_module("jetrl_patch.kernels.quantize")  # always these kernels: no fallback to torch
 
     def gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         from jetrl_patch.kernels.gemm import fprop
 
@@ -41,6 +48,7 @@ class TritonBackend(GpuBackend):
         scale_format: ScaleFormat,
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         """As the base class. Few rows are quantized inside the product: one launch, the same bits (``kernels.gemm_decode``)."""
         # Only the trainer has splits > 1: each rank of a rollout holds one range of K.
@@ -48,7 +56,7 @@ class TritonBackend(GpuBackend):
             from jetrl_patch.kernels import gemm_decode
 
             return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
-        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
+        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
         from jetrl_patch.kernels.gemm_dgrad import dgrad
