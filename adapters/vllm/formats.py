@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -54,6 +55,10 @@ class LinearFormat(abc.ABC):
         cannot import a backend.
         """
         self.backend(weight.device)
+
+    def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
+        """Numbers of rows up to ``most`` whose products compile every kernel of this layer."""
+        return self.backend(device).compiled_rows(most)
 
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:  # noqa: B027  # see BlockFp8
         """Keep what the GEMM reads beside the parameters, if anything."""

@@ -7,6 +7,7 @@ torch's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 import torch
 
 from jetrl_patch.adapters.vllm.formats import LinearFormat
@@ -31,6 +32,10 @@ class ChannelInt8(LinearFormat):
     def check_serving(self, weight: torch.Tensor) -> None:
         """Choose the integer product."""
         self._mm = product.choose(self.config.backend, weight.device.type)
+
+    def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
+        """Return nothing: vLLM's kernels are in its wheel."""
+        return ()
 
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales [N, 1]."""

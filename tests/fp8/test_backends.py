@@ -27,7 +27,8 @@ BLOCK = 128
 def machine(monkeypatch):
     """A machine with this GPU, CUDA and these packages."""
 
-    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None):
+    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None, compiler=(True, "nvcc 12.9")):
+        monkeypatch.setattr(capability, "check_compiler", lambda: compiler)
         monkeypatch.setattr(capability, "installed_version", lambda name: te)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
@@ -63,6 +64,7 @@ def broken():
         ({}, "triton"),
         ({"deep_gemm": empty}, "triton"),
         ({"deep_gemm": broken}, "triton"),
+        ({"deep_gemm": working, "compiler": (False, "no nvcc")}, "triton"),
         ({"packages": ()}, "torch"),
         ({"sm": (8, 0), "deep_gemm": working}, "torch"),
         ({"sm": (8, 9)}, "torch"),
@@ -99,6 +101,7 @@ def test_a_gpu_without_a_fast_backend_is_told_once(machine, sm, caplog):
         ("deep_gemm", {}, "deep_gemm is not installed, vllm.third_party.deep_gemm is not installed"),
         ("deep_gemm", {"deep_gemm": empty}, "deep_gemm has no fp8_gemm_nt"),
         ("deep_gemm", {"deep_gemm": broken}, "cannot be imported .RuntimeError: no JIT headers"),
+        ("deep_gemm", {"deep_gemm": working, "compiler": (False, "no nvcc")}, "found no nvcc"),
         ("cublaslt", {"cuda": "12.8"}, "need CUDA 12.9 or newer, and this torch was built with CUDA 12.8"),
         ("cublaslt", {"cuda": None}, "need CUDA 12.9 or newer"),
         ("cublaslt", {"sm": (10, 0)}, "this device has 10.0"),

@@ -197,3 +197,13 @@ def test_the_double_has_the_library_s_numbers(revision):
     for bound in map(int, facts["block_m up to m"]):
         assert bound in {tile.block_m for tile in double._candidates("1d2d", bound, 64, 64, double.SMS)}
         assert bound not in {tile.block_m for tile in double._candidates("1d2d", bound + 1, 64, 64, double.SMS)}
+
+
+@pytest.mark.parametrize(("N", "K"), [(48, 256), (896, 4864), (4608, 3584), (37888, 3584)])
+@pytest.mark.parametrize("most", [1, 31, 600, 2100])
+def test_the_rows_to_compile_for_meet_every_tile(library, N, K, most):
+    rows = DeepGemmBackend().compiled_rows(most)
+    assert list(rows) == sorted({*rows}) and rows[0] >= 1 and rows[-1] == most
+    for kernel, least in (("1d1d", deep_gemm.TILE), ("1d2d", 1)):
+        tiles = {double.best_tile(kernel, max(M, least), N, K) for M in rows}
+        assert tiles == {double.best_tile(kernel, max(M, least), N, K) for M in range(1, most + 1)}

@@ -11,6 +11,7 @@ Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -88,6 +89,10 @@ class Backend(ABC):
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """Block scales [ceil(N/128), G] of a weight whose rows share them, from those per row; only if ``blocks``."""
         raise NotImplementedError
+
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """Numbers of rows up to ``most`` for which FProp together compiles every kernel that it may need; by default none."""
+        return ()
 
     def fprop(
         self,

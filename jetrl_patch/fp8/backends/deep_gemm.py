@@ -17,6 +17,7 @@ Some of its requirements are not checked, or only where nvcc compiles a kernel, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ class DeepGemmBackend(GpuBackend):
         from jetrl_patch.kernels.gemm_scales import block_scales as in_one_launch
 
         return in_one_launch(s_NG)
+
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """A kernel is compiled for each [N, K] and tile.
+
+        The tile follows from M only through ceil(M / height), for heights of 64, 128 and 256, and of 16 and 32 where M is not
+        above them; older versions also compare M with the heights and with 512. So all M of one range (64 j, 64 j + 64] share
+        a tile, but for those bounds.
+        """
+        rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
+        return sorted({most, *(row for row in rows if row < most)})
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w_NK.shape)

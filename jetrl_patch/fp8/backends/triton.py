@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,6 +40,12 @@ class TritonBackend(GpuBackend):
         from jetrl_patch.kernels import gemm_decode
 
         return gemm_decode.FEW
+
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """Quantized in the product, and before it by the quantizer's tile for fewer and for more rows."""
+        from jetrl_patch.kernels import quantize
+
+        return [rows for rows in (1, self.few() + 1, quantize.FEW + 1) if rows <= most]
 
     def fprop(
         self,
