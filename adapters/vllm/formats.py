@@ -48,11 +48,11 @@ class LinearFormat(abc.ABC):
     def check_width(self, name: str, K: int) -> None:  # noqa: B027  # most formats take any width
         """Raise ModelError for a layer that is too wide."""
 
-    def check_serving(self, weight: torch.Tensor) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
         """Choose the GEMM, and raise ModelError before serving if the format does not keep its guarantee on this device.
 
         Dummy weights are never quantized, so without this the first call would choose: inside a compiled graph, which
-        cannot import a backend.
+        cannot import a backend. ``layout`` says how this rank's weight is made of the trainer's; None if they are the same.
         """
         self.backend(weight.device)
 
@@ -91,12 +91,12 @@ class BlockFp8(LinearFormat):
     dtype = FP8
     scales = BlockScales()
 
-    def check_serving(self, weight: torch.Tensor) -> None:
-        """Refuse a backend whose rows depend on the batch: it would not sample what the trainer computes."""
-        super().check_serving(weight)
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
+        """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
+        super().check_serving(weight, layout)
         if self.config.fp8_train:
             shape = (weight.shape[0], weight.shape[1])
-            require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format)
+            require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format, layout)
 
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
         """For a backend that reads block scales: keep them as a buffer, at the same address for every weight sync.

@@ -8,12 +8,17 @@ torch's.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from jetrl_patch.adapters.vllm.formats import LinearFormat
 from jetrl_patch.adapters.vllm.scales import RowScales
 from jetrl_patch.int8 import product
 from jetrl_patch.int8.quantize import quantize_rows
+
+if TYPE_CHECKING:
+    from jetrl_patch.fp8.backends.row_equality import Layout
 
 __all__ = ["ChannelInt8"]
 
@@ -29,7 +34,7 @@ class ChannelInt8(LinearFormat):
         """Raise ModelError for a layer too wide for an int32 sum."""
         product.check_width(name, K)
 
-    def check_serving(self, weight: torch.Tensor) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
         """Choose the integer product."""
         self._mm = product.choose(self.config.backend, weight.device.type)
 

@@ -66,7 +66,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
-        self.format.check_serving(layer.weight)
+        self.format.check_serving(layer.weight, layout)
         self.format.hold_blocks(layer, layout)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
