@@ -73,7 +73,8 @@ class _MultipliedRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *silu_mul_gradients(*ctx.saved_tensors, grad_outputs[0], ctx.dtypes, True), None, None
+        gate, up = ctx.saved_tensors
+        return *silu_mul_gradients(gate, up, grad_outputs[0], ctx.dtypes, True), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:

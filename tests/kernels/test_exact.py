@@ -48,7 +48,7 @@ REGISTERS = {
 SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
 
 
-@pytest.mark.parametrize("file", ["interpreted_exact", "interpreted_backward"])
+@pytest.mark.parametrize("file", ["interpreted_exact", "interpreted_backward", "interpreted_whole"])
 def test_in_the_interpreter(file: str):
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
