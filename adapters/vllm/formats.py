@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import abc
 import importlib
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -15,14 +16,17 @@ import torch
 from jetrl_patch.adapters.vllm.scales import BlockScales, RowScales, Scales
 from jetrl_patch.fp8 import channel
 from jetrl_patch.fp8.backends import choose_backend, get_backend
-from jetrl_patch.fp8.backends.row_equality import require_row_equality
+from jetrl_patch.fp8.backends.row_equality import Layout, require_row_equality
 from jetrl_patch.fp8.formats import FP8
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
     from jetrl_patch.fp8.backends import Backend
 
-__all__ = ["BlockFp8", "ChannelFp8", "LinearFormat", "format_of"]
+#: the buffer of a layer that holds the block scales of its weight
+BLOCKS = "weight_scale_blocks"
+
+__all__ = ["BLOCKS", "BlockFp8", "ChannelFp8", "LinearFormat", "format_of"]
 
 
 class LinearFormat(abc.ABC):
@@ -44,13 +48,23 @@ class LinearFormat(abc.ABC):
     def check_width(self, name: str, K: int) -> None:  # noqa: B027  # most formats take any width
         """Raise ModelError for a layer that is too wide."""
 
-    def check_serving(self, weight: torch.Tensor) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
         """Choose the GEMM, and raise ModelError before serving if the format does not keep its guarantee on this device.
 
         Dummy weights are never quantized, so without this the first call would choose: inside a compiled graph, which
-        cannot import a backend.
+        cannot import a backend. ``layout`` says how this rank's weight is made of the trainer's; None if they are the same.
         """
         self.backend(weight.device)
+
+    def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
+        """Numbers of rows up to ``most`` whose products compile every kernel of this layer."""
+        return self.backend(device).compiled_rows(most)
+
+    def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:  # noqa: B027  # see BlockFp8
+        """Keep what the GEMM reads beside the parameters, if anything."""
+
+    def renew_blocks(self, layer: torch.nn.Module) -> None:  # noqa: B027
+        """Compute it again, after a write to the parameters."""
 
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -58,9 +72,17 @@ class LinearFormat(abc.ABC):
 
     @abc.abstractmethod
     def product(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        scale: torch.Tensor,
+        out_dtype: torch.dtype,
+        blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply BF16 activations by this rank's weight: [M, N] in BF16, or in FP32 as an unrounded partial sum."""
+        """Multiply BF16 activations by this rank's weight: [M, N] in BF16, or in FP32 as an unrounded partial sum.
+
+        ``blocks`` is what ``hold_blocks`` kept.
+        """
 
 
 class BlockFp8(LinearFormat):
@@ -69,22 +91,49 @@ class BlockFp8(LinearFormat):
     dtype = FP8
     scales = BlockScales()
 
-    def check_serving(self, weight: torch.Tensor) -> None:
-        """Refuse a backend whose rows depend on the batch: it would not sample what the trainer computes."""
-        super().check_serving(weight)
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
+        """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
+        super().check_serving(weight, layout)
         if self.config.fp8_train:
             shape = (weight.shape[0], weight.shape[1])
-            require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format)
+            require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format, layout)
+
+    def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
+        """For a backend that reads block scales: keep them as a buffer, at the same address for every weight sync.
+
+        A part that starts inside a block, on disk or here, leaves a block with two scales; FProp then reads those per row.
+        """
+        if self.backend(layer.weight.device).blocks and layout is not None and layout.in_blocks:
+            if getattr(layer, BLOCKS, None) is None:
+                layer.register_buffer(BLOCKS, self._blocks(layer), persistent=False)
+            else:
+                self.renew_blocks(layer)
+
+    def renew_blocks(self, layer: torch.nn.Module) -> None:
+        """A scale was written."""
+        held = getattr(layer, BLOCKS, None)
+        if held is not None:
+            held.copy_(self._blocks(layer))
+
+    def _blocks(self, layer: torch.nn.Module) -> torch.Tensor:
+        scale = layer.weight_scale_inv.data
+        return self.backend(scale.device).block_scales(scale)
 
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales [ceil(N/128), ceil(K/128)]."""
         return self.backend(w_NK.device).quantize_weight(w_NK, self.config.scale_format)
 
     def product(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        scale: torch.Tensor,
+        out_dtype: torch.dtype,
+        blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """By the backend, scales [N, ceil(K/128)]."""
-        return self.backend(x_MK.device).fprop(x_MK, w_NK, scale, self.config.scale_format, out_dtype)
+        backend = self.backend(x_MK.device)
+        return backend.fprop(x_MK, w_NK, scale, self.config.scale_format, out_dtype, s_blocks=blocks)
 
 
 class ChannelFp8(LinearFormat):
@@ -98,7 +147,12 @@ class ChannelFp8(LinearFormat):
         return channel.quantize_rows(w_NK, self.config.scale_format)
 
     def product(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        scale: torch.Tensor,
+        out_dtype: torch.dtype,
+        blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """By the backend, scales [N, 1]."""
         return channel.fprop(self.backend(x_MK.device), x_MK, w_NK, scale, self.config.scale_format, out_dtype)

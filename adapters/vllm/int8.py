@@ -7,12 +7,18 @@ torch's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 import torch
 
 from jetrl_patch.adapters.vllm.formats import LinearFormat
 from jetrl_patch.adapters.vllm.scales import RowScales
 from jetrl_patch.int8 import product
 from jetrl_patch.int8.quantize import quantize_rows
+
+if TYPE_CHECKING:
+    from jetrl_patch.fp8.backends.row_equality import Layout
 
 __all__ = ["ChannelInt8"]
 
@@ -28,16 +34,25 @@ class ChannelInt8(LinearFormat):
         """Raise ModelError for a layer too wide for an int32 sum."""
         product.check_width(name, K)
 
-    def check_serving(self, weight: torch.Tensor) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
         """Choose the integer product."""
         self._mm = product.choose(self.config.backend, weight.device.type)
+
+    def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
+        """Return nothing: vLLM's kernels are in its wheel."""
+        return ()
 
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales [N, 1]."""
         return quantize_rows(w_NK)
 
     def product(
-        self, x_MK: torch.Tensor, w_NK: torch.Tensor, scale: torch.Tensor, out_dtype: torch.dtype
+        self,
+        x_MK: torch.Tensor,
+        w_NK: torch.Tensor,
+        scale: torch.Tensor,
+        out_dtype: torch.dtype,
+        blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Use vLLM's kernels on CUDA, else torch's or the reference."""
         name = self.config.backend

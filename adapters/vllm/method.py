@@ -6,21 +6,22 @@ whole Hugging Face weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from jetrl_patch.adapters.vllm.formats import format_of
+from jetrl_patch.adapters.vllm.formats import BLOCKS, format_of
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
 from jetrl_patch.errors import ModelError, SyncError
+from jetrl_patch.fp8.backends.row_equality import Layout, Part
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
 
-__all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "quantized_modules"]
+__all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "layout_of", "quantized_modules"]
 
 
 @register_weight_loader_v2_supported_method
@@ -64,7 +65,9 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
-        self.format.check_serving(layer.weight)
+        layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
+        self.format.check_serving(layer.weight, layout)
+        self.format.hold_blocks(layer, layout)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., K]`` BF16 -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""
@@ -76,7 +79,9 @@ class QuantizedLinearMethod(LinearMethodBase):
         return self._product(layer, x, torch.float32)
 
     def _product(self, layer: torch.nn.Module, x_MK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        return self.format.product(x_MK, layer.weight.data, layer.weight_scale_inv.data, out_dtype)
+        return self.format.product(
+            x_MK, layer.weight.data, layer.weight_scale_inv.data, out_dtype, getattr(layer, BLOCKS, None)
+        )
 
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
@@ -98,6 +103,7 @@ class QuantizedLinearMethod(LinearMethodBase):
             rows = self._whole(layer, shard, kwargs)
             loaded = self.format.scales.per_row(loaded, rows, self._hf_name(layer, shard, kwargs))
             load(param, loaded, *shard, **kwargs)
+            self.format.renew_blocks(layer)
 
         return load_scale
 
@@ -117,6 +123,12 @@ class QuantizedLinearMethod(LinearMethodBase):
         # At the first load the whole model is built, so the list is complete.
         if self.quant_config.cut:
             raise cut_error(self.quant_config.cut, layer.tp_size)
+
+
+def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:
+    """Return how this rank's parameters are made of the trainer's weights."""
+    parts = tuple(Part(shard.rows, shard.row0, shard.row1, shard.offset) for shard in shards)
+    return Layout(parts, layer.input_size // (shards[0].col1 - shards[0].col0))
 
 
 def finite_bf16(name: str, loaded: torch.Tensor) -> torch.Tensor:

@@ -28,6 +28,7 @@ def attach(worker: Any, config: Config) -> None:
     """
     from jetrl_patch.adapters.vllm.install import VllmInstaller
     from jetrl_patch.adapters.vllm.postload import check_layers
+    from jetrl_patch.adapters.vllm.warm import warm_up
 
     installer = VllmInstaller(worker.model_runner.get_model())
     layers = installer.quantized_layers()
@@ -44,6 +45,8 @@ def attach(worker: Any, config: Config) -> None:
 
         finish_model(worker)
         try_ops(worker)
+    if config.quantized_rollout:
+        warm_up(worker.model_runner.get_model(), worker.vllm_config.scheduler_config.max_num_batched_tokens)
     runtime.register_layers(layers)
     backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:

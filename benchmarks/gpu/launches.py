@@ -56,7 +56,9 @@ def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
                 if M > 64 and name == "triton, one launch":
                     continue
                 calls[name] = lambda i, b=backend, xs=xs, w=held[name]: [
-                    b.fprop(x, *ws[i % len(ws)], FORMAT) for x, ws in zip(xs, w)
+                    b.fprop(x, q, s, FORMAT, s_blocks=blocks)
+                    for x, ws in zip(xs, w)
+                    for q, s, blocks in (ws[i % len(ws)],)
                 ]
             times = machine.timer(calls)
             for name, timed in times.items():
@@ -67,6 +69,6 @@ def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
                 }  # fmt: skip
 
 
-def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q_NK, s_blocks = backend.quantize_weight(w_NK, FORMAT)
-    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0])
+    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), s_blocks

@@ -39,13 +39,19 @@ def products(
                 for name, backend in machine.backends.items():
                     q, s = backend.quantize_activation(x, FORMAT)
                     held = ready[name]
-                    calls[name] = lambda i, b=backend, q=q, s=s, w=held: b.gemm(q, s, *w[i % len(w)], torch.bfloat16)
+                    calls[name] = lambda i, b=backend, q=q, s=s, w=held: _product(b, q, s, *w[i % len(w)])
                 yield from _compared(machine, {"model": model.name, "linear": linear.name, "M": M}, calls, (M, N, K))
 
 
-def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _product(
+    backend: Backend, q: torch.Tensor, s: torch.Tensor, q_NK: torch.Tensor, s_NG: torch.Tensor, s_blocks: torch.Tensor
+) -> torch.Tensor:
+    return backend.gemm(q, s, q_NK, s_NG, torch.bfloat16, 1, s_blocks)
+
+
+def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     q_NK, s_blocks = backend.quantize_weight(w_NK, FORMAT)
-    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0])
+    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), s_blocks
 
 
 def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:

@@ -135,7 +135,7 @@ def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -
     """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x: e4m3 [M, K], scales [M, G]."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     q_MK, s_MG = _last_activation.quantize(x, x_MK, state)
-    y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits)
+    y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits, w.s_blocks)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
     return y_MN.view(*x.shape[:-1], y_MN.shape[1]), q_MK, s_MG

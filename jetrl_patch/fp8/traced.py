@@ -54,7 +54,7 @@ def _linear(
     kind = get_backend(backend)
     q_NK, s_blocks = kind.quantize_weight(weight.to(torch.bfloat16).contiguous(), cast(ScaleFormat, scale_format))
     s_NG = expand_weight_scale(s_blocks, weight.shape[0])
-    y_MN = kind.gemm(q_MK, s_MG, q_NK, s_NG, torch.bfloat16, splits)
+    y_MN = kind.gemm(q_MK, s_MG, q_NK, s_NG, torch.bfloat16, splits, s_blocks)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # not in the graph: fused with the next op, the sum would not be rounded
     return y_MN

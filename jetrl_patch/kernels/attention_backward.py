@@ -21,7 +21,7 @@ from jetrl_patch.kernels.gemm_common import PINNED, check_device
 ROWS, KEYS, HELD, WALKED, WARPS, STAGES = 64, 32, 64, 32, 4, 2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # one binary for every batch
 def dq_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, lse, delta, dq, starts, R, scale, natural,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
@@ -59,7 +59,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     tl.store(dq + at[:, None] * D + d[None, :], narrowed(acc * natural, HARDWARE), mask=valid[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["R"])  # one binary for every batch
 def dkdv_kernel(  # type: ignore[no-untyped-def]
     q, k, v, grad, lse, delta, dk, dv, starts, R, scale, natural,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, HELD: tl.constexpr, WALKED: tl.constexpr, STAGES: tl.constexpr,

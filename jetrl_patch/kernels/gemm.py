@@ -36,7 +36,7 @@ from jetrl_patch.kernels.gemm_common import (
 HEIGHT = 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "programs"])  # one binary for every batch
 def fprop_kernel(  # type: ignore[no-untyped-def]
     x_MK, w_NK, sx, sw, y, M, N, K, sx_m, sx_g, sw_n, sw_g, programs,
     SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,

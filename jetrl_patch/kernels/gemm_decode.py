@@ -43,7 +43,7 @@ FEW = 32
 WARPS, STAGES = 4, 4
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def decode_kernel(  # type: ignore[no-untyped-def]
     x, w_NK, sw, y, M, N, K, x_m, sw_n, sw_g, programs,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,

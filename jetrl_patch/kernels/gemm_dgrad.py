@@ -30,7 +30,7 @@ from jetrl_patch.kernels.gemm_common import (
 ROWS, WARPS, STAGES, HEIGHT = 128, 8, 4, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "programs"])  # one binary for every batch
 def dgrad_kernel(  # type: ignore[no-untyped-def]
     g_MN, w_NK, sg, sw, dx, M, N, K, sg_m, sg_g, sw_n, sw_k, programs,
     ROWS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,

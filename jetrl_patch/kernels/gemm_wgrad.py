@@ -30,7 +30,7 @@ from jetrl_patch.kernels.gemm_common import (
 SIDE, WARPS, STAGES, HEIGHT = 128, 8, 4, 8
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def wgrad_kernel(  # type: ignore[no-untyped-def]
     g_NM, x_KM, sg, sx, dw, M, N, K, sg_g, sg_n, sx_g, sx_k, programs,
     ADD: tl.constexpr, SIDE: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,

@@ -66,10 +66,10 @@ def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
 
 
 def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """Allocate uint8 [M, K] and FP32 [M, G]; ``columns`` gives the scales strides (1, M) instead of (G, 1)."""
+    """Allocate uint8 [M, K] and FP32 [M, G]; ``columns`` gives the scales strides (1, M rounded up to 4), not (G, 1)."""
     q, G = torch.empty(M, K, dtype=torch.uint8, device=x.device), groups(K)
     if columns:
-        return q, torch.empty(G, M, dtype=torch.float32, device=x.device).t()
+        return q, torch.empty(G, -(-M // 4) * 4, dtype=torch.float32, device=x.device)[:, :M].t()
     return q, torch.empty(M, G, dtype=torch.float32, device=x.device)
 
 

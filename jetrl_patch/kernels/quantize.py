@@ -30,7 +30,7 @@ COLUMNS = 64
 BOTH_WARPS = 16
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def rows_kernel(  # type: ignore[no-untyped-def]
     x, q, s, M, K, x_m, s_m, s_g, ROWS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
@@ -41,7 +41,7 @@ def rows_kernel(  # type: ignore[no-untyped-def]
     store_rows(tile, q, s, m, g, M, K, s_m, s_g, POW2, HARDWARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def tokens_kernel(  # type: ignore[no-untyped-def]
     x, q, s, M, K, x_m, pitch,
     COLUMNS: tl.constexpr, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
@@ -53,7 +53,7 @@ def tokens_kernel(  # type: ignore[no-untyped-def]
     store_tokens(tile, q, s, g, k, M, K, pitch, TURNED, POW2, HARDWARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def both_kernel(  # type: ignore[no-untyped-def]
     x, q, s, qt, st, M, K, x_m, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
@@ -83,7 +83,7 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
 
     Args:
         x_MK: BF16 with contiguous rows; the row stride is free.
-        columns: give the scales strides (1, M), which cuBLASLt needs, instead of (G, 1).
+        columns: give the scales strides (1, M rounded up to 4), as the libraries read them, instead of (G, 1).
 
     Raises:
         TypeError, ValueError, ConfigError: as ``outputs.check_input``; this holds for every quantizer here.
@@ -169,13 +169,13 @@ def _specs() -> tuple[Spec, ...]:
             found.append(
                 Spec(
                     f"quantize_tokens{'_turned' * turned}_{scale}", tokens_kernel, _X | _SIZES | {"pitch": "i32"},
-                    {"COLUMNS": COLUMNS, "TURNED": turned, **fixed}, {"num_warps": 4, **COMPILER}, ("M", "K", "x_m", "pitch"),
+                    {"COLUMNS": COLUMNS, "TURNED": turned, **fixed}, {"num_warps": 4, **COMPILER}, ("K", "x_m", "pitch"),
                 )
             )  # fmt: skip
         found.append(
             Spec(
                 f"quantize_both_{scale}", both_kernel, _X | _TURNED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
-                {"num_warps": BOTH_WARPS, **COMPILER}, ("M", "K", "x_m", "pitch"),
+                {"num_warps": BOTH_WARPS, **COMPILER}, ("K", "x_m", "pitch"),
             )
         )  # fmt: skip
         for dtype in ("bf16", "fp32"):

@@ -22,7 +22,7 @@ from jetrl_patch.kernels.tiles import store_tokens
 COLUMNS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def requantize_kernel(  # type: ignore[no-untyped-def]
     q, s, qt, st, M, K, q_m, s_m, s_g, pitch, COLUMNS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
@@ -75,7 +75,7 @@ KERNELS = tuple(
         f"requantize_tokens_{scale}", requantize_kernel,
         {"q": "*u8", "s": "*fp32", "qt": "*u8", "st": "*fp32"} | dict.fromkeys(("M", "K", "q_m", "s_m", "s_g", "pitch"), "i32"),
         {"COLUMNS": COLUMNS, "POW2": scale == "pow2", "HARDWARE": True}, {"num_warps": 4, **COMPILER},
-        ("M", "K", "q_m", "pitch"),
+        ("K", "q_m", "pitch"),
     )
     for scale in ("pow2", "fp32")
 )  # fmt: skip

@@ -55,7 +55,7 @@ def silu_mul_tile(gate, up, m, k, M, K, gate_m, up_m, HARDWARE: tl.constexpr):  
     return bf16_value(bf16_value(silu(g), HARDWARE) * u, HARDWARE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def silu_mul_rows_kernel(  # type: ignore[no-untyped-def]
     gate, up, q, s, y, M, K, gate_m, up_m, s_m, s_g,
     ROWS: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
@@ -71,7 +71,7 @@ def silu_mul_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + m.to(tl.int64)[:, None] * K + k[None, :], rounded(tile), mask=(m < M)[:, None] & (k < K)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def silu_mul_both_kernel(  # type: ignore[no-untyped-def]
     gate, up, q, s, qt, st, M, K, gate_m, up_m, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
@@ -153,7 +153,7 @@ def _specs() -> tuple[Spec, ...]:
     found = []
     inputs = {"gate": "*bf16", "up": "*bf16", "q": "*u8", "s": "*fp32"}
     sizes = dict.fromkeys(("M", "K", "gate_m", "up_m", "s_m", "s_g"), "i32")
-    aligned = ("M", "K", "gate_m", "up_m", "pitch")
+    aligned = ("K", "gate_m", "up_m", "pitch")
     for scale in ("pow2", "fp32"):
         fixed = {"POW2": scale == "pow2", "HARDWARE": True}
         for rows, warps in ((ROWS, 8), (FEW_ROWS, 1)):

@@ -16,6 +16,7 @@ from jetrl_patch.fp8.backends import capability, choose_backend, get_backend, ro
 from jetrl_patch.fp8.backends.cublaslt import CublasLtBackend
 from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, block_scales
 
+from .deep_gemm_double import DeepGemm
 from .thresholds import SQNR_GEMM, sqnr
 
 FORMATS = ["pow2", "fp32"]
@@ -26,7 +27,8 @@ BLOCK = 128
 def machine(monkeypatch):
     """A machine with this GPU, CUDA and these packages."""
 
-    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None):
+    def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None, compiler=(True, "nvcc 12.9")):
+        monkeypatch.setattr(capability, "check_compiler", lambda: compiler)
         monkeypatch.setattr(capability, "installed_version", lambda name: te)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
@@ -62,6 +64,7 @@ def broken():
         ({}, "triton"),
         ({"deep_gemm": empty}, "triton"),
         ({"deep_gemm": broken}, "triton"),
+        ({"deep_gemm": working, "compiler": (False, "no nvcc")}, "triton"),
         ({"packages": ()}, "torch"),
         ({"sm": (8, 0), "deep_gemm": working}, "torch"),
         ({"sm": (8, 9)}, "torch"),
@@ -98,6 +101,7 @@ def test_a_gpu_without_a_fast_backend_is_told_once(machine, sm, caplog):
         ("deep_gemm", {}, "deep_gemm is not installed, vllm.third_party.deep_gemm is not installed"),
         ("deep_gemm", {"deep_gemm": empty}, "deep_gemm has no fp8_gemm_nt"),
         ("deep_gemm", {"deep_gemm": broken}, "cannot be imported .RuntimeError: no JIT headers"),
+        ("deep_gemm", {"deep_gemm": working, "compiler": (False, "no nvcc")}, "found no nvcc"),
         ("cublaslt", {"cuda": "12.8"}, "need CUDA 12.9 or newer, and this torch was built with CUDA 12.8"),
         ("cublaslt", {"cuda": None}, "need CUDA 12.9 or newer"),
         ("cublaslt", {"sm": (10, 0)}, "this device has 10.0"),
@@ -148,22 +152,6 @@ def oracle(a, sa, b, sb_rows, out_dtype):
     return reference.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb_rows.contiguous(), out_dtype)
 
 
-def fake_deep_gemm(a, b, d, c=None, recipe=None):
-    """The checks that ``fp8_gemm_nt``'s header makes on sm_90, and the oracle's product."""
-    (a, sa), (b, sb) = a, b
-    (M, K), N = a.shape, b.shape[0]
-    assert a.stride(1) == b.stride(1) == d.stride(1) == 1 and a.stride(0) % 16 == b.stride(0) % 16 == 0
-    assert sa.shape == (M, -(-K // BLOCK)) and b.shape == (N, K) and d.shape == (M, N)
-    if recipe == (1, 128, 128):
-        assert c is None and d.dtype == torch.bfloat16
-        assert sb.shape == (-(-N // BLOCK), -(-K // BLOCK)) and sb.is_contiguous()
-        sb = quantize.expand_weight_scale(sb, N)
-        d.copy_(oracle(a, sa, b, sb, torch.bfloat16))
-    else:
-        assert recipe == (1, 1, 128) and c is d and d.dtype == torch.float32 and sb.shape == (N, -(-K // BLOCK))
-        d.add_(oracle(a, sa, b, sb, torch.float32))
-
-
 def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
     """The layouts that ``torch.nn.functional.scaled_mm`` documents for block scales, and the oracle's product."""
     (M, K), N = a.shape, b.shape[1]
@@ -185,8 +173,7 @@ def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
 @pytest.fixture(params=["deep_gemm", "cublaslt"])
 def library(request, monkeypatch):
     if request.param == "deep_gemm":
-        module = types.SimpleNamespace(fp8_gemm_nt=fake_deep_gemm)
-        monkeypatch.setattr("jetrl_patch.fp8.backends.deep_gemm.find_deep_gemm", lambda: (module, "deep_gemm"))
+        monkeypatch.setattr("jetrl_patch.fp8.backends.deep_gemm.find_deep_gemm", lambda: (DeepGemm(), "deep_gemm"))
         return DeepGemmBackend()
     monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
     return CublasLtBackend()
@@ -281,7 +268,7 @@ class Shifty(type(get_backend("torch"))):
     def __init__(self, few=0, split=False):
         self.few, self.split = few, split
 
-    def gemm(self, q, s, w, rows, out_dtype, splits=1):
+    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
         y = super().gemm(q, s, w, rows, torch.float32, 1 if self.split else splits)
         return (y * (1 + 2**-20) if len(q) <= self.few else y).to(out_dtype)
 

@@ -28,7 +28,7 @@ class PlainGpu(GpuBackend):
 
     name = "plain-gpu"
 
-    def gemm(self, q_MK, s_MG, w_NK, s_NG, out_dtype, splits=1):
+    def gemm(self, q_MK, s_MG, w_NK, s_NG, out_dtype, splits=1, s_blocks=None):
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
     def dgrad_product(self, g_MN, s_MG, w_NK, s_blocks, out_dtype):

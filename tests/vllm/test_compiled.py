@@ -22,7 +22,9 @@ class Untraceable(GpuBackend):
 
     name = "untraceable"
 
-    def gemm(self, q: Any, s: Any, w: Any, rows: Any, out_dtype: torch.dtype, splits: int = 1) -> torch.Tensor:
+    def gemm(
+        self, q: Any, s: Any, w: Any, rows: Any, out_dtype: torch.dtype, splits: int = 1, s_blocks: Any = None
+    ) -> torch.Tensor:
         check_fprop(q, s, w, rows, out_dtype)
         assert not torch.compiler.is_compiling(), "a library call in a graph"
         return fprop(q, s, w, rows, out_dtype, splits)

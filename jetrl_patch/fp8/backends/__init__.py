@@ -31,8 +31,8 @@ _PREFERRED = ("deep_gemm", "triton")
 def choose_backend(name: str, device_type: str) -> str:
     """Resolve ``Config.backend`` to a backend's name for this device type.
 
-    "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed, otherwise the Triton
-    kernels on Hopper, and the torch reference everywhere else. Every weight sync's manifest contains the choice, so
+    "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
+    Triton kernels on Hopper, and the torch reference everywhere else. Every weight sync's manifest contains the choice, so
     processes that chose differently stop.
 
     Raises:
@@ -60,13 +60,15 @@ def choose_backend(name: str, device_type: str) -> str:
 
 
 def _on_gpu(name: str) -> str:
-    from jetrl_patch.fp8.backends.capability import CHECKS
+    from jetrl_patch.fp8.backends.capability import CHECKS, deep_gemm_installed
 
     if name == "auto":
         checked = {candidate: CHECKS[candidate]() for candidate in _PREFERRED}
         served = next((candidate for candidate, (ok, _) in checked.items() if ok), None)
         if served is None:
             _say_slow("; ".join(f"{candidate}: {reason}" for candidate, (_, reason) in checked.items()))
+        elif served != _PREFERRED[0]:
+            _say_next(_PREFERRED[0], checked[_PREFERRED[0]][1], served, deep_gemm_installed())
         return served or "torch"
     ok, reason = CHECKS[name]()
     if not ok:
@@ -81,6 +83,13 @@ def _say_slow(reasons: str) -> None:
     logger.warning(
         'backend="auto": no fast FP8 backend serves this GPU (%s); the slow FP64 torch reference is used instead', reasons
     )
+
+
+@functools.cache
+def _say_next(first: str, reason: str, served: str, installed: bool) -> None:
+    """Say once per process that the best backend is not used; a warning if it is there but cannot run."""
+    level = logging.WARNING if installed else logging.INFO
+    logger.log(level, 'backend="auto": %s is not used (%s); %s serves', first, reason, served)
 
 
 def get_backend(name: str) -> Backend:

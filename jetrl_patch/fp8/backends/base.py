@@ -11,6 +11,7 @@ Shape legend: M tokens, N output features, K input features, G = ceil(K / 128). 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +23,8 @@ class Backend(ABC):
     """Base class. Each row of an FProp result must depend only on its own input row; DGrad and WGrad run only in the trainer."""
 
     name: str
+    #: whether FProp reads the weight's scales per block if it is handed them
+    blocks = False
 
     @abstractmethod
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -37,9 +40,21 @@ class Backend(ABC):
 
     @abstractmethod
     def gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
-        """FProp on quantized operands: [M, N] in BF16 or FP32 (an unrounded partial sum). See ``reference.fprop``."""
+        """FProp on quantized operands: [M, N] in BF16 or FP32 (an unrounded partial sum). See ``reference.fprop``.
+
+        Args:
+            s_blocks: the same scales per block [ceil(N/128), G], if every 128 rows share one. Only a backend with a kernel for
+                block scales reads them; the result is the same without.
+        """
 
     @abstractmethod
     def dgrad(
@@ -71,6 +86,14 @@ class Backend(ABC):
         dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
         return dx, self.wgrad(g_MN, q_MK, s_MG, scale_format, dtypes[1])
 
+    def block_scales(self, s_NG: Tensor) -> Tensor:
+        """Block scales [ceil(N/128), G] of a weight whose rows share them, from those per row; only if ``blocks``."""
+        raise NotImplementedError
+
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """Numbers of rows up to ``most`` for which FProp together compiles every kernel that it may need; by default none."""
+        return ()
+
     def fprop(
         self,
         x_MK: Tensor,
@@ -79,7 +102,8 @@ class Backend(ABC):
         scale_format: ScaleFormat,
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         """Quantize a BF16 activation [M, K] and multiply, as a rollout's linear layer does."""
         q_MK, s_MG = self.quantize_activation(x_MK, scale_format)
-        return self.gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+        return self.gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits, s_blocks)

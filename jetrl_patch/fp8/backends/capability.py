@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from jetrl_patch.fp8.backends.jit import Check, check_compiler
 from jetrl_patch.patching.guards import installed_version
-
-Check = tuple[bool, str]
 
 #: FP8 ``wgmma`` and the block-scaled kernels of these libraries exist only on Hopper (8.9 accumulates in another
 #: order, 10.0 uses other scales)
@@ -62,12 +61,22 @@ def check_cublaslt() -> Check:
 
 
 def check_deep_gemm() -> Check:
-    """Whether a DeepGEMM with kernels can be imported here."""
+    """Whether a DeepGEMM can be imported here and compile its kernels."""
     ok, reason = check_hopper()
     if not ok:
         return ok, reason
+    compiler = ""
+    if deep_gemm_installed():
+        ok, compiler = check_compiler()  # first: some versions fail at import, without a word, where there is no toolkit
+        if not ok:
+            return ok, compiler
     module, found = find_deep_gemm()
-    return module is not None, found
+    return module is not None, f"{found}, {compiler}" if module is not None else found
+
+
+def deep_gemm_installed() -> bool:
+    """Whether there is something to import."""
+    return any(_found(name) for name in DEEP_GEMM)
 
 
 def check_te() -> Check:

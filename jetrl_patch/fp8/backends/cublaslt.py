@@ -31,7 +31,14 @@ class CublasLtBackend(GpuBackend):
     columns = True
 
     def gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
         step = split_width(q_MK.shape[1], splits)

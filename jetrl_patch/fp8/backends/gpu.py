@@ -25,7 +25,7 @@ from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 class GpuBackend(Backend):
     """Quantizes; subclasses implement ``gemm``, ``dgrad_product`` and ``wgrad_product``."""
 
-    #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M)
+    #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M rounded up to 4)
     columns = False
 
     @abstractmethod
@@ -81,11 +81,12 @@ class GpuBackend(Backend):
         scale_format: ScaleFormat,
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         """As the base class, but one opaque operator in a compiled graph: library calls and TMA descriptors cannot be traced."""
         if torch.compiler.is_compiling():
-            return _fprop(x_MK, w_NK, s_NG, self.name, scale_format, out_dtype, splits)
-        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
+            return _fprop(x_MK, w_NK, s_NG, self.name, scale_format, out_dtype, splits, s_blocks)
+        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
     def dgrad(
         self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
@@ -167,13 +168,27 @@ def check_widths(backend: str, *widths: int) -> None:
 
 @torch.library.custom_op("jetrl_patch::fp8_fprop", mutates_args=())
 def _fprop(
-    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype, splits: int
+    x_MK: Tensor,
+    w_NK: Tensor,
+    s_NG: Tensor,
+    backend: str,
+    scale_format: str,
+    out_dtype: torch.dtype,
+    splits: int,
+    s_blocks: Tensor | None,
 ) -> Tensor:
-    return get_backend(backend).fprop(x_MK, w_NK, s_NG, cast(ScaleFormat, scale_format), out_dtype, splits)
+    return get_backend(backend).fprop(x_MK, w_NK, s_NG, cast(ScaleFormat, scale_format), out_dtype, splits, s_blocks)
 
 
 @_fprop.register_fake
 def _(
-    x_MK: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype, splits: int
+    x_MK: Tensor,
+    w_NK: Tensor,
+    s_NG: Tensor,
+    backend: str,
+    scale_format: str,
+    out_dtype: torch.dtype,
+    splits: int,
+    s_blocks: Tensor | None,
 ) -> Tensor:
     return x_MK.new_empty(x_MK.shape[0], w_NK.shape[0], dtype=out_dtype)

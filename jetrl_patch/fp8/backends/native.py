@@ -25,7 +25,14 @@ class NativeBackend(Backend):
         return ops.quantize_blocks(w_NK.to(torch.bfloat16), scale_format == "pow2")
 
     def gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         return ops.fp8_gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 

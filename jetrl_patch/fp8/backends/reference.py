@@ -25,7 +25,14 @@ class TorchBackend(Backend):
         return quantize.quantize_weight(w_NK, scale_format)
 
     def gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         return reference.fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 

@@ -1,8 +1,9 @@
 """Test on this machine that a row's bits do not depend on the rest of the batch, before a backend serves a rollout.
 
 A rollout decodes M = 1 to a few hundred rows, and the trainer multiplies thousands at once. The same rows must be equal
-bit for bit, and so must the sum of a tensor-parallel rollout's partial products. A library that selects its kernel by M
-can break both, depending on version, device and shape. The test suite proves the CPU backends.
+bit for bit, and so must the sum of a tensor-parallel rollout's partial products. The rollout also fuses weights (qkv, gate_up)
+and holds slices of them, where the trainer multiplies whole ones: other N, the same columns of Y. A library that selects its
+kernel by M or N can break all of this, depending on version, device and shape. The test suite proves the CPU backends.
 """
 
 from __future__ import annotations
@@ -14,17 +15,40 @@ from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8.backends.base import Backend
-from jetrl_patch.fp8.formats import BLOCK, ScaleFormat
+from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat
 from jetrl_patch.fp8.quantize import expand_weight_scale
 
 #: rows of decode batches; up to 32 rows the Triton backend quantizes and multiplies in one launch
 DECODED = (1, 7, 32, 64, 256)
 #: rows of a training batch; not a multiple of a tile
 TRAINED = 2056
+#: rows of a batch in which parts of a fused weight are compared with whole weights
+FUSED = (1, 64, TRAINED)
 #: positions of the decoded rows in the training batch
 OFFSETS = (0, 129)
 
-_PROVEN: set[tuple[str, str, int, int, str]] = set()
+_PROVEN: set[tuple[object, ...]] = set()
+
+
+class Part(NamedTuple):
+    """Rows ``row0`` to ``row1`` of the trainer's weight [rows, K], and the row where they begin in the rollout's weight."""
+
+    rows: int
+    row0: int
+    row1: int
+    offset: int
+
+
+class Layout(NamedTuple):
+    """How the rollout's weight [N, K] is put together, and how many ranks hold a range of the trainer's K."""
+
+    parts: tuple[Part, ...]
+    ranks: int = 1
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether each 128 rows of the rollout's weight are 128 rows of one block, so that they have one scale."""
+        return all(part.row0 % BLOCK == 0 and part.offset % BLOCK == 0 for part in self.parts)
 
 
 class Verdict(NamedTuple):
@@ -55,12 +79,14 @@ def compare_rows(
     q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
     s_NG = expand_weight_scale(s_blocks, N)
     for out_dtype in (torch.bfloat16, torch.float32):
-        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype)
+        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype, s_blocks=s_blocks)
         for rows in decoded:
             for start in OFFSETS:
                 if start + rows > trained:
                     continue
-                part = backend.fprop(x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype)
+                part = backend.fprop(
+                    x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype, s_blocks=s_blocks
+                )
                 unequal = _unequal(part, whole[start : start + rows])
                 if unequal:
                     values = f"{unequal} of {part.numel()} {out_dtype} values"
@@ -84,32 +110,100 @@ def compare_rows(
     return Verdict(True, f"rows at M = {', '.join(map(str, decoded))} equal those at M = {trained}")
 
 
+@torch.no_grad()
+def compare_parts(
+    backend: Backend,
+    shape: tuple[int, int],
+    layout: Layout,
+    device: torch.device | str,
+    scale_format: ScaleFormat = "pow2",
+    batches: tuple[int, ...] = FUSED,
+) -> Verdict:
+    """Compare products with the rollout's weight [N, K] of this ``shape`` and ``layout`` with the trainer's, in BF16."""
+    K = shape[1] * layout.ranks
+    generator = torch.Generator(device).manual_seed(sum(shape))
+    x_MK, *ws = (
+        torch.randn(rows, K, generator=generator, device=device, dtype=torch.bfloat16)
+        for rows in (max(batches), *(part.rows for part in layout.parts))
+    )
+    expected, held = [], []
+    for w_NK, part in zip(ws, layout.parts, strict=True):
+        q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
+        s_NG, mine = expand_weight_scale(s_blocks, part.rows), slice(part.row0, part.row1)
+        y_MN = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.bfloat16, layout.ranks, s_blocks)
+        expected.append(y_MN[:, mine])
+        held.append((q_NK[mine].view(torch.uint8), s_NG[mine]))
+    q_NK, s_NG = (torch.cat(tensors) for tensors in zip(*held, strict=True))
+    for M in batches:
+        y_MN = _rollout(backend, x_MK[:M], q_NK.view(FP8), s_NG, layout, scale_format)
+        for part, theirs in zip(layout.parts, expected, strict=True):
+            unequal = _unequal(y_MN[:, part.offset : part.offset + part.row1 - part.row0], theirs[:M])
+            if unequal:
+                whole = f"rows {part.row0} to {part.row1} of a weight {[part.rows, K]}"
+                ranks = f" on {layout.ranks} ranks" if layout.ranks > 1 else ""
+                values = f"{unequal} of {theirs[:M].numel()} values at M = {M}"
+                return Verdict(False, f"{values} differ between {whole} and the same rows in one of {list(shape)}{ranks}")
+    return Verdict(True, f"rows of {len(layout.parts)} whole weights equal those of the one that holds them")
+
+
+def _rollout(
+    backend: Backend, x_MK: Tensor, q_NK: Tensor, s_NG: Tensor, layout: Layout, scale_format: ScaleFormat
+) -> Tensor:
+    """Y [M, N] BF16: one product, or the sum in rank order of the partial products over ranges of K."""
+    if layout.ranks == 1:
+        s_blocks = backend.block_scales(s_NG) if backend.blocks and layout.in_blocks else None
+        return backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.bfloat16, s_blocks=s_blocks)
+    total: Tensor | None = None
+    for r in range(layout.ranks):
+        own = ((t, t.shape[1] // layout.ranks) for t in (x_MK, q_NK, s_NG))
+        x, q, s = (t[:, r * width : (r + 1) * width].contiguous() for t, width in own)
+        part = backend.fprop(x, q, s, scale_format, torch.float32)
+        total = part if total is None else total + part
+    assert total is not None
+    return total.to(torch.bfloat16)
+
+
 def _unequal(a: Tensor, b: Tensor) -> int:
     bits = torch.int16 if a.dtype == torch.bfloat16 else torch.int32
     return int((a.contiguous().view(bits) != b.contiguous().view(bits)).sum())
 
 
+#: what to do about a backend that fails, and if it is the last of the fast ones
+_OTHERWISE = (
+    'use backend="triton" on both sides (JETRL_BACKEND=triton)',
+    'use precision="fp8-rollout" with a correction, or backend="torch" (slow)',
+)
+
+
 def require_row_equality(
-    backend: Backend, shape: tuple[int, int], device: torch.device, scale_format: ScaleFormat = "pow2"
+    backend: Backend,
+    shape: tuple[int, int],
+    device: torch.device,
+    scale_format: ScaleFormat = "pow2",
+    layout: Layout | None = None,
 ) -> None:
-    """Run ``compare_rows`` once per process for each backend, device, shape and scale format; never on a CPU.
+    """Run both comparisons once per process for each backend, device, shape, layout and scale format; never on a CPU.
 
     Call it before a CUDA graph is captured, because it reads the verdict back to the host.
 
     Raises:
-        ModelError: rows depend on their neighbours, so rollout and trainer would disagree.
+        ModelError: rows depend on the batch or on what the weight is fused with, so rollout and trainer would disagree.
     """
-    key = (backend.name, str(device), *shape, scale_format)
+    whole = Layout((Part(shape[0], 0, shape[0], 0),))  # the rollout holds the trainer's weight as it is
+    layout = layout or whole
+    key = (backend.name, str(device), *shape, scale_format, layout)
     if device.type == "cpu" or key in _PROVEN:
         return
     verdict = compare_rows(backend, shape, device, scale_format)
+    if verdict.ok and layout != whole:
+        verdict = compare_parts(backend, shape, layout, device, scale_format)
     if not verdict.ok:
         raise ModelError(
             explain(
                 f"backend={backend.name!r} in a rollout",
-                required=f"rows that do not depend on the batch, for weights {list(shape)}",
+                required=f"rows that do not depend on the batch nor on N, for weights {list(shape)}",
                 found=verdict.found,
-                fix='use backend="triton" on both sides',
+                fix=_OTHERWISE[backend.name == "triton"],
             )
         )
     _PROVEN.add(key)

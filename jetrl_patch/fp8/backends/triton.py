@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,14 @@ class TritonBackend(GpuBackend):
         return importlib.import_module("jetrl_patch.kernels.quantize")  # always these kernels: no fallback to torch
 
     def gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         from jetrl_patch.kernels.gemm import fprop
 
@@ -33,6 +41,12 @@ class TritonBackend(GpuBackend):
 
         return gemm_decode.FEW
 
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """Quantized in the product, and before it by the quantizer's tile for fewer and for more rows."""
+        from jetrl_patch.kernels import quantize
+
+        return [rows for rows in (1, self.few() + 1, quantize.FEW + 1) if rows <= most]
+
     def fprop(
         self,
         x_MK: Tensor,
@@ -41,6 +55,7 @@ class TritonBackend(GpuBackend):
         scale_format: ScaleFormat,
         out_dtype: torch.dtype = torch.bfloat16,
         splits: int = 1,
+        s_blocks: Tensor | None = None,
     ) -> Tensor:
         """As the base class. Few rows are quantized inside the product: one launch, the same bits (``kernels.gemm_decode``)."""
         # Only the trainer has splits > 1: each rank of a rollout holds one range of K.
@@ -48,7 +63,7 @@ class TritonBackend(GpuBackend):
             from jetrl_patch.kernels import gemm_decode
 
             return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
-        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits)
+        return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
         from jetrl_patch.kernels.gemm_dgrad import dgrad

@@ -1,0 +1,209 @@
+"""What DeepGEMM is handed, for every shape that a trainer or a rollout has; and the double that stands for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetrl_patch.fp8 import channel, quantize
+from jetrl_patch.fp8.backends import deep_gemm, get_backend
+from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, packed, pitched, row_major
+
+from . import deep_gemm_double as double
+from .deep_gemm_double import DeepGemm, Refused
+from .thresholds import SQNR_GEMM, sqnr
+
+BF16, FP32 = torch.bfloat16, torch.float32
+FACTS = json.loads((Path(__file__).parents[1] / "anchors" / "deep_gemm.json").read_text())
+#: rows of decode batches, both sides of each bound of the heuristic, and a large training batch
+ROWS = (1, 7, 16, 17, 31, 32, 33, 63, 64, 65, 200, 511, 512, 2056, 16384)
+#: N, K: the smallest, odd multiples of 16, partial blocks, and a wide one
+WIDTHS = ((16, 16), (48, 144), (128, 128), (320, 1008), (1152, 896))
+
+
+@pytest.fixture
+def library(monkeypatch):
+    module = DeepGemm()
+    monkeypatch.setattr(deep_gemm, "find_deep_gemm", lambda: (module, "deep_gemm"))
+    return module
+
+
+def operands(M, N, K, scale_format="pow2"):
+    g = torch.Generator().manual_seed(M + N + K)
+    x = (torch.randn(M, K, generator=g) * torch.exp(torch.randn(M, 1, generator=g))).to(BF16)
+    q, s = quantize.quantize_weight(torch.randn(N, K, generator=g), scale_format)
+    return x, q, quantize.expand_weight_scale(s, N), s
+
+
+@pytest.mark.parametrize(("N", "K"), WIDTHS)
+def test_every_number_of_rows(library, N, K):
+    ours, oracle = DeepGemmBackend(), get_backend("torch")
+    for M in ROWS if N * K < 10**5 else ROWS[:-2]:
+        x, q, rows, blocks = operands(M, N, K)
+        for dtype in (BF16, FP32):
+            expected = oracle.fprop(x, q, rows, "pow2", dtype)
+            assert torch.equal(ours.fprop(x, q, rows, "pow2", dtype, s_blocks=blocks), expected), (M, dtype)
+            assert torch.equal(ours.fprop(x, q, rows, "pow2", dtype), expected), (M, dtype)
+    assert {kernel for kernel, *_ in library.calls} == {"1d1d", "1d2d"} and library.copies == 0
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("M", [1, 32, 33, 300])
+def test_partial_sums_of_tensor_parallel_ranks(library, ranks, M):
+    ours, oracle = DeepGemmBackend(), get_backend("torch")
+    x, q, rows, blocks = operands(M, 48, 128 * 8 * 3)
+    whole = ours.fprop(x, q, rows, "pow2", splits=ranks, s_blocks=blocks)
+    assert torch.equal(whole, oracle.fprop(x, q, rows, "pow2", splits=ranks))
+    K, G, total = 3072 // ranks, 24 // ranks, None
+    for r in range(ranks):
+        k, g = slice(r * K, (r + 1) * K), slice(r * G, (r + 1) * G)
+        part = ours.fprop(x[:, k].contiguous(), q[:, k].contiguous(), rows[:, g].contiguous(), "pow2", FP32)
+        total = part if total is None else total + part
+    assert torch.equal(total.to(BF16), whole)
+
+
+@pytest.mark.parametrize(("N", "K"), [(16, 16), (32, 144), (320, 1008), (128, 16)])
+@pytest.mark.parametrize("M", [1, 33, 300])
+def test_gradients(library, M, N, K):
+    ours, oracle = DeepGemmBackend(), get_backend("torch")
+    x, q, _, blocks = operands(M, N, K)
+    g = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(BF16)
+    qx, sx = ours.quantize_activation(x, "pow2")
+    for dtype in (BF16, FP32):
+        found = ours.gradients(g, q, blocks, qx, sx, "pow2", (dtype, dtype))
+        expected = oracle.gradients(g, q, blocks, qx, sx, "pow2", (FP32, FP32))
+        for mine, theirs in zip(found, expected):
+            assert mine.dtype == dtype and mine.shape == theirs.shape and sqnr(mine, theirs) > SQNR_GEMM
+    assert library.copies == 0
+
+
+@pytest.mark.parametrize("M", [1, 40])
+def test_rows_whose_scales_make_no_blocks(library, M):
+    """A slice that starts inside a block, and scales per channel: no block scale exists, the sum is the same."""
+    x, q, rows, _ = operands(M, 384, 256)
+    part = slice(64, 352)
+    expected = get_backend("torch").fprop(x, q[part], rows[part], "pow2")
+    assert torch.equal(DeepGemmBackend().fprop(x, q[part], rows[part], "pow2"), expected)
+    q, s_N1 = channel.quantize_rows(torch.randn(48, 256), "fp32")
+    found, expected = (channel.fprop(b, x, q, s_N1, "fp32") for b in (DeepGemmBackend(), get_backend("torch")))
+    assert torch.equal(found, expected)
+
+
+def test_empty_batches(library):
+    x, q, rows, blocks = operands(0, 64, 256)
+    ours = DeepGemmBackend()
+    for dtype in (BF16, FP32):
+        assert ours.fprop(x, q, rows, "pow2", dtype, s_blocks=blocks).shape == (0, 64)
+    dw = ours.wgrad(x.new_zeros(0, 64), *ours.quantize_activation(x, "pow2"), "pow2", FP32)
+    assert torch.equal(dw, torch.zeros(64, 256)) and not library.calls
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 5), (3, 1), (3, 5), (8, 1), (8, 5)])
+def test_layouts_of_scales(shape):
+    wide = torch.rand(shape[0] + 1, shape[1] + 1)
+    for s in (wide[1:, 1:], wide[1:, 1:].contiguous(), wide[:-1, :-1].t().contiguous().t()):
+        columns, rows = pitched(s), row_major(s)
+        assert columns.stride() == (1, -(-shape[0] // 4) * 4) and columns.data_ptr() % 16 == 0
+        assert rows.stride() == (shape[1], 1) and torch.equal(columns, s) and torch.equal(rows, s)
+        assert pitched(columns) is columns
+    column = torch.rand(4, 4).t()[1:]  # four rows' pitch for three rows, at an address that TMA cannot take
+    assert column.stride() == (1, 4) and pitched(column).data_ptr() % 16 == 0
+
+
+def test_matrices_are_copied_only_where_they_must_be():
+    q = torch.zeros(4, 256, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert packed(q) is q and packed(q[2:]).data_ptr() == q[2:].data_ptr()
+    for other in (q[:, :128], torch.zeros(257, dtype=torch.uint8)[1:].view(torch.float8_e4m3fn).view(2, 128)):
+        assert packed(other).stride() == (128, 1) and packed(other).data_ptr() % 16 == 0
+
+
+def call(library, change, M=64, N=48, K=256, recipe=deep_gemm.ROWS):
+    x, q, rows, blocks = operands(M, N, K)
+    a, sa = quantize.quantize_activation(x, "pow2")
+    fp32 = recipe == deep_gemm.ROWS
+    d = torch.zeros(M, N, dtype=FP32 if fp32 else BF16)
+    given = {"a": a, "sa": sa, "b": q, "sb": rows if fp32 else blocks, "d": d, "c": d if fp32 else None, "recipe": recipe}
+    given |= change(given)
+    library.fp8_gemm_nt((given["a"], given["sa"]), (given["b"], given["sb"]), given["d"], given["c"], given["recipe"])
+    return given["d"]
+
+
+REFUSED = [
+    (deep_gemm.ROWS, lambda g: {"a": torch.cat((g["a"], g["a"]), 1)[:, :256]}, "wrong memory"),
+    (deep_gemm.ROWS, lambda g: {"b": torch.cat((g["b"], g["b"]), 1)[:, :256]}, "wrong memory"),
+    (deep_gemm.ROWS, lambda g: {"c": None}, "adds to an FP32"),
+    (deep_gemm.ROWS, lambda g: {"d": g["d"].to(BF16), "c": g["d"].to(BF16)}, "c is FP32"),
+    (deep_gemm.ROWS, lambda g: {"sb": g["sb"][:1]}, "one FP32 scale per row"),
+    (deep_gemm.ROWS, lambda g: {"sa": g["sa"].double()}, "one FP32 scale per row"),
+    (deep_gemm.ROWS, lambda g: {"recipe": (1, 128, 128)}, "one FP32 scale per block"),
+    (deep_gemm.ROWS, lambda g: {"recipe": (1, 1, 32)}, "Unknown SF"),
+    (deep_gemm.ROWS, lambda g: {"a": g["a"].to(BF16)}, "e4m3"),
+    (deep_gemm.ROWS, lambda g: {"a": g["a"].view(torch.uint8).t().contiguous().t().view(torch.float8_e4m3fn)}, "K-major"),
+    (deep_gemm.BLOCKS, lambda g: {"c": g["d"].float()}, "c is FP32"),
+    (deep_gemm.BLOCKS, lambda g: {"d": g["d"].float()}, "writes BF16"),
+    (deep_gemm.BLOCKS, lambda g: {"d": g["d"].t().contiguous().t()}, "N-major"),
+    (deep_gemm.BLOCKS, lambda g: {"d": torch.zeros(64, 52, dtype=BF16)[:, :48]}, "row pitch"),
+    (deep_gemm.BLOCKS, lambda g: {"d": torch.zeros(64 * 48 + 1, dtype=BF16)[1:].view(64, 48)}, "address"),
+    (deep_gemm.BLOCKS, lambda g: {"sb": torch.ones(1, 3)[:, ::2]}, "contiguous"),
+    (deep_gemm.BLOCKS, lambda g: {"sa": torch.ones(2, 65).reshape(-1)[1:129].view(2, 64).t()}, "scales' address"),
+]
+
+
+@pytest.mark.parametrize(("recipe", "change", "match"), REFUSED)
+def test_the_double_refuses(recipe, change, match):
+    library = DeepGemm()
+    assert call(library, lambda g: {}, recipe=recipe).abs().sum() > 0  # without the change it computes
+    with pytest.raises(Refused, match=match):
+        call(library, change, recipe=recipe)
+
+
+def test_the_double_adds_and_counts():
+    library = DeepGemm()
+    c = torch.full((64, 48), 2.0)
+    found = call(library, lambda g: {"c": c})
+    assert torch.equal(found, call(library, lambda g: {}) + c) and torch.equal(c, torch.full((64, 48), 2.0))
+    assert library.copies == 4 and ("transpose", 2) in library.compiled and len(library.calls) == 2
+    library.fp8_gemm_nt((torch.zeros(0, 16).to(torch.float8_e4m3fn), None), (torch.zeros(16, 16).to(torch.float8_e4m3fn), None),
+                        torch.zeros(0, 16))  # fmt: skip
+    assert len(library.calls) == 2
+
+
+@pytest.mark.parametrize("M", [1, 16, 32])
+def test_few_rows_may_meet_a_tile_that_does_not_compile(M):
+    tiles = [double.best_tile("1d1d", M, N, K) for N in range(16, 8192, 336) for K in (128, 1024, 18944)]
+    assert any(tile.block_m < 64 for tile in tiles)
+    N = next(N for N in range(16, 8192, 16) if double.best_tile("1d1d", M, N, 1024).block_m < 64)
+    with pytest.raises(Refused, match="NVCC compilation failed"):
+        call(DeepGemm(), lambda g: {}, M=M, N=N, K=1024)
+
+
+@pytest.mark.parametrize("revision", FACTS)
+def test_the_double_has_the_library_s_numbers(revision):
+    facts = FACTS[revision]
+    assert facts["arguments"][:5] == ["a", "b", "d", "c", "recipe"]
+    assert facts["shared memory"] == double.SHARED and facts["wgmma m"] == deep_gemm.TILE
+    assert max(map(int, facts["block_m up to m"])) == deep_gemm.FEW
+    assert facts["TMA bytes"] == deep_gemm.ALIGN == 4 * deep_gemm.PITCH
+    assert facts["row pitch"] == {"1d1d": "k", "1d2d": "stride"} and facts["c and FP32"] == {"1d1d": True, "1d2d": False}
+    assert facts["tiles below wgmma"] == {"1d1d": False, "1d2d": True}
+    for kernel in ("1d1d", "1d2d"):
+        tiles = double._candidates(kernel, 1, 4096, 4096, double.SMS)
+        small, bf16 = map(int, facts["block_m up to m"].values()), [facts["block_m for BF16"]] * (kernel == "1d2d")
+        assert {tile.block_m for tile in tiles} == {*facts["block_m"], *small, *bf16}
+        assert max(tile.block_n for tile in tiles) <= facts["block_n ends"][kernel]
+    for bound in map(int, facts["block_m up to m"]):
+        assert bound in {tile.block_m for tile in double._candidates("1d2d", bound, 64, 64, double.SMS)}
+        assert bound not in {tile.block_m for tile in double._candidates("1d2d", bound + 1, 64, 64, double.SMS)}
+
+
+@pytest.mark.parametrize(("N", "K"), [(48, 256), (896, 4864), (4608, 3584), (37888, 3584)])
+@pytest.mark.parametrize("most", [1, 31, 600, 2100])
+def test_the_rows_to_compile_for_meet_every_tile(library, N, K, most):
+    rows = DeepGemmBackend().compiled_rows(most)
+    assert list(rows) == sorted({*rows}) and rows[0] >= 1 and rows[-1] == most
+    for kernel, least in (("1d1d", deep_gemm.TILE), ("1d2d", 1)):
+        tiles = {double.best_tile(kernel, max(M, least), N, K) for M in rows}
+        assert tiles == {double.best_tile(kernel, max(M, least), N, K) for M in range(1, most + 1)}

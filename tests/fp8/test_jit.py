@@ -1,0 +1,140 @@
+"""What DeepGEMM needs to compile is asked when the backend is chosen, not at the first product."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.fp8 import backends
+from jetrl_patch.fp8.backends import capability, choose_backend, jit
+
+FACTS = json.loads((Path(__file__).parents[1] / "anchors" / "deep_gemm.json").read_text())
+VARIABLES = ("CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "DG_JIT_USE_NVRTC", "DG_JIT_NVCC_COMPILER", "DG_JIT_CACHE_DIR")
+
+
+def program(path: Path, said: str = "", code: int = 0) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\necho '{said}'\nexit {code}\n")
+    path.chmod(0o755)
+    return path
+
+
+def nvcc(folder: Path, version: str = "12.9") -> Path:
+    return program(folder / "bin" / "nvcc", f"Cuda compilation tools, release {version}, V{version}.86")
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A folder with a toolkit, gcc on PATH, and nothing else."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    program(tmp_path / "path" / "gcc")
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(jit, "TOOLKIT", str(tmp_path / "none"))
+    jit._version.cache_clear()
+    nvcc(tmp_path / "cuda")
+    return tmp_path
+
+
+def test_where_the_toolkit_is_looked_for(machine, monkeypatch):
+    assert jit.check_compiler() == (
+        False, f"its kernels are compiled, and there is no CUDA toolkit: no CUDA_HOME, no nvcc on PATH, no {machine}/none",
+    )  # fmt: skip
+    monkeypatch.setattr(jit, "TOOLKIT", str(machine / "cuda"))
+    assert jit.cuda_home() == machine / "cuda" and jit.check_compiler() == (True, "nvcc 12.9")
+    nvcc(machine / "onpath")
+    monkeypatch.setenv("PATH", f"{machine}/onpath/bin:{machine}/path")
+    assert jit.cuda_home() == machine / "onpath"
+    monkeypatch.setenv("CUDA_PATH", "/second")
+    assert jit.cuda_home() == Path("/second")
+    monkeypatch.setenv("CUDA_HOME", "/first")
+    assert jit.cuda_home() == Path("/first")
+
+
+def test_what_is_asked_of_the_compiler(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+    assert jit.check_compiler() == (True, "nvcc 12.9")
+    for setting, value, found in (
+        ("DG_JIT_NVCC_COMPILER", nvcc(machine / "old", "12.2"), "need nvcc 12.3 or newer, and .*old/bin/nvcc is 12.2"),
+        ("DG_JIT_NVCC_COMPILER", program(machine / "bad", "release 13.0", 1), "bad cannot be run"),
+        ("DG_JIT_NVCC_COMPILER", machine / "nowhere", "nowhere cannot be run; install the CUDA toolkit"),
+        ("CUDA_HOME", machine, "bin/nvcc cannot be run"),
+        ("NVCC_CCBIN", "g++-99", r"nvcc needs a C\+\+ compiler, and g\+\+-99 is not on PATH"),
+        ("DG_JIT_USE_NVRTC", "1", "needs the headers of CUDA in .*cuda/include"),
+        ("DG_JIT_CACHE_DIR", machine / "path" / "gcc" / "cache", "which cannot be written; set DG_JIT_CACHE_DIR"),
+    ):
+        with monkeypatch.context() as here:
+            here.setenv(setting, str(value))
+            ok, reason = jit.check_compiler()
+            assert not ok and re.search(found, reason), reason
+    monkeypatch.setenv("DG_JIT_NVCC_COMPILER", str(nvcc(machine / "new", "13.0")))
+    assert jit.check_compiler() == (True, "nvcc 13.0")
+    (machine / "cuda" / "include").mkdir()
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
+    assert jit.check_compiler()[0]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_cache_that_cannot_be_written(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+    (machine / "closed").mkdir(0o500)
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", str(machine / "closed" / "cache"))
+    assert not jit.check_compiler()[0]
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A Hopper GPU with DeepGEMM and triton installed; importing DeepGEMM is recorded."""
+    imported = []
+
+    def load(name):
+        if name != "deep_gemm":
+            return importlib_import(name)
+        imported.append(name)
+        return types.SimpleNamespace(fp8_gemm_nt=lambda *a: None)
+
+    importlib_import = capability.importlib.import_module
+    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "_found", lambda name: name in ("deep_gemm", "triton"))
+    monkeypatch.setattr(capability.importlib, "import_module", load)
+    backends._say_next.cache_clear()
+    return imported
+
+
+def test_without_nvcc_auto_takes_the_next_and_says_so(hopper, machine, caplog):
+    assert choose_backend("auto", "cuda") == choose_backend("auto", "cuda") == "triton" and not hopper
+    (record,) = caplog.records
+    assert "deep_gemm is not used (its kernels are compiled, and there is no CUDA toolkit" in record.getMessage()
+    assert record.getMessage().endswith("triton serves")
+    with pytest.raises(ConfigError, match="'deep_gemm': required a backend that runs on this device, found its kernels are"):
+        choose_backend("deep_gemm", "cuda")
+
+
+def test_with_nvcc_it_serves(hopper, machine, monkeypatch, caplog):
+    monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+    assert choose_backend("auto", "cuda") == "deep_gemm" and hopper and not caplog.records
+    assert capability.check_deep_gemm() == (True, "deep_gemm, nvcc 12.9")
+
+
+def test_an_installation_without_it_is_no_warning(monkeypatch, caplog):
+    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability, "_found", lambda name: name == "triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    backends._say_next.cache_clear()
+    assert choose_backend("auto", "cuda") == "triton" and not caplog.records
+
+
+@pytest.mark.parametrize("revision", FACTS)
+def test_the_rules_are_the_library_s(revision):
+    facts = FACTS[revision]
+    assert tuple(facts["nvcc"]) == jit.NVCC
+    assert facts["CUDA"] == ["CUDA_HOME", "CUDA_PATH", jit.TOOLKIT]
+    assert set(facts["variables"]) == {name for name in VARIABLES if name.startswith("DG_JIT")}

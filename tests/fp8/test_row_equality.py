@@ -1,0 +1,119 @@
+"""The trial of fused and sliced weights: it passes what computes a row alike whatever N is, and names what does not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8.backends import deep_gemm, get_backend, row_equality
+from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts
+
+from .deep_gemm_double import DeepGemm
+
+#: (shape, layout): a fused qkv; rank 1 of 2 of it, which starts inside blocks; gate_up, whole and sliced; a range of K
+LAYOUTS = {
+    "qkv": ((1152, 256), Layout((Part(896, 0, 896, 0), Part(128, 0, 128, 896), Part(128, 0, 128, 1024)))),
+    "qkv of rank 1": ((576, 256), Layout((Part(896, 448, 896, 0), Part(128, 64, 128, 448), Part(128, 64, 128, 512)))),
+    "gate_up": ((768, 128), Layout((Part(384, 0, 384, 0), Part(384, 0, 384, 384)))),
+    "gate_up of rank 1": ((384, 128), Layout((Part(384, 192, 384, 0), Part(384, 192, 384, 192)))),
+    "slice in blocks": ((256, 128), Layout((Part(512, 256, 512, 0),))),
+    "down of 4": ((96, 256), Layout((Part(96, 0, 96, 0),), 4)),
+}
+BATCHES = (1, 40)
+
+
+class ByTile(DeepGemm):
+    """A library whose wide tiles round otherwise."""
+
+    def product(self, a, sa, b, sb, out_dtype, tile):
+        y = super().product(a, sa, b, sb, out_dtype, tile)
+        return y * (1 + 2**-6) if tile.block_n > 64 else y
+
+
+class ByN(type(get_backend("torch"))):
+    """Takes another kernel from N = 500 on, as this project's own tiles do from 8192 on."""
+
+    name = "by-n"
+
+    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
+        y = super().gemm(q, s, w, rows, torch.float32, splits)
+        return (y * (1 + 2**-6 * (len(w) >= 500))).to(out_dtype)
+
+
+class Rounding(type(get_backend("torch"))):
+    """Rounds the sum of every range of K, as an all-reduce in BF16 does."""
+
+    name = "rounding"
+
+    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
+        y = super().gemm(q, s, w, rows, out_dtype, splits)
+        return y.to(torch.bfloat16).to(out_dtype)
+
+
+@pytest.fixture
+def use(monkeypatch):
+    def make(library):
+        monkeypatch.setattr(deep_gemm, "find_deep_gemm", lambda: (library, "deep_gemm"))
+        return DeepGemmBackend()
+
+    return make
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_what_keeps_the_promise_passes(name, scale_format, use):
+    shape, layout = LAYOUTS[name]
+    for backend in (get_backend("torch"), get_backend("native"), use(DeepGemm())):
+        verdict = compare_parts(backend, shape, layout, "cpu", scale_format, BATCHES)
+        assert verdict.ok, (backend.name, verdict.found)
+
+
+def test_a_slice_that_starts_inside_a_block_is_multiplied_by_rows(use):
+    assert not LAYOUTS["qkv of rank 1"][1].in_blocks and not LAYOUTS["gate_up of rank 1"][1].in_blocks
+    assert LAYOUTS["qkv"][1].in_blocks and LAYOUTS["slice in blocks"][1].in_blocks
+    library = DeepGemm()
+    compare_parts(use(library), *LAYOUTS["qkv of rank 1"], "cpu", batches=BATCHES)
+    assert {(kernel, N) for kernel, _, N, _ in library.calls} == {("1d2d", 896), ("1d2d", 128), ("1d1d", 576)}
+
+
+@pytest.mark.parametrize(
+    ("backend", "name", "match"),
+    [
+        (ByN, "qkv", r"values at M = 1 differ between rows 0 to 128 of a weight \[128, 256\] and the same rows in one of \[1152"),
+        (ByN, "slice in blocks", r"rows 256 to 512 of a weight \[512, 128\]"),
+        (Rounding, "down of 4", r"a weight \[96, 1024\] and the same rows in one of \[96, 256\] on 4 ranks"),
+    ],
+)
+def test_what_depends_on_n_is_named(backend, name, match):
+    verdict = compare_parts(backend(), *LAYOUTS[name], "cpu", batches=BATCHES)
+    assert not verdict.ok
+    with pytest.raises(AssertionError, match=match):
+        raise AssertionError(verdict.found)
+
+
+def test_a_tile_that_rounds_otherwise_is_found(use):
+    verdict = compare_parts(use(ByTile()), *LAYOUTS["qkv"], "cpu", batches=(1, 600))
+    assert not verdict.ok
+
+
+def test_an_engine_refuses_to_start(monkeypatch):
+    device, asked = torch.device("meta"), []  # in place of a GPU: only a CPU is exempt
+    monkeypatch.setattr(row_equality, "_PROVEN", set())
+    monkeypatch.setattr(row_equality, "compare_rows", lambda *a: row_equality.Verdict(True, "equal"))
+    monkeypatch.setattr(row_equality, "compare_parts", lambda *a: asked.append(a) or row_equality.Verdict(False, "3 differ"))
+    shape, layout = LAYOUTS["qkv"]
+    row_equality.require_row_equality(ByN(), shape, device)
+    row_equality.require_row_equality(ByN(), shape, device, "pow2", Layout((Part(1152, 0, 1152, 0),)))
+    assert not asked  # the trainer's weight as it is
+    with pytest.raises(ModelError, match=r"'by-n' in a rollout.*\[1152, 256\].*3 differ.*JETRL_BACKEND=triton"):
+        row_equality.require_row_equality(ByN(), shape, device, "pow2", layout)
+    monkeypatch.setattr(ByN, "name", "triton")
+    with pytest.raises(ModelError, match='"fp8-rollout" with a correction'):
+        row_equality.require_row_equality(ByN(), shape, device, "pow2", layout)
+    monkeypatch.setattr(row_equality, "compare_parts", lambda *a: asked.append(a) or row_equality.Verdict(True, "equal"))
+    asked.clear()
+    for _ in range(2):
+        row_equality.require_row_equality(ByN(), shape, device, "pow2", layout)
+    assert len(asked) == 1

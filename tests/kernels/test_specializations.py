@@ -1,0 +1,116 @@
+"""Triton compiles a kernel anew for arguments of 1 and for multiples of 16: not for those that change from batch to batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from jetrl_patch.fp8 import quantize as formulas
+from jetrl_patch.kernels import (
+    aot,
+    attention_backward,
+    gemm,
+    gemm_decode,
+    gemm_dgrad,
+    gemm_wgrad,
+    norm,
+    producers,
+    quantize,
+    requantize,
+    silu,
+)
+
+BATCHES = (1, 2, 3, 16, 17, 31, 32, 128, 1008, 1024)
+N, K = 64, 256
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[tuple[str, str]]]:
+    """The kernels that launches on Hopper would compile, by name and by what Triton specializes on; nothing runs."""
+    found: set[tuple[str, str]] = set()
+    backend = make_backend(GPUTarget("cuda", 90, 32))
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        bind = create_function_from_signature(self.signature, self.params, backend)
+        _, specialization, options = bind(*args, **kwargs)
+        found.add((self.__name__, f"{specialization} {options}"))
+
+    monkeypatch.setattr(JITFunction, "run", run)
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", True)  # lets tensors of a CPU pass the checks
+    return found
+
+
+def rows(M: int, width: int) -> torch.Tensor:
+    return torch.randn(M, width).to(torch.bfloat16)
+
+
+def weight() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    q, s = formulas.quantize_weight(torch.randn(N, K), "pow2")
+    return q, s, formulas.expand_weight_scale(s, N)
+
+
+def forward(M: int) -> None:
+    q, _, s = weight()
+    for dtype in (torch.bfloat16, torch.float32):
+        gemm.fprop(*formulas.quantize_activation(rows(M, K), "pow2"), q, s, dtype)
+
+
+def few(M: int) -> None:
+    q, _, s = weight()
+    if M <= gemm_decode.ROWS:
+        gemm_decode.fprop(rows(M, K), q, s, "pow2")
+
+
+def backward(M: int) -> None:
+    q, blocks, _ = weight()
+    gemm_dgrad.dgrad(*formulas.quantize_activation(rows(M, N), "pow2"), q, blocks)
+    whole = -(-M // 128) * 128
+    g, x = (torch.zeros(width, whole, dtype=torch.uint8).view(torch.float8_e4m3fn) for width in (N, K))
+    gemm_wgrad.wgrad(g, torch.ones(whole // 128, N), x, torch.ones(whole // 128, K))
+
+
+def quantized(M: int) -> None:
+    for columns in (False, True):
+        quantize.quantize_rows(rows(M, K), "pow2", columns)
+        quantize.quantize_both(rows(M, K), "pow2", columns, pad=True)
+        producers.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
+        silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
+        silu.silu_mul_quantize_both(rows(M, K), rows(M, K), "pow2", columns, pad=True)
+        q, _ = formulas.quantize_activation(rows(M, K), "pow2")
+        requantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
+    quantize.quantize_tokens(rows(M, K), "pow2", turned=True, pad=True)
+    norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
+
+
+@pytest.mark.parametrize("call", [forward, few, backward, quantized])
+def test_a_batch_of_another_size_compiles_nothing(call: Any, compiled: set[tuple[str, str]]) -> None:
+    call(5)
+    first = set(compiled)
+    assert first
+    for M in BATCHES:
+        call(M)
+    assert compiled == first, {name for name, _ in compiled - first}
+
+
+def test_what_is_specialized_on_shows(compiled: set[tuple[str, str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    free = JITFunction(gemm.fprop_kernel.fn)  # the same kernel without the promise
+    monkeypatch.setattr(gemm, "fprop_kernel", free)
+    for M in (5, 16, 1):
+        forward(M)
+    assert len(compiled) == 2 * 3  # two output dtypes
+
+
+def test_kernels_are_inspected_as_they_are_compiled() -> None:
+    for spec in aot.specs().values():
+        assert not set(spec.aligned) & set(spec.kernel.do_not_specialize), spec.name
+    assert attention_backward.dq_kernel.do_not_specialize == attention_backward.dkdv_kernel.do_not_specialize == ["R"]
