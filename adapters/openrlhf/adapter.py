@@ -30,6 +30,7 @@ from jetrl_patch.adapters.openrlhf import (
     state,
     sync,
     versions,
+    weights,
     worker,
 )
 
@@ -215,6 +216,24 @@ CORRECTION = Patch(
 )
 
 
+SAME_WEIGHTS: tuple[Patch, ...] = (
+    Patch(
+        module="openrlhf.trainer.ray.ppo_actor",
+        attr="ActorPPOTrainer.training_step",
+        make=weights.training_step,
+        reason="nothing on a GPU tells cheaply that a weight is unchanged, so that forward, recomputation and backward would "
+        "each quantize it",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module="openrlhf.utils.deepspeed.deepspeed",
+        attr="DeepspeedStrategy.optimizer_step",
+        make=weights.optimizer_step,
+        reason="DeepSpeed writes the weights inside the training step, in ways that leave no trace on the tensors",
+        remove_when=_NO_HOOK,
+    ),
+)
+
 LOSS_SCALE = Patch(
     module="openrlhf.utils.deepspeed.deepspeed",
     attr="DeepspeedStrategy.optimizer_step",
@@ -269,7 +288,8 @@ class OpenRLHFAdapter(Adapter):
         loss_scale = (LOSS_SCALE,) if config.mode.scales_loss else ()
         same = SAME_LOG_PROBS if config.same_log_probs else ()
         old = OLD_LOG_PROBS if config.skips_old_pass else ()
-        return EVERY_MODE + same + old + ours + scaled + loss_scale + CHECKPOINT + states
+        kept = SAME_WEIGHTS if config.fp8_train else ()
+        return EVERY_MODE + same + old + ours + scaled + loss_scale + CHECKPOINT + states + kept
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""

@@ -1,4 +1,4 @@
-"""The transformers adapter: adds implementations of attention and experts through transformers' own registries."""
+"""The transformers adapter: adds implementations of attention and experts, where it can through transformers' own registries."""
 
 from __future__ import annotations
 
@@ -7,7 +7,16 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Services
+from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
+from jetrl_patch.adapters.transformers import masks
+
+PACKED_ROWS = Patch(
+    module="transformers.masking_utils",
+    attr="find_packed_sequence_indices",
+    make=masks.find_packed_sequence_indices,
+    reason="transformers reads back whether a row is packed, so that the host waits for the GPU in every forward pass",
+    remove_when="transformers decides without the device whether a row is packed",
+)
 
 
 class TransformersAdapter(Adapter):
@@ -21,6 +30,10 @@ class TransformersAdapter(Adapter):
         from jetrl_patch.adapters.transformers import services
 
         return Services(models=services)
+
+    def patches(self, config: Config) -> Sequence[Patch]:
+        """In exact mode, the search for packed rows."""
+        return (PACKED_ROWS,) if config.exact else ()
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Register exact attention and FP8 experts where the mode has them, and in every mode sequence-parallel attention."""

@@ -22,6 +22,7 @@ from jetrl_patch.adapters.verl import (
     settings,
     state,
     sync,
+    weights,
     worker,
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
@@ -285,6 +286,16 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
 )
 
 
+SAME_WEIGHTS = Patch(
+    module=_ENGINE,
+    attr="FSDPEngine.forward_backward_batch",
+    make=weights.forward_backward_batch,
+    reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation and "
+    "backward would quantize it",
+    remove_when=_NO_HOOK,
+)
+
+
 class VerlAdapter(Adapter):
     """verl 0.9: trainers V0 and V1, FSDP1, FSDP2 and Megatron, asynchronous vLLM servers."""
 
@@ -296,6 +307,8 @@ class VerlAdapter(Adapter):
         patches = EVERY_MODE + (MEGATRON if is_installed("megatron.core") else ())
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
+        if config.fp8_train:
+            patches += (SAME_WEIGHTS,)
         return patches + correction_patches(config)
 
     def services(self) -> Services:

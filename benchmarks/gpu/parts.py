@@ -79,7 +79,7 @@ def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequenc
 def quantizers(
     machine: Machine, shapes: Sequence[tuple[int, int]] = ((64, 3584), (2048, 3584), (16384, 3584), (16384, 18944))
 ) -> Iterator[Row]:
-    """Bandwidth of the quantizers (bytes that must move, over time) relative to the measured copy."""
+    """Bandwidth of the quantizers and fused kernels (bytes that must move, over time) relative to the measured copy."""
     for name, backend in machine.backends.items():
         for M, K in shapes:
             x = machine.random(M, K)
@@ -101,19 +101,25 @@ def quantizers(
 
 
 def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Operations of the plugin's kernels only: both layouts from one read, and fused producers."""
+    """Operations of the plugin's kernels only: both layouts from one read, fused producers, and their gradients."""
     kernels, producers = backend.quantizers(x), backend.producers(x)
     if kernels is None or producers is None:
         return {}
-    columns, weight, other = backend.columns, x[0].contiguous(), torch.randn_like(x)
+    from jetrl_patch.kernels.norm_backward import rms_norm_backward
+    from jetrl_patch.kernels.silu_backward import silu_mul_backward
+
+    columns, weight, other, rstd = backend.columns, x[0].contiguous(), torch.randn_like(x), torch.ones_like(x[:, 0]).float()
+    both = torch.bfloat16, torch.bfloat16
     ways: dict[str, tuple[int, Callable[[], object]]] = {
         TWO_LAYOUTS: (4, lambda: kernels.quantize_both(x, FORMAT, columns=columns, pad=True)),
         "SiLU * up, kept and quantized": (7, lambda: producers.silu_mul_quantize_rows(x, other, FORMAT, columns, keep=True)),
+        "SiLU * up, backward": (10, lambda: silu_mul_backward(x, other, x, both)),
     }
     if x.shape[1] <= producers.WIDEST:
         ways["RMSNorm, kept and quantized"] = (
             5, lambda: producers.rmsnorm_quantize_rows(x, weight, 1e-6, FORMAT, keep=True, columns=columns),
         )  # fmt: skip
+        ways["RMSNorm, backward"] = 6, lambda: rms_norm_backward(x, weight, rstd, other, torch.bfloat16, True)
     return ways
 
 

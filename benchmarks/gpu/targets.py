@@ -56,7 +56,8 @@ def _quantizers(rows: Sequence[Row], ours: str) -> Iterator[dict[str, Any]]:
     large = [row for row in rows if row["backend"] == ours and row["M, K"].startswith(f"{M}, ")]
     shares = {False: math.nan, True: math.nan}
     for both in (False, True):
-        of = [row["of the copy"] for row in large if (row["quantizer"] == TWO_LAYOUTS) == both and "kept" not in row["quantizer"]]
+        alone = [row for row in large if not any(word in row["quantizer"] for word in ("kept", "backward"))]
+        of = [row["of the copy"] for row in alone if (row["quantizer"] == TWO_LAYOUTS) == both]
         shares[both] = min(of, default=math.nan) if not any(map(math.isnan, of)) else math.nan
     yield _least(f"quantizers at M = {M}, {ours}, the slowest: bandwidth / a copy's", 0.85, shares[False])
     yield _most(f"both layouts from one read at M = {M}, {ours}: time / its memory-bandwidth floor", 1.1, 1 / shares[True])

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.exact.dispatch import implementation
+from jetrl_patch.fp8.backends.gpu import written
 from jetrl_patch.native import ops
 
 
@@ -33,17 +34,33 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_MK, w_K, rstd = ctx.saved_tensors
-        g = grad_outputs[0].reshape(x_MK.shape).float()
-        hat = x_MK.float() * rstd.unsqueeze(-1)
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
+        return *rms_norm_gradients(ctx, grad_outputs[0], implementation(grad_outputs[0]) == "triton"), None
+
+
+def rms_norm_gradients(ctx: Any, dy: Tensor, kernel: bool) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of x and of the weight, computed in FP32.
+
+    Args:
+        ctx: of a forward pass on x and the weight, which saved their BF16 values [M, K] and [K] and 1/rms FP32 [M].
+        kernel: use the Triton kernel, not torch's operations.
+    """
+    x_MK, w_K, rstd = ctx.saved_tensors
+    wants_x, wants_w = ctx.needs_input_grad[:2]
+    dy_MK = dy.reshape(x_MK.shape)
+    dx = dw = None
+    if kernel:
+        from jetrl_patch.kernels.norm_backward import rms_norm_backward
+
+        dx, dw = rms_norm_backward(x_MK, w_K, rstd, dy_MK, written(ctx.x_dtype), wants_w)
+    else:
+        g, hat = dy_MK.float(), x_MK.float() * rstd.unsqueeze(-1)
+        if wants_x:
             gw = g * w_K.float()
             dx = (gw - hat * (gw * hat).mean(-1, keepdim=True)) * rstd.unsqueeze(-1)
-            dx = dx.to(ctx.x_dtype).view(grad_outputs[0].shape)
-        if ctx.needs_input_grad[1]:
-            dw = (g * hat).sum(0).to(ctx.w_dtype)
-        return dx, dw, None
+        if wants_w:
+            dw = (g * hat).sum(0)
+    dx = dx.to(ctx.x_dtype).view(dy.shape) if dx is not None and wants_x else None
+    return dx, None if dw is None else dw.to(ctx.w_dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

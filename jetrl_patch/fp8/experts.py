@@ -128,7 +128,7 @@ class Experts:
         width = down_EHI.shape[2]
         weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
         states = (self._matrices[expert, part].fp8 for part in PARTS)
-        return _Quantized(*(state.quantized(weight) for state, weight in zip(states, weights, strict=True)))
+        return _Quantized(*(state.quantized(weight, own=True) for state, weight in zip(states, weights, strict=True)))
 
 
 class _Mixture(torch.autograd.Function):

@@ -37,6 +37,10 @@ class QuantizedWeight:
         return expand_weight_scale(self.s_blocks, self.q.shape[0])
 
 
+#: the promises that hold now (``unchanged``); copies of a state end with the original's
+PROMISES: set[int] = set()
+
+
 @dataclass
 class Fp8State:
     """A layer's quantization settings and its last quantized weight. Not part of the state dict."""
@@ -46,17 +50,36 @@ class Fp8State:
     #: ranges of K whose partial sums a tensor-parallel rollout adds; 1 unless the layer is row-parallel there
     splits: int = 1
     _cached: tuple[int, QuantizedWeight] | None = field(default=None, repr=False)
+    #: the promise that the layer's own weight stays as it is (``unchanged``), and what was made of it since
+    promise: int | None = field(default=None, repr=False)
+    _kept: tuple[tuple[Any, ...], QuantizedWeight] | None = field(default=None, repr=False)
 
     @property
     def backend(self) -> Backend:
         return get_backend(self.backend_name)
 
-    def quantized(self, weight: Tensor) -> QuantizedWeight:
-        """The bytes and scales of ``weight`` [N, K], cached while its content is unchanged."""
+    def promised(self, promise: int | None) -> None:
+        """Start to rely on a promise, or stop with None. What was kept under another one is dropped."""
+        self.promise, self._kept = promise, None
+
+    def quantized(self, weight: Tensor, own: bool = False) -> QuantizedWeight:
+        """The bytes and scales of ``weight`` [N, K], cached while its content is unchanged.
+
+        Args:
+            own: it is the layer's weight and not, for example, one that LoRA changed. Only this one was promised to stay.
+        """
         if isinstance(weight, Fp8Gathered):
             return QuantizedWeight(weight.q, weight.s_blocks)
         if isinstance(weight, Fp8Shard):  # not sharded, or not yet
             return QuantizedWeight(*weight.quantized())
+        if not own or self.promise not in PROMISES or weight.is_inference():  # inference tensors have no version
+            return self._of_content(weight)
+        key = (weight._version, weight.shape, weight.dtype)
+        if self._kept is None or self._kept[0] != key:
+            self._kept = key, self._of_content(weight)
+        return self._kept[1]
+
+    def _of_content(self, weight: Tensor) -> QuantizedWeight:
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
         # The key is the content: an optimizer, a checkpoint or an EMA may write in ways that leave no other trace.
         key = self.backend.fingerprint(w_NK)
@@ -121,7 +144,7 @@ def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
-        y, q_MK, s_MG = fprop(x, state.quantized(weight), bias, state)
+        y, q_MK, s_MG = fprop(x, state.quantized(weight, own=True), bias, state)
         ctx.save_for_backward(q_MK, s_MG, weight)
         ctx.state = state
         # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
@@ -139,7 +162,7 @@ class _Fp8Matmul(torch.autograd.Function):
         w_dtype = ctx.w_dtype if ctx.parameter is None else torch.float32
         wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, w_dtype)
         if wanted[0]:
-            w = state.quantized(weight)
+            w = state.quantized(weight, own=True)
         if all(wanted):
             dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, q_MK, s_MG, state.scale_format, dtypes)
         elif wanted[0]:

@@ -5,8 +5,8 @@
 | SiLU(gate) * up  | gate, up BF16 [M, K]  | y BF16 [M, K], q e4m3, s [M, G]              | (q, s)     |
 
 y equals that of ``exact.norm`` or ``exact.activation``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion
-saves a pass over y and kernel launches. Backward is that of the exact ops. Hugging Face's own norm sums in FP32, so its
-last bit may differ; these replace it only under ``align="linear"``, which promises equal linears and nothing more.
+saves a pass over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in
+FP32, so its last bit may differ; these replace it only under ``align="linear"``, which promises equal linears and nothing more.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.activation import _SiluMul
-from jetrl_patch.exact.norm import _RMSNorm
+from jetrl_patch.exact.activation import silu_mul_gradients
+from jetrl_patch.exact.norm import rms_norm_gradients
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.linear import Fp8State, hand_over
 
@@ -45,9 +45,9 @@ def _rows(x: Tensor) -> Tensor:
     return x_MK if x_MK.stride(-1) == 1 else x_MK.contiguous()
 
 
-class _NormedRows(_RMSNorm):
+class _NormedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:
         x_MK = _rows(x)
         columns: bool = state.backend.columns  # type: ignore[attr-defined]
         made = kernels.rmsnorm_quantize_rows(x_MK, weight.detach().contiguous(), eps, state.scale_format, True, columns)
@@ -57,13 +57,13 @@ class _NormedRows(_RMSNorm):
         return made.y_MK.view(x.shape), made.q_MK, made.s_MG
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_RMSNorm.backward(ctx, grad_outputs[0]), None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        return *rms_norm_gradients(ctx, grad_outputs[0], True), None, None, None
 
 
-class _MultipliedRows(_SiluMul):
+class _MultipliedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(ctx: Any, gate: Tensor, up: Tensor, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:
         columns: bool = state.backend.columns  # type: ignore[attr-defined]
         made = kernels.silu_mul_quantize_rows(_rows(gate), _rows(up), state.scale_format, columns, keep=True)
         ctx.save_for_backward(gate, up)
@@ -72,8 +72,9 @@ class _MultipliedRows(_SiluMul):
         return made.y_MK.view(gate.shape), made.q_MK, made.s_MG
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_SiluMul.backward(ctx, grad_outputs[0]), None, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        gate, up = ctx.saved_tensors
+        return *silu_mul_gradients(gate, up, grad_outputs[0], ctx.dtypes, True), None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import masking_utils
 
+import jetrl_patch
 from jetrl_patch.adapters.transformers.attention import exact_attention, find_layout
 from jetrl_patch.exact import dispatch, packed
 
@@ -66,3 +68,19 @@ def test_a_bound_belongs_to_its_batch():
     assert packed.bound(marked.clone()) is None
     mask = torch.ones(1, 7)
     assert find_layout(mask, marked, (1, 7)).exceeded is None  # a padded batch is counted
+
+
+@pytest.mark.parametrize("lengths", [(5, 9, 3), (17,)], ids=str)
+def test_transformers_does_not_ask_either(lengths):
+    """Its own search looks at the device; with a bound the numbers are the same, also for a row of one sequence."""
+    positions, marked = positions_of(*lengths), positions_of(*lengths)
+    packed.mark(marked, 4)
+    with pytest.raises(AssertionError, match="waits for the device"), NothingIsReadBack():
+        masking_utils.find_packed_sequence_indices(positions)
+    jetrl_patch.enable(precision="fp8-unified")
+    with NothingIsReadBack():
+        found = masking_utils.find_packed_sequence_indices(marked)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    assert torch.equal(found, numbers[None])
+    theirs = masking_utils.find_packed_sequence_indices(positions)
+    assert theirs is None if len(lengths) == 1 else torch.equal(theirs, found)

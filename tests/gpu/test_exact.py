@@ -12,7 +12,7 @@ from jetrl_patch.exact import capability, ops, trial
 from jetrl_patch.fp8.lora import merged_weight
 
 from ..dispatched import dispatched
-from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
+from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_GEMM, sqnr
 
 pytestmark = pytest.mark.gpu
 
@@ -125,3 +125,18 @@ def test_a_captured_decode_step_follows_its_inputs(device):
         table.copy_(torch.randperm(40, generator=g).view(4, 10))
         graph.replay()
         assert torch.equal(captured, step())
+
+
+@pytest.mark.parametrize(("rows", "width"), [(1, 64), (300, 1000), (4096, 3584), (9, 18944)])
+def test_gradients_of_silu_and_the_norm_against_fp64(device, rows, width):
+    x, up, dy = (rand(device, rows, width, seed=i).requires_grad_() for i in range(3))
+    weight = rand(device, width, seed=3).requires_grad_()
+    wide = [t.detach().double().requires_grad_() for t in (x, up, weight)]
+    cases = [(ops.silu_mul(x, up), F.silu(wide[0]) * wide[1], (x, up), wide[:2])]
+    if width <= 16384:
+        norm = F.rms_norm(wide[0], (width,), wide[2], 1e-6)
+        cases.append((ops.rms_norm(x, weight, 1e-6), norm, (x, weight), (wide[0], wide[2])))
+    for y, exact, inputs, exact_inputs in cases:
+        found, expected = torch.autograd.grad(y, inputs, dy), torch.autograd.grad(exact, exact_inputs, dy.detach().double())
+        for ours, theirs in zip(found, expected):
+            assert sqnr(ours, theirs) > SQNR_GEMM

@@ -29,8 +29,8 @@ IDS = torch.tensor([[5, 17, 200, 31, 8, 9, 301], [7, 7, 300, 12, 4, 99, 2]])
 
 @pytest.fixture(autouse=True)
 def as_on_a_gpu(monkeypatch):
-    """Use the FP64 formulas, not the C kernels, and enable fusion."""
-    monkeypatch.setitem(dispatch._chosen, "cpu", "torch")
+    """Use the Triton ops, not the C kernels, and enable fusion."""
+    monkeypatch.setitem(dispatch._chosen, "cpu", "triton")
     monkeypatch.setattr(producers, "available", lambda backend, device_type: True)
 
 

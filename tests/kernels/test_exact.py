@@ -15,11 +15,21 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import attention, attention_backward, elementwise, head, merge, norm
+from jetrl_patch.kernels import (
+    attention,
+    attention_backward,
+    elementwise,
+    head,
+    merge,
+    norm,
+    norm_backward,
+    silu_backward,
+)
 from jetrl_patch.kernels.aot import Spec, compile_one, specs
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [k for m in (attention, attention_backward, elementwise, head, merge, norm) for k in m.KERNELS]
+MODULES = (attention, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
+SPECS = [k for m in MODULES for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing may spill
 REGISTERS = {
     **dict.fromkeys(("attention_paged_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
@@ -31,14 +41,17 @@ REGISTERS = {
     "merge": 96,
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
+    **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
+    "silu_mul_backward": 64,
 }
 #: maximum bytes of shared memory, for the same number of programs
 SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
 
 
-def test_in_the_interpreter():
+@pytest.mark.parametrize("file", ["interpreted_exact", "interpreted_backward", "interpreted_whole"])
+def test_in_the_interpreter(file: str):
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/interpreted_exact.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 

@@ -45,7 +45,13 @@ if __name__ == "__main__":
         # the last label of a sequence comes from its neighbour and has no meaning
         return [t[:-1].clone() for t in output["model_output"]["log_probs"].unbind()]
 
+    promised = set()
+
+    def states(model):
+        return [m.fp8 for m in model.module.modules() if isinstance(m, Fp8Linear)]
+
     def loss(model_output, data, dp_group=None):
+        promised.update(state.promise for state in states(actor))
         return -model_output["log_probs"].values().mean(), {}
 
     actor, reference = engine(False), engine(True)
@@ -54,6 +60,9 @@ if __name__ == "__main__":
     with actor.train_mode(disable_auto_offload=True):
         for _ in range(2):
             actor.train_batch(batch([2 * (rank % 2), 2 * (rank % 2) + 1]), loss)
+    # weights that are not sharded are promised to stay within an update: one promise for each of the two
+    assert len(promised) == (2 if world == 1 else 1) and (None in promised) == (world > 1), promised
+    assert {state.promise for state in states(actor)} == {None}
     after = log_probs(actor, [0, 1, 2, 3])
     assert not any(torch.equal(a, b) for a, b in zip(after, before, strict=True)), "training changed nothing"
 

@@ -129,7 +129,7 @@ class GpuBackend(Backend):
         return self.wgrad_product(g_NM, sg, *x, written(out_dtype)).to(out_dtype)
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
-        """None: the weight is quantized in every forward pass, which moves 3 bytes per element.
+        """None: each pass quantizes the weight, which moves 3 bytes per element, unless it is promised to stay (``unchanged``).
 
         Reading a fingerprint back would stall the stream, and no host-side key is safe: FSDP2 gathers new values into the
         same parameter and storage without a new version (``_unsafe_preserve_version_counter``), and so do writes by ``.data``.

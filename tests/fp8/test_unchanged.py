@@ -1,0 +1,279 @@
+"""Weights that are promised to stay are quantized once, on the GPU backends' code path; no other weight ever is kept."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from jetrl_patch.fp8 import backends
+from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch.fp8.linear import PROMISES
+from jetrl_patch.fp8.lora import Fp8LoraLinear, LowRank
+from jetrl_patch.fp8.quantize import quantize_weight
+from jetrl_patch.fp8.unchanged import end_promise, unchanged_weights
+
+from ..models import build
+from .test_training import PlainGpu
+
+NAME, LAYERS, STEPS = PlainGpu.name, 3, 2
+
+
+@pytest.fixture(autouse=True)
+def quantized(monkeypatch):
+    """The weights that the backend quantized, in order."""
+    seen = []
+
+    class Counting(PlainGpu):
+        def quantize_weight(self, w_NK, scale_format):
+            seen.append(w_NK.clone())
+            return super().quantize_weight(w_NK, scale_format)
+
+    monkeypatch.setitem(backends._LOADED, NAME, Counting())
+    yield seen
+    assert not PROMISES
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(256, 256, bias=False) for _ in range(LAYERS))
+
+    def forward(self, x):
+        return x + self.down_proj(self.gate_proj(x) * self.up_proj(x))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Block()])
+        self.call = lambda block, x: block(x)
+
+    def forward(self, x):
+        return self.call(self.layers[0], x)
+
+
+def make(checkpointing=None, sharded=False):
+    torch.manual_seed(0)
+    model = Model()
+    swap_linears(model, backend=NAME)
+    if checkpointing is not None:
+        model.call = functools.partial(checkpoint, use_reentrant=checkpointing == "reentrant")
+    if sharded:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        mesh = init_device_mesh("cpu", (1,))
+        for block in model.layers:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
+
+
+def micro_batches(step, count):
+    generator = torch.Generator().manual_seed(step)
+    for _ in range(count):
+        yield torch.randn(96, 256, generator=generator).to(torch.bfloat16).requires_grad_()
+
+
+def passes(model, step, accumulate, promised):
+    """Forward and backward of all micro-batches of a step."""
+    found = []
+
+    def run():
+        for x in micro_batches(step, accumulate):
+            y = model(x)
+            y.float().pow(2).mean().backward()
+            found.extend((y.detach().clone(), x.grad))
+
+    if promised:
+        with unchanged_weights(model):
+            run()
+    else:
+        run()
+    return found
+
+
+def train(model, accumulate, promised, quantized):
+    """Outputs, gradients and weights of a few steps, and the number of quantized weights in each."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    found, counts = [], []
+    for step in range(STEPS):
+        quantized.clear()
+        found += passes(model, step, accumulate, promised)
+        counts.append(len(quantized))
+        found += [p.grad.clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return found + [p.detach().clone() for p in model.parameters()], counts
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def full(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "other"])
+@pytest.mark.parametrize("sharded", [False, True], ids=["whole", "FSDP2"])
+def test_once_in_an_optimizer_step(accumulate, checkpointing, sharded, one_rank, quantized):
+    """Without the promise each forward, recomputation and backward quantizes; with it the results are the same bits."""
+    expected, many = train(make(checkpointing, sharded), accumulate, False, quantized)
+    found, once = train(make(checkpointing, sharded), accumulate, True, quantized)
+    assert many == [accumulate * LAYERS * (2 if checkpointing is None else 3)] * STEPS
+    assert once == [LAYERS] * STEPS
+    assert all(torch.equal(full(a), full(b)) for a, b in zip(found, expected, strict=True))
+
+
+WRITES = {
+    "data": lambda w: w.data.mul_(1.5),
+    "in place": lambda w: w.detach().add_(1.0),
+    "a kernel": lambda w: torch.from_numpy(w.detach().numpy()).neg_(),
+    "storage": lambda w: w.untyped_storage().copy_(torch.zeros_like(w).untyped_storage()),
+    "preserved version": lambda w: preserving(w, lambda: w.detach().add_(1.0)),
+    "set": lambda w: setattr(w, "data", w.detach() * 2),
+}
+
+
+def preserving(w, write):
+    with torch.autograd._unsafe_preserve_version_counter(w):
+        write()
+
+
+def bytes_of(model):
+    layer = model.layers[0].gate_proj
+    return layer.fp8.quantized(layer.weight, own=True).q.view(torch.uint8)
+
+
+def current(model):
+    return quantize_weight(model.layers[0].gate_proj.weight.detach().to(torch.bfloat16), "pow2")[0].view(torch.uint8)
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_no_value_outlives_the_promise(write):
+    """However a weight is written between two blocks, whether or not that leaves a trace on the tensor."""
+    model = make()
+    with unchanged_weights(model):
+        first = bytes_of(model)
+    WRITES[write](model.layers[0].gate_proj.weight)
+    for _ in range(2):
+        assert torch.equal(bytes_of(model), current(model))
+        with unchanged_weights(model):
+            assert torch.equal(bytes_of(model), current(model)) and bytes_of(model) is not first
+            assert bytes_of(model).data_ptr() == bytes_of(model).data_ptr()
+
+
+def test_a_write_that_breaks_the_promise_is_seen_by_its_version():
+    model = make()
+    with unchanged_weights(model):
+        bytes_of(model)
+        with torch.no_grad():
+            model.layers[0].gate_proj.weight.neg_()
+        assert torch.equal(bytes_of(model), current(model))
+
+
+@pytest.mark.parametrize("how", ["error", "early", "copy", "nested"])
+def test_where_a_promise_ends(how, quantized):
+    model = make()
+    if how == "error":
+        with contextlib.suppress(ZeroDivisionError), unchanged_weights(model):
+            bytes_of(model)
+            raise ZeroDivisionError
+    elif how == "early":
+        with unchanged_weights(model):
+            bytes_of(model)
+            end_promise(model)
+            model.layers[0].gate_proj.weight.data.neg_()
+            assert torch.equal(bytes_of(model), current(model))
+    elif how == "copy":
+        with unchanged_weights(model):
+            bytes_of(model)
+            other = copy.deepcopy(model)
+        model = other
+    else:
+        with unchanged_weights(model):
+            with unchanged_weights(model):
+                bytes_of(model)
+            model.layers[0].gate_proj.weight.data.neg_()
+            assert torch.equal(bytes_of(model), current(model))
+    model.layers[0].gate_proj.weight.data.neg_()
+    quantized.clear()
+    assert all(torch.equal(bytes_of(model), current(model)) for _ in range(2)) and len(quantized) == 2
+
+
+def test_another_model_has_no_part_in_it(quantized):
+    model, other = make(), make()
+    with unchanged_weights(model):
+        for _ in range(2):
+            bytes_of(other)
+    assert len(quantized) == 2
+
+
+def test_what_is_sent_relies_on_no_promise(quantized):
+    """The weight sync quantizes what it sends; those are the bytes of the next passes."""
+    model = make()
+    train(model, 2, True, quantized)
+    layer = model.layers[0].gate_proj
+    with unchanged_weights(model):
+        bytes_of(model)
+        layer.weight.data.neg_()
+        sent = layer.fp8.quantized(layer.weight)
+        assert torch.equal(sent.q.view(torch.uint8), current(model))
+    with unchanged_weights(model):
+        assert torch.equal(bytes_of(model), sent.q.view(torch.uint8))
+
+
+def test_a_weight_that_lora_changes_is_not_the_layers_own(quantized):
+    model = make()
+    layer = model.layers[0].gate_proj
+    layer.__class__ = Fp8LoraLinear
+    x = torch.randn(8, 256).to(torch.bfloat16)
+    plain = layer(x)
+    with unchanged_weights(model):
+        assert torch.equal(layer(x), plain)
+        for factor in (0.5, 1.0):
+            change = LowRank(torch.full((4, 256), factor), torch.ones(256, 4), 1.0)
+            assert torch.equal(layer(x, change), layer(x, change)) and not torch.equal(layer(x, change), plain)
+        assert torch.equal(layer(x), plain)
+
+
+def test_inference_tensors_have_no_version(quantized):
+    with torch.inference_mode():
+        model = make()
+        with unchanged_weights(model):
+            for _ in range(2):
+                model(torch.ones(4, 256))
+    assert len(quantized) == 2 * LAYERS
+
+
+def test_experts_are_kept_one_by_one(quantized):
+    model = build("qwen3_moe", num_hidden_layers=1).train()
+    swap_linears(model, backend=NAME)
+    ids = torch.arange(2, 50).view(2, 24)
+
+    def step():
+        model.zero_grad()
+        for part in ids.split(1):
+            model(input_ids=part, labels=part, use_cache=False).loss.backward()
+        return [p.grad for p in model.parameters() if p.grad is not None]
+
+    expected, many = step(), len(quantized)
+    quantized.clear()
+    with unchanged_weights(model):
+        found = step()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert len(quantized) < many / 2
+    assert not any(a.shape == b.shape and torch.equal(a, b) for a, b in itertools.combinations(quantized, 2))

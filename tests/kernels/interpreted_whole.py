@@ -1,0 +1,61 @@
+"""A whole model in exact mode on a GPU's code path, in the interpreter: the host waits for nothing in a step.
+
+``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+
+import jetrl_patch
+from jetrl_patch.adapters.transformers import prepare
+from jetrl_patch.config import Config
+from jetrl_patch.exact import dispatch, ops, packed
+
+from ..models import build
+from ..waits import NothingIsReadBack
+
+assert triton.knobs.runtime.interpret
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+LENGTHS = (5, 1, 9)
+IDS = torch.arange(2, 2 + sum(LENGTHS))[None]
+
+
+@pytest.fixture
+def model(monkeypatch):
+    jetrl_patch.enable(precision="fp8-unified")
+    monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
+    monkeypatch.setattr(dispatch, "configure", lambda *args: "triton")
+    monkeypatch.setitem(dispatch._chosen, "cpu", "triton")
+    made = build("qwen3", num_hidden_layers=1).train()
+    prepare.prepare_model(made, Config(precision="fp8-unified").resolved(), device_type="cuda")
+    return made
+
+
+def positions_of(at_most):
+    found = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    if at_most is not None:
+        packed.mark(found, at_most)
+    return found
+
+
+def step(model, positions):
+    """Log-probs of a packed row and the gradients."""
+    model.zero_grad()
+    logits = model(input_ids=IDS, position_ids=positions, use_cache=False).logits[0]
+    found = ops.token_log_probs(logits, IDS[0].roll(-1), torch.full((IDS.shape[1], 1), 0.7))
+    found.sum().backward()
+    return [found.detach(), *(p.grad for p in model.parameters())]
+
+
+def test_a_step_reads_nothing_back(model):
+    expected = step(model, positions_of(None))  # the host counts the sequences, and makes the tables
+    positions = positions_of(4)
+    with NothingIsReadBack():
+        found = step(model, positions)
+    assert len(found) == len(expected) and all(torch.equal(a, b) for a, b in zip(found, expected))
+    with pytest.raises(AssertionError, match="waits for the device"), NothingIsReadBack():
+        step(model, positions_of(None))
