@@ -174,7 +174,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     wanted: dict[str, Any] = {f"{ROLLOUT}.calculate_log_probs": True}
     if config.exact or config.guard_sqnr is not None:
         # a compiled graph fuses ops and rounds differently, and it would keep running layers that have left FP8
-        wanted[f"{ROLLOUT}.enforce_eager"] = True
+        wanted[f"{ROLLOUT}.enforce_eager"] = not config.decode_graphs
     if config.exact:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)

@@ -94,7 +94,7 @@ class VllmAdapter(Adapter):
 
 def _decorate_for_torch_compile(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def decorate_for_torch_compile(self: Any) -> None:
-        if not self.model_config.enforce_eager:
+        if not self.model_config.enforce_eager and self.compilation_config.mode:  # 0: CompilationMode.NONE
             original(self)
 
     return decorate_for_torch_compile

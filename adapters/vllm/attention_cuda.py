@@ -1,7 +1,7 @@
 """The rollout's attention in exact mode on CUDA: the trainer's Triton kernel over vLLM's paged cache.
 
 The cache, its layouts and the code that fills it are those of vLLM's own Triton backend; only the attention differs. The
-step's metadata stay on the device, and nothing is read back. CUDA graphs are not supported: exact mode runs eagerly.
+step's metadata stay on the device, and nothing is read back: grids follow from shapes, so a CUDA graph can hold a decoding step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ExactCudaMetadata(AttentionMetadata):
 class ExactCudaAttentionBuilder(AttentionMetadataBuilder[ExactCudaMetadata]):
     """Passes on the common metadata: no plan, no split, nothing that depends on the batch."""
 
-    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.NEVER
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)

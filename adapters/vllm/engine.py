@@ -9,7 +9,7 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.compat import sequence_parallel
-from jetrl_patch.adapters.vllm.exact import choose_attention, device_problems
+from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
@@ -75,7 +75,9 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if config.exact:
         choose_attention(args)
     args.quantization = ours
-    if not args.enforce_eager and (config.exact or _on_cpu()):
+    if config.decode_graphs and not _on_cpu():
+        capture_decoding(args)
+    elif not args.enforce_eager and (config.exact or _on_cpu()):
         logger.warning(
             "jetrl_patch: set enforce_eager=True, because a compiled graph fuses ops and changes their rounding"
             if config.exact

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["choose_attention", "device_problems", "finish_model", "rank_sizes", "try_ops"]
+__all__ = ["capture_decoding", "choose_attention", "device_problems", "finish_model", "rank_sizes", "try_ops"]
 
 
 def choose_attention(args: EngineArgs) -> None:
@@ -43,6 +43,31 @@ def choose_attention(args: EngineArgs) -> None:
         )
     if settings.backend is None:
         args.attention_backend = ours
+
+
+def capture_decoding(args: EngineArgs) -> None:
+    """Have vLLM capture whole decoding steps in CUDA graphs and compile nothing, which keeps the kernels and so the bits.
+
+    A graph records the launches of a step with one new token a request; grids follow from shapes, and no op reads anything back.
+    Prefill and mixed steps run eagerly.
+
+    Raises:
+        ConflictError: a compilation is asked for.
+    """
+    from vllm.config import CompilationMode, CUDAGraphMode
+
+    settings = args.compilation_config
+    if settings.mode not in (None, CompilationMode.NONE):
+        raise ConflictError(
+            explain(
+                "vLLM compilation_config.mode with decode_graphs=True",
+                required="NONE (a compiler fuses ops and changes their rounding)",
+                found=settings.mode.name,
+                fix="leave it unset",
+            )
+        )
+    settings.mode, settings.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
+    args.enforce_eager = False
 
 
 def device_problems(vllm_config: VllmConfig) -> None:

@@ -84,6 +84,16 @@ def check_together(config: Config) -> None:
             f"old_log_probs='rollout' contradicts align={config.resolved_align!r}: only in exact mode are the rollout's "
             "log-probs the trainer's. Set align='exact' or old_log_probs='recompute'."
         )
+    if config.decode_graphs and not config.exact:
+        raise ConfigError(
+            f"decode_graphs=True contradicts align={config.resolved_align!r}: outside of exact mode vLLM captures graphs by "
+            "itself. Drop decode_graphs or use align='exact'."
+        )
+    if config.decode_graphs and config.guard_sqnr is not None:
+        raise ConfigError(
+            f"decode_graphs=True contradicts guard_sqnr={config.guard_sqnr!r}: a graph would keep running layers that have left "
+            "FP8. Drop one of the two."
+        )
     if not 0 <= config.audit_fraction <= 1:
         raise ConfigError(f"audit_fraction={config.audit_fraction!r} must be between 0 and 1.")
     below = [name for name, found in CORRECTIONS.items() if found.takes_acr]

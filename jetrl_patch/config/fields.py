@@ -91,6 +91,11 @@ class Fields:
         "with it, or log an error and `recompute` from then on",
         choices=get_args(OnMismatch), joint=True,
     )
+    decode_graphs: bool = setting(
+        False, "exactness",
+        "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels, so the "
+        "same bits, with one launch a step. Ignored on a CPU. Not run on a GPU yet",
+    )
     platform: Platform = setting(
         "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),
     )

@@ -126,6 +126,22 @@ def test_decode_chunks_and_prefill_equal_training(heads, kv_heads, width, size, 
         assert all(torch.equal(f, t[rows]) for f, t in zip(found, trained))
 
 
+def test_a_graphs_padding_changes_nothing():
+    """A captured decoding step has more requests and tokens than there are: their lengths are zero, their pages anybody's."""
+    q, k, v, cu = packed(4, 2, 64)
+    k_cache, v_cache, table = paged(k, v, cu, 16, seed=3)
+    rows, seen = cu[1:].long() - 1, torch.tensor(LENGTHS, dtype=torch.int32)
+    real = len(seen)
+    expected = attention.attention_paged(q[rows], k_cache, v_cache, table, seen, ends([1] * real), 0.125)
+    for more in (1, 5):
+        tokens = torch.cat((q[rows], torch.full((more, 4, 64), float("nan"), dtype=BF16)))
+        starts = torch.cat((ends([1] * real), torch.full((more,), real, dtype=torch.int32)))
+        lengths = torch.cat((seen, torch.zeros(more, dtype=torch.int32)))
+        pages = torch.cat((table, table[:1].repeat(more, 1)))
+        found = attention.attention_paged(tokens, k_cache, v_cache, pages, lengths, starts, 0.125)
+        assert all(torch.equal(f[:real], e) for f, e in zip(found, expected))
+
+
 def test_other_neighbours_change_nothing():
     q, k, v, cu = packed(7, 1, 64)
     whole = attention.attention_varlen(q, k, v, cu, 0.125)

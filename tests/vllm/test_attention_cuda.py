@@ -12,18 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from vllm.config import CompilationConfig, CompilationMode, CUDAGraphMode
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.registry import _ATTN_OVERRIDES, AttentionBackendEnum
 
 import jetrl_patch
-from jetrl_patch.adapters.vllm import exact
+from jetrl_patch.adapters.vllm import engine, exact
 from jetrl_patch.adapters.vllm.attention_cuda import (
     ExactCudaAttentionBackend,
     ExactCudaAttentionBuilder,
     ExactCudaAttentionImpl,
 )
 from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, ModelError
 from jetrl_patch.exact import ops
 
@@ -60,7 +62,7 @@ def test_it_offers_what_the_kernel_computes() -> None:
     for accepted in ({}, {"head_size": 64}, {"kv_cache_dtype": "bfloat16"}, {"use_batch_invariant": True}):
         assert ExactCudaAttentionBackend.validate_configuration(**SETTING | accepted) == []
     assert ExactCudaAttentionBackend.get_name() == "CUSTOM"
-    assert ExactCudaAttentionBuilder._cudagraph_support == AttentionCGSupport.NEVER
+    assert ExactCudaAttentionBuilder._cudagraph_support == AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
 
 @pytest.mark.parametrize("change", REFUSED, ids=lambda change: next(iter(change)))
@@ -166,6 +168,33 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
     ):
         with pytest.raises(ConflictError, match="required the exact attention, for align='exact', found FLASH_ATTN"):
             exact.choose_attention(args)
+
+
+def test_vllm_captures_whole_decoding_steps_and_compiles_nothing() -> None:
+    """As vLLM resolves the configuration: full graphs for decoding, none for mixed steps, custom operators as in eager mode."""
+    args = SimpleNamespace(enforce_eager=True, compilation_config=CompilationConfig())
+    exact.capture_decoding(args)
+    found = args.compilation_config
+    assert args.enforce_eager is False and found.mode == CompilationMode.NONE
+    resolved = found.resolve_cudagraph_mode_and_sizes(ExactCudaAttentionBuilder._cudagraph_support, "CUSTOM")
+    assert resolved == CUDAGraphMode.FULL_DECODE_ONLY and not resolved.requires_piecewise_compilation()
+    assert resolved.decode_mode() == CUDAGraphMode.FULL and resolved.mixed_mode() == CUDAGraphMode.NONE
+    never = CompilationConfig(mode=0, cudagraph_mode="FULL_DECODE_ONLY")  # what a backend without support would get
+    assert never.resolve_cudagraph_mode_and_sizes(AttentionCGSupport.NEVER, "CUSTOM") == CUDAGraphMode.NONE
+    compiled = SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))
+    with pytest.raises(ConflictError, match=r"required NONE .* found VLLM_COMPILE\. Leave it unset"):
+        exact.capture_decoding(compiled)
+
+
+@pytest.mark.usefixtures("on_cuda")
+@pytest.mark.parametrize("graphs", [False, True])
+def test_the_engines_arguments_ask_for_graphs(graphs: bool, checkpoint: Callable[..., str]) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=checkpoint("qwen3"), skip_tokenizer_init=True)
+    engine.prepare_arguments(args, Config(decode_graphs=graphs).resolved())
+    assert args.enforce_eager is not graphs
+    assert (args.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) is graphs
 
 
 @pytest.mark.usefixtures("on_cuda")

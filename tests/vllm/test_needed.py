@@ -100,11 +100,13 @@ def test_vllm_rounds_partial_sums_without_us() -> None:
 def test_transformers_classes_are_changed_for_compilation_without_us() -> None:
     from types import SimpleNamespace
 
+    from vllm.config import CompilationMode
     from vllm.model_executor.models.transformers.base import Base
 
     changed: list[Any] = []
     engine = SimpleNamespace(
         model_config=SimpleNamespace(enforce_eager=True),
+        compilation_config=SimpleNamespace(mode=CompilationMode.VLLM_COMPILE),
         _pre_trained_model_classes=SimpleNamespace(decoder="the trainer's class too"),
         _decorate_cls_for_torch_compile=lambda cls, **_: changed.append(cls),
     )
@@ -114,6 +116,9 @@ def test_transformers_classes_are_changed_for_compilation_without_us() -> None:
     Base._decorate_for_torch_compile(engine)
     assert len(changed) == 1
     engine.model_config.enforce_eager = False
+    Base._decorate_for_torch_compile(engine)
+    assert len(changed) == 2
+    engine.compilation_config.mode = CompilationMode.NONE  # with decode_graphs
     Base._decorate_for_torch_compile(engine)
     assert len(changed) == 2
 
