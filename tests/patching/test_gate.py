@@ -24,6 +24,7 @@ UNMARKED = {
     "DeepspeedStrategy.optimizer_step": "asks for FP16",
     "PolicyLoss.forward": "asks for a correction",
     "TrainingWorker.train_batch": "ends what a marked sync began",
+    "CheckpointEngineManager.update_weights": "what it wraps in verl's auto_await, which has to stay outermost, is marked",
 }
 
 
