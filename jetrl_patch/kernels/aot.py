@@ -22,6 +22,11 @@ from triton.compiler import ASTSource
 MODULES = tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
 HOPPER = GPUTarget("cuda", 90, 32)
 
+#: in the text of nvdisasm: a label, a jump to one, and an instruction after its address and predicate
+_LABEL = re.compile(r"\s*(\.L_x_\d+):")
+_JUMP = re.compile(r"\bBRA\b.*`\((\.L_x_\d+)\)")
+_OPCODE = re.compile(r"/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)")
+
 
 class Spec(NamedTuple):
     """One kernel with representative arguments.
@@ -46,6 +51,7 @@ class Compiled(NamedTuple):
     spills: int  # bytes of local memory per thread
     shared: int  # bytes per program
     ptx: str
+    cubin: bytes
 
 
 def specs() -> dict[str, Spec]:
@@ -80,21 +86,41 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
     )
     built = triton.compile(source, target=target, options=dict(spec.options))
     registers, spills = _resources(built.asm["cubin"])
-    return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"])
+    return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"], built.asm["cubin"])
+
+
+def product_loop(made: Compiled) -> list[str]:
+    """The instructions that a warp runs per block of the contraction: the innermost loop around a tensor-core product.
+
+    Raises:
+        ValueError: there is no such loop.
+    """
+    lines = _read(made.cubin, "nvdisasm", "--print-code").splitlines()
+    places = {found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))}
+    products = [i for i, line in enumerate(lines) if "GMMA" in line]
+    jumps = ((places.get(found[1], i), i) for i, line in enumerate(lines) if (found := _JUMP.search(line)))
+    loops = [(end - start, start, end) for start, end in jumps if any(start < i < end for i in products)]
+    if not loops:
+        raise ValueError("no loop with a product")
+    _, start, end = min(loops)
+    return [found[1] for line in lines[start : end + 1] if (found := _OPCODE.search(line))]
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
     """Registers and bytes of local memory (which holds spills) per thread, for the one kernel of a cubin."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        text = subprocess.run(
-            [_tool("cuobjdump"), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+    text = _read(cubin, "cuobjdump", "--dump-resource-usage")
     found = re.search(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", text)
     if found is None:
         raise RuntimeError(f"cuobjdump printed no resource usage:\n{text}")
     return int(found[1]), int(found[2]) + int(found[3])
+
+
+def _read(cubin: bytes, tool: str, option: str) -> str:
+    """What a tool prints about a cubin."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return subprocess.run([_tool(tool), option, file.name], capture_output=True, text=True, check=True).stdout
 
 
 @functools.cache

@@ -1,6 +1,7 @@
 """FProp on Hopper: Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
 
-    X e4m3 [M, K] row-major, s [M, G];  W e4m3 [N, K] row-major, s [N, G] (per row);  Y [M, N];  G = ceil(K / 128)
+    X e4m3 [M, K] row-major, s [M, G];  W e4m3 [N, K] row-major, s [N, G] (per row) or [ceil(N / 128), G] (per block)
+    Y [M, N];  G = ceil(K / 128)
 
 Both operands have K contiguous, the only layout that FP8 ``wgmma`` accepts. The dot product of a block goes to a fresh
 accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``, as in the formula. A row's bits
@@ -39,9 +40,14 @@ HEIGHT = 8
 @triton.jit(do_not_specialize=["M", "programs"])  # one binary for every batch
 def fprop_kernel(  # type: ignore[no-untyped-def]
     x_MK, w_NK, sx, sw, y, M, N, K, sx_m, sx_g, sw_n, sw_g, programs,
-    SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
+    BLOCKS: tl.constexpr, SPLITS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS x 128 and COLUMNS x 128."""
+    """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS x 128 and COLUMNS x 128.
+
+    With BLOCKS, ``sw`` holds one scale per 128 rows of W, of which a tile has one: a scalar in a block of K, where scales per
+    row need a load and a product for every column. The products are the same numbers.
+    """
     rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     blocks = tl.cdiv(K, 128) // SPLITS
     for tile in tl.range(tl.program_id(0), rows * columns, programs):
@@ -49,14 +55,20 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
         m = row * ROWS + tl.arange(0, ROWS)
         n = column * COLUMNS + tl.arange(0, COLUMNS)
         sx_at = sx + tl.minimum(m, M - 1) * sx_m
-        sw_at = sw + tl.minimum(n, N - 1) * sw_n
+        if BLOCKS:
+            sw_at = sw + (column * COLUMNS // 128) * sw_n
+        else:
+            sw_at = sw + tl.minimum(n, N - 1) * sw_n
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for split in tl.static_range(SPLITS):
             acc = tl.zeros((ROWS, COLUMNS), tl.float32)
             for kb in tl.range(split * blocks, (split + 1) * blocks, num_stages=STAGES):
                 x = x_MK.load([row * ROWS, kb * 128])
                 w = w_NK.load([column * COLUMNS, kb * 128])
-                scale = tl.load(sx_at + kb * sx_g)[:, None] * tl.load(sw_at + kb * sw_g)[None, :]
+                if BLOCKS:
+                    scale = (tl.load(sx_at + kb * sx_g) * tl.load(sw_at + kb * sw_g))[:, None]
+                else:
+                    scale = tl.load(sx_at + kb * sx_g)[:, None] * tl.load(sw_at + kb * sw_g)[None, :]
                 acc = tl.fma(tl.dot(x, w.T), scale, acc)
             if split == 0:
                 total = acc
@@ -67,9 +79,19 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
 
 
 def fprop(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype = torch.bfloat16, splits: int = 1
+    q_MK: Tensor,
+    s_MG: Tensor,
+    w_NK: Tensor,
+    s_NG: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    splits: int = 1,
+    s_blocks: Tensor | None = None,
 ) -> Tensor:
     """Y [M, N] in BF16 or FP32, as ``fp8.reference.fprop``; scales may have any strides.
+
+    Args:
+        s_blocks: the scales of W per block [ceil(N / 128), G], if every 128 rows share one: the same bits, with fewer
+            instructions.
 
     Raises:
         TypeError, ValueError: the operands do not match, or a split cuts a block.
@@ -82,32 +104,49 @@ def fprop(
     check_operand("X", q_MK, s_MG, (M, groups(K)))
     check_operand("W", w_NK, s_NG, (N, groups(K)))
     split_width(K, splits)  # raises if that cuts a block
-    check_device(q_MK, s_MG, w_NK, s_NG)
+    sw = s_NG
+    if s_blocks is not None:
+        check_operand("W", w_NK, s_blocks, (groups(N), groups(K)))
+        sw = s_blocks
+    check_device(q_MK, s_MG, w_NK, s_NG, sw)
     y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
-    if y.numel() == 0:
-        return y
-    tile = tile_for(N)
-    grid = programs(q_MK.device, -(-M // tile.rows) * -(-N // tile.columns), tile.per_sm)
-    fprop_kernel[grid](
-        descriptor(q_MK, tile.rows), descriptor(w_NK, tile.columns), s_MG, s_NG, y, M, N, K, *s_MG.stride(), *s_NG.stride(),
-        grid[0], SPLITS=splits, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, HEIGHT=HEIGHT,
-        num_warps=tile.warps, num_stages=tile.stages, **PINNED,
-    )  # fmt: skip
+    if y.numel():
+        launch(q_MK, s_MG, w_NK, sw, y, tile_for(N), s_blocks is not None, splits)
     return y
 
 
-def _spec(tile: Tile, out: str, splits: int) -> Spec:
+def launch(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, y_MN: Tensor, tile: Tile, blocks: bool, splits: int = 1
+) -> None:
+    """Write the product of checked operands to ``y_MN``; with ``blocks``, ``sw`` has one scale per 128 rows of W."""
+    (M, K), N = q_MK.shape, w_NK.shape[0]
+    grid = programs(q_MK.device, -(-M // tile.rows) * -(-N // tile.columns), tile.per_sm)
+    fprop_kernel[grid](
+        descriptor(q_MK, tile.rows), descriptor(w_NK, tile.columns), s_MG, sw, y_MN, M, N, K, *s_MG.stride(), *sw.stride(),
+        grid[0], BLOCKS=blocks, SPLITS=splits, ROWS=tile.rows, COLUMNS=tile.columns, STAGES=tile.stages, HEIGHT=HEIGHT,
+        num_warps=tile.warps, num_stages=tile.stages, **PINNED,
+    )  # fmt: skip
+
+
+def _spec(tile: Tile, out: str, splits: int, blocks: bool) -> Spec:
     integers = dict.fromkeys(("M", "N", "K", "sx_m", "sx_g", "sw_n", "sw_g", "programs"), "i32")
     return Spec(
-        name=f"fprop_{tile.rows}x{tile.columns}_{out}" + ("" if splits == 1 else f"_splits{splits}"),
+        name=f"fprop_{tile.rows}x{tile.columns}_{out}" + "_blocks" * blocks + (f"_splits{splits}" if splits > 1 else ""),
         kernel=fprop_kernel,
         types={"x_MK": box(tile.rows), "w_NK": box(tile.columns), "sx": "*fp32", "sw": "*fp32", "y": f"*{out}", **integers},
         constexprs={
-            "SPLITS": splits, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages, "HEIGHT": HEIGHT,
+            "BLOCKS": blocks, "SPLITS": splits, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages,
+            "HEIGHT": HEIGHT,
         },
         options={"num_warps": tile.warps, "num_stages": tile.stages, **PINNED},
         aligned=("N", "K"),
     )  # fmt: skip
 
 
-KERNELS = tuple(_spec(tile, out, splits) for tile in (NARROW, WIDE) for out in ("bf16", "fp32") for splits in (1, 2))
+KERNELS = tuple(
+    _spec(tile, out, splits, blocks)
+    for blocks in (False, True)
+    for tile in (NARROW, WIDE)
+    for out in ("bf16", "fp32")
+    for splits in (1, 2)
+)

@@ -2,8 +2,9 @@
 
     dY e4m3 [M, N] row-major, s [M, ceil(N/128)];  W e4m3 [N, K] row-major, s blocks [ceil(N/128), ceil(K/128)]
 
-W is the same tensor as in FProp, so the weight is stored once. ``wgmma`` needs the contraction dimension contiguous but W has
-K contiguous, so the compiler transposes each 128 x 128 box in shared memory. A box has one weight scale.
+``wgmma`` needs the contraction dimension contiguous, but W has K contiguous. So W^T [K, N] is written first, 2 bytes an element,
+and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that the compiler turns each box of W in shared memory,
+byte by byte and once for every tile of dX: 64 byte stores a thread in a loop of 320 instructions, where FProp's has 200.
 """
 
 from __future__ import annotations
@@ -13,43 +14,39 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, groups
+from jetrl_patch.fp8.formats import FP8, groups
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.gemm_common import (
-    PINNED,
-    box,
-    check_device,
-    check_operand,
-    check_output,
-    converted,
-    descriptor,
-    place,
-    programs,
-)
+from jetrl_patch.kernels.gemm import launch
+from jetrl_patch.kernels.gemm_common import ALIGN, PINNED, WIDE, check_device, check_operand, check_output
 
-ROWS, WARPS, STAGES, HEIGHT = 128, 8, 4, 8
+#: the tile, whatever K: a training batch has many rows
+TILE = WIDE
+#: warps that turn a tile of 128 x 128 bytes
+WARPS = 8
 
 
-@triton.jit(do_not_specialize=["M", "programs"])  # one binary for every batch
-def dgrad_kernel(  # type: ignore[no-untyped-def]
-    g_MN, w_NK, sg, sw, dx, M, N, K, sg_m, sg_g, sw_n, sw_k, programs,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
-):  # fmt: skip
-    """``g_MN`` and ``w_NK`` are TMA descriptors with boxes of ROWS x 128 and 128 x 128."""
-    rows, columns = tl.cdiv(M, ROWS), tl.cdiv(K, 128)
-    for tile in tl.range(tl.program_id(0), rows * columns, programs):
-        row, column = place(tile, rows, columns, HEIGHT)
-        m = row * ROWS + tl.arange(0, ROWS)
-        k = column * 128 + tl.arange(0, 128)
-        sg_at = sg + tl.minimum(m, M - 1) * sg_m
-        acc = tl.zeros((ROWS, 128), tl.float32)
-        for nb in tl.range(0, tl.cdiv(N, 128), num_stages=STAGES):
-            g = g_MN.load([row * ROWS, nb * 128])
-            w = w_NK.load([nb * 128, column * 128])
-            scale = tl.load(sg_at + nb * sg_g) * tl.load(sw + nb * sw_n + column * sw_k)
-            acc = tl.fma(tl.dot(g, w), scale[:, None], acc)
-        at = dx + m.to(tl.int64)[:, None] * K + k[None, :]
-        tl.store(at, converted(acc, dx), mask=(m < M)[:, None] & (k < K)[None, :])
+@triton.jit
+def turn_kernel(w, turned, N, K, w_n, pitch):  # type: ignore[no-untyped-def]
+    """Write [N, K] bytes as [K, pitch]; columns past N are zero."""
+    G = tl.cdiv(K, 128)
+    n = (tl.program_id(0) // G) * 128 + tl.arange(0, 128)
+    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
+    at = w + n.to(tl.int64)[:, None] * w_n + k[None, :]
+    tile = tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)
+    at = turned + k.to(tl.int64)[:, None] * pitch + n[None, :]
+    tl.store(at, tl.trans(tile), mask=(k < K)[:, None] & (n < pitch)[None, :])
+
+
+def turned(w_NK: Tensor) -> Tensor:
+    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA reads them."""
+    w_NK = w_NK if w_NK.stride(1) == 1 else w_NK.contiguous()
+    N, K = w_NK.shape
+    pitch = -(-N // ALIGN) * ALIGN
+    made = torch.empty(K, pitch, dtype=torch.uint8, device=w_NK.device)
+    turn_kernel[(groups(N) * groups(K),)](
+        w_NK.view(torch.uint8), made, N, K, w_NK.stride(0), pitch, num_warps=WARPS, **PINNED
+    )
+    return made.view(FP8)[:, :N]
 
 
 def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
@@ -67,27 +64,14 @@ def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype:
     check_operand("W", w_NK, s_blocks, (groups(N), groups(K)))
     check_device(g_MN, s_MG, w_NK, s_blocks)
     dx = torch.empty(M, K, dtype=out_dtype, device=g_MN.device)
-    if dx.numel() == 0:
-        return dx
-    grid = programs(g_MN.device, -(-M // ROWS) * groups(K), 1)
-    dgrad_kernel[grid](
-        descriptor(g_MN, ROWS), descriptor(w_NK, BLOCK), s_MG, s_blocks, dx, M, N, K, *s_MG.stride(), *s_blocks.stride(),
-        grid[0], ROWS=ROWS, STAGES=STAGES, HEIGHT=HEIGHT, num_warps=WARPS, num_stages=STAGES, **PINNED,
-    )  # fmt: skip
+    if dx.numel():
+        launch(g_MN, s_MG, turned(w_NK), s_blocks.t(), dx, TILE, blocks=True)
     return dx
 
 
-KERNELS = tuple(
+KERNELS = (
     Spec(
-        name=f"dgrad_{ROWS}x128_{out}",
-        kernel=dgrad_kernel,
-        types={
-            "g_MN": box(ROWS), "w_NK": box(BLOCK), "sg": "*fp32", "sw": "*fp32", "dx": f"*{out}",
-            **dict.fromkeys(("M", "N", "K", "sg_m", "sg_g", "sw_n", "sw_k", "programs"), "i32"),
-        },
-        constexprs={"ROWS": ROWS, "STAGES": STAGES, "HEIGHT": HEIGHT},
-        options={"num_warps": WARPS, "num_stages": STAGES, **PINNED},
-        aligned=("N", "K"),
-    )
-    for out in ("bf16", "fp32")
+        "turn", turn_kernel, {"w": "*u8", "turned": "*u8"} | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"), {},
+        {"num_warps": WARPS, **PINNED}, ("N", "K", "w_n", "pitch"),
+    ),
 )  # fmt: skip

@@ -22,7 +22,7 @@ from jetrl_patch.fp8.backends.row_equality import compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels import gemm_common
 from jetrl_patch.kernels.gemm import fprop
-from jetrl_patch.kernels.gemm_dgrad import dgrad
+from jetrl_patch.kernels.gemm_dgrad import dgrad, turned
 from jetrl_patch.kernels.gemm_scales import block_scales
 from jetrl_patch.kernels.gemm_wgrad import wgrad
 
@@ -68,6 +68,22 @@ def test_fprop_against_the_oracle(shape, scale_format, wide, monkeypatch):
     unrounded = fprop(*args, torch.float32)
     assert sqnr(unrounded, reference.fprop(*args, torch.float32)) > SQNR_KERNEL_FP32
     assert torch.equal(unrounded.to(torch.bfloat16), y)  # one rounding, to the nearest
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 130, 512)])
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("wide", [False, True])
+def test_one_scale_per_block_gives_the_same_bits(shape, scale_format, wide, monkeypatch):
+    monkeypatch.setattr(gemm_common, "WIDE_FROM", 1 if wide else 10**9)
+    *args, rows = operands(*shape, scale_format)
+    blocks = rows[::128]
+    for splits in (1, 2) if shape[2] == 512 else (1,):
+        for out_dtype in (torch.bfloat16, torch.float32):
+            expected = fprop(*args, rows, out_dtype, splits)
+            for s_blocks in (blocks.contiguous(), blocks.t().contiguous().t()):
+                assert torch.equal(fprop(*args, rows, out_dtype, splits, s_blocks), expected)
+    with pytest.raises(ValueError, match="needs scales of shape"):
+        fprop(*args, rows, s_blocks=torch.ones(rows.shape[0] + 1, rows.shape[1]))
 
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
@@ -187,6 +203,13 @@ def test_gradients_against_the_oracle(shape, scale_format, dtype):
     args = (qg.t().contiguous(), sg, qx.t().contiguous(), sx)
     dw = wgrad(*args, dtype)
     assert dw.dtype == dtype and sqnr(dw, reference.wgrad(qg, sg, qx, sx)) > least
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (128, 256), (130, 257), (300, 40)])
+def test_the_weight_is_turned_for_dgrad(shape):
+    w = torch.randint(0, 127, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8).view(torch.float8_e4m3fn)
+    found = turned(w)
+    assert torch.equal(found.view(torch.uint8), w.view(torch.uint8).t()) and found.stride(0) % 16 == 0
 
 
 def test_wgrad_adds_to_a_main_gradient():

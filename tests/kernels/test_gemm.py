@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels import gemm, gemm_common, gemm_decode, gemm_dgrad, gemm_scales, gemm_wgrad, outputs
-from jetrl_patch.kernels.aot import Spec, compile_one
+from jetrl_patch.kernels.aot import Spec, compile_one, product_loop, specs
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
 FP8 = torch.float8_e4m3fn
@@ -29,7 +29,10 @@ SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") fo
 SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
 if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0: the trainer's product for a tensor-parallel rollout
     SPILLS |= {f"fprop_128x128_{out}_splits2": 296 for out in ("bf16", "fp32")}
-SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_dgrad.KERNELS, *gemm_wgrad.KERNELS]
+SPILLS |= {f"fprop_{tile}_{out}_blocks_splits2": 16 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
+SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS]
+#: maximum instructions that a warp runs per block of 128: a training step's products, which are bound by them
+LOOPS = {"fprop_128x128_bf16_blocks": 210, "fprop_128x128_fp32_blocks": 210, "fprop_128x64_bf16_blocks": 210}
 
 
 @pytest.mark.parametrize("file", ["interpreted_gemm", "interpreted_decode"])
@@ -66,6 +69,27 @@ def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == spec.name.endswith("_fp32")
 
 
+@pytest.mark.parametrize("name", LOOPS)
+def test_a_block_costs_few_instructions(name: str):
+    loop = product_loop(compile_one(specs()[name]))
+    assert len(loop) <= LOOPS[name]
+    loads = [opcode for opcode in loop if opcode.startswith("LDGSTS")]  # of scales; matrices come by TMA
+    assert len(loads) <= 4 and not any(opcode.startswith("STS.U8") for opcode in loop)
+    assert sum(opcode.startswith("QGMMA") for opcode in loop) >= 4 and loop.count("FFMA") == 64
+
+
+def test_scales_per_row_cost_more():
+    rows, blocks = (product_loop(compile_one(specs()[f"fprop_128x128_bf16{kind}"])) for kind in ("", "_blocks"))
+    assert rows.count("FMUL") - blocks.count("FMUL") >= 60 and len(rows) - len(blocks) >= 60
+
+
+def test_the_weight_is_turned_16_bytes_at_a_time():
+    made = compile_one(gemm_dgrad.KERNELS[0])
+    assert made.spills == 0 and "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx
+    with pytest.raises(ValueError, match="no loop with a product"):
+        product_loop(made)
+
+
 def test_few_rows_meet_the_instruction_that_many_rows_meet():
     for few, many in (("decode_64x64_bf16_pow2", "fprop_128x64_bf16"), ("decode_64x128_bf16_pow2", "fprop_128x128_bf16")):
         found = [set(re.findall(r"wgmma\.mma_async\S+", compile_one(s).ptx)) for s in SPECS if s.name in (few, many)]
@@ -78,7 +102,7 @@ def test_block_scales_compile():
 
 
 def test_tiles_are_high_enough_for_fp8():
-    assert min(NARROW.rows, WIDE.rows, gemm_dgrad.ROWS, gemm_wgrad.SIDE) >= 64
+    assert min(NARROW.rows, WIDE.rows, gemm_wgrad.SIDE) >= 64
 
 
 def test_a_cpu_without_the_interpreter_is_told():

@@ -17,6 +17,7 @@ class TritonBackend(GpuBackend):
     """Rows are independent by construction (see ``kernels.gemm``). The first product imports triton."""
 
     name = "triton"
+    blocks = True
 
     def quantizers(self, x: Tensor) -> Any:
         return importlib.import_module("jetrl_patch.kernels.quantize")  # always these kernels: no fallback to torch
@@ -33,7 +34,13 @@ class TritonBackend(GpuBackend):
     ) -> Tensor:
         from jetrl_patch.kernels.gemm import fprop
 
-        return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+        return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits, s_blocks)
+
+    def block_scales(self, s_NG: Tensor) -> Tensor:
+        """One launch; NaN for a block whose rows differ."""
+        from jetrl_patch.kernels.gemm_scales import block_scales
+
+        return block_scales(s_NG)
 
     def few(self) -> int:
         """The largest M for which one launch quantizes and multiplies."""
