@@ -34,8 +34,9 @@ _PROGRAM = [
     "rollout.n_gpus_per_node=1",
     f"{R}.checkpoint_engine.backend=nccl",
     "ray_kwargs.ray_init.num_gpus=2",
+    "++algorithm.rollout_correction.bypass_mode=False",  # so that the trainer's own log-probs are there to compare
 ]
-ONE_STEP = [*_PROGRAM, "algorithm.rollout_correction.bypass_mode=False"]
+ONE_STEP = _PROGRAM
 #: steps of four prompts each
 FULLY = [
     *_PROGRAM, "ray_kwargs.ray_init.num_cpus=32",  # trainer and rollouter ask for 10 each
