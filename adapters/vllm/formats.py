@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import abc
 import importlib
+import logging
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
     from jetrl_patch.config import Config
     from jetrl_patch.fp8.backends import Backend
 
+logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
 #: the buffer of a layer that holds the block scales of its weight
 BLOCKS = "weight_scale_blocks"
 
@@ -95,8 +98,10 @@ class BlockFp8(LinearFormat):
         """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
         super().check_serving(weight, layout)
         if self.config.fp8_train:
-            shape = (weight.shape[0], weight.shape[1])
-            require_row_equality(self.backend(weight.device), shape, weight.device, self.config.scale_format, layout)
+            backend, shape, start = self.backend(weight.device), (weight.shape[0], weight.shape[1]), time.monotonic()
+            if require_row_equality(backend, shape, weight.device, self.config.scale_format, layout):
+                words = "jetrl_patch: backend=%r computes the trainer's rows for weights %s, tried in %.1f s"
+                logger.info(words, backend.name, list(shape), time.monotonic() - start)
 
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
         """For a backend that reads block scales: keep them as a buffer, at the same address for every weight sync.

@@ -7,19 +7,16 @@ classes, and these layers have none of them. Runs before vLLM measures its memor
 
 from __future__ import annotations
 
-import logging
 import time
 from typing import Any
 
 import torch
 from vllm.model_executor.layers.linear import RowParallelLinear
 
-from jetrl_patch.adapters.vllm.formats import BLOCKS
+from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
 from jetrl_patch.adapters.vllm.method import quantized_modules
 
 __all__ = ["warm_up"]
-
-logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
 
 
 @torch.inference_mode()
@@ -45,4 +42,6 @@ def warm_up(model: torch.nn.Module, most: int) -> int:
         done += len(rows)
         took = time.monotonic() - start
         logger.info("jetrl_patch: FP8 kernels for [%d, %d] are compiled, %d of %d, %.1f s", N, K, number, len(kinds), took)
+    if done:
+        torch.cuda.empty_cache()
     return done

@@ -1,9 +1,9 @@
-"""Write ``tests/anchors/deep_gemm.json``: what DeepGEMM's sources assert, read out of a clone of its repository.
+"""Write ``tests/anchors/deep_gemm.json``: what DeepGEMM asserts, read out of a clone of its repository and of vLLM's CUDA wheels.
 
-    python -m tests.anchors.deep_gemm PATH REVISION...
+    python -m tests.anchors.deep_gemm PATH REVISION... WHEEL...
 
-Its C++ is compiled into vLLM's CUDA wheels; only the headers beside it tell which revision a wheel holds. The tests compare the
-recorded facts with the backend and with the double that stands for the library.
+A wheel holds the kernels' headers, and the host's code as a binary whose messages can be read. The tests compare what is recorded
+with the backend and with the double that stands for the library.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import re
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,34 @@ def facts(path: str, revision: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def vendored(wheel: Path) -> dict[str, Any]:
+    """What a CUDA wheel of vLLM shows of the DeepGEMM in it."""
+    with zipfile.ZipFile(wheel) as files:
+        root = "vllm/third_party/deep_gemm/"
+        binary = files.read(next(name for name in files.namelist() if name.startswith(f"{root}_C.")))
+        init = files.read(f"{root}__init__.py").decode()
+        kernels = {kind: files.read(f"{root}{KERNEL.format(kind).partition('/')[2]}").decode() for kind in ("1d1d", "1d2d")}
+    version = re.search(r"__version__ = '([\d.]+)'", init)
+    nvcc = re.search(rb"NVCC version (?:must be at least|should be >=) (\d+)\.(\d+)", binary)
+    assert version is not None and nvcc is not None
+    return {
+        "version": version[1],
+        "exports": "fp8_gemm_nt" in init,
+        "nvcc": [int(n) for n in nvcc.groups()],
+        "NVRTC": b"USE_NVRTC" in binary,
+        "variables": sorted({name.decode() for name in re.findall(rb"JIT_(?:NVCC_COMPILER|CACHE_DIR)", binary)}),
+        "CUDA": b"/usr/local/cuda" in binary + init.encode() and b"CUDA_PATH" in binary + init.encode(),
+        "c and FP32": {
+            "1d1d": b"c.has_value() and d.scalar_type() == torch::kFloat" in binary,
+            "1d2d": b"not c.has_value() and d.scalar_type() == torch::kBFloat16" not in binary,
+        },
+        "tiles below wgmma": {kind: "or BLOCK_M < WGMMA::M" in source for kind, source in kernels.items()},
+    }
+
+
 if __name__ == "__main__":
     _, folder, *wanted = sys.argv
-    found = {revision: facts(folder, revision) for revision in wanted}
+    wheels = [Path(name) for name in wanted if name.endswith(".whl")]
+    sources = {name: facts(folder, name) for name in wanted if not name.endswith(".whl")}
+    found = {"sources": sources, "wheels": {"-".join(path.name.split("-")[:2]): vendored(path) for path in wheels}}
     FILE.write_text(json.dumps(found, indent=1) + "\n")

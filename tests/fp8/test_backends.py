@@ -28,7 +28,7 @@ def machine(monkeypatch):
     """A machine with this GPU, CUDA and these packages."""
 
     def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None, compiler=(True, "nvcc 12.9")):
-        monkeypatch.setattr(capability, "check_compiler", lambda: compiler)
+        monkeypatch.setattr(capability, "check_compiler", lambda version: compiler)
         monkeypatch.setattr(capability, "installed_version", lambda name: te)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)
@@ -36,7 +36,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda *a: "a GPU")
         monkeypatch.setattr(torch.version, "cuda", cuda)
         there = {*packages, *({"deep_gemm"} if deep_gemm is not None else ())}
-        spec = types.SimpleNamespace()
+        spec = types.SimpleNamespace(origin=None)
         monkeypatch.setattr(capability.importlib.util, "find_spec", lambda name: spec if name in there else None)
         original = capability.importlib.import_module
         load = lambda name: deep_gemm() if name == "deep_gemm" else original(name)  # noqa: E731

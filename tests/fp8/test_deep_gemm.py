@@ -17,7 +17,7 @@ from .deep_gemm_double import DeepGemm, Refused
 from .thresholds import SQNR_GEMM, sqnr
 
 BF16, FP32 = torch.bfloat16, torch.float32
-FACTS = json.loads((Path(__file__).parents[1] / "anchors" / "deep_gemm.json").read_text())
+FACTS = json.loads((Path(__file__).parents[1] / "anchors" / "deep_gemm.json").read_text())["sources"]
 #: rows of decode batches, both sides of each bound of the heuristic, and a large training batch
 ROWS = (1, 7, 16, 17, 31, 32, 33, 63, 64, 65, 200, 511, 512, 2056, 16384)
 #: N, K: the smallest, odd multiples of 16, partial blocks, and a wide one

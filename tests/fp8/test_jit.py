@@ -44,12 +44,40 @@ def machine(tmp_path, monkeypatch):
     return tmp_path
 
 
+def test_newer_versions_ask_for_more(machine, monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
+    nvcc(machine / "cuda", "12.8")
+    assert jit.check_compiler("2.6.1") == (True, "nvcc 12.8")
+    for version in ("2.8.0", None):
+        assert "need nvcc 12.9 or newer" in jit.check_compiler(version)[1]
+    monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")  # no longer read
+    assert not jit.check_compiler("2.8.0")[0]
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("DG_JIT_USE_NVRTC")
+    assert jit.check_compiler("2.6.1") == (
+        False, "its compiled kernels need a folder, and neither DG_JIT_CACHE_DIR nor HOME is set",
+    )  # fmt: skip
+    monkeypatch.setenv("DG_JIT_CACHE_DIR", f"{machine}/one:{machine}/two")
+    assert jit.check_compiler("2.6.1")[0]
+
+
+def test_the_version_is_read_without_an_import(tmp_path, monkeypatch):
+    file = tmp_path / "__init__.py"
+    spec = types.SimpleNamespace(origin=str(file))
+    monkeypatch.setattr(capability.importlib.util, "find_spec", lambda name: spec if name == "deep_gemm" else None)
+    for text, version in (("raise ValueError\n__version__ = '2.8.0'\n", "2.8.0"), ("no version = '1'\n", None)):
+        file.write_text(text)
+        assert capability.deep_gemm_version() == version
+    spec.origin = None
+    assert capability.deep_gemm_version() is None
+
+
 def test_where_the_toolkit_is_looked_for(machine, monkeypatch):
-    assert jit.check_compiler() == (
+    assert jit.check_compiler("2.5.0") == (
         False, f"its kernels are compiled, and there is no CUDA toolkit: no CUDA_HOME, no nvcc on PATH, no {machine}/none",
     )  # fmt: skip
     monkeypatch.setattr(jit, "TOOLKIT", str(machine / "cuda"))
-    assert jit.cuda_home() == machine / "cuda" and jit.check_compiler() == (True, "nvcc 12.9")
+    assert jit.cuda_home() == machine / "cuda" and jit.check_compiler("2.5.0") == (True, "nvcc 12.9")
     nvcc(machine / "onpath")
     monkeypatch.setenv("PATH", f"{machine}/onpath/bin:{machine}/path")
     assert jit.cuda_home() == machine / "onpath"
@@ -61,7 +89,7 @@ def test_where_the_toolkit_is_looked_for(machine, monkeypatch):
 
 def test_what_is_asked_of_the_compiler(machine, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
-    assert jit.check_compiler() == (True, "nvcc 12.9")
+    assert jit.check_compiler("2.5.0") == (True, "nvcc 12.9")
     for setting, value, found in (
         ("DG_JIT_NVCC_COMPILER", nvcc(machine / "old", "12.2"), "need nvcc 12.3 or newer, and .*old/bin/nvcc is 12.2"),
         ("DG_JIT_NVCC_COMPILER", program(machine / "bad", "release 13.0", 1), "bad cannot be run"),
@@ -73,13 +101,13 @@ def test_what_is_asked_of_the_compiler(machine, monkeypatch):
     ):
         with monkeypatch.context() as here:
             here.setenv(setting, str(value))
-            ok, reason = jit.check_compiler()
+            ok, reason = jit.check_compiler("2.5.0")
             assert not ok and re.search(found, reason), reason
     monkeypatch.setenv("DG_JIT_NVCC_COMPILER", str(nvcc(machine / "new", "13.0")))
-    assert jit.check_compiler() == (True, "nvcc 13.0")
+    assert jit.check_compiler("2.5.0") == (True, "nvcc 13.0")
     (machine / "cuda" / "include").mkdir()
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    assert jit.check_compiler()[0]
+    assert jit.check_compiler("2.5.0")[0]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -87,7 +115,7 @@ def test_a_cache_that_cannot_be_written(machine, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
     (machine / "closed").mkdir(0o500)
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(machine / "closed" / "cache"))
-    assert not jit.check_compiler()[0]
+    assert not jit.check_compiler("2.5.0")[0]
 
 
 @pytest.fixture
@@ -105,6 +133,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
     monkeypatch.setattr(capability, "_found", lambda name: name in ("deep_gemm", "triton"))
     monkeypatch.setattr(capability.importlib, "import_module", load)
+    monkeypatch.setattr(capability, "deep_gemm_version", lambda: "2.8.0")
     backends._say_next.cache_clear()
     return imported
 
@@ -132,9 +161,21 @@ def test_an_installation_without_it_is_no_warning(monkeypatch, caplog):
     assert choose_backend("auto", "cuda") == "triton" and not caplog.records
 
 
-@pytest.mark.parametrize("revision", FACTS)
-def test_the_rules_are_the_library_s(revision):
-    facts = FACTS[revision]
-    assert tuple(facts["nvcc"]) == jit.NVCC
+@pytest.mark.parametrize("revision", FACTS["sources"])
+def test_the_rules_are_those_of_the_sources(revision):
+    facts = FACTS["sources"][revision]
+    assert tuple(facts["nvcc"]) == oldest(facts["version"])
     assert facts["CUDA"] == ["CUDA_HOME", "CUDA_PATH", jit.TOOLKIT]
     assert set(facts["variables"]) == {name for name in VARIABLES if name.startswith("DG_JIT")}
+
+
+@pytest.mark.parametrize("wheel", FACTS["wheels"])
+def test_the_rules_are_those_of_vllm_s_wheels(wheel):
+    facts = FACTS["wheels"][wheel]
+    assert tuple(facts["nvcc"]) == oldest(facts["version"]) and facts["NVRTC"] == (oldest(facts["version"]) < (12, 9))
+    assert facts["exports"] and facts["CUDA"] and facts["variables"] == ["JIT_CACHE_DIR", "JIT_NVCC_COMPILER"]
+    assert facts["c and FP32"] == {"1d1d": True, "1d2d": False} and facts["tiles below wgmma"] == {"1d1d": False, "1d2d": True}
+
+
+def oldest(version):
+    return next(nvcc for since, nvcc in jit.NVCC if tuple(map(int, version.split("."))) >= since)

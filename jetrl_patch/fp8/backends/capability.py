@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +69,8 @@ def check_deep_gemm() -> Check:
         return ok, reason
     compiler = ""
     if deep_gemm_installed():
-        ok, compiler = check_compiler()  # first: some versions fail at import, without a word, where there is no toolkit
+        # first: some versions fail at import, without a word, where there is no toolkit
+        ok, compiler = check_compiler(deep_gemm_version())
         if not ok:
             return ok, compiler
     module, found = find_deep_gemm()
@@ -77,6 +80,15 @@ def check_deep_gemm() -> Check:
 def deep_gemm_installed() -> bool:
     """Whether there is something to import."""
     return any(_found(name) for name in DEEP_GEMM)
+
+
+def deep_gemm_version() -> str | None:
+    """The version that will be imported, read without importing it; None if its file does not say."""
+    spec = next((importlib.util.find_spec(name) for name in DEEP_GEMM if _found(name)), None)
+    if spec is None or spec.origin is None:
+        return None
+    said = re.search(r"^__version__ = ['\"]([\d.]+)", Path(spec.origin).read_text(errors="replace"), re.MULTILINE)
+    return None if said is None else said[1]
 
 
 def check_te() -> Check:

@@ -181,10 +181,13 @@ def require_row_equality(
     device: torch.device,
     scale_format: ScaleFormat = "pow2",
     layout: Layout | None = None,
-) -> None:
+) -> bool:
     """Run both comparisons once per process for each backend, device, shape, layout and scale format; never on a CPU.
 
     Call it before a CUDA graph is captured, because it reads the verdict back to the host.
+
+    Returns:
+        whether they ran now.
 
     Raises:
         ModelError: rows depend on the batch or on what the weight is fused with, so rollout and trainer would disagree.
@@ -193,7 +196,7 @@ def require_row_equality(
     layout = layout or whole
     key = (backend.name, str(device), *shape, scale_format, layout)
     if device.type == "cpu" or key in _PROVEN:
-        return
+        return False
     verdict = compare_rows(backend, shape, device, scale_format)
     if verdict.ok and layout != whole:
         verdict = compare_parts(backend, shape, layout, device, scale_format)
@@ -207,3 +210,4 @@ def require_row_equality(
             )
         )
     _PROVEN.add(key)
+    return True
