@@ -23,6 +23,11 @@ from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows,
 from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 
+#: rows and warps of a tile, for many and for few tokens. A triton that cannot schedule for few registers needs more than 64 for
+#: 16 elements a thread: there a thread gets 8
+SPREAD = 1 if "sched4reg" in COMPILER else 2
+TILE, TILE_OF_FEW = (ROWS, 8 * SPREAD), (FEW_ROWS, SPREAD)
+
 
 @triton.jit
 def silu(g):  # type: ignore[no-untyped-def]
@@ -122,7 +127,7 @@ def silu_mul_quantize_rows(
     q, s = new_rows(gate_MK, M, K, columns)
     y = torch.empty_like(gate_MK, memory_format=torch.contiguous_format) if keep else None
     if q.numel():
-        rows, warps = (ROWS, 8) if M > FEW else (FEW_ROWS, 1)
+        rows, warps = TILE if M > FEW else TILE_OF_FEW
         silu_mul_rows_kernel[(-(-M // rows) * groups(K),)](
             gate_MK, up_MK, q, s, gate_MK if y is None else y, M, K, gate_MK.stride(0), up_MK.stride(0), *s.stride(),
             ROWS=rows, KEEP=keep, num_warps=warps, **fixed,
@@ -156,7 +161,7 @@ def _specs() -> tuple[Spec, ...]:
     aligned = ("K", "gate_m", "up_m", "pitch")
     for scale in ("pow2", "fp32"):
         fixed = {"POW2": scale == "pow2", "HARDWARE": True}
-        for rows, warps in ((ROWS, 8), (FEW_ROWS, 1)):
+        for rows, warps in (TILE, TILE_OF_FEW):
             for keep in (False, True):
                 found.append(
                     Spec(

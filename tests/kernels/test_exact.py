@@ -26,6 +26,7 @@ from jetrl_patch.kernels import (
     silu_backward,
 )
 from jetrl_patch.kernels.aot import Spec, compile_one, specs
+from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (attention, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
@@ -44,6 +45,8 @@ REGISTERS = {
     **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
     "silu_mul_backward": 64,
 }
+if "sched4reg" not in COMPILER:  # an older triton, seen with 3.6.0: one program of this width on an SM instead of two
+    REGISTERS |= {"rms_norm16384": 72}
 #: maximum bytes of shared memory, for the same number of programs
 SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
 
