@@ -37,8 +37,8 @@ class QuantizedWeight:
         return expand_weight_scale(self.s_blocks, self.q.shape[0])
 
 
-#: the promises that hold now (``unchanged``); copies of a state end with the original's
-PROMISES: set[int] = set()
+#: the promises that hold now (``unchanged``). A copy of a state, here or in another process, has a copy, which is none of them.
+PROMISES: set[object] = set()
 
 
 @dataclass
@@ -51,14 +51,14 @@ class Fp8State:
     splits: int = 1
     _cached: tuple[int, QuantizedWeight] | None = field(default=None, repr=False)
     #: the promise that the layer's own weight stays as it is (``unchanged``), and what was made of it since
-    promise: int | None = field(default=None, repr=False)
+    promise: object = field(default=None, repr=False)
     _kept: tuple[tuple[Any, ...], QuantizedWeight] | None = field(default=None, repr=False)
 
     @property
     def backend(self) -> Backend:
         return get_backend(self.backend_name)
 
-    def promised(self, promise: int | None) -> None:
+    def promised(self, promise: object) -> None:
         """Start to rely on a promise, or stop with None. What was kept under another one is dropped."""
         self.promise, self._kept = promise, None
 

@@ -17,7 +17,6 @@ promise: it quantizes what it sends.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections.abc import Iterator
 
 from torch import nn
@@ -26,8 +25,6 @@ from jetrl_patch.fp8.expert_layers import expert_matrices
 from jetrl_patch.fp8.linear import PROMISES, Fp8State
 
 __all__ = ["end_promise", "unchanged_weights"]
-
-_numbers = itertools.count()
 
 
 def _states(model: nn.Module) -> list[Fp8State]:
@@ -42,7 +39,7 @@ def unchanged_weights(model: nn.Module) -> Iterator[None]:
 
     Do not use it where ranks free the gathered weights between passes to save memory: the bytes of all layers add up.
     """
-    promise, states = next(_numbers), _states(model)
+    promise, states = object(), _states(model)
     PROMISES.add(promise)
     for state in states:
         state.promised(promise)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import pickle
 
 import pytest
 import torch
@@ -202,6 +203,9 @@ def test_where_a_promise_ends(how, quantized):
         with unchanged_weights(model):
             bytes_of(model)
             other = copy.deepcopy(model)
+            state = model.layers[0].gate_proj.fp8
+            copies = other.layers[0].gate_proj.fp8.promise, pickle.loads(pickle.dumps(state.promise))
+            assert state.promise in PROMISES and not PROMISES & set(copies)
         model = other
     else:
         with unchanged_weights(model):

@@ -27,7 +27,7 @@ REGISTERS, SHARED = 65536, 227 * 1024
 SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
 #: a wide tile's sum, its block's product and the BF16 rows to quantize fill a thread's 255 registers
 SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
-if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0: the trainer's product for a tensor-parallel rollout
+if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0, with scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits2": 296 for out in ("bf16", "fp32")}
 SPILLS |= {f"fprop_{tile}_{out}_blocks_splits2": 16 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
 SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS]
