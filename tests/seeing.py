@@ -22,7 +22,9 @@ needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, 
 
 
 WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+#: tokens before, after and in place of an image, and in place of a film
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_GLM_MEDIA = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
 FIRST = len(WORDS) + 256  # behind the 256 bytes
 IDS = {
     "vision_start_token_id": FIRST,
@@ -33,7 +35,7 @@ IDS = {
 
 _GLM_IDS = {
     "image_token_id": FIRST + 2, "video_token_id": FIRST + 3, "image_start_token_id": FIRST, "image_end_token_id": FIRST + 1,
-    "video_start_token_id": FIRST, "video_end_token_id": FIRST + 1,
+    "video_start_token_id": FIRST + 4, "video_end_token_id": FIRST + 5,
 }  # fmt: skip
 _TEXT = {
     "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -90,7 +92,17 @@ def build(family: str, seed: int = 0, **text: Any) -> Any:
     return model.to(torch.bfloat16).eval()
 
 
-def tokenizer() -> Any:
+def media(family: str) -> tuple[str, ...]:
+    return _GLM_MEDIA if family == "glm4v" else MEDIA
+
+
+def seen(family: str) -> str:
+    """What stands for an image in a prompt."""
+    begin, end, image, *_ = media(family)
+    return begin + image + end
+
+
+def tokenizer(family: str) -> Any:
     """One token for each byte, and those around and in place of images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -104,18 +116,26 @@ def tokenizer() -> Any:
         tokenizer_object=made,
         pad_token=WORDS[0],
         eos_token=WORDS[1],
-        additional_special_tokens=[WORDS[2], *MEDIA],
+        additional_special_tokens=[WORDS[2], *media(family)],
         model_max_length=512,
     )
-    assert fast.convert_tokens_to_ids(list(MEDIA)) == list(range(FIRST, FIRST + len(MEDIA)))
+    assert fast.convert_tokens_to_ids(list(media(family))) == list(range(FIRST, FIRST + len(media(family))))
+    fast.chat_template = _TEMPLATE.replace("IMAGE", seen(family))
     return fast
 
 
-TEMPLATE = (
+_TEMPLATE = (
     "{% for m in messages %}<|im_start|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
-    "{% for part in m['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE"
     "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}="
 )
+
+
+_PROCESSORS = {
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+    "glm4v": ("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
+}
 
 
 def processor(family: str) -> Any:
@@ -125,12 +145,12 @@ def processor(family: str) -> Any:
     patch = FAMILIES[family][1]["patch_size"]
     side = 2 * patch
     sizes = {"size": {"shortest_edge": 4 * side * side, "longest_edge": 16 * side * side}, "patch_size": patch}
-    films = {"qwen2_5_vl": "Qwen2VLVideoProcessor", "qwen3_vl": "Qwen3VLVideoProcessor"}[family]
-    return {"qwen2_5_vl": transformers.Qwen2_5_VLProcessor, "qwen3_vl": transformers.Qwen3VLProcessor}[family](
-        image_processor=transformers.Qwen2VLImageProcessor(**sizes),
-        tokenizer=tokenizer(),
+    words, whole, images, films = tokenizer(family), *_PROCESSORS[family]
+    return getattr(transformers, whole)(
+        image_processor=getattr(transformers, images)(**sizes),
+        tokenizer=words,
         video_processor=getattr(transformers, films)(**sizes),
-        chat_template=TEMPLATE,
+        chat_template=words.chat_template,
     )
 
 
@@ -157,9 +177,7 @@ def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
         words = [sys.executable, "-m", "tests.seeing", str(path), family]
         subprocess.run(words, check=True, env={**os.environ, **environ()})
     else:
-        plain = tokenizer()
-        plain.chat_template = TEMPLATE
-        plain.save_pretrained(path)
+        tokenizer(family).save_pretrained(path)
     return str(path)
 
 

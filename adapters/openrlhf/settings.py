@@ -11,7 +11,7 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
@@ -96,8 +96,9 @@ def check_model(hf_config: Any) -> None:
     OpenRLHF trains on images with other families, which no such mode covers.
     """
     if sees(hf_config):
-        found, fix = f"model_type={hf_config.model_type!r}", "train it with verl, or use precision='bf16'"
-        raise ModelError(explain("the model with OpenRLHF and a quantized rollout", required="a text model", found=found, fix=fix))
+        what, fix = "the model with OpenRLHF and a quantized rollout", f"train it with verl, or use {UNQUANTIZED}"
+        found = f"model_type={hf_config.model_type!r}"
+        raise ModelError(explain(what, required="a text model", found=found, fix=fix))
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

@@ -20,7 +20,7 @@ from jetrl_patch.adapters.verl import megatron
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
 from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, differences, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, differences, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.structure import sees
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
@@ -77,14 +77,14 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 
 def check_model(hf_config: Any, select: Callable[[str], Any], config: Config) -> None:
-    """Raise ModelError for adapters of a model with a vision tower: nothing has compared them with the rollout's merged weights."""
+    """Raise ModelError for adapters of a model with a vision tower, which nothing has compared with the rollout."""
     if config.quantized_rollout and _is_used(select):
         _check_text(hf_config)
 
 
 def _check_text(hf_config: Any) -> None:
     if sees(hf_config):
-        found, fix = f"model_type={hf_config.model_type!r}", f"remove {_RANK} and {_PATH}, or use precision='bf16'"
+        found, fix = f"model_type={hf_config.model_type!r}", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}"
         raise ModelError(explain("LoRA with a quantized rollout", required="a text model", found=found, fix=fix))
 
 

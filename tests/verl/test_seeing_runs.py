@@ -51,7 +51,7 @@ def make_task(folder: Path, family: str) -> Path:
     ],
 )
 def test_grpo_on_images_and_text(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
-    sizes = ("data.max_prompt_length=64", f"{R}.max_model_len=96", f"{R}.limit_images=1")
+    sizes = ("data.max_prompt_length=64", f"{R}.max_model_len=96")
     environ = {**settings, **seeing.environ()}
     run = Run(make_task(tmp_path, family), *sizes, "data.image_key=images", steps=2, environ=environ)
     for step in finish(run, 2):
