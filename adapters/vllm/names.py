@@ -25,7 +25,7 @@ def hf_name(name: str, mapper: WeightsMapper | None) -> str:
     """
     if mapper is None or name.startswith(_SAME):
         return name
-    for theirs, ours in mapper.orig_to_new_prefix.items():
+    for theirs, ours in dict(mapper.orig_to_new_prefix).items():
         if ours is not None and name.startswith(ours):
             found = theirs + name.removeprefix(ours)
             if mapper.apply_list([found]) == [name]:

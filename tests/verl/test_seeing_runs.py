@@ -13,8 +13,8 @@ from tests.verl.run_verl import R, Run
 from tests.verl.test_e2e import TIMEOUT, finish
 
 
-def make_task(folder: Path, family: str) -> Path:
-    """Write a model, prompts of which every second has an image, and a reward into ``folder``."""
+def make_task(folder: Path, family: str, every: int) -> Path:
+    """Write a model, prompts of which one in ``every`` has an image, and a reward into ``folder``."""
     import pandas
 
     def image(seed: int) -> dict[str, bytes]:
@@ -25,8 +25,8 @@ def make_task(folder: Path, family: str) -> Path:
     seeing.save(folder / "model", family)
     rows: list[dict[str, Any]] = [
         {
-            "data_source": "toy", "prompt": [{"role": "user", "content": f"{'<image>' * (i % 2)}{i % 10}?"}], "ability": "math",
-            "images": [image(i)] * (i % 2), "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": i},
+            "data_source": "toy", "prompt": [{"role": "user", "content": f"{'<image>' * (i % every == 0)}{i % 10}?"}], "ability": "math",
+            "images": [image(i)] * (i % every == 0), "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": i},
         }
         for i in range(16)
     ]  # fmt: skip
@@ -43,17 +43,17 @@ def make_task(folder: Path, family: str) -> Path:
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
 @pytest.mark.parametrize(
-    ("family", "settings"),
-    [
-        ("qwen2_5_vl", {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}),
-        ("qwen3_vl", {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}),
-        ("qwen2_5_vl", {"JETRL_PRECISION": "fp8-rollout"}),
+    ("family", "every", "settings"),
+    [  # verl 0.9.1 with transformers 5 fails on a micro-batch of Qwen2.5-VL without an image, also without the plugin
+        ("qwen2_5_vl", 1, {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}),
+        ("qwen3_vl", 2, {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}),
+        ("qwen2_5_vl", 1, {"JETRL_PRECISION": "fp8-rollout"}),
     ],
 )
-def test_grpo_on_images_and_text(tmp_path: Path, family: str, settings: dict[str, str]) -> None:
+def test_grpo_on_images_and_text(tmp_path: Path, family: str, every: int, settings: dict[str, str]) -> None:
     sizes = ("data.max_prompt_length=64", f"{R}.max_model_len=96")
     environ = {**settings, **seeing.environ()}
-    run = Run(make_task(tmp_path, family), *sizes, "data.image_key=images", steps=2, environ=environ)
+    run = Run(make_task(tmp_path, family, every), *sizes, "data.image_key=images", steps=2, environ=environ)
     for step in finish(run, 2):
         assert step["jetrl/quantized_layers"] == 2 * 7 and step["jetrl/tokens"] >= 16
         assert 0 < step["jetrl/logp_abs_diff_mean"] < 0.1
