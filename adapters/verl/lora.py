@@ -119,10 +119,11 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _build_lora_module(self: Any, module: Any) -> Any:
         config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
-        if config.quantized_rollout:
+        merges = prepared is not None and config.quantized_rollout
+        if merges:
             _check_text(module.config)
         built = original(self, module)
-        if prepared is not None and config.quantized_rollout:
+        if merges:
             from jetrl_patch.trainer.lora import adopt
 
             prepared.adapters = adopt(built, merge=config.fp8_train)
