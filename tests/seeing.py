@@ -38,7 +38,7 @@ _GLM_IDS = {
     "video_start_token_id": FIRST + 4, "video_end_token_id": FIRST + 5,
 }  # fmt: skip
 _TEXT = {
-    "vocab_size": 384, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 272, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
 }  # fmt: skip
 _VISION = {
@@ -65,7 +65,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 
 def config_of(family: str, **text: Any) -> Any:
-    """A Hugging Face config: 2 blocks of width 256, a tower with 2 blocks of width 128, vocabulary 384."""
+    """A Hugging Face config: 2 blocks of width 256, a tower with 2 blocks of width 128, vocabulary 272."""
     from transformers import AutoConfig
 
     own, vision = FAMILIES[family]

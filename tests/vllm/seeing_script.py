@@ -72,6 +72,29 @@ def answers(llm: Any, seen: str) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
 
 
+def mismatch(llm: Any, model: Any, path: str, shown: Any) -> float:
+    """Mean difference of log-probs between the engine, which saw ``picture(0)``, and the trainer's model, given ``shown``."""
+    from transformers import AutoProcessor
+    from vllm import SamplingParams
+
+    prompt = f"{seeing.seen(model.config.model_type)}what?"
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=0, seed=1)
+    image = {"prompt": prompt, "multi_modal_data": {"image": seeing.picture(0)}}
+    (output,) = llm.generate([image], params, use_tqdm=False)
+    response = list(output.outputs[0].token_ids)
+    theirs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response, strict=True)]
+    given = AutoProcessor.from_pretrained(path)(text=[prompt], images=[shown], return_tensors="pt")
+    assert given["input_ids"][0].tolist() == output.prompt_token_ids
+    length = len(output.prompt_token_ids)
+    ids = torch.tensor([[*output.prompt_token_ids, *response]])
+    kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(response)))
+    seen = {"pixel_values": given["pixel_values"].to(torch.bfloat16), "image_grid_thw": given["image_grid_thw"]}
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **seen).logits[0, length - 1 : -1]
+    ours = logits.float().log_softmax(-1).gather(1, ids[0, length:, None])[:, 0]
+    return float((ours - torch.tensor(theirs)).abs().mean())
+
+
 def parameters(llm: Any) -> dict[str, torch.Tensor]:
     return dict(worker_of(llm).model_runner.get_model().named_parameters())
 
@@ -103,6 +126,9 @@ def sync(first: str, second: str, mode: str) -> None:
     found, expected = answers(llm, seen), answers(fresh, seen)
     assert found == expected, (found, expected)
     assert all(a != b for a, b in zip(found, before, strict=True)), (before, found)
+    same, other = (mismatch(llm, model, second, seeing.picture(seed)) for seed in (0, 5))
+    print("mismatch", mode, same, "with another image", other)
+    assert same < 0.05 < other
 
 
 def broken(first: str, second: str, mode: str) -> None:
