@@ -112,3 +112,20 @@ def test_parity_compares_text_models(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=r"required a text model.*found model_type='qwen3_vl'"):
         check_model(str(tmp_path), [LINEAR])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_for_a_gpu_the_blocks_of_the_language_model_are_fused_and_the_tower_is_not(family: str, monkeypatch: Any) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    from jetrl_patch.adapters.transformers import prepare
+
+    jetrl_patch.enable(precision="fp8-unified", align="linear")
+    monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(seeing.config_of(family))
+    before = {name: type(module) for name, module in model.named_modules()}
+    fp8 = prepare.prepare_model(model, LINEAR.resolved(), device_type="cuda")
+    changed = {name for name, module in model.named_modules() if type(module) is not before[name]} - set(fp8)
+    parts = ("input_layernorm", "post_attention_layernorm", "mlp")
+    assert changed == {f"model.language_model.layers.{i}.{part}" for i in range(2) for part in parts}
