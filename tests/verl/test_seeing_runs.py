@@ -56,5 +56,5 @@ def test_grpo_on_images_and_text(tmp_path: Path, family: str, every: int, settin
     run = Run(make_task(tmp_path, family, every), *sizes, "data.image_key=images", steps=2, environ=environ)
     for step in finish(run, 2):
         assert step["jetrl/quantized_layers"] == 2 * 7 and step["jetrl/tokens"] >= 16
-        assert 0 < step["jetrl/logp_abs_diff_mean"] < 0.1
+        assert 0 < step["jetrl/logp_abs_diff_mean"] < 0.25
         assert 0 < step["jetrl/sync_bytes"] < step["jetrl/sync_bytes_bf16"]

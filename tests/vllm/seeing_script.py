@@ -128,7 +128,7 @@ def sync(first: str, second: str, mode: str) -> None:
     assert all(a != b for a, b in zip(found, before, strict=True)), (before, found)
     same, other = (mismatch(llm, model, second, seeing.picture(seed)) for seed in (0, 5))
     print("mismatch", mode, same, "with another image", other)
-    assert same < 0.05 < other
+    assert 3 * same < other and same < 0.15  # FP8 in a model of random weights: pixels times 1.004 move its log-probs as far
 
 
 def broken(first: str, second: str, mode: str) -> None:
