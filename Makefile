@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | stability | sanity | official | test | test-all | test-pins | anchors | lint | docs | bench | bench-gpu | clean
+# make demo | demo-openrlhf | compare | stability | sanity | official | test | test-all | test-pins | anchors | vision | lint | docs | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
@@ -30,7 +30,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare stability sanity official test test-engines test-others test-all test-pins anchors lint docs \
+.PHONY: cuda demo demo-openrlhf compare stability sanity official test test-engines test-others test-all test-pins anchors vision lint docs \
         bench bench-gpu venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -71,15 +71,15 @@ else
 	$(TEST) -m "not slow" $(ARGS)
 endif
 
-test-engines: $(SELF)
+test-engines: $(SELF) $(VENV)/vision
 	@mkdir -p outputs
 	@$(TEST) -m "not slow" tests/vllm >outputs/test-engines.log 2>&1; status=$$?; cat outputs/test-engines.log; exit $$status
 
-test-others: $(SELF)
+test-others: $(SELF) $(VENV)/vision
 	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # adds the slow tests: every model family, more ranks, both trainers, killed workers; one at a time, because of their memory
-test-all: lint
+test-all: lint $(VENV)/vision
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
 	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm
@@ -111,6 +111,13 @@ build/pins/%/.done: requirements/pins-%.txt $(STAMP)
 # reads what the code touches out of the wheels of every supported version, and writes tests/anchors/*.json
 anchors: $(SELF)
 	$(PY) -m tests.anchors.refresh $(ARGS)
+
+# what processes images, in a folder of its own, for the tests of models with a vision tower
+vision: $(VENV)/vision
+
+$(VENV)/vision: requirements/vision.txt scripts/vision.py | $(SELF)
+	$(PY) scripts/vision.py $@ $<
+	@touch $@
 
 lint: $(SELF)
 	$(VENV)/bin/ruff check .

@@ -10,7 +10,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["DENSE_BLOCKS", "FAMILIES", "LLAMA_LIKE", "MERGED", "ROW_PARALLEL", "Family", "Part", "Setting", "covering", "titles"]
+__all__ = [
+    "DENSE_BLOCKS",
+    "FAMILIES",
+    "LLAMA_LIKE",
+    "MERGED",
+    "ROW_PARALLEL",
+    "TOWERS",
+    "Family",
+    "Part",
+    "Setting",
+    "covering",
+    "titles",
+]
 
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
 #: Megatron
@@ -64,6 +76,12 @@ _READERS = {
 }
 _MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
+#: for every family with a vision tower
+_SEEING: dict[Part, str] = {
+    "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
+    "scaling": "moving factors has not been tested beside a vision tower",
+    **_NOT_MEGATRON,
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +102,9 @@ class Family:
         logits_divisor: key of the number by which the trainer divides the logits.
         mixture: whether its blocks have experts, which transformers keeps in two parameters of one module, behind a router
             that takes the largest of a softmax.
+        text: what the class names of a language model beside a tower have after the prefix.
+        tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
+            layers stay in BF16 on both sides.
     """
 
     model_type: str
@@ -99,22 +120,29 @@ class Family:
     rollout: Literal["vllm", "transformers"] = "vllm"
     logits_divisor: str | None = None
     mixture: bool = False
+    text: str = ""
+    tower: str = ""
 
     @property
     def causal_lm(self) -> str:
-        return f"{self.prefix}ForCausalLM"
+        return f"{self.prefix}For{'ConditionalGeneration' if self.tower else 'CausalLM'}"
+
+    @property
+    def decoder(self) -> str:
+        """The module in transformers that holds the blocks of the language model."""
+        return "model.language_model" if self.tower else "model"
 
     @property
     def norm(self) -> str:
-        return f"{self.prefix}RMSNorm"
+        return f"{self.prefix}{self.text}RMSNorm"
 
     @property
     def mlp(self) -> str:
-        return f"{self.prefix}MLP"
+        return f"{self.prefix}{self.text}MLP"
 
     @property
     def rotary(self) -> str:
-        return f"{self.prefix}RotaryEmbedding"
+        return f"{self.prefix}{self.text}RotaryEmbedding"
 
     @property
     def experts(self) -> str:
@@ -213,6 +241,17 @@ _RECORDS = (
         ),
         mixture=True,
     ),
+    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING, tower="visual"),
+    Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
+    Family(
+        "glm4v",
+        "Glm4v",
+        "GLM-4V",
+        readers={"input_layernorm": _READERS["input_layernorm"], "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        merged=_MERGED[:1],
+        uncovered={"fused": "its gate and up share one weight, which the fused MLP does not split", **_SEEING},
+        tower="visual",
+    ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}
 
@@ -220,6 +259,8 @@ FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}
 MERGED = tuple(dict.fromkeys(group for family in (LLAMA_LIKE, *_RECORDS) for group in family.merged))
 #: for all families: last name parts of the layers that a tensor-parallel rollout splits along K
 ROW_PARALLEL = frozenset(name.rpartition(".")[2] for family in (LLAMA_LIKE, *_RECORDS) for name in family.row_parallel)
+#: for all families: the parts of a layer's name that place it in a vision tower
+TOWERS = frozenset(family.tower for family in _RECORDS) - {""}
 
 
 def covering(part: Part) -> dict[str, Family]:

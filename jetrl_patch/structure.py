@@ -14,7 +14,7 @@ from jetrl_patch.families import FAMILIES
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["EXPERTS", "check_code", "check_device", "check_structure"]
+__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "sees"]
 
 #: keys that hold the number of a mixture's experts, as vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -22,8 +22,14 @@ EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_expe
 _LATENT = "kv_lora_rank"
 
 
+def sees(hf_config: Any) -> bool:
+    """Whether the model has a vision tower that its family's record knows."""
+    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    return family is not None and bool(family.tower)
+
+
 def check_structure(hf_config: Any, config: Config) -> None:
-    """Raise ModelError for a model of several modalities, a mixture of experts that this mode lacks, or latent attention.
+    """Raise ModelError for parts beside the language model, a mixture of experts that this mode lacks, or latent attention.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
@@ -51,9 +57,12 @@ def check_device(hf_config: Any, device_type: str) -> None:
 def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is required, and what was found instead."""
     parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
-    if parts:
-        why = "one text model (of several parts the vision tower would become FP8, and the two sides name layers differently)"
-        yield why, " and ".join(sorted(parts))
+    if parts and not (sees(hf_config) and config.fp8_rollout):
+        seeing = [family.model_type for family in FAMILIES.values() if family.tower]
+        why = "of other models the vision tower would become FP8, and the two sides name layers differently"
+        yield f"one text model, or with an FP8 rollout one of {', '.join(seeing)} ({why})", " and ".join(sorted(parts))
+    elif parts:
+        hf_config = hf_config.get_text_config()
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
     handled = getattr(hf_config, "model_type", None) in mixtures

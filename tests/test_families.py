@@ -51,25 +51,28 @@ def test_a_second_table_would_be_found() -> None:
 def test_transformers_has_the_classes(family: Family) -> None:
     import importlib
 
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     config = AutoConfig.for_model(family.model_type)
-    model = AutoModelForCausalLM._model_mapping[type(config)]
+    model = (AutoModelForImageTextToText if family.tower else AutoModelForCausalLM)._model_mapping[type(config)]
     assert model.__name__ == family.causal_lm
     module = importlib.import_module(model.__module__)
-    assert all(hasattr(module, name) for name in (family.norm, family.mlp, family.rotary))
+    used = [family.norm, *[family.mlp] * family.covers("fused"), *[family.rotary] * family.covers("exact")]
+    assert all(hasattr(module, name) for name in used)
 
 
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.model_type)
 def test_the_layers_are_the_models(family: Family) -> None:
     """Norms, the linears that read them, and the merged and split linears, in a model of one block."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
+
+    from jetrl_patch.trainer.preflight import _on_meta
 
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None}
-    config = AutoConfig.for_model(family.model_type, num_hidden_layers=1, vocab_size=8, intermediate_size=64, **sizes)
-    with torch.device("meta"):
-        block = AutoModelForCausalLM.from_config(config).model.layers[0]
+    sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 64}
+    whole = AutoConfig.for_model(family.model_type, **({"text_config": sizes} if family.tower else sizes))
+    config, block = whole.get_text_config(), _on_meta(whole).get_submodule(f"{family.decoder}.layers.0")
     modules = dict(block.named_modules())
     linears = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     readers = {reader for found in family.readers.values() for reader in found}

@@ -8,7 +8,7 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import precision
-from jetrl_patch.adapters.openrlhf.settings import check_mark
+from jetrl_patch.adapters.openrlhf.settings import check_mark, check_model
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.gate import while_active
@@ -57,6 +57,8 @@ def prepare(model: Any, config: Config, actor: Any) -> Source:
     """Convert the loaded model of an ``Actor``, whole or already partitioned by ZeRO-3, and return what the weight sync sends."""
     import torch
 
+    if config.quantized_rollout:
+        check_model(model.config)  # the driver has checked a local folder
     return convert(
         model,
         config,

@@ -11,16 +11,17 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
+from jetrl_patch.structure import sees
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "problems", "program_problem"]
+__all__ = ["START", "check", "check_mark", "check_model", "chosen", "complete", "get_strategy", "problems", "program_problem"]
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +83,22 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
     yield from precision.problems(select, config)
     yield from correction.problems(args, config)
-    yield from checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True)  # as OpenRLHF loads every model
+    found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
+    yield from found
+    if not found:
+        hf_config = read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
+        yield from raised(lambda: check_model(hf_config))
+
+
+def check_model(hf_config: Any) -> None:
+    """Raise ModelError for a model that a mode with a quantized rollout covers, but not with OpenRLHF.
+
+    OpenRLHF trains on images with other families, which no such mode covers.
+    """
+    if sees(hf_config):
+        what, fix = "the model with OpenRLHF and a quantized rollout", f"train it with verl, or use {UNQUANTIZED}"
+        found = f"model_type={hf_config.model_type!r}"
+        raise ModelError(explain(what, required="a text model", found=found, fix=fix))
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

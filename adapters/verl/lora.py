@@ -20,11 +20,12 @@ from jetrl_patch.adapters.verl import megatron
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
 from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, differences, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, differences, explain
 from jetrl_patch.gate import while_active
+from jetrl_patch.structure import sees
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
-__all__ = ["build_lora_module", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
+__all__ = ["build_lora_module", "check_model", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
 
 _RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.merge"
 
@@ -75,6 +76,18 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
             yield ConfigError(explain(what, required=f"it unset ({why})", found=f"{value!r}", fix=fix))
 
 
+def check_model(hf_config: Any, select: Callable[[str], Any], config: Config) -> None:
+    """Raise ModelError for adapters of a model with a vision tower, which nothing has compared with the rollout."""
+    if config.quantized_rollout and _is_used(select):
+        _check_text(hf_config)
+
+
+def _check_text(hf_config: Any) -> None:
+    if sees(hf_config):
+        found, fix = f"model_type={hf_config.model_type!r}", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}"
+        raise ModelError(explain("LoRA with a quantized rollout", required="a text model", found=found, fix=fix))
+
+
 def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
     """Return the settings that verl's configuration needs; none without adapters.
 
@@ -101,13 +114,16 @@ def _rank_of(adapter: str) -> int:
 def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``FSDPEngine._build_lora_module``: check the adapters, and make FP8 layers compute with merged weights.
 
-    Raises ConfigError for adapters other than plain LoRA.
+    Raises ConfigError for adapters other than plain LoRA, and ModelError as ``check_model``.
     """
 
     def _build_lora_module(self: Any, module: Any) -> Any:
-        built = original(self, module)
         config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
-        if prepared is not None and config.quantized_rollout:
+        merges = prepared is not None and config.quantized_rollout
+        if merges:
+            _check_text(module.config)
+        built = original(self, module)
+        if merges:
             from jetrl_patch.trainer.lora import adopt
 
             prepared.adapters = adopt(built, merge=config.fp8_train)

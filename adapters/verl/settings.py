@@ -156,6 +156,7 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
         return
     yield from raised(lambda: check_device(hf_config, select("trainer.device") or "cuda"))
     yield from raised(lambda: ulysses.check_heads(select, hf_config))
+    yield from raised(lambda: lora.check_model(hf_config, select, config))
     if fused.is_used(select, config):
         yield from raised(lambda: fused.check_model(hf_config))
     if megatron.is_chosen(select, config):

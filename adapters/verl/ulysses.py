@@ -86,9 +86,10 @@ def problems(select: Callable[[str], Any]) -> Iterator[JetrlError]:
 
 def check_heads(select: Callable[[str], Any], hf_config: Any) -> None:
     """Raise ModelError if a size does not divide the model's heads as verl needs."""
+    text = hf_config.get_text_config()
     for size, path in sizes(select).items():
-        heads = hf_config.num_attention_heads
-        shared = getattr(hf_config, "num_key_value_heads", None) or heads
+        heads = text.num_attention_heads
+        shared = getattr(text, "num_key_value_heads", None) or heads
         if heads % size or (shared % size and size % shared):
             required = "a divisor of the query heads, and a divisor or multiple of the key/value heads"
             found = f"{heads} and {shared} heads"

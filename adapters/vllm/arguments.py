@@ -74,7 +74,7 @@ FREE: tuple[Group, ...] = (
         "enable_prompt_tokens_details enable_force_include_usage enable_tokenizer_info_endpoint renderer_num_workers",
     ),
     _group(
-        "images, sounds and films, which a text model never gets",
+        "images, sounds and films: no model of exact mode sees, and elsewhere a difference shows in the metrics",
         "limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type mm_processor_kwargs "
         "mm_shm_cache_max_object_size_mb mm_encoder_tp_mode skip_mm_profiling media_io_kwargs disable_chunked_mm_input",
     ),

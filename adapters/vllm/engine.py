@@ -112,10 +112,10 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
             )
         )
     if config.exact:
-        _check_exact(vllm_config, model.hf_text_config)
+        _check_exact(vllm_config, model.hf_config)
     if config.channelwise:
         return  # one scale per row: no split cuts a block
-    cut = _cut_layers(model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
+    cut = _cut_layers(model.hf_config, model.hf_text_config, parallel.tensor_parallel_size, config.exclude)
     if cut and config.on_cut == "refuse":
         raise cut_error(cut, parallel.tensor_parallel_size)
 
@@ -179,19 +179,23 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         )
 
 
-def _cut_layers(hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
-    """Return row-parallel block layers whose share of K is not a multiple of 128 (``method`` checks the others)."""
+def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -> list[str]:
+    """Return row-parallel block layers whose share of K is not a multiple of 128 (``method`` checks the others).
+
+    Args:
+        whole, hf_config: the configurations of the model and of its language model.
+    """
     keys = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
     sizes = {key: getattr(hf_config, key, None) for key in keys}
     if tp == 1 or not all(isinstance(size, int) for size in sizes.values()):
         return []
     layers, heads, _, hidden = (int(size or 0) for size in sizes.values())
     sizes["attention"] = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
-    family = FAMILIES.get(hf_config.model_type, LLAMA_LIKE)
+    family = FAMILIES.get(whole.model_type, LLAMA_LIKE)
     names = []
     for index in range(layers):
         for layer, size in family.row_parallel.items():
-            name, k = f"model.layers.{index}.{layer}", int(sizes[size] or 0)
+            name, k = f"{family.decoder}.layers.{index}.{layer}", int(sizes[size] or 0)
             if k % tp == 0 and is_cut(name, k, tp) and is_quantized(name, exclude):
                 names.append(name)
     return names

@@ -65,9 +65,14 @@ def _transforms(method: Any, base: type) -> bool:
 
 
 def _is_plain_attention(module: Any) -> bool:
-    """Whether the layer has vLLM's ordinary attention, which asks its backend alone; a backend converts attention sinks."""
-    own = getattr(type(module), _STEP, None)
-    if getattr(own, "__qualname__", "") != f"Attention.{_STEP}":
+    """Whether the layer has vLLM's ordinary attention, which asks its backend alone; a backend converts attention sinks.
+
+    Or a vision tower's, which prepares nothing but the scales of attention in FP8.
+    """
+    own = getattr(getattr(type(module), _STEP, None), "__qualname__", "")
+    if own == f"MMEncoderAttention.{_STEP}":
+        return not getattr(module, "fp8_enabled", False)
+    if own != f"Attention.{_STEP}":
         return False
     impl = module.impl
     variants = impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else (impl,)

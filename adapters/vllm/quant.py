@@ -7,7 +7,7 @@ process that is not patched.
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -20,11 +20,15 @@ from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+from jetrl_patch.adapters.vllm.names import hf_name
 from jetrl_patch.adapters.vllm.shards import hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
 from jetrl_patch.fp8.layers import is_cut, is_quantized
+
+if TYPE_CHECKING:
+    from vllm.model_executor.models.utils import WeightsMapper
 
 __all__ = ["JetrlQuantConfig", "quantization_name"]
 
@@ -42,6 +46,8 @@ class JetrlQuantConfig(QuantizationConfig):
         super().__init__()
         self.config = runtime.active_config()
         self.cut: list[str] = []
+        #: of the whole model; models inside it have their own, for names that begin with theirs
+        self.mapper: WeightsMapper | None = None
 
     def get_name(self) -> str:
         return quantization_name(self.config)
@@ -78,28 +84,32 @@ class JetrlQuantConfig(QuantizationConfig):
                 )
             )
 
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: WeightsMapper) -> None:
+        """Keep the first map of names: vLLM builds the whole model before the models inside it."""
+        self.mapper = self.mapper or hf_to_vllm_mapper
+
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         """Return the quantized method for block linears and experts; in exact mode the exact BF16 one for other layers."""
         self._require_patched()
+        name = hf_name(prefix, self.mapper)
         if isinstance(layer, LinearBase):
-            in_bf16 = isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, prefix)
-            if self.is_quantized(prefix) and not in_bf16:
-                return QuantizedLinearMethod(self, prefix)
+            if self.is_quantized(name) and not (isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, name)):
+                return QuantizedLinearMethod(self, name)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
         if isinstance(layer, RoutedExperts):
-            return QuantizedExpertsMethod(self, layer, prefix)
+            return QuantizedExpertsMethod(self, layer, name)
         return None
 
-    def _leaves_in_bf16(self, layer: RowParallelLinear, prefix: str) -> bool:
+    def _leaves_in_bf16(self, layer: RowParallelLinear, name: str) -> bool:
         """Whether ``on_cut`` takes this layer out of FP8, by the function that decides in the trainer."""
         if self.config.on_cut == "refuse" or self.config.channelwise:
             return False
         # vLLM asks for the method in the base class, after the row-parallel class has set its share of K
-        found = is_cut(prefix, layer.input_size, layer.input_size // layer.input_size_per_partition)
+        found = is_cut(name, layer.input_size, layer.input_size // layer.input_size_per_partition)
         if found:
-            runtime.register_cut([prefix])
+            runtime.register_cut([name])
         return found
 
     def _require_patched(self) -> None:
@@ -111,14 +121,14 @@ class JetrlQuantConfig(QuantizationConfig):
                 f"include jetrl_patch in VLLM_PLUGINS"
             )
 
-    def is_quantized(self, prefix: str) -> bool:
-        """Whether the linear at ``prefix`` (vLLM's name) is quantized. Raises ModelError if its fused parts differ."""
-        names = hf_names(prefix, self.packed_modules_mapping)
+    def is_quantized(self, name: str) -> bool:
+        """Whether the linear ``name`` is quantized, whose last part is vLLM's. Raises ModelError if its fused parts differ."""
+        names = hf_names(name, self.packed_modules_mapping)
         out = [name for name in names if not is_quantized(name, self.config.exclude)]
         if out and len(out) != len(names):
             inside = sorted(set(names) - set(out))
             raise ModelError(
                 f"exclude={list(self.config.exclude)} takes {', '.join(out)} out of FP8 but not "
-                f"{', '.join(inside)}, but vLLM fuses them into one layer {prefix}. Exclude all of them or none."
+                f"{', '.join(inside)}, but vLLM fuses them into one layer {name}. Exclude all of them or none."
             )
         return not out

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from jetrl_patch.errors import ModelError
-from jetrl_patch.families import ROW_PARALLEL
+from jetrl_patch.families import ROW_PARALLEL, TOWERS
 from jetrl_patch.fp8.formats import BLOCK
 
 #: Matches linear layers inside a transformer block; all others (embedding, lm_head, value heads) stay in BF16.
@@ -30,8 +30,9 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def is_quantized(name: str, exclude: Sequence[str]) -> bool:
-    """Whether the linear layer ``name`` (Hugging Face module name) is quantized."""
-    if not _IN_BLOCK.search(name) or name.rsplit(".", 1)[-1] in _ROUTERS:
+    """Whether the linear layer ``name`` (Hugging Face module name) is quantized. Layers of a vision tower are not."""
+    parts = name.split(".")
+    if not _IN_BLOCK.search(name) or parts[-1] in _ROUTERS or not TOWERS.isdisjoint(parts):
         return False
     return not any(matches(name, pattern) for pattern in exclude)
 

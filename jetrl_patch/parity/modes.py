@@ -98,7 +98,8 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
     """Check what can be checked without loading the model.
 
     Raises:
-        ModelError: there is no checkpoint, exact mode does not support the model's family, or ``tp`` does not divide its heads.
+        ModelError: there is no checkpoint, the model has a vision tower, exact mode does not support its family, or ``tp`` does
+            not divide its heads.
     """
     import json
     from types import SimpleNamespace
@@ -127,6 +128,15 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
                 required="weights (*.safetensors or *.bin)",
                 found=f"only {file.name}",
                 fix="give a complete checkpoint",
+            )
+        )
+    if "vision_config" in settings:
+        raise ModelError(
+            explain(
+                f"--model {path}",
+                required="a text model, whose log-probs are compared on text alone",
+                found=f"model_type={settings.get('model_type')!r}, which has a vision_config",
+                fix="compare the text model that it is built on",
             )
         )
     _check_heads(path, settings, tp)

@@ -9,7 +9,7 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
-from jetrl_patch.structure import check_code, check_structure
+from jetrl_patch.structure import check_code, check_structure, sees
 from jetrl_patch.trainer.folders import local_folder
 from jetrl_patch.trainer.rules import raised
 
@@ -66,11 +66,12 @@ def cut_note(path: Any, config: Config, rollout_tp: int) -> list[str]:
 
 def _on_meta(hf_config: Any) -> Any:
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    whole = AutoModelForImageTextToText if sees(hf_config) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(hf_config)
+            return whole.from_config(hf_config)
     except ValueError as error:
         raise _unreadable(f"model_type={hf_config.model_type!r}", "a causal language model", error) from error
 

@@ -144,3 +144,18 @@ def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
     args.jetrl = BF16.to_env()
     with pytest.raises(ConflictError, match="settings of here"):
         settings.check_mark(args, "here")
+
+
+def test_models_that_see_are_refused_by_name(tmp_path):
+    from jetrl_patch.adapters.openrlhf.model import prepare
+    from tests import seeing
+
+    config = seeing.config_of("qwen3_vl")
+    config.save_pretrained(tmp_path)
+    for mode in (LINEAR, Config(precision="fp8-rollout")):
+        (problem,) = settings.problems(arguments(actor__model_name_or_path=str(tmp_path)), mode)
+        with pytest.raises(ModelError, match=r"with OpenRLHF .*: required a text model, found model_type='qwen3_vl'\. Train it"):
+            raise problem
+        with pytest.raises(ModelError, match="required a text model"):  # a remote model, in the worker
+            prepare(SimpleNamespace(config=config), mode, None)
+    settings.check(arguments(actor__model_name_or_path=str(tmp_path)), BF16)

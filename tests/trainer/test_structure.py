@@ -36,9 +36,10 @@ def known_experts() -> Any:
 
 
 def seeing() -> Any:
-    from transformers import Qwen2_5_VLConfig
+    """A vision tower without a record."""
+    from transformers import Qwen2VLConfig
 
-    return Qwen2_5_VLConfig(text_config={**SIZES, "num_key_value_heads": 2})
+    return Qwen2VLConfig(text_config={**SIZES, "num_key_value_heads": 2})
 
 
 def latent() -> Any:
@@ -52,7 +53,7 @@ def latent() -> Any:
     ("make", "says"),
     [
         (experts, r"required a dense model.*found num_experts=4\. Use a dense"),
-        (seeing, r"required one text model .*found text_config and vision_config\."),
+        (seeing, r"required one text model, or .*found text_config and vision_config\."),
         (latent, r"vLLM transforms MLA's once.*found kv_lora_rank=128\."),
     ],
 )

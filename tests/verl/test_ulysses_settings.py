@@ -57,6 +57,7 @@ def test_the_settings_are_judged_where_verl_reads_them(base):
 )
 def test_heads_that_the_ranks_can_share(heads, shared, fits):
     hf_config = SimpleNamespace(num_attention_heads=heads, num_key_value_heads=shared)
+    hf_config.get_text_config = lambda: hf_config
     for size in range(2, 13):
         cut = {SIZES[0]: size}.get
         if size in fits:

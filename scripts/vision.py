@@ -1,0 +1,45 @@
+"""Packages that process images, in a folder of their own, for the tests of models with a vision tower.
+
+    python scripts/vision.py .venv/vision requirements/vision.txt
+
+A folder of its own, because transformers takes other processors wherever torchvision is installed, and imports it in every
+process. Who needs it puts the folder on ``PYTHONPATH``.
+
+torchvision's published build has compiled ops that need CUDA libraries. Beside a CPU build of torch they do not load; its
+import goes on without them, up to the lines that describe two ops which then do not exist. Nothing that processes images calls
+them, so the copy in the folder declares them first.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+#: appended to ``torchvision/extension.py``, which is imported first
+DECLARED = '''
+
+if not _has_ops():
+    for _name in ("nms", "qnms"):
+        torch.library.define(f"torchvision::{_name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+'''
+
+
+def build(folder: Path, requirements: Path) -> None:
+    """Install into ``folder``, which appears only once torchvision can be imported from it."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-deps", "--no-compile"]
+    subprocess.run([*pip, "--target", str(unfinished), "-r", str(requirements)], check=True)
+    with (unfinished / "torchvision" / "extension.py").open("a", encoding="utf-8") as file:
+        file.write(DECLARED)
+    path = {**os.environ, "PYTHONPATH": str(unfinished)}
+    subprocess.run([sys.executable, "-c", "import torchvision.transforms.v2, qwen_vl_utils"], check=True, env=path)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+if __name__ == "__main__":
+    build(Path(sys.argv[1]), Path(sys.argv[2]))

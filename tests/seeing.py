@@ -1,0 +1,185 @@
+"""Tiny models with a vision tower, their processors and an image, built locally: nothing is downloaded.
+
+The towers' linears have blocks, merged layers and widths of their own, so that a rule that looked at blocks alone would
+quantize them.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+#: torchvision and what verl needs for images, which `make vision` installs; not in the environment of all tests
+ROOT = Path(__file__).resolve().parents[1]
+VISION = Path(sys.prefix) / "vision"
+needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, which `make vision` makes")
+
+
+WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
+#: tokens before, after and in place of an image, and in place of a film
+MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_GLM_MEDIA = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
+FIRST = len(WORDS) + 256  # behind the 256 bytes
+IDS = {
+    "vision_start_token_id": FIRST,
+    "vision_end_token_id": FIRST + 1,
+    "image_token_id": FIRST + 2,
+    "video_token_id": FIRST + 3,
+}
+
+_GLM_IDS = {
+    "image_token_id": FIRST + 2, "video_token_id": FIRST + 3, "image_start_token_id": FIRST, "image_end_token_id": FIRST + 1,
+    "video_start_token_id": FIRST + 4, "video_end_token_id": FIRST + 5,
+}  # fmt: skip
+_TEXT = {
+    "vocab_size": 272, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+_VISION = {
+    "depth": 2, "hidden_size": 128, "num_heads": 2, "intermediate_size": 256, "out_hidden_size": 256, "spatial_merge_size": 2,
+    "temporal_patch_size": 2,
+}  # fmt: skip
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+
+#: family -> what its language model and its tower have beyond the sizes
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_5_vl": (
+        {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}},
+        {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
+    ),
+    "qwen3_vl": (
+        {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [12, 10, 10], "mrope_interleaved": True}},
+        {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    ),
+    "glm4v": (
+        {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}},
+        {"patch_size": 14, "image_size": 56},
+    ),
+}
+
+
+def config_of(family: str, **text: Any) -> Any:
+    """A Hugging Face config: 2 blocks of width 256, a tower with 2 blocks of width 128, vocabulary 272."""
+    from transformers import AutoConfig
+
+    own, vision = FAMILIES[family]
+    ids = _GLM_IDS if family == "glm4v" else IDS
+    return AutoConfig.for_model(
+        family, text_config={**_TEXT, **own, **text}, vision_config={**_VISION, **vision}, tie_word_embeddings=False, **ids
+    )
+
+
+def build(family: str, seed: int = 0, **text: Any) -> Any:
+    """A BF16 model with weights large enough that its next-token distribution is not uniform."""
+    from transformers import AutoModelForImageTextToText
+
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config_of(family, **text), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2:
+                parameter.mul_(3.0)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.2)
+            else:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model.to(torch.bfloat16).eval()
+
+
+def media(family: str) -> tuple[str, ...]:
+    return _GLM_MEDIA if family == "glm4v" else MEDIA
+
+
+def seen(family: str) -> str:
+    """What stands for an image in a prompt."""
+    begin, end, image, *_ = media(family)
+    return begin + image + end
+
+
+def tokenizer(family: str) -> Any:
+    """One token for each byte, and those around and in place of images."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    words = {token: i for i, token in enumerate([*WORDS, *alphabet])}
+    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=made,
+        pad_token=WORDS[0],
+        eos_token=WORDS[1],
+        additional_special_tokens=[WORDS[2], *media(family)],
+        model_max_length=512,
+    )
+    assert fast.convert_tokens_to_ids(list(media(family))) == list(range(FIRST, FIRST + len(media(family))))
+    fast.chat_template = _TEMPLATE.replace("IMAGE", seen(family))
+    return fast
+
+
+_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{% if m['content'] is string %}{{ m['content'] }}{% else %}"
+    "{% for part in m['content'] %}{% if part['type'] == 'image' %}IMAGE"
+    "{% else %}{{ part['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>{% endfor %}="
+)
+
+
+_PROCESSORS = {
+    "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
+    "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+    "glm4v": ("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
+}
+
+
+def processor(family: str) -> Any:
+    """The family's own processor, for images of 4 to 16 tokens. Needs torchvision."""
+    import transformers
+
+    patch = FAMILIES[family][1]["patch_size"]
+    side = 2 * patch
+    sizes = {"size": {"shortest_edge": 4 * side * side, "longest_edge": 16 * side * side}, "patch_size": patch}
+    words, whole, images, films = tokenizer(family), *_PROCESSORS[family]
+    return getattr(transformers, whole)(
+        image_processor=getattr(transformers, images)(**sizes),
+        tokenizer=words,
+        video_processor=getattr(transformers, films)(**sizes),
+        chat_template=words.chat_template,
+    )
+
+
+def picture(seed: int = 0, side: int = 64) -> Any:
+    """A PIL image of coloured noise."""
+    import numpy
+    from PIL import Image
+
+    return Image.fromarray(numpy.random.default_rng(seed).integers(0, 256, (side, side, 3), dtype=numpy.uint8))
+
+
+def environ() -> dict[str, str]:
+    """What a process needs in its environment to see."""
+    return {"PYTHONPATH": f"{VISION}{os.pathsep}{ROOT}"}
+
+
+def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
+    """Write a checkpoint, with the family's processor if there is torchvision for it. Return its path."""
+    from transformers import GenerationConfig
+
+    build(family, seed, **text).save_pretrained(path)
+    GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(path)
+    if VISION.is_dir():
+        words = [sys.executable, "-m", "tests.seeing", str(path), family]
+        subprocess.run(words, check=True, env={**os.environ, **environ()})
+    else:
+        tokenizer(family).save_pretrained(path)
+    return str(path)
+
+
+if __name__ == "__main__":
+    processor(sys.argv[2]).save_pretrained(sys.argv[1])

@@ -1,0 +1,131 @@
+"""Models with a vision tower in the trainer: what becomes FP8, what is accepted, and what is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import jetrl_patch
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError
+from jetrl_patch.fp8.convert import select_layers
+from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.linear import Fp8Linear
+from jetrl_patch.parity.modes import check_model
+from jetrl_patch.sync.source import convert
+from jetrl_patch.trainer.preflight import check_checkpoint
+from tests import seeing
+
+LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
+#: linears of one block
+LEAVES = {"qwen2_5_vl": 7, "qwen3_vl": 7, "glm4v": 6}
+
+
+def prepared(model: Any, config: Config) -> Any:
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return convert(model, config.resolved(), shapes, rollout_tp=1, device_type="cpu")
+
+
+def looking(family: str) -> dict[str, Any]:
+    """What a processor makes of an image of 16 patches, between two words: 4 tokens."""
+    ids = [5, seeing.FIRST, *[seeing.FIRST + 2] * 4, seeing.FIRST + 1, 6, 7]
+    patch = seeing.FAMILIES[family][1]["patch_size"]
+    kinds = torch.tensor([[int(token == seeing.FIRST + 2) for token in ids]])
+    return {
+        "input_ids": torch.tensor([ids]),
+        "mm_token_type_ids": kinds,
+        "pixel_values": torch.randn(16, 3 * 2 * patch * patch, dtype=torch.bfloat16),
+        "image_grid_thw": torch.tensor([[1, 4, 4]]),
+    }
+
+
+@pytest.mark.parametrize("family", seeing.FAMILIES)
+def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: str) -> None:
+    jetrl_patch.enable(precision="fp8-unified", align="linear")
+    model = seeing.build(family)
+    before = {name: type(module) for name, module in model.named_modules()}
+    source = prepared(model, LINEAR)
+    changed = {name for name, module in model.named_modules() if type(module) is not before[name]}
+    assert changed == set(source.layers) and len(changed) == 2 * LEAVES[family]
+    assert all(name.startswith("model.language_model.layers.") for name in changed)
+    linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - changed
+    assert "lm_head" in linears and any(".merger." in name for name in linears) and any(".blocks." in name for name in linears)
+
+    inputs = looking(family)
+    seen = model(**inputs).logits
+    seen.float().logsumexp(-1).sum().backward()
+    assert all(isinstance(module, Fp8Linear) for name, module in model.named_modules() if name in changed)
+    assert all(p.grad is not None and bool(p.grad.isfinite().all()) for n, p in model.named_parameters() if "mlp" in n)
+    other = model(**{**inputs, "pixel_values": -inputs["pixel_values"]}).logits
+    assert not torch.equal(seen[:, -1], other[:, -1])
+
+
+@pytest.mark.parametrize("family", seeing.FAMILIES)
+def test_a_bf16_trainer_names_the_same_layers(family: str) -> None:
+    jetrl_patch.enable(precision="fp8-rollout")
+    model = seeing.build(family)
+    source = prepared(model, ROLLOUT)
+    assert source.layers == select_layers(model) and not any(isinstance(m, Fp8Linear) for m in model.modules())
+
+
+def test_a_tower_is_known_by_its_name_on_both_sides() -> None:
+    for name in ("model.visual.blocks.0.attn.qkv", "visual.blocks.0.mlp.gate_proj", "model.visual.layers.3.proj"):
+        assert not is_quantized(name, ())
+    assert is_quantized("model.language_model.layers.0.mlp.gate_proj", ())
+    assert is_quantized("model.layers.0.visually.proj", ())
+    model = seeing.build("qwen2_5_vl")
+    with pytest.raises(ModelError, match=r"exclude pattern 'visual' matches no FP8 layer"):
+        select_layers(model, ("visual",))
+    assert len(select_layers(model, ("language_model.layers.1",))) == 7
+
+
+@pytest.mark.parametrize("family", seeing.FAMILIES)
+def test_what_is_accepted_by_config_json(tmp_path: Path, family: str) -> None:
+    seeing.config_of(family).save_pretrained(tmp_path)
+    for config in (LINEAR, ROLLOUT, Config(precision="fp8-rollout", rollout_granularity="channel")):
+        assert check_checkpoint(tmp_path, config, 1).model_type == family
+        assert check_checkpoint(tmp_path, config, 2).model_type == family
+    with pytest.raises(ModelError, match=rf"required one of the model families .*found model_type='{family}' \(its vision tower"):
+        check_checkpoint(tmp_path, Config(precision="fp8-unified"), 1)
+    with pytest.raises(ModelError, match=r"with an FP8 rollout one of qwen2_5_vl, .*found text_config and vision_config\."):
+        check_checkpoint(tmp_path, Config(precision="int8-rollout"), 1)
+    with pytest.raises(ModelError, match=r"cuts a block.*model\.language_model\.layers\.0\.self_attn\.o_proj"):
+        check_checkpoint(tmp_path, LINEAR, 4)
+    with pytest.raises(ModelError, match=r"invariant_scale=1\.5: required one of the model families"):
+        check_checkpoint(tmp_path, Config(precision="fp8-rollout", invariant_scale=1.5), 1)
+
+
+def test_experts_of_a_language_model_are_still_found(tmp_path: Path) -> None:
+    config = seeing.config_of("qwen2_5_vl")
+    config.text_config.num_experts = 4
+    with pytest.raises(ModelError, match=r"required a dense model.*found num_experts=4\."):
+        convert(SimpleNamespace(config=config), LINEAR, {}, rollout_tp=1, device_type="cpu")
+
+
+def test_parity_compares_text_models(tmp_path: Path) -> None:
+    seeing.config_of("qwen3_vl").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"required a text model.*found model_type='qwen3_vl'"):
+        check_model(str(tmp_path), [LINEAR])
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl"])
+def test_for_a_gpu_the_blocks_of_the_language_model_are_fused_and_the_tower_is_not(family: str, monkeypatch: Any) -> None:
+    from transformers import AutoModelForImageTextToText
+
+    from jetrl_patch.adapters.transformers import prepare
+
+    jetrl_patch.enable(precision="fp8-unified", align="linear")
+    monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(seeing.config_of(family))
+    before = {name: type(module) for name, module in model.named_modules()}
+    fp8 = prepare.prepare_model(model, LINEAR.resolved(), device_type="cuda")
+    changed = {name for name, module in model.named_modules() if type(module) is not before[name]} - set(fp8)
+    parts = ("input_layernorm", "post_attention_layernorm", "mlp")
+    assert changed == {f"model.language_model.layers.{i}.{part}" for i in range(2) for part in parts}

@@ -1,0 +1,69 @@
+"""verl's settings with a model that sees: accepted where it is handled, one error each where it is not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jetrl_patch.adapters.verl import lora, settings
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError
+from tests import seeing
+from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT, base
+
+__all__ = ["base"]
+A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+MEGATRON = Config(precision="fp8-unified", align="linear", backend="te")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("seeing")
+    seeing.config_of("qwen2_5_vl").save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("config", [LINEAR, ROLLOUT, BF16, Config(precision="fp16")])
+def test_what_official_scripts_set_is_accepted(base, model, config):
+    given = base(
+        f"{M}.path={model}", f"{M}.use_remove_padding=True", f"{A}.freeze_vision_tower=True", f"{A}.use_kl_loss=True",
+        f"{R}.tensor_model_parallel_size=2", f"+{R}.engine_kwargs.vllm.mm_processor_cache_gb=0",
+    )  # fmt: skip
+    assert [str(problem) for problem in settings.problems(given, config)] == []
+
+
+@pytest.mark.parametrize(
+    ("config", "extra", "says"),
+    [
+        (EXACT, (), r'align="exact": required .*found model_type=\'qwen2_5_vl\' \(its vision tower .*Use align="linear"'),
+        (Config(precision="int8-rollout"), (), r"required one text model, or with an FP8 rollout one of qwen2_5_vl"),
+        (LINEAR, (f"{M}.lora_rank=8",), r"LoRA with a quantized rollout: required a text model, found model_type='qwen2_5_vl'"),
+        (ROLLOUT, (f"{M}.lora_adapter_path=x",), r"LoRA with a quantized rollout: required a text model"),
+        (LINEAR, (f"{R}.tensor_model_parallel_size=4",), r"cuts a block of 128 in 2 layers: model\.language_model\.layers\.0"),
+        (LINEAR, (f"+{R}.engine_kwargs.vllm.mm_encoder_attn_dtype=fp8",), r"mm_encoder_attn_dtype .*found 'fp8'\. Remove it"),
+        (LINEAR, (f"{A}.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"), r"found 4 and 2 heads"),
+    ],
+)
+def test_what_is_not_handled_is_one_error(base, model, config, extra, says):
+    (problem,) = settings.problems(base(f"{M}.path={model}", *extra), config)
+    with pytest.raises(type(problem), match=says):
+        raise problem
+
+
+def test_megatron_names_its_families(base, model, monkeypatch):
+    from jetrl_patch.adapters.verl import megatron
+
+    with pytest.raises(ModelError, match=r"the model with Megatron: required one of qwen2, .*found model_type='qwen2_5_vl'"):
+        megatron.check_model(seeing.config_of("qwen2_5_vl"), 1)
+
+
+def test_adapters_of_a_remote_model_are_refused_in_the_worker(monkeypatch):
+    from types import SimpleNamespace
+
+    from jetrl_patch import runtime
+
+    runtime.enable(LINEAR)
+    build = lora.build_lora_module(lambda self, module: pytest.fail("verl has built them"))
+    with pytest.raises(ModelError, match="required a text model"):
+        build(SimpleNamespace(_jetrl=object()), SimpleNamespace(config=seeing.config_of("qwen3_vl")))

@@ -1,0 +1,188 @@
+"""Engines of models with a vision tower, in a process that has torchvision.
+
+    python -m tests.vllm.seeing_script sync DIR DIR MODE
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+
+import pytest
+import torch
+
+import jetrl_patch
+from jetrl_patch import AuditError, JetrlError, SyncError
+from jetrl_patch.adapters.vllm.names import hf_name
+from jetrl_patch.adapters.vllm.sample import build_engine
+from jetrl_patch.families import FAMILIES
+from jetrl_patch.parity.modes import Job
+from jetrl_patch.sync.source import Source, convert
+from jetrl_patch.sync.stream import SyncStats
+from tests import seeing
+from tests.vllm.test_weights import in_engine, push, worker_of
+
+MODES: dict[str, dict[str, Any]] = {
+    "linear": {"precision": "fp8-unified", "align": "linear"},
+    "fp8-rollout": {"precision": "fp8-rollout"},
+    "channel": {"precision": "fp8-rollout", "rollout_granularity": "channel"},
+}
+#: a tensor of the tower, and a quantized weight
+TOWER, LAYER = "model.visual.blocks.1.mlp.gate_proj.bias", "model.language_model.layers.1.mlp.down_proj.weight"
+
+
+def engine(path: str) -> Any:
+    given = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 2, "video": 0}, "mm_processor_cache_gb": 0}
+    return build_engine(Job(model=path, config=jetrl_patch.status().config, engine=tuple(given.items())), 256)
+
+
+def trainer(path: str) -> tuple[Any, Source]:
+    """The model as a training framework loads it, and what it sends."""
+    from transformers import AutoModelForImageTextToText
+
+    model = AutoModelForImageTextToText.from_pretrained(path, dtype=torch.bfloat16)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return model, convert(model, jetrl_patch.status().config, shapes, rollout_tp=1, device_type="cpu")
+
+
+def sent(model: Any, source: Source) -> tuple[list[Any], SyncStats]:
+    stats = SyncStats()
+    return list(source.stream(model.state_dict().items(), stats)), stats
+
+
+def answers(llm: Any, seen: str) -> list[list[int]]:
+    """Greedy answers to a text, to an image, and to a text and two images."""
+    from vllm import SamplingParams
+
+    prompts = [
+        {"prompt": "1+2="},
+        {"prompt": f"{seen}what?", "multi_modal_data": {"image": seeing.picture(0)}},
+        {"prompt": f"{seen} or {seen}?", "multi_modal_data": {"image": [seeing.picture(1), seeing.picture(2, 96)]}},
+    ]
+    llm.reset_prefix_cache()
+    llm.reset_mm_cache()
+    llm.llm_engine.reset_encoder_cache()  # it holds what the tower made of images with its old weights; verl resets it too
+    params = SamplingParams(temperature=0.0, max_tokens=6, ignore_eos=True)
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def mismatch(llm: Any, model: Any, path: str, shown: Any) -> float:
+    """Mean difference of log-probs between the engine, which saw ``picture(0)``, and the trainer's model, given ``shown``."""
+    from transformers import AutoProcessor
+    from vllm import SamplingParams
+
+    prompt = f"{seeing.seen(model.config.model_type)}what?"
+    params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=0, seed=1)
+    image = {"prompt": prompt, "multi_modal_data": {"image": seeing.picture(0)}}
+    (output,) = llm.generate([image], params, use_tqdm=False)
+    response = list(output.outputs[0].token_ids)
+    theirs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response, strict=True)]
+    given = AutoProcessor.from_pretrained(path)(text=[prompt], images=[shown], return_tensors="pt")
+    assert given["input_ids"][0].tolist() == output.prompt_token_ids
+    length = len(output.prompt_token_ids)
+    ids = torch.tensor([[*output.prompt_token_ids, *response]])
+    kinds = torch.nn.functional.pad(given["mm_token_type_ids"], (0, len(response)))
+    seen = {"pixel_values": given["pixel_values"].to(torch.bfloat16), "image_grid_thw": given["image_grid_thw"]}
+    with torch.no_grad():
+        logits = model(input_ids=ids, mm_token_type_ids=kinds, use_cache=False, **seen).logits[0, length - 1 : -1]
+    ours = logits.float().log_softmax(-1).gather(1, ids[0, length:, None])[:, 0]
+    return float((ours - torch.tensor(theirs)).abs().mean())
+
+
+def parameters(llm: Any) -> dict[str, torch.Tensor]:
+    return dict(worker_of(llm).model_runner.get_model().named_parameters())
+
+
+def sync(first: str, second: str, mode: str) -> None:
+    """After a sync, an engine that was built from ``first`` is one that was built from ``second``."""
+    jetrl_patch.enable(**MODES[mode])
+    llm, fresh = engine(first), engine(second)
+    model, source = trainer(second)
+    seen = seeing.seen(model.config.model_type)
+    assert source.layers and all(name.startswith("model.language_model.layers.") for name in source.layers)
+    (report,) = llm.collective_rpc("jetrl_report")
+    assert set(report["layers"]) == set(source.layers)
+    tower = {name: p for name, p in parameters(llm).items() if name.startswith("visual.")}
+    assert len(tower) > 20 and all(p.dtype == torch.bfloat16 for p in tower.values())
+
+    before = answers(llm, seen)
+    items, stats = sent(model, source)
+    assert push(worker_of(llm), items)["layers"] == len(source.layers)
+    assert in_engine(llm) == in_engine(fresh)
+    if mode == "linear":  # the others send BF16
+        quantized = {f"{layer}.{kind}" for layer in source.layers for kind in ("weight", "weight_scale_inv")}
+        assert in_engine(llm) == {name: stats.digests[name] for name in quantized}
+    theirs = parameters(fresh)
+    for name, tensor in parameters(llm).items():
+        assert torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)), name
+    name = "visual.patch_embed.proj.weight"
+    assert torch.equal(tower[name], model.state_dict()[f"model.{name}"])
+    found, expected = answers(llm, seen), answers(fresh, seen)
+    assert found == expected, (found, expected)
+    assert all(a != b for a, b in zip(found, before, strict=True)), (before, found)
+    same, other = (mismatch(llm, model, second, seeing.picture(seed)) for seed in (0, 5))
+    print("mismatch", mode, same, "with another image", other)
+    assert 3 * same < other and same < 0.15  # FP8 in a model of random weights: pixels times 1.004 move its log-probs as far
+
+
+def broken(first: str, second: str, mode: str) -> None:
+    """A tensor that is missing or has another name is one error, and so is a layer that only the rollout quantizes."""
+    jetrl_patch.enable(**MODES[mode])
+    llm = engine(first)
+    model, source = trainer(second)
+    worker, (items, _) = worker_of(llm), sent(model, source)
+
+    def without(name: str) -> Iterator[Any]:
+        return (item for item in items if item[0] != name)
+
+    def renamed(name: str) -> Iterator[Any]:
+        return ((f"language_model.{key}" if key == name else key, value) for key, value in items)
+
+    for name in (TOWER, LAYER, LAYER + "_scale_inv"):
+        for change in (without, renamed):
+            refused(lambda: push(worker, list(change(name))), SyncError, re.escape(name))  # noqa: B023
+            assert llm.collective_rpc("jetrl_report", kwargs={"digests": False})[0]["state"] == "failed"
+    refused(lambda: worker.execute_model(None), SyncError, "does not generate")
+    source.layers.remove(LAYER.removesuffix(".weight"))
+    refused(lambda: push(worker, sent(model, source)[0]), AuditError, f"only in the rollout: {LAYER[:-7]}\\.")
+    push(worker, items)
+    answers(llm, seeing.seen(model.config.model_type))
+
+
+def exact(first: str) -> None:
+    """Exact mode is refused by name, before there is an engine."""
+    jetrl_patch.enable(precision="fp8-unified")
+    refused(lambda: engine(first), JetrlError, r"found model_type='\w+' \(its vision tower and .*Use align=\"linear\"")
+
+
+def names(family: str) -> None:
+    """vLLM's own map leads from transformers' names to vLLM's, and back; what vLLM merges is what the record says."""
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    record = FAMILIES[family]
+    model = ModelRegistry._try_load_model_cls(record.causal_lm)
+    assert model is not None
+    mapper = model.hf_to_vllm_mapper.get_rename_mapper()
+    theirs = [name for name, _ in seeing.build(family).named_modules() if ".layers.0." in name or ".blocks.0." in name]
+    assert len(theirs) > 20
+    for name in theirs:
+        (ours,) = mapper.apply_list([name])
+        assert ours != name and hf_name(ours, mapper) == name, name
+    merged = {tuple(parts) for parts in model.packed_modules_mapping.values() if len(parts) > 1}
+    assert merged == set(record.merged), merged
+
+
+def refused(call: Any, kind: type[Exception], says: str) -> None:
+    with pytest.raises(kind, match=says):
+        call()
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]](*sys.argv[2:])
+    print("FINE")

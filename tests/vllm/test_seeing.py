@@ -1,0 +1,85 @@
+"""Models with a vision tower in real engines: which layers are FP8, their names, and weight syncs, with images and with text."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from jetrl_patch.adapters.vllm.names import hf_name
+from tests import seeing
+
+FAMILIES = list(seeing.FAMILIES)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
+    """``checkpoints(family, seed)``: path of a tiny checkpoint, written at the first call."""
+    root = tmp_path_factory.mktemp("seeing")
+
+    def make(family: str, seed: int) -> str:
+        path = Path(root) / f"{family}-{seed}"
+        return str(path) if path.exists() else seeing.save(path, family, seed)
+
+    return make
+
+
+def run(*words: str) -> None:
+    command = [sys.executable, "-m", "tests.vllm.seeing_script", *words]
+    environ = {**os.environ, **seeing.environ(), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and done.stdout.endswith("FINE\n"), done.stdout[-2000:] + done.stderr[-6000:]
+
+
+@seeing.needs_images
+@pytest.mark.e2e
+@pytest.mark.parametrize("mode", ["linear", "fp8-rollout", "channel"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_language_model_is_fp8_and_the_tower_is_synced_in_bf16(
+    checkpoints: Callable[[str, int], str], family: str, mode: str
+) -> None:
+    run("sync", checkpoints(family, 0), checkpoints(family, 1), mode)
+
+
+@seeing.needs_images
+@pytest.mark.e2e
+def test_a_broken_sync_is_one_error_and_stops_the_engine(checkpoints: Callable[[str, int], str]) -> None:
+    run("broken", checkpoints("qwen2_5_vl", 0), checkpoints("qwen2_5_vl", 1), "linear")
+
+
+@seeing.needs_images
+@pytest.mark.e2e
+def test_exact_mode_is_refused_by_name(checkpoints: Callable[[str, int], str]) -> None:
+    run("exact", checkpoints("qwen2_5_vl", 0))
+
+
+def classes(family: str) -> Any:
+    from transformers import AutoConfig
+    from vllm.model_executor.models.registry import ModelRegistry
+
+    from jetrl_patch.families import FAMILIES as RECORDS
+
+    record = RECORDS[family]
+    assert AutoConfig.for_model(family).model_type == family
+    return record, ModelRegistry._try_load_model_cls(record.causal_lm)
+
+
+@seeing.needs_images
+@pytest.mark.parametrize("family", FAMILIES)
+def test_names_are_those_of_transformers(family: str) -> None:
+    run("names", family)
+
+
+def test_a_name_without_a_map_or_with_another_map_is_left_as_it_is() -> None:
+    mapper: Any = SimpleNamespace(orig_to_new_prefix={"old.": None, "a.": "b.", "c.": "b."}, apply_list=lambda names: names)
+    assert hf_name("language_model.model.layers.0", None) == "language_model.model.layers.0"
+    assert hf_name("model.layers.0.mlp", mapper) == "model.layers.0.mlp"
+    assert hf_name("b.layers.0", mapper) == "b.layers.0"  # no name leads there
+    mapper.apply_list = lambda names: [name.replace("c.", "b.") for name in names]
+    assert hf_name("b.layers.0", mapper) == "c.layers.0"
