@@ -118,12 +118,12 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _build_lora_module(self: Any, module: Any) -> Any:
-        config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
-        merges = prepared is not None and config.quantized_rollout
-        if merges:
+        config = runtime.active_config()
+        prepared = getattr(self, "_jetrl", None) if config.quantized_rollout else None
+        if prepared is not None:
             _check_text(module.config)
         built = original(self, module)
-        if merges:
+        if prepared is not None:
             from jetrl_patch.trainer.lora import adopt
 
             prepared.adapters = adopt(built, merge=config.fp8_train)
