@@ -119,14 +119,13 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _build_lora_module(self: Any, module: Any) -> Any:
         config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
-        merges = prepared is not None and config.quantized_rollout
-        if merges:
-            _check_text(module.config)
-        built = original(self, module)
-        if merges:
-            from jetrl_patch.trainer.lora import adopt
+        if prepared is None or not config.quantized_rollout:
+            return original(self, module)
+        from jetrl_patch.trainer.lora import adopt
 
-            prepared.adapters = adopt(built, merge=config.fp8_train)
+        _check_text(module.config)
+        built = original(self, module)
+        prepared.adapters = adopt(built, merge=config.fp8_train)
         return built
 
     return _build_lora_module
