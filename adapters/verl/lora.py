@@ -118,15 +118,14 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _build_lora_module(self: Any, module: Any) -> Any:
-        config = runtime.active_config()
-        prepared = getattr(self, "_jetrl", None) if config.quantized_rollout else None
-        if prepared is not None:
-            _check_text(module.config)
-        built = original(self, module)
-        if prepared is not None:
-            from jetrl_patch.trainer.lora import adopt
+        config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
+        if prepared is None or not config.quantized_rollout:
+            return original(self, module)
+        from jetrl_patch.trainer.lora import adopt
 
-            prepared.adapters = adopt(built, merge=config.fp8_train)
+        _check_text(module.config)
+        built = original(self, module)
+        prepared.adapters = adopt(built, merge=config.fp8_train)
         return built
 
     return _build_lora_module

@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.errors import ConflictError, ModelError, explain
 from jetrl_patch.patching.differences import Difference
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "paged_keys_and_values", "sequence_parallel"]
+__all__ = [
+    "DIFFERENCES",
+    "SEQUENCE_PARALLEL",
+    "backends_per_kind",
+    "normalize_in_processor",
+    "paged_keys_and_values",
+    "sequence_parallel",
+]
 
 DIFFERENCES = (
     Difference(
@@ -38,6 +46,12 @@ DIFFERENCES = (
         added=True,
         handled="a layer refuses its window itself; the same release changed the Triton cache from five dimensions to four",
     ),
+    Difference(
+        "vllm.engine.arg_utils.EngineArgs.mm_device_do_normalize",
+        changed_in="0.28",
+        added=True,
+        handled="older versions normalize images in the processor",
+    ),
 )
 
 #: every switch of vLLM that splits activations over tokens: the configuration that has it, and its name
@@ -58,6 +72,20 @@ def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
         if getattr(config, name, False):
             found.append(name)
     return found
+
+
+def normalize_in_processor(args: EngineArgs) -> None:
+    """Let the processor of images normalize pixels, as the trainer's does, unless the user chose otherwise.
+
+    Where the model does it, the mean and the deviation are buffers that no checkpoint holds. ``load_format="dummy"``, verl's
+    default, fills them with noise, and no weight sync repairs them. Raises ConflictError if both are asked for.
+    """
+    asked = getattr(args, "mm_device_do_normalize", False)
+    if asked is None:
+        args.mm_device_do_normalize = False
+    elif asked and args.load_format == "dummy":
+        what, fix = "vLLM's mm_device_do_normalize", "leave it unset"
+        raise ConflictError(explain(what, required="False with load_format='dummy'", found="True", fix=fix))
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.vllm.compat import sequence_parallel
+from jetrl_patch.adapters.vllm.compat import normalize_in_processor, sequence_parallel
 from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
@@ -74,6 +74,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         )
     if config.exact:
         choose_attention(args)
+    normalize_in_processor(args)
     args.quantization = ours
     if config.decode_graphs and not _on_cpu():
         capture_decoding(args)
