@@ -136,8 +136,9 @@ def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode
     assert len(steps) >= STEPS - 2  # the fully asynchronous trainer logs a step in the line of the next
     for step in steps:
         assert step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0
-        assert 0.0 <= step["jetrl/stale_fraction"] <= 1.0 and step["jetrl/sync_bytes"] > 0
-    assert any(step["jetrl/stale_fraction"] > 0 for step in steps)
+        assert step["jetrl/sync_bytes"] > 0
+    stale = [step["jetrl/stale_fraction"] for step in steps if "jetrl/stale_fraction" in step]  # which a line may be ahead of
+    assert len(stale) >= STEPS - 3 and all(0.0 <= share <= 1.0 for share in stale) and any(stale)
 
 
 def _youngest(title: str, mark: str) -> int:
