@@ -26,9 +26,9 @@ from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, 
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import ConflictError, JetrlError
+from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import check_device
+from jetrl_patch.structure import check_device, sees
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
@@ -154,6 +154,7 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     hf_config = None if found else read_config(path, config, trust)
     if hf_config is None:
         return
+    yield from raised(lambda: check_seeing(hf_config))
     yield from raised(lambda: check_device(hf_config, select("trainer.device") or "cuda"))
     yield from raised(lambda: ulysses.check_heads(select, hf_config))
     yield from raised(lambda: lora.check_model(hf_config, select, config))
@@ -162,6 +163,14 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     if megatron.is_chosen(select, config):
         size = int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1)
         yield from raised(lambda: megatron.check_model(hf_config, size))
+
+
+def check_seeing(hf_config: Any) -> None:
+    """Raise ModelError for a model with a vision tower: its weights arrive right, but no run has been shown to be right."""
+    if sees(hf_config):
+        required = "a text model (in a run on images, trainer and rollout differed by more than FP8 explains)"
+        what, found = "the model with verl and a quantized rollout", f"model_type={hf_config.model_type!r}"
+        raise ModelError(explain(what, required=required, found=found, fix=f"use {UNQUANTIZED}"))
 
 
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:

@@ -1,4 +1,4 @@
-"""verl's settings with a model that sees: accepted where it is handled, one error each where it is not."""
+"""verl's settings with a model that sees: refused in quantized modes, and what would be refused besides."""
 
 from __future__ import annotations
 
@@ -24,8 +24,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture
+def shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if runs on images had been shown to be right."""
+    monkeypatch.setattr(settings, "check_seeing", lambda hf_config: None)
+
+
+@pytest.mark.parametrize("config", [LINEAR, ROLLOUT])
+def test_a_run_on_images_is_refused_by_name(base, model, config):
+    (problem,) = settings.problems(base(f"{M}.path={model}"), config)
+    with pytest.raises(ModelError, match=r"with verl and a quantized rollout: required a text .*found model_type='qwen2_5_vl'"):
+        raise problem
+
+
+@pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize("config", [LINEAR, ROLLOUT, BF16, Config(precision="fp16")])
-def test_what_official_scripts_set_is_accepted(base, model, config):
+def test_what_official_scripts_set_is_no_further_problem(base, model, config):
     given = base(
         f"{M}.path={model}", f"{M}.use_remove_padding=True", f"{A}.freeze_vision_tower=True", f"{A}.use_kl_loss=True",
         f"{R}.tensor_model_parallel_size=2", f"+{R}.engine_kwargs.vllm.mm_processor_cache_gb=0",
@@ -33,6 +47,7 @@ def test_what_official_scripts_set_is_accepted(base, model, config):
     assert [str(problem) for problem in settings.problems(given, config)] == []
 
 
+@pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize(
     ("config", "extra", "says"),
     [
