@@ -243,15 +243,6 @@ _RECORDS = (
     ),
     Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING, tower="visual"),
     Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
-    Family(
-        "glm4v",
-        "Glm4v",
-        "GLM-4V",
-        readers={"input_layernorm": _READERS["input_layernorm"], "post_attention_layernorm": ("mlp.gate_up_proj",)},
-        merged=_MERGED[:1],
-        uncovered={"fused": "its gate and up share one weight, which the fused MLP does not split", **_SEEING},
-        tower="visual",
-    ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}
 

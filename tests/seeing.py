@@ -24,7 +24,6 @@ needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, 
 WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
 #: tokens before, after and in place of an image, and in place of a film
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-_GLM_MEDIA = ("<|begin_of_image|>", "<|end_of_image|>", "<|image|>", "<|video|>", "<|begin_of_video|>", "<|end_of_video|>")
 FIRST = len(WORDS) + 256  # behind the 256 bytes
 IDS = {
     "vision_start_token_id": FIRST,
@@ -32,11 +31,6 @@ IDS = {
     "image_token_id": FIRST + 2,
     "video_token_id": FIRST + 3,
 }
-
-_GLM_IDS = {
-    "image_token_id": FIRST + 2, "video_token_id": FIRST + 3, "image_start_token_id": FIRST, "image_end_token_id": FIRST + 1,
-    "video_start_token_id": FIRST + 4, "video_end_token_id": FIRST + 5,
-}  # fmt: skip
 _TEXT = {
     "vocab_size": 272, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
@@ -57,10 +51,6 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [12, 10, 10], "mrope_interleaved": True}},
         {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
     ),
-    "glm4v": (
-        {"rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}},
-        {"patch_size": 14, "image_size": 56},
-    ),
 }
 
 
@@ -69,9 +59,8 @@ def config_of(family: str, **text: Any) -> Any:
     from transformers import AutoConfig
 
     own, vision = FAMILIES[family]
-    ids = _GLM_IDS if family == "glm4v" else IDS
     return AutoConfig.for_model(
-        family, text_config={**_TEXT, **own, **text}, vision_config={**_VISION, **vision}, tie_word_embeddings=False, **ids
+        family, text_config={**_TEXT, **own, **text}, vision_config={**_VISION, **vision}, tie_word_embeddings=False, **IDS
     )
 
 
@@ -93,7 +82,7 @@ def build(family: str, seed: int = 0, **text: Any) -> Any:
 
 
 def media(family: str) -> tuple[str, ...]:
-    return _GLM_MEDIA if family == "glm4v" else MEDIA
+    return MEDIA
 
 
 def seen(family: str) -> str:
@@ -134,7 +123,6 @@ _TEMPLATE = (
 _PROCESSORS = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
     "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
-    "glm4v": ("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.errors import ConflictError, ModelError, explain
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.patching.differences import Difference
 
 if TYPE_CHECKING:
@@ -75,17 +75,13 @@ def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
 
 
 def normalize_in_processor(args: EngineArgs) -> None:
-    """Let the processor of images normalize pixels, as the trainer's does, unless the user chose otherwise.
+    """Let the processor of images normalize pixels, as the trainer's does.
 
     Where the model does it, the mean and the deviation are buffers that no checkpoint holds. ``load_format="dummy"``, verl's
-    default, fills them with noise, and no weight sync repairs them. Raises ConflictError if both are asked for.
+    default, fills them with noise, and no weight sync repairs them. vLLM's default is True in some releases.
     """
-    asked = getattr(args, "mm_device_do_normalize", False)
-    if asked is None:
+    if getattr(args, "mm_device_do_normalize", False) is not False:
         args.mm_device_do_normalize = False
-    elif asked and args.load_format == "dummy":
-        what, fix = "vLLM's mm_device_do_normalize", "leave it unset"
-        raise ConflictError(explain(what, required="False with load_format='dummy'", found="True", fix=fix))
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:

@@ -23,7 +23,7 @@ from tests import seeing
 
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
 #: linears of one block
-LEAVES = {"qwen2_5_vl": 7, "qwen3_vl": 7, "glm4v": 6}
+LEAVES = {"qwen2_5_vl": 7, "qwen3_vl": 7}
 
 
 def prepared(model: Any, config: Config) -> Any:

@@ -39,6 +39,7 @@ def run(*words: str) -> None:
 
 @seeing.needs_images
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["linear", "fp8-rollout", "channel"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_language_model_is_fp8_and_the_tower_is_synced_in_bf16(
