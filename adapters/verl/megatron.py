@@ -18,7 +18,7 @@ from typing import Any
 from packaging.version import Version
 
 from jetrl_patch.adapters.base import Journal
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
+from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
 from jetrl_patch.families import covering
@@ -74,6 +74,10 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(
         f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError,
+    ),
+    Rule(
+        f"{ROLLOUT}.checkpoint_engine.backend", other_than("naive"), "naive (Megatron's export over others is untested)",
+        "set it to naive", "quantized",
     ),
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip

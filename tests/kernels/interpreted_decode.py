@@ -124,7 +124,7 @@ def test_the_benchmarks_run_on_this_backend():
     machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
     assert {row["quantizer"] for row in parts.quantizers(machine, ((16, 128),))} == {
         "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, turned", "both layouts",
-        "SiLU * up, kept and quantized", "RMSNorm, kept and quantized",
+        "SiLU * up, kept and quantized", "RMSNorm, kept and quantized", "SiLU * up, backward", "RMSNorm, backward",
     }  # fmt: skip
     ways = {"bf16", "triton", "triton, one launch", "triton, two launches"}
     assert {row["backend"] for row in launches.decode(machine, tiny, (7,))} == ways

@@ -129,4 +129,4 @@ def test_in_bypass_mode_v1_compares_no_tensor_with_itself() -> None:
     runtime.enable(Config(precision="bf16"))
     wrapped = metrics.v1_old_log_prob(lambda self, batch, found: "done")
     trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": True}}}))
-    assert wrapped(trainer, None, {}) == "done" and state.DRIVER.metrics == {}
+    assert wrapped(trainer, SimpleNamespace(tags=[]), {}) == "done" and state.DRIVER.metrics == {}
