@@ -230,6 +230,12 @@ def adopt(verl_config: Any) -> None:
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
+def _settle(verl_config: Any) -> None:
+    """Check the configuration and complete it, with the settings that it decides, before anything starts."""
+    adopt(verl_config)
+    prepare(verl_config, runtime.active_config())
+
+
 def check_settled(verl_config: Any, config: Config) -> None:
     """Raise ConfigError if the pass for old log-probs would be left out though verl's settings need it: nobody settled it."""
     for problem in old_log_probs_settings.problems(_selector(verl_config), config):
@@ -259,8 +265,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        adopt(config)
-        prepare(config, runtime.active_config())
+        _settle(config)
         return original(config, *args, **kwargs)
 
     return validate_config
@@ -271,8 +276,7 @@ def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``main_ppo.run_ppo``, by which every program of verl starts Ray: the asynchronous ones check nothing before."""
 
     def run_ppo(config: Any, *args: Any, **kwargs: Any) -> Any:
-        adopt(config)
-        prepare(config, runtime.active_config())
+        _settle(config)
         return original(config, *args, **kwargs)
 
     return run_ppo
