@@ -179,8 +179,8 @@ class Receiver:
         guarded, here = set(manifest.guarded), set(self.installer.quantized_layers())
         audit(manifest.terms, self.terms, set(manifest.layers) | guarded, here | self.guarded)
         audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
-        self.state = State.RECEIVING
         self._sync = _Sync(manifest, manifest.expected())
+        self.state = State.RECEIVING
         if guarded & here:
             self.installer.to_bf16(sorted(guarded & here))
             self.guarded |= guarded
