@@ -26,9 +26,9 @@ from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, 
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import check_device, sees
+from jetrl_patch.structure import check_device, require_text
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
@@ -167,10 +167,8 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
 
 def check_seeing(hf_config: Any) -> None:
     """Raise ModelError for a model with a vision tower: its weights arrive right, but no run has been shown to be right."""
-    if sees(hf_config):
-        required = "a text model (in a run on images, trainer and rollout differed by more than FP8 explains)"
-        what, found = "the model with verl and a quantized rollout", f"model_type={hf_config.model_type!r}"
-        raise ModelError(explain(what, required=required, found=found, fix=f"use {UNQUANTIZED}"))
+    required = "a text model (in a run on images, trainer and rollout differed by more than FP8 explains)"
+    require_text(hf_config, "the model with verl and a quantized rollout", f"use {UNQUANTIZED}", required)
 
 
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:
