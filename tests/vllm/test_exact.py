@@ -79,9 +79,17 @@ def test_mixtures_of_experts(checkpoint: Callable[..., str], engine: Callable[..
 
 @pytest.mark.parametrize("variant", ["olmoe-odd", "qwen2_moe-odd", "mixtral-odd", "glm4_moe"])
 def test_families_with_experts(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from .test_weights import worker_of
+
     jetrl_patch.enable(precision="fp8-unified")
     job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
-    assert_equal(job, run(engine, job, [(1, 1), (7, 1)], 12), tokens=96)
+    llm = engine(job)
+    assert_equal(job, run(lambda _: llm, job, [(1, 1), (7, 1)], 12), tokens=96)
+    for name, module in worker_of(llm).model_runner.get_model().named_modules():  # few tokens would not tell them apart
+        inexact = type(module) is torch.nn.Linear or type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod
+        assert not inexact, name
 
 
 @pytest.mark.slow
