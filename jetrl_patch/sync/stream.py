@@ -108,6 +108,7 @@ def quantized_stream(
     quantize: Quantize | None = None,
     transform: Transform | None = None,
     guarded: Collection[str] = (),
+    fp32: Collection[str] = (),
 ) -> Iterator[NamedTensor]:
     """Yield the protocol for one sync.
 
@@ -120,6 +121,7 @@ def quantized_stream(
         quantize: the trainer's own quantizer, which may hold the bytes already; by default that of the format.
         transform: applied to the weights before they are checked and quantized.
         guarded: modules that the precision guard moved to BF16; none of them is in ``layers``.
+        fp32: names of the tensors that are sent in FP32.
 
     Raises:
         SyncError: a weight holds NaN or Inf; a tensor is unannounced, duplicated or missing.
@@ -133,7 +135,8 @@ def quantized_stream(
             f"quantized layers without a weight in the model that is sent ({len(absent)}): {', '.join(absent[:3])}"
         )
     announced = {
-        name: (tuple(shape), terms.weight_dtype if name in ours else "bfloat16") for name, shape in shapes.items()
+        name: (tuple(shape), terms.weight_dtype if name in ours else "float32" if name in fp32 else "bfloat16")
+        for name, shape in shapes.items()
     }
     manifest = Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced, guarded=tuple(sorted(guarded)))
     yield MANIFEST, manifest.encode()
@@ -141,7 +144,7 @@ def quantized_stream(
     for name, weight in weights if transform is None else transform(weights):
         _check_announced(name, weight, announced, digests.names)
         if name not in ours:
-            yield digests.add(name, _to_bf16(name, weight))
+            yield digests.add(name, weight.detach().float() if name in fp32 else _to_bf16(name, weight))
             continue
         stats.layers += 1
         stats.quantized_as_bf16 += 2 * weight.numel()
