@@ -79,6 +79,15 @@ _LOADER = {
 }
 
 
+def _is_harmless(framework: str, point: str, fault: str) -> bool:
+    """Whether a sync with this fault may succeed, with the right bytes."""
+    if fault == "swapped":  # tensors come in any order, and verl delivers a bucket's by name
+        return point in ("first tensor", "scales", "middle") or framework == "verl"
+    if fault == "repeated":
+        return framework == "verl"  # two of one name in a bucket are one
+    return fault == "trainer frozen" and framework == "openrlhf"  # its engines wait for calls, not for the trainer
+
+
 def cells(framework: str) -> Iterator[Cell]:
     """All cells of a framework, those that end its engine last."""
     for point in POINTS:
@@ -87,8 +96,7 @@ def cells(framework: str) -> Iterator[Cell]:
                 continue  # nothing comes after it
             if point == "manifest" and fault == "replaced by another version's":
                 continue  # every version has the same manifest
-            # verl sends the tensors of a bucket by name: two of one name are one
-            yield Cell(framework, point, fault, cause, harmless=fault in ("repeated", "swapped") and framework == "verl")
+            yield Cell(framework, point, fault, cause, harmless=_is_harmless(framework, point, fault))
         for fault, (cause, fatal) in _PROCESS.items():
             if not fatal:
                 yield Cell(framework, point, fault, cause)

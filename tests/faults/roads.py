@@ -31,7 +31,8 @@ class Trainer:
         self.source: Source = convert(self.model, config, shapes, rollout_tp=1, device_type="cpu")
         first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
         generator = torch.Generator().manual_seed(1)
-        second = {name: p + 0.05 * torch.randn(p.shape, generator=generator).to(p) for name, p in first.items()}
+        # with other scales too, so that no tensor of one version passes for the other's
+        second = {name: 3 * p + 0.05 * torch.randn(p.shape, generator=generator).to(p) for name, p in first.items()}
         self.versions = (first, second)
         self.disturb: Disturb = iter
         stream = self.source.stream
