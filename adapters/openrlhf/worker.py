@@ -94,7 +94,8 @@ def _device(worker: Any) -> Any:
 
 
 def _who(worker: Any) -> dict[str, Any]:
-    return {"pid": os.getpid(), "node": where(), "config": runtime.active_config().to_env(), **_version(worker)}
+    held = worker.jetrl_receiver.held()
+    return {"pid": os.getpid(), "node": where(), "config": runtime.active_config().to_env(), "held": held, **_version(worker)}
 
 
 def _version(worker: Any) -> dict[str, int]:
