@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import chain
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
+from jetrl_patch.fp8.expert_layers import per_expert
 from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.sync.base import PREFIX, Received, Sent
@@ -25,7 +27,8 @@ class Trainer:
     """A checkpoint's weights, moved a little by every update."""
 
     def __init__(self, path: str, terms: Any) -> None:
-        self.weights = {name: weight.float() for name, weight in weights_of(path).items()}
+        apart = chain.from_iterable(per_expert(name, weight) for name, weight in weights_of(path).items())
+        self.weights = {name: weight.float() for name, weight in apart}
         self.terms, self.base = terms, Sent()
         self.stats = SyncStats()
         self.generator = torch.Generator().manual_seed(3)
