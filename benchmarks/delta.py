@@ -11,7 +11,7 @@ import argparse
 import functools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -50,7 +50,8 @@ def run(framework: str, folder: Path, rate: float, steps: int) -> list[dict[str,
         found = run_verl.Run(folder, f"{run_verl.A}.optim.lr={rate}", environ=DELTA, steps=steps)
     else:
         extra = ("--actor.adam.lr", str(rate), "--actor.lr_scheduler", "constant", "--actor.lr_warmup_ratio", "0")
-        found = run_openrlhf.Run(folder, *extra, environ=DELTA, steps=steps)
+        episodes = ("--train.num_episodes", "2")  # over the prompts of half the steps
+        found = run_openrlhf.Run(folder, *extra, *episodes, environ=DELTA, steps=steps // 2)
     if found.wait(PATIENCE) != 0:
         raise SystemExit(found.text[-6000:])
     metrics = found.metrics()
@@ -59,14 +60,14 @@ def run(framework: str, folder: Path, rate: float, steps: int) -> list[dict[str,
     return metrics
 
 
-def runs(framework: str, steps: int) -> Iterator[dict[str, object]]:
+def runs(framework: str, rates: Sequence[float], steps: int) -> Iterator[dict[str, object]]:
     """Medians over the syncs of a run, for each learning rate. The first sync sends everything and is not among them."""
     from tests.openrlhf.run_openrlhf import make_task
 
     with tempfile.TemporaryDirectory(prefix="delta") as name:
         folder = make_task(Path(name), fill=True)
         make_model(folder)
-        for rate in RATES:
+        for rate in rates:
             found = run(framework, folder, rate, steps)
             shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in found]
             quantized = [2 * step["jetrl/sync_bytes"] / step["jetrl/sync_bytes_bf16"] for step in found]
@@ -110,9 +111,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["runs", "speed"])
     parser.add_argument("--framework", choices=["verl", "openrlhf"], default="verl")
+    parser.add_argument("--rate", type=float, action="append", help="a learning rate instead of the four; may be repeated")
     parser.add_argument("--steps", type=int, default=20)
     args = parser.parse_args()
-    for row in runs(args.framework, args.steps) if args.part == "runs" else speed():
+    for row in runs(args.framework, args.rate or RATES, args.steps) if args.part == "runs" else speed():
         print("| " + " | ".join(shown(value) for value in row.values()) + " |", flush=True)
 
 

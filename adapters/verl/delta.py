@@ -7,23 +7,26 @@ loop asks the engines and tells the training workers.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import SyncError
+from jetrl_patch.gate import while_config
 from jetrl_patch.sync.source import Source
 
-__all__ = ["announce", "attach", "greeted", "prepare"]
+__all__ = ["announce", "attach", "collective_rpc", "greeted", "prepare"]
 
 _OFFER = "jetrl_offer"
+_REPORT = "jetrl_report"
 
 
 async def announce(manager: Any, config: Config) -> None:
     """Ask the engines of a ``CheckpointEngineManager`` and tell its training workers, before a sync that is not naive."""
     import ray
 
-    calls = [replica.servers[0].collective_rpc.remote("jetrl_report", args=(False,)) for replica in manager.replicas]
+    calls = [replica.servers[0].collective_rpc.remote(_REPORT, args=(False,)) for replica in manager.replicas]
     try:
         answers = await asyncio.wait_for(asyncio.gather(*calls), config.sync_timeout)
     except (TimeoutError, asyncio.TimeoutError) as error:
@@ -35,6 +38,20 @@ async def announce(manager: Any, config: Config) -> None:
     common = held.pop() if len(held) == 1 else ""
     size = manager.actor_wg.world_size
     ray.get(manager.actor_wg.execute_checkpoint_engine([_OFFER] * size, [common] * size))
+
+
+@while_config(lambda config: config.sync == "delta")
+def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``vLLMHttpServer.collective_rpc``: return what the engine's workers answer to ``announce``."""
+
+    async def collective_rpc(
+        self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if method != _REPORT:
+            return await original(self, method, timeout=timeout, args=args, kwargs=kwargs)
+        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+
+    return collective_rpc
 
 
 def attach(worker: Any) -> None:

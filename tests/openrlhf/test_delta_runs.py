@@ -18,14 +18,15 @@ def task(tmp_path_factory):
     return add_hook(make_task(tmp_path_factory.mktemp("task")))
 
 
-def run(task, *extra, steps=STEPS, **environ):
+def run(task, *extra, steps, **environ):
     environ = {**DELTA, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(task / "hook"), **environ}
     return Run(task, *RATE, *extra, environ=environ, steps=steps)
 
 
 def test_twenty_syncs_to_two_engines(task):
     """Sync 0 runs when the trainer is built. Both engines forget before syncs 7 and 13."""
-    found = run(task, "--vllm.num_engines", "2", RESTARTS="7,13")
+    twice = ("--train.num_episodes", "2")  # over the prompts of half the steps
+    found = run(task, "--vllm.num_engines", "2", *twice, steps=STEPS // 2, RESTARTS="7,13")
     assert found.wait(TIMEOUT) == 0, found.text[-6000:]
     assert_deltas(found.metrics(), {7, 13})
     assert found.text.count("RECEIVED sync") == 2 * (STEPS + 1)

@@ -65,6 +65,21 @@ def test_every_training_worker_is_told_what_all_engines_hold(replicas, common, m
     assert told == [("jetrl_offer", common)] * 2
 
 
+@pytest.mark.parametrize(("method", "answer"), [("jetrl_report", ["the engine's"]), ("sleep", None)])
+def test_the_server_returns_what_the_workers_answer(method, answer, monkeypatch):
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: DELTA)
+
+    async def original(self, method, timeout=None, args=(), kwargs=None):
+        await self.engine.collective_rpc(method, timeout, args, kwargs)
+
+    async def rpc(method, timeout, args, kwargs):
+        return ["the engine's"]
+
+    server = SimpleNamespace(engine=SimpleNamespace(collective_rpc=rpc))
+    assert asyncio.run(delta.collective_rpc(original)(server, method, args=(False,))) == answer
+
+
 def test_an_engine_that_does_not_answer_stops_the_sync(monkeypatch):
     monkeypatch.setattr("ray.get", lambda refs: refs)
 
