@@ -1,8 +1,8 @@
 """What changes between two weight syncs, and what a delta sync costs.
 
-``python -m benchmarks.delta runs`` trains a small model in the real verl or OpenRLHF with ``sync="delta"`` at four learning rates
-and reports the bytes that changed and that were sent. ``python -m benchmarks.delta speed`` times the packing of one tensor on one
-thread.
+``python -m benchmarks.delta runs`` trains a small model in the real verl or OpenRLHF with ``sync="delta"``, at four learning
+rates one after the other, and reports the bytes that changed and that were sent. ``python -m benchmarks.delta speed`` times the
+packing of one tensor on one thread.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import functools
 import statistics
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -41,47 +41,69 @@ def make_model(folder: Path) -> None:
     model.to(torch.bfloat16).save_pretrained(folder / "model")
 
 
-def run(framework: str, folder: Path, rate: float, steps: int) -> list[dict[str, float]]:
-    """Train for some steps; return the metrics of each."""
+def add_hook(folder: Path, steps: int) -> Path:
+    """Write a ``sitecustomize`` that changes the optimizer's learning rate every ``steps`` steps. Returns its folder."""
+    place = folder / "hook"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        f"""
+import wrapt
+
+@wrapt.when_imported("torch.optim.optimizer")
+def _(module):
+    rates, steps, taken = {RATES!r}, {steps}, {{}}
+    def choose(optimizer, args, kwargs):
+        number = taken[id(optimizer)] = taken.get(id(optimizer), -1) + 1
+        for group in optimizer.param_groups:
+            group["lr"] = rates[min(number // steps, len(rates) - 1)]
+    module.register_optimizer_step_pre_hook(choose)
+"""
+    )
+    return place
+
+
+def run(framework: str, folder: Path, steps: int) -> list[dict[str, float]]:
+    """Train for ``steps`` steps with each rate; return the metrics of each step."""
     from tests.openrlhf import run_openrlhf
     from tests.verl import run_verl
 
+    environ = {**DELTA, "PYTHONPATH": str(add_hook(folder, steps))}
     if framework == "verl":
-        found = run_verl.Run(folder, f"{run_verl.A}.optim.lr={rate}", environ=DELTA, steps=steps)
+        found = run_verl.Run(folder, environ=environ, steps=steps * len(RATES))
     else:
-        extra = ("--actor.adam.lr", str(rate), "--actor.lr_scheduler", "constant", "--actor.lr_warmup_ratio", "0")
-        episodes = ("--train.num_episodes", "2")  # over the prompts of half the steps
-        found = run_openrlhf.Run(folder, *extra, *episodes, environ=DELTA, steps=steps // 2)
+        episodes = ("--train.num_episodes", str(len(RATES)))
+        found = run_openrlhf.Run(folder, *episodes, environ=environ, steps=steps)  # in each episode
     if found.wait(PATIENCE) != 0:
         raise SystemExit(found.text[-6000:])
     metrics = found.metrics()
-    if any(step["jetrl/bit_equal_fraction"] != 1.0 for step in metrics):
-        raise SystemExit("a token differed between rollout and trainer")
+    if len(metrics) != steps * len(RATES) or any(step["jetrl/bit_equal_fraction"] != 1.0 for step in metrics):
+        raise SystemExit(f"{len(metrics)} steps, or a token differed between rollout and trainer")
     return metrics
 
 
-def runs(framework: str, rates: Sequence[float], steps: int) -> Iterator[dict[str, object]]:
-    """Medians over the syncs of a run, for each learning rate. The first sync sends everything and is not among them."""
+def runs(framework: str, steps: int) -> Iterator[dict[str, object]]:
+    """Medians over the syncs of each learning rate. The sync before the first step sends everything and is not among them."""
     from tests.openrlhf.run_openrlhf import make_task
 
     with tempfile.TemporaryDirectory(prefix="delta") as name:
         folder = make_task(Path(name), fill=True)
         make_model(folder)
-        for rate in rates:
-            found = run(framework, folder, rate, steps)
-            shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in found]
-            quantized = [2 * step["jetrl/sync_bytes"] / step["jetrl/sync_bytes_bf16"] for step in found]
-            yield {
-                "framework": framework,
-                "learning rate": f"{rate:.0e}",
-                "syncs": len(found),
-                "changed bytes, %": 100 * statistics.median(step["jetrl/sync_changed_fraction"] for step in found),
-                "sent, % of full": 100 * statistics.median(shares),
-                "largest, %": 100 * max(shares),
-                "FP8 layers sent, %": 100 * statistics.median(quantized),
-                "full, MB": found[0]["jetrl/sync_bytes_full"] / 1e6,
-                "largest delta, MB": max(step["jetrl/sync_bytes_total"] for step in found) / 1e6,
-            }
+        metrics = run(framework, folder, steps)
+    for number, rate in enumerate(RATES):
+        found = metrics[number * steps : (number + 1) * steps]
+        shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in found]
+        quantized = [2 * step["jetrl/sync_bytes"] / step["jetrl/sync_bytes_bf16"] for step in found]
+        yield {
+            "framework": framework,
+            "learning rate": f"{rate:.0e}",
+            "syncs": len(found),
+            "changed bytes, %": 100 * statistics.median(step["jetrl/sync_changed_fraction"] for step in found),
+            "sent, % of full": 100 * statistics.median(shares),
+            "largest, % of full": 100 * max(shares),
+            "FP8 layers sent, %": 100 * statistics.median(quantized),
+            "full, MB": found[0]["jetrl/sync_bytes_full"] / 1e6,
+            "median sent, MB": statistics.median(step["jetrl/sync_bytes_total"] for step in found) / 1e6,
+        }
 
 
 def speed(size: int = 1 << 26) -> Iterator[dict[str, object]]:
@@ -111,10 +133,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("part", choices=["runs", "speed"])
     parser.add_argument("--framework", choices=["verl", "openrlhf"], default="verl")
-    parser.add_argument("--rate", type=float, action="append", help="a learning rate instead of the four; may be repeated")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10, help="with each learning rate")
     args = parser.parse_args()
-    for row in runs(args.framework, args.rate or RATES, args.steps) if args.part == "runs" else speed():
+    for row in runs(args.framework, args.steps) if args.part == "runs" else speed():
         print("| " + " | ".join(shown(value) for value in row.values()) + " |", flush=True)
 
 
