@@ -14,7 +14,7 @@ from jetrl_patch.families import FAMILIES
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "sees"]
+__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "require_text", "sees"]
 
 #: keys that hold the number of a mixture's experts, as vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -26,6 +26,12 @@ def sees(hf_config: Any) -> bool:
     """Whether the model has a vision tower that its family's record knows."""
     family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     return family is not None and bool(family.tower)
+
+
+def require_text(hf_config: Any, what: str, fix: str, required: str = "a text model") -> None:
+    """Raise ModelError for a model with a vision tower. ``what``, ``fix`` and ``required`` are those of ``explain``."""
+    if sees(hf_config):
+        raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
 
 
 def check_structure(hf_config: Any, config: Config) -> None:

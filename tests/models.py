@@ -103,8 +103,13 @@ def build(family: str, seed: int = 0, **options: Any) -> Any:
     """A BF16 model with weights large enough that its next-token distribution is not uniform."""
     from transformers import AutoModelForCausalLM
 
+    return spread(AutoModelForCausalLM, config_of(family, **options), seed)
+
+
+def spread(auto: Any, config: Any, seed: int) -> Any:
+    """A BF16 model of one of Transformers' ``Auto`` classes, its weights scaled up from their initial values."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config_of(family, **options), dtype=torch.float32)
+    model = auto.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() >= 2:

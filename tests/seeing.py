@@ -13,17 +13,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+from tests.models import spread
 
 #: torchvision and what verl needs for images, which `make vision` installs; not in the environment of all tests
 ROOT = Path(__file__).resolve().parents[1]
 VISION = Path(sys.prefix) / "vision"
 needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, which `make vision` makes")
 
-
 WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
 #: tokens before, after and in place of an image, and in place of a film
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+_IMAGE = (MEDIA[0], MEDIA[2], MEDIA[1])  # in a prompt
 FIRST = len(WORDS) + 256  # behind the 256 bytes
 IDS = {
     "vision_start_token_id": FIRST,
@@ -68,30 +69,10 @@ def build(family: str, seed: int = 0, **text: Any) -> Any:
     """A BF16 model with weights large enough that its next-token distribution is not uniform."""
     from transformers import AutoModelForImageTextToText
 
-    torch.manual_seed(seed)
-    model = AutoModelForImageTextToText.from_config(config_of(family, **text), dtype=torch.float32)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(3.0)
-            elif name.endswith("bias"):
-                parameter.normal_(0, 0.2)
-            else:
-                parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.to(torch.bfloat16).eval()
+    return spread(AutoModelForImageTextToText, config_of(family, **text), seed)
 
 
-def media(family: str) -> tuple[str, ...]:
-    return MEDIA
-
-
-def seen(family: str) -> str:
-    """What stands for an image in a prompt."""
-    begin, end, image, *_ = media(family)
-    return begin + image + end
-
-
-def tokenizer(family: str) -> Any:
+def tokenizer() -> Any:
     """One token for each byte, and those around and in place of images."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -105,11 +86,11 @@ def tokenizer(family: str) -> Any:
         tokenizer_object=made,
         pad_token=WORDS[0],
         eos_token=WORDS[1],
-        additional_special_tokens=[WORDS[2], *media(family)],
+        additional_special_tokens=[WORDS[2], *MEDIA],
         model_max_length=512,
     )
-    assert fast.convert_tokens_to_ids(list(media(family))) == list(range(FIRST, FIRST + len(media(family))))
-    fast.chat_template = _TEMPLATE.replace("IMAGE", seen(family))
+    assert fast.convert_tokens_to_ids(list(MEDIA)) == list(range(FIRST, FIRST + len(MEDIA)))
+    fast.chat_template = _TEMPLATE.replace("IMAGE", "".join(_IMAGE))
     return fast
 
 
@@ -133,7 +114,7 @@ def processor(family: str) -> Any:
     patch = FAMILIES[family][1]["patch_size"]
     side = 2 * patch
     sizes = {"size": {"shortest_edge": 4 * side * side, "longest_edge": 16 * side * side}, "patch_size": patch}
-    words, whole, images, films = tokenizer(family), *_PROCESSORS[family]
+    words, whole, images, films = tokenizer(), *_PROCESSORS[family]
     return getattr(transformers, whole)(
         image_processor=getattr(transformers, images)(**sizes),
         tokenizer=words,
@@ -165,7 +146,7 @@ def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
         words = [sys.executable, "-m", "tests.seeing", str(path), family]
         subprocess.run(words, check=True, env={**os.environ, **environ()})
     else:
-        tokenizer(family).save_pretrained(path)
+        tokenizer().save_pretrained(path)
     return str(path)
 
 

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from jetrl_patch.sync.manifest import dtype_name
+
 __all__ = ["make_engine"]
 
 
@@ -104,7 +106,7 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
                     yield meta, bucket[meta.offset : meta.offset + meta.chunk_size]
 
         async def _send(self, metas: list[Any], bucket: torch.Tensor, last: bool) -> None:
-            fields = [(m.name, list(m.shape), str(m.dtype), m.chunk_offset, m.chunk_size, m.offset) for m in metas]
+            fields = [(m.name, list(m.shape), dtype_name(m.dtype), m.chunk_offset, m.chunk_size, m.offset) for m in metas]
             text = json.dumps((fields, len(bucket), last)).encode()
             head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
             await self._broadcast(torch.tensor([len(head)]))
@@ -123,4 +125,4 @@ def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
 
 def _meta(base: Any, name: str, shape: list[int], dtype: str, *places: int) -> Any:
     """Invert what ``_send`` writes of a ``TensorMeta``."""
-    return base.TensorMeta(name, torch.Size(shape), getattr(torch, dtype.removeprefix("torch.")), *places)
+    return base.TensorMeta(name, torch.Size(shape), getattr(torch, dtype), *places)

@@ -20,8 +20,7 @@ from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.launch.arguments import PROGRAMS
 
-__all__ = ["asked_for", "model_path", "needs_flash_attn", "read"]
-
+__all__ = ["asked_for", "model_path", "needs_flash_attn", "programs", "read"]
 
 #: the program whose arguments can be read
 programs = (PROGRAMS["openrlhf"],)

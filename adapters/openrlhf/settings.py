@@ -11,11 +11,11 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
-from jetrl_patch.structure import sees
+from jetrl_patch.structure import require_text
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
@@ -95,10 +95,7 @@ def check_model(hf_config: Any) -> None:
 
     OpenRLHF trains on images with other families, which no such mode covers.
     """
-    if sees(hf_config):
-        what, fix = "the model with OpenRLHF and a quantized rollout", f"train it with verl, or use {UNQUANTIZED}"
-        found = f"model_type={hf_config.model_type!r}"
-        raise ModelError(explain(what, required="a text model", found=found, fix=fix))
+    require_text(hf_config, "the model with OpenRLHF and a quantized rollout", f"use {UNQUANTIZED}")
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

@@ -161,11 +161,14 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
 
 
 def _compare(answers: list[Any], config: Config) -> None:
-    """Compare the workers' settings and the version that they serve, before any byte is sent."""
+    """Compare the workers' settings and the version that they serve, before any byte is sent.
+
+    A worker that serves nothing, after a failed sync, has not sampled from older weights: this sync repairs it.
+    """
     for answer in (worker for engine in answers for worker in engine):
         who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
         require_same(who, required=config.to_env(), found=answer["config"])
-        if answer["version"] != WORKER.version:
+        if answer["serves"] and answer["version"] != WORKER.version:
             raise SyncError(
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
                 "was restarted or missed a sync, and has since sampled from those weights. Restart the run."

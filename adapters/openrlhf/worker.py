@@ -15,6 +15,7 @@ from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.wire import decode, entries_of, take_shared
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.sync.bucket import unpack
+from jetrl_patch.sync.receive import State
 
 __all__ = ["update_weight", "update_weight_cuda_ipc"]
 
@@ -37,7 +38,9 @@ def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
             self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
             return None
         if order["op"] == "begin":
-            return _who(self)
+            answer = _who(self)
+            self.jetrl_receiver.restart()
+            return answer
         if order["op"] == "status":
             return {**self.jetrl_report(digests=False), "node": where(), **_version(self)}
         if order["op"] == "end":
@@ -94,8 +97,10 @@ def _device(worker: Any) -> Any:
 
 
 def _who(worker: Any) -> dict[str, Any]:
-    held = worker.jetrl_receiver.held()
-    return {"pid": os.getpid(), "node": where(), "config": runtime.active_config().to_env(), "held": held, **_version(worker)}
+    receiver = worker.jetrl_receiver
+    serves, held = receiver.state is State.SERVING, receiver.held()
+    config = runtime.active_config().to_env()
+    return {"pid": os.getpid(), "node": where(), "config": config, "serves": serves, "held": held, **_version(worker)}
 
 
 def _version(worker: Any) -> dict[str, int]:

@@ -20,9 +20,9 @@ from jetrl_patch.adapters.verl import megatron
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
 from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, differences, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import sees
+from jetrl_patch.structure import require_text
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
 __all__ = ["build_lora_module", "check_model", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
@@ -83,9 +83,7 @@ def check_model(hf_config: Any, select: Callable[[str], Any], config: Config) ->
 
 
 def _check_text(hf_config: Any) -> None:
-    if sees(hf_config):
-        found, fix = f"model_type={hf_config.model_type!r}", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}"
-        raise ModelError(explain("LoRA with a quantized rollout", required="a text model", found=found, fix=fix))
+    require_text(hf_config, "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}")
 
 
 def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:

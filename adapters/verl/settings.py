@@ -26,9 +26,9 @@ from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, 
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import check_device, sees
+from jetrl_patch.structure import check_device, require_text
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
@@ -167,10 +167,8 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
 
 def check_seeing(hf_config: Any) -> None:
     """Raise ModelError for a model with a vision tower: its weights arrive right, but no run has been shown to be right."""
-    if sees(hf_config):
-        required = "a text model (in a run on images, trainer and rollout differed by more than FP8 explains)"
-        what, found = "the model with verl and a quantized rollout", f"model_type={hf_config.model_type!r}"
-        raise ModelError(explain(what, required=required, found=found, fix=f"use {UNQUANTIZED}"))
+    required = "a text model (in a run on images, trainer and rollout differed by more than FP8 explains)"
+    require_text(hf_config, "the model with verl and a quantized rollout", f"use {UNQUANTIZED}", required)
 
 
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:
@@ -230,6 +228,12 @@ def adopt(verl_config: Any) -> None:
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
+def _settle(verl_config: Any) -> None:
+    """Check the configuration and complete it, with the settings that it decides, before anything starts."""
+    adopt(verl_config)
+    prepare(verl_config, runtime.active_config())
+
+
 def check_settled(verl_config: Any, config: Config) -> None:
     """Raise ConfigError if the pass for old log-probs would be left out though verl's settings need it: nobody settled it."""
     for problem in old_log_probs_settings.problems(_selector(verl_config), config):
@@ -259,8 +263,7 @@ def validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``verl.utils.config.validate_config``: the driver checks its settings before it starts Ray."""
 
     def validate_config(config: Any, *args: Any, **kwargs: Any) -> Any:
-        adopt(config)
-        prepare(config, runtime.active_config())
+        _settle(config)
         return original(config, *args, **kwargs)
 
     return validate_config
@@ -271,8 +274,7 @@ def run_ppo(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``main_ppo.run_ppo``, by which every program of verl starts Ray: the asynchronous ones check nothing before."""
 
     def run_ppo(config: Any, *args: Any, **kwargs: Any) -> Any:
-        adopt(config)
-        prepare(config, runtime.active_config())
+        _settle(config)
         return original(config, *args, **kwargs)
 
     return run_ppo

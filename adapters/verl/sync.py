@@ -16,7 +16,7 @@ from jetrl_patch.adapters.verl import delta, old_log_probs, precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
-from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, SyncError, explain
+from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import marks
@@ -136,15 +136,16 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
                 await self.server_handle.clear_kv_cache.remote()
                 if global_steps is not None:
                     await self.server_handle.set_global_steps.remote(global_steps)
-        except JetrlError:
-            raise
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise SyncError(
                 f"the vLLM workers did not finish a weight sync within {config.sync_timeout:g} s. "
                 "Check their logs, or raise JETRL_SYNC_TIMEOUT."
             ) from error
         except Exception as error:
-            raise as_sync_error(error) from error
+            known = as_sync_error(error)
+            if known is error:
+                raise
+            raise known from error
 
     return update_weights
 

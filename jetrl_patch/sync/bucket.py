@@ -5,6 +5,7 @@ A framework that makes one remote call per tensor makes one per bucket instead.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -67,8 +68,9 @@ def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
         kind = getattr(torch, dtype, None)
         if not isinstance(kind, torch.dtype):
             raise SyncError(f"{name} arrived with the unknown dtype {dtype!r}. Install the same versions on both sides.")
-        size = torch.Size(shape).numel() * kind.itemsize
-        if start < 0 or start + size > flat.numel():
-            raise SyncError(f"{name} should lie at bytes {start}:{start + size}, but {flat.numel()} bytes arrived")
+        size = math.prod(shape) * kind.itemsize
+        if min(start, *shape, 0) < 0 or start % _ALIGN or start + size > flat.numel():
+            place = f"bytes {start}:{start + size}"
+            raise SyncError(f"{name} should lie at {place}, but {flat.numel()} bytes arrived, aligned to {_ALIGN}")
         found.append((name, flat[start : start + size].view(kind).view(shape)))
     return found

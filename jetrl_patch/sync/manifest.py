@@ -22,8 +22,10 @@ MANIFEST = "jetrl.manifest"
 COMMIT = "jetrl.commit"
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
 PROTOCOL = 2
+MOST_BYTES = 64 << 20  # of a message; a model with 100,000 tensors needs a fifth of it
 #: bytes; transfers that do not align what they pack read the tensors behind it at their own offsets
 ALIGNMENT = 16
+_SAME = "install the same version of jetrl_patch in the trainer and in the rollout"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,13 +122,19 @@ class Manifest:
                     "weight sync protocol",
                     required=PROTOCOL,
                     found=repr(data.get("version")),
-                    fix="install the same version of jetrl_patch in the trainer and in the rollout",
+                    fix=_SAME,
                 )
             )
         try:
             terms = Terms(**{key: str(data[key]) for key in _TERMS})
-            tensors = {str(n): (tuple(int(d) for d in shape), str(t)) for n, shape, t in data["tensors"]}
+            tensors = {str(n): (_shape(shape), str(t)) for n, shape, t in data["tensors"]}
             layers, guarded = (tuple(map(str, data[key])) for key in ("fp8_layers", "guarded_layers"))
+            matrices = {name for name, (shape, _) in tensors.items() if len(shape) == 2}
+            missing = set(weights_of([*layers, *guarded])) - matrices
+            if missing:
+                raise ValueError(f"no matrix is announced as {_some(missing)}")
+            if len(tensors) != len(data["tensors"]):
+                raise ValueError("a tensor is announced twice")
             base = str(data.get("base", ""))
             return cls(terms=terms, layers=layers, tensors=tensors, guarded=guarded, base=base)
         except (KeyError, TypeError, ValueError) as error:
@@ -141,6 +149,12 @@ class Manifest:
                 shape = self.tensors[name][0]
                 everything[name + SCALE_SUFFIX] = (form.scale_shape(shape), "float32")
         return everything
+
+
+def _shape(sizes: Any) -> tuple[int, ...]:
+    if not all(type(size) is int and size >= 0 for size in sizes):
+        raise ValueError(f"{sizes} is not a shape")
+    return tuple(sizes)
 
 
 def weights_of(layers: tuple[str, ...] | list[str]) -> list[str]:
@@ -161,15 +175,18 @@ def encode_json(data: Mapping[str, Any]) -> torch.Tensor:
 
 
 def decode_json(tensor: torch.Tensor, what: str) -> dict[str, Any]:
-    """Invert ``encode_json``. Raises SyncError if the bytes are not a JSON object."""
+    """Invert ``encode_json``. Raises SyncError if the bytes are not a JSON object, or more than ``MOST_BYTES``."""
+    if tensor.dtype != torch.uint8 or tensor.numel() > MOST_BYTES:
+        found, fix = f"{tensor.numel()} values of {dtype_name(tensor.dtype)}", _SAME
+        raise SyncError(explain(what, required=f"at most {MOST_BYTES} bytes of JSON", found=found, fix=fix))
     try:
-        data = json.loads(bytes(tensor.detach().cpu().to(torch.uint8).flatten().tolist()))
-    except ValueError as error:
+        data = json.loads(tensor.detach().cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
         raise SyncError(
             f"{what} is not valid JSON ({error}): the transfer may have been cut short. Sync again."
         ) from error
     if not isinstance(data, dict):
-        found, fix = type(data).__name__, "install the same version of jetrl_patch on both sides"
+        found, fix = type(data).__name__, _SAME
         raise SyncError(explain(what, required="a JSON object", found=found, fix=fix))
     return data
 

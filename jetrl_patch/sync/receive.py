@@ -10,6 +10,7 @@ rank. A failed engine refuses to generate until a later sync completes: it never
 from __future__ import annotations
 
 import enum
+import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -113,6 +114,8 @@ class Receiver:
             self._take(weights)
         except Exception as error:
             self._fail(error)
+            _release(error)
+            del weights
 
     def finish(self) -> dict[str, int]:
         """End the sync: check that everything arrived and is in memory as the trainer sent it.
@@ -157,6 +160,11 @@ class Receiver:
         self.error, self._sync = None, None
         return error
 
+    def restart(self) -> None:
+        """Drop what a sync that was never finished left, so that its error is not taken for that of the next one."""
+        if self._sync is not None or self.error is not None:
+            self.abort("the weight sync was given up by the trainer")
+
     def check_serving(self) -> None:
         """Raise SyncError unless the weights in memory come from one complete sync."""
         if self.state is not State.SERVING:
@@ -199,8 +207,8 @@ class Receiver:
         audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
         if self.base is not None:
             self.base.begin(manifest.base)
-        self.state = State.RECEIVING
         self._sync = _Sync(manifest, manifest.expected())
+        self.state = State.RECEIVING
         if guarded & here:
             self.installer.to_bf16(sorted(guarded & here))
             self.guarded |= guarded
@@ -258,3 +266,10 @@ class Receiver:
             self.error.__cause__ = error
         if touched:
             self.installer.poison()
+
+
+def _release(error: BaseException | None) -> None:
+    """Free what the frames of a kept error hold: views of the transfer's buffer, which could not be closed before the report."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -12,8 +12,9 @@ _KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "Mode
 
 def as_sync_error(error: BaseException) -> JetrlError:
     """Return the ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
-    if isinstance(error, JetrlError):
-        return error
+    if isinstance(error, JetrlError):  # one that Ray has raised again is of its class, with a remote traceback as its text
+        cause = getattr(error, "cause", None)
+        return cause if isinstance(cause, JetrlError) else error
     text = str(error)
     for name in _KINDS:
         marker = f"{name}: "

@@ -154,7 +154,7 @@ def test_models_that_see_are_refused_by_name(tmp_path):
     config.save_pretrained(tmp_path)
     for mode in (LINEAR, Config(precision="fp8-rollout")):
         (problem,) = settings.problems(arguments(actor__model_name_or_path=str(tmp_path)), mode)
-        with pytest.raises(ModelError, match=r"with OpenRLHF .*: required a text model, found model_type='qwen3_vl'\. Train it"):
+        with pytest.raises(ModelError, match=r"with OpenRLHF .*: required a text model, found model_type='qwen3_vl'\. Use precision"):
             raise problem
         with pytest.raises(ModelError, match="required a text model"):  # a remote model, in the worker
             prepare(SimpleNamespace(config=config), mode, None)

@@ -123,12 +123,13 @@ def test_a_delta_needs_engines_that_hold_the_same(held, common):
 
 
 def test_a_stale_engine_stops_the_sync_and_is_named():
-    answer = {"pid": 7, "node": "n1", "config": EXACT.to_env(), "version": 0}
+    answer = {"pid": 7, "node": "n1", "config": EXACT.to_env(), "version": 0, "serves": True}
     sync._compare([[answer]], EXACT)
     state.WORKER.version = 3
     with pytest.raises(
         SyncError, match=r"pid 7 on n1\) is stale: it serves the weights of sync 0, and the last one was 3"
     ):
         sync._compare([[{**answer, "version": 3}], [answer]], EXACT)
+    sync._compare([[{**answer, "serves": False}]], EXACT)  # after a failed sync it has sampled nothing
     with pytest.raises(ConflictError, match="settings of a vLLM worker"):
         sync._compare([[{**answer, "config": {}}]], EXACT)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+from multiprocessing import shared_memory
 
 import pytest
 import torch
@@ -293,3 +294,36 @@ def test_a_layer_that_left_fp8_never_comes_back():
 
 def test_a_guard_for_a_layer_that_the_engine_does_not_have():
     _fails(_sent(**GUARDED), error=AuditError, match="only in the trainer", engine=Engine(layers=LAYERS[1:]))
+
+
+@pytest.mark.parametrize("broken", ["digest", "loader"])
+def test_a_failure_lets_go_of_the_transfers_buffer(broken):
+    """verl closes its shared memory before the report, which a view that is still held would prevent."""
+    engine, items = Engine(), _sent()
+    if broken == "digest":
+        items[1][1].view(torch.uint8)[3, 3] ^= 1
+    else:
+        engine.load = lambda items: items[0][1].reshape(7, -1)  # raises with the tensor in a frame
+    shm = shared_memory.SharedMemory(create=True, size=1 << 20)
+    try:
+        buffer, offset = torch.frombuffer(shm.buf[: 1 << 20], dtype=torch.uint8), 0  # as verl does
+        receiver = Receiver(engine, TERMS)
+        for name, tensor in items:
+            size = tensor.nbytes
+            view = buffer[offset : offset + size].view(tensor.dtype).view(tensor.shape)
+            receiver.on_bucket([(name, view.copy_(tensor))])
+            offset += -(-size // 16) * 16
+        del buffer, view
+        shm.close()
+        with pytest.raises(SyncError, match="changed on the way" if broken == "digest" else "could not load the weights"):
+            receiver.finish()
+    finally:
+        shm.unlink()
+
+
+def test_a_sync_that_was_given_up_leaves_nothing_to_the_next():
+    receiver = Receiver(Engine(), TERMS)
+    for left in ([], [("extra", torch.ones(1))], _sent()[:3]):
+        receiver.on_bucket(left)
+        receiver.restart()
+        assert _push(receiver, _sent(seed=1))["layers"] == 2

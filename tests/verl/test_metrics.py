@@ -13,15 +13,7 @@ from jetrl_patch.adapters.verl import metrics, state, sync
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
 
-
-@pytest.fixture(autouse=True)
-def active(monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config().resolved())
-    state.reset()
-    yield
-    state.reset()
-
+pytestmark = pytest.mark.usefixtures("exact_driver")
 
 CURRENT = torch.ones(2, dtype=torch.bool)
 REPORT = {

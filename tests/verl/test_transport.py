@@ -150,6 +150,14 @@ def test_errors_of_the_worker_come_back_as_what_they_were(text, kind, message):
     assert type(error) is kind and message in str(error)
 
 
+def test_an_error_that_ray_raises_again_is_the_workers_own():
+    from ray.exceptions import RayTaskError
+
+    own = AuditError("trainer and rollout do not compute alike")
+    again = RayTaskError("call", "Traceback …", own).as_instanceof_cause()
+    assert isinstance(again, AuditError) and as_sync_error(again) is own
+
+
 def _stream(log, count=6, broken=False):
     for i in range(count):
         log.append(i)

@@ -10,24 +10,14 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import metrics, state, sync, transport, versions
+from jetrl_patch.adapters.verl import metrics, sync, transport, versions
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER, report_key
-from jetrl_patch.config import Config
 from jetrl_patch.correction.mismatch import mismatch
 from jetrl_patch.errors import NotPatchedError
 from tests.verl.test_metrics import REPORT
 
+pytestmark = pytest.mark.usefixtures("exact_driver")
 CONFIG = OmegaConf.create({"algorithm": {}})
-
-
-@pytest.fixture(autouse=True)
-def session(monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config().resolved())
-    state.reset()
-    yield
-    state.reset()
 
 
 def column(*values: object) -> np.ndarray:
