@@ -6,9 +6,10 @@ the record, so no other file names a family. This module imports neither torch n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Iterable
+from typing import Any
+
+from jetrl_patch.family import QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
 
 __all__ = [
     "DENSE_BLOCKS",
@@ -24,137 +25,26 @@ __all__ = [
     "titles",
 ]
 
-#: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
-#: Megatron
-Part = Literal["exact", "scaling", "fused", "megatron"]
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A key of ``config.json`` whose value decides whether trainer and rollout are bit-equal.
-
-    Attributes:
-        covered: the values for which they are; every item of a list must be one of them.
-        reason: why other values are not covered.
-        fix: what to do about another value; empty where only another mode helps.
-    """
-
-    key: str
-    covered: tuple[Any, ...]
-    reason: str
-    fix: str = ""
-
-    def problem(self, hf_config: Any) -> str:
-        """What is wrong with this key of the configuration, as a phrase; empty if it is covered or missing."""
-        if not hasattr(hf_config, self.key):
-            return ""
-        value = getattr(hf_config, self.key)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if all(item in self.covered for item in items):
-            return ""
-        expected = " or ".join(repr(item) for item in self.covered)
-        return f"{self.key}={value!r} (expected {expected}: {self.reason})"
-
-
-_WINDOW = "the shared attention sees the whole context"
 _DENSE = "vLLM does not say which layers it merges in a dense block"
 #: keys of config.json by which some blocks of a mixture have no experts -> values by which all have
 DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
 _NO_BIAS = "the model in transformers has no such bias"
-#: for every family built like Llama
-_SETTINGS = (
-    Setting("hidden_act", ("silu", "swish"), "the shared activation is SiLU"),
-    Setting("attention_dropout", (0,), "the rollout has no dropout", "set attention_dropout=0 in config.json"),
-    Setting("use_sliding_window", (False, None), _WINDOW),
-    Setting("layer_types", ("full_attention", None), _WINDOW),
-    Setting("dual_chunk_attention_config", (None,), _WINDOW),
-    Setting("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use the BF16 checkpoint"),
-)
-_READERS = {
-    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
-}
-_MERGED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
+_NOT_TIED = "vLLM gives lm_head a weight of its own"
+#: for every family with experts
+_BEFORE_ATTENTION = {"input_layernorm": READERS["input_layernorm"]}
+_OUTPUT = {"self_attn.o_proj": "attention"}
+_EXPERTS: dict[Part, str] = {
+    "scaling": "the readers of a norm before experts are not linear layers",
+    "fused": "its experts quantize their tokens themselves",
+    **_NOT_MEGATRON,
+}
 #: for every family with a vision tower
 _SEEING: dict[Part, str] = {
     "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
     "scaling": "moving factors has not been tested beside a vision tower",
     **_NOT_MEGATRON,
 }
-
-
-@dataclass(frozen=True)
-class Family:
-    """One model family. The defaults fit a model built like Llama.
-
-    Attributes:
-        model_type: ``model_type`` of the Hugging Face config.
-        prefix: prefix of the family's class names in transformers.
-        title: the family's name in messages and docs.
-        readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
-        merged: groups of linears that vLLM merges into one layer, in its order.
-        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention" (number of heads times
-            head width) or a key of the configuration.
-        uncovered: part that the family is not covered for -> reason.
-        settings: keys of the configuration that decide whether exact mode is bit-equal.
-        rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
-        logits_divisor: key of the number by which the trainer divides the logits.
-        mixture: whether its blocks have experts, which transformers keeps in two parameters of one module, behind a router
-            that takes the largest of a softmax.
-        text: what the class names of a language model beside a tower have after the prefix.
-        tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
-            layers stay in BF16 on both sides.
-    """
-
-    model_type: str
-    prefix: str
-    title: str
-    readers: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: _READERS)
-    merged: tuple[tuple[str, ...], ...] = _MERGED
-    row_parallel: Mapping[str, str] = field(
-        default_factory=lambda: {"self_attn.o_proj": "attention", "mlp.down_proj": "intermediate_size"}
-    )
-    uncovered: Mapping[Part, str] = field(default_factory=dict)
-    settings: tuple[Setting, ...] = _SETTINGS
-    rollout: Literal["vllm", "transformers"] = "vllm"
-    logits_divisor: str | None = None
-    mixture: bool = False
-    text: str = ""
-    tower: str = ""
-
-    @property
-    def causal_lm(self) -> str:
-        return f"{self.prefix}For{'ConditionalGeneration' if self.tower else 'CausalLM'}"
-
-    @property
-    def decoder(self) -> str:
-        """The module in transformers that holds the blocks of the language model."""
-        return "model.language_model" if self.tower else "model"
-
-    @property
-    def norm(self) -> str:
-        return f"{self.prefix}{self.text}RMSNorm"
-
-    @property
-    def mlp(self) -> str:
-        return f"{self.prefix}{self.text}MLP"
-
-    @property
-    def rotary(self) -> str:
-        return f"{self.prefix}{self.text}RotaryEmbedding"
-
-    @property
-    def experts(self) -> str:
-        return f"{self.prefix}Experts"
-
-    @property
-    def router(self) -> str:
-        return f"{self.prefix}TopKRouter"
-
-    def covers(self, part: Part) -> bool:
-        return part not in self.uncovered
-
 
 #: stand-in for a family without a record, where only the layout of its layers matters
 LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron"), "it has no record"))
@@ -165,7 +55,7 @@ _RECORDS = (
         "qwen3",
         "Qwen3",
         "Qwen3",
-        settings=(*_SETTINGS, Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")),
+        settings=(*SETTINGS, Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")),
     ),
     Family("llama", "Llama", "Llama"),
     Family(
@@ -174,8 +64,8 @@ _RECORDS = (
         "Mistral",
         uncovered=_NOT_MEGATRON,
         settings=(
-            *_SETTINGS,
-            Setting("sliding_window", (None,), _WINDOW),
+            *SETTINGS,
+            Setting("sliding_window", (None,), WINDOW),
             *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
             Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
         ),
@@ -198,7 +88,7 @@ _RECORDS = (
         "Seed-OSS",
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_NOT_MEGATRON},
         settings=(
-            *_SETTINGS,
+            *SETTINGS,
             Setting("residual_dropout", (0,), "the rollout has no dropout", "set residual_dropout=0 in config.json"),
             Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
             Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
@@ -213,7 +103,7 @@ _RECORDS = (
         "Granite",
         uncovered=_NOT_MEGATRON,
         settings=(
-            *_SETTINGS,
+            *SETTINGS,
             Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
             Setting("attention_sinks", (False,), "the shared attention has no sinks"),
             Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
@@ -226,20 +116,71 @@ _RECORDS = (
         "qwen3_moe",
         "Qwen3Moe",
         "Qwen3-MoE",
-        readers={"input_layernorm": _READERS["input_layernorm"]},
-        merged=_MERGED[:1],
-        row_parallel={"self_attn.o_proj": "attention"},
-        uncovered={
-            "scaling": "the readers of a norm before experts are not linear layers",
-            "fused": "its experts quantize their tokens themselves",
-            **_NOT_MEGATRON,
-        },
+        readers=_BEFORE_ATTENTION,
+        merged=(QKV,),
+        row_parallel=_OUTPUT,
+        uncovered=_EXPERTS,
         settings=(
-            *_SETTINGS,
+            *SETTINGS,
             Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
             *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
         ),
-        mixture=True,
+        mixture=Mixture(),
+    ),
+    Family(
+        "olmoe",
+        "Olmoe",
+        "OLMoE",
+        readers=_BEFORE_ATTENTION,
+        merged=(QKV,),
+        row_parallel=_OUTPUT,
+        uncovered=_EXPERTS,
+        settings=(
+            *SETTINGS,
+            Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+            Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
+            Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
+            Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
+            Setting("tie_word_embeddings", (False,), _NOT_TIED),
+        ),
+        mixture=Mixture(),
+    ),
+    Family(
+        "qwen2_moe",
+        "Qwen2Moe",
+        "Qwen2-MoE",
+        readers=_BEFORE_ATTENTION,
+        row_parallel={**_OUTPUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+        uncovered=_EXPERTS,
+        settings=(*SETTINGS, Setting("qkv_bias", (True,), "vLLM always has a bias in q, k and v")),
+        mixture=Mixture(),
+    ),
+    Family(
+        "mixtral",
+        "Mixtral",
+        "Mixtral",
+        readers=_BEFORE_ATTENTION,
+        merged=(QKV,),
+        row_parallel=_OUTPUT,
+        uncovered=_EXPERTS,
+        settings=(
+            *SETTINGS,
+            Setting("sliding_window", (None,), WINDOW),
+            Setting("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
+        ),
+        mixture=Mixture(),
+        stored={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
+    Family(
+        "glm4_moe",
+        "Glm4Moe",
+        "GLM-4-MoE",
+        readers=_BEFORE_ATTENTION,
+        row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
+        uncovered=_EXPERTS,
+        settings=(*SETTINGS, Setting("tie_word_embeddings", (False,), _NOT_TIED)),
+        mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
+        partial_rotary=True,
     ),
     Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING, tower="visual"),
     Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),

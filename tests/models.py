@@ -23,6 +23,23 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "logits_scaling": 1.2,
     },
     "qwen3_moe": {"moe_intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True},
+    "olmoe": {"intermediate_size": 128, "num_experts": 8, "num_experts_per_tok": 3},
+    "qwen2_moe": {
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
+    "mixtral": {"intermediate_size": 128, "num_local_experts": 8},
+    "glm4_moe": {  # the first block is dense; of four groups of two experts, a token's three are in two
+        "moe_intermediate_size": 128,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 3,
+        "n_group": 4,
+        "topk_group": 2,
+        "routed_scaling_factor": 1.7,
+        "use_qk_norm": True,
+    },
 }
 
 
@@ -43,7 +60,7 @@ def config_of(family: str, **options: Any) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if family in ("qwen3", "llama", "seed_oss", "qwen3_moe"):
+    if family in ("qwen3", "llama", "seed_oss", "qwen3_moe", "mixtral", "glm4_moe"):
         settings["head_dim"] = 64
     return AutoConfig.for_model(family, **{**settings, **OF_FAMILY.get(family, {}), **options})
 
@@ -62,6 +79,48 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe-odd": (
         "qwen3_moe",
         {"hidden_size": 320, "moe_intermediate_size": 200, "num_experts": 5, "norm_topk_prob": False},
+    ),
+    "olmoe": ("olmoe", {}),
+    "olmoe-odd": (
+        "olmoe",
+        {"hidden_size": 320, "intermediate_size": 200, "num_attention_heads": 5, "num_key_value_heads": 1, "num_experts": 5},
+    ),
+    "qwen2_moe": ("qwen2_moe", {}),
+    "qwen2_moe-odd": (  # the second block is dense
+        "qwen2_moe",
+        {
+            "hidden_size": 320,
+            "intermediate_size": 1000,
+            "moe_intermediate_size": 200,
+            "shared_expert_intermediate_size": 136,
+            "num_attention_heads": 5,
+            "num_key_value_heads": 1,
+            "num_experts": 5,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [1],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "mixtral": ("mixtral", {}),
+    "mixtral-odd": (
+        "mixtral",
+        {"hidden_size": 320, "intermediate_size": 200, "num_local_experts": 5, "tie_word_embeddings": True},
+    ),
+    "glm4_moe": ("glm4_moe", {}),
+    "glm4_moe-odd": (
+        "glm4_moe",
+        {
+            "hidden_size": 320,
+            "intermediate_size": 1000,
+            "moe_intermediate_size": 200,
+            "n_routed_experts": 5,
+            "n_group": 1,
+            "topk_group": 1,
+            "n_shared_experts": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+            "use_qk_norm": False,
+        },
     ),
     "qwen2-odd": (
         "qwen2",
@@ -118,7 +177,24 @@ def spread(auto: Any, config: Any, seed: int) -> Any:
                 parameter.normal_(0, 0.2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
-    return model.to(torch.bfloat16).eval()
+        for _, buffer in corrections(model):
+            buffer.normal_(0, 0.2)
+    return in_bf16(model)
+
+
+def corrections(model: Any) -> list[tuple[str, torch.Tensor]]:
+    """The correction biases of a mixture's routers, by name: buffers in FP32, also in a model in BF16."""
+    return [(name, buffer) for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+
+
+def in_bf16(model: Any) -> Any:
+    """The model in BF16, as transformers loads it."""
+    kept = corrections(model)
+    model.to(torch.bfloat16)
+    for name, buffer in kept:
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, buffer)
+    return model.eval()
 
 
 def train(model: Any, steps: int = 10, seed: int = 0) -> Any:
@@ -134,7 +210,7 @@ def train(model: Any, steps: int = 10, seed: int = 0) -> Any:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    return model.to(torch.bfloat16).eval()
+    return in_bf16(model)
 
 
 def save(path: Path, family: str, seed: int = 0, steps: int = 10, **options: Any) -> str:

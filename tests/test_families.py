@@ -77,7 +77,9 @@ def test_the_layers_are_the_models(family: Family) -> None:
     linears = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     readers = {reader for found in family.readers.values() for reader in found}
     assert all(type(modules[norm]).__name__ == family.norm for norm in family.readers)
-    assert readers | set(family.row_parallel) == linears
+    # a norm before experts has other readers beside shared experts
+    beside = {name for name in linears if family.mixture and name.startswith("mlp.")} - set(family.row_parallel)
+    assert readers | beside | set(family.row_parallel) == linears
     assert not readers & set(family.row_parallel)
     leaves = [name.rpartition(".")[2] for name in linears]
     assert all(set(group) <= set(leaves) for group in family.merged)
@@ -94,7 +96,10 @@ def test_one_vllm_model_merges_what_the_record_says() -> None:
         if family.rollout == "vllm":
             model = ModelRegistry._try_load_model_cls(family.causal_lm)
             assert model is not None
-            assert {tuple(parts) for parts in model.packed_modules_mapping.values()} == set(family.merged)
+            merged = {tuple(parts) for parts in model.packed_modules_mapping.values()}
+            if "mlp.shared_expert.down_proj" in family.row_parallel:  # vLLM enters it as it builds such a model
+                merged.add(("gate_proj", "up_proj"))
+            assert merged == set(family.merged)
 
 
 def test_unions_and_lists() -> None:
@@ -134,6 +139,15 @@ OUTSIDE = [
     ("smollm3", "use_sliding_window", True, "whole context"),
     ("granite", "layer_types", ["full_attention"], "Leave it out of config.json, or use"),
     ("granite", "logit_scale", 0.5, "logits_scaling"),
+    ("olmoe", "clip_qkv", 8.0, "does not clip"),
+    ("olmoe", "norm_topk_prob", True, "add up to 1"),
+    ("olmoe", "rms_norm_eps", 1e-6, "in its code"),
+    ("olmoe", "attention_bias", True, "biases of attention"),
+    ("olmoe", "tie_word_embeddings", True, "of its own"),
+    ("qwen2_moe", "qkv_bias", False, "always has a bias"),
+    ("mixtral", "sliding_window", 4096, "whole context"),
+    ("mixtral", "router_jitter_noise", 0.1, "Set router_jitter_noise=0 in config.json, or use"),
+    ("glm4_moe", "tie_word_embeddings", True, "of its own"),
     ("llama", "architectures", ["LlamaForSequenceClassification"], "expected LlamaForCausalLM"),
 ]
 

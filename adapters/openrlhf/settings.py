@@ -18,7 +18,7 @@ from jetrl_patch.optim.settings import check_installed
 from jetrl_patch.structure import require_text
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
 __all__ = ["START", "check", "check_mark", "check_model", "chosen", "complete", "get_strategy", "problems", "program_problem"]
@@ -161,6 +161,7 @@ def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     def get_strategy(args: Any) -> Any:
         config = runtime.active_config()
         check(args, config)
+        say_share(*_checkpoint(args, config))
         for change in complete(args, config):
             logger.warning("jetrl_patch: %s", change)
         setattr(args, MARK, config.to_env())

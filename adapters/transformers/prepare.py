@@ -102,7 +102,9 @@ def _check_exact(model: Any) -> dict[str, type]:
         family.mlp: modules.ExactMLP,
     }
     if family.mixture:
-        kinds[family.router] = modules.ExactRouter
+        kinds[family.router] = modules.ExactScores if family.chooser else modules.ExactRouter
+    if family.chooser:
+        kinds[family.chooser] = modules.ExactChoice
     known_kinds = {*kinds, family.experts} if family.mixture else {*kinds}
     for name, module in model.named_modules():
         known = isinstance(module, (nn.Linear, nn.Embedding, modules.ExactNorm)) or type(module).__name__ in known_kinds

@@ -30,7 +30,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.structure import check_device, require_text
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config
+from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
 
 logger = logging.getLogger(__name__)
@@ -204,8 +204,9 @@ def complete(verl_config: Any, config: Config) -> list[str]:
 
 
 def prepare(verl_config: Any, config: Config) -> None:
-    """Check the configuration, complete it, and log each change."""
+    """Check the configuration, complete it, and log each change and how much of the model is FP8."""
     check(verl_config, config)
+    say_share(*_checkpoint(_selector(verl_config), config))
     for change in complete(verl_config, config):
         logger.warning("jetrl_patch: %s", change)
 

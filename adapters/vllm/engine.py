@@ -15,7 +15,7 @@ from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
-from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE
+from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.structure import check_structure
 
@@ -101,8 +101,9 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     check_structure(model.hf_config, config)
     _refuse_batch_invariance()
-    if getattr(FAMILIES.get(model.hf_text_config.model_type), "mixture", False):
-        _check_experts(vllm_config, model.hf_text_config)
+    family = FAMILIES.get(model.hf_text_config.model_type, LLAMA_LIKE)
+    if family.mixture:
+        _check_experts(vllm_config, model.hf_text_config, family)
     if str(model.dtype) != "torch.bfloat16":
         raise ConfigError(
             explain(
@@ -121,8 +122,8 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise cut_error(cut, parallel.tensor_parallel_size)
 
 
-def _check_experts(vllm_config: VllmConfig, hf_config: Any) -> None:
-    dense = [name for name in DENSE_BLOCKS if getattr(hf_config, name, None) not in (None, [], 1)]
+def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> None:
+    dense = [s.key for s in family.settings if s.key in DENSE_BLOCKS and s.problem(hf_config)]
     parallel = vllm_config.parallel_config
     problems = {
         "a GPU": not _on_cpu(),
@@ -137,7 +138,7 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any) -> None:
         raise ModelError(
             explain(
                 "experts in FP8 in vLLM",
-                required="one rank, on a CPU, with experts in every block",
+                required="one rank, on a CPU" + (", with experts in every block" if dense else ""),
                 found=", ".join(found),
                 fix=f"turn it off, use a dense model, or {UNQUANTIZED}",
             )

@@ -104,6 +104,10 @@ def finish_model(worker: Any) -> None:
         from jetrl_patch.adapters.vllm.transformers_backend import finish
 
         finish(worker.model_runner.get_model(), family)
+    elif family.chooser:
+        from jetrl_patch.adapters.vllm.routing import finish as finish_routing
+
+        finish_routing(worker.model_runner.get_model())
 
 
 def try_ops(worker: Any) -> None:

@@ -46,12 +46,17 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         ModelError: a router, activation or split that the trainer does not share.
     """
 
+    #: the parameters whose completeness ``missing`` tells
+    parameters = tuple(f"{name}_{kind}" for name in ("w13", "w2") for kind in ("weight", "weight_scale_inv"))
+
     def __init__(self, quant_config: JetrlQuantConfig, layer: RoutedExperts, prefix: str) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
         self.exact = quant_config.config.exact
         self.format = format_of(quant_config.config)
         self.scale_format = quant_config.config.scale_format
+        #: factor of the routing weights, where the model has one; see ``routing``
+        self.scale = 1.0
         self._unwritten: set[tuple[str, int, str]] = set()
         _check(layer, self.exact)
 
@@ -127,8 +132,13 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     def apply_monolithic(
         self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """``x [T, H]`` and the router's logits ``[T, E]``, BF16 -> ``[T, H]`` BF16."""
-        return self._mix(layer, x, *ops.route(router_logits, layer.top_k, layer.renormalize))
+        """``x [T, H]`` BF16 and the router's logits ``[T, E]`` -> ``[T, H]`` BF16."""
+        rule = None
+        if layer.scoring_func == "sigmoid":
+            rule = ops.Sigmoid(
+                layer.e_score_correction_bias.data, layer.num_expert_group or 1, layer.topk_group or 1, self.scale
+            )
+        return self._mix(layer, x, *ops.route(router_logits, layer.top_k, layer.renormalize, rule))
 
     def apply(
         self,
@@ -202,10 +212,13 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
         "redundant experts": parallel.enable_eplb,
     }
     if exact:
+        by_sigmoid = (
+            layer.scoring_func == "sigmoid" and layer.use_grouped_topk and layer.e_score_correction_bias is not None
+        )
         problems |= {
-            f"scores by {layer.scoring_func}": layer.scoring_func != "softmax",
-            "experts chosen by groups": layer.use_grouped_topk,
-            "a bias that corrects scores": layer.e_score_correction_bias is not None,
+            f"scores by {layer.scoring_func}": not by_sigmoid and layer.scoring_func != "softmax",
+            "experts chosen by groups": not by_sigmoid and layer.use_grouped_topk,
+            "a bias that corrects scores": not by_sigmoid and layer.e_score_correction_bias is not None,
             "a routing function of its own": layer.custom_routing_function is not None,
             f"routing weights scaled by {layer.routed_scaling_factor}": layer.routed_scaling_factor != 1.0,
         }
@@ -214,7 +227,7 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
         raise ModelError(
             explain(
                 f"the experts of {layer.layer_name}",
-                required="SiLU, and a router that takes the largest of a softmax, on one rank",
+                required="SiLU, and a router that takes the largest of a softmax, or of a sigmoid with a bias, on one rank",
                 found=", ".join(found),
                 fix=f"turn it off, use another model, or {UNQUANTIZED}",
             )

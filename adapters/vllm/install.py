@@ -10,6 +10,7 @@ from jetrl_patch import runtime
 from jetrl_patch.adapters.vllm import guard
 from jetrl_patch.adapters.vllm.experts import expert_modules
 from jetrl_patch.adapters.vllm.method import quantized_modules
+from jetrl_patch.adapters.vllm.names import vllm_names
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError
 from jetrl_patch.sync.digest import Pieces, Rect
@@ -54,7 +55,7 @@ class VllmInstaller:
     @torch.no_grad()
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
         """Load whole Hugging Face tensors into this rank's part of the model."""
-        self._loaded |= set(self.model.load_weights(iter(weights)))
+        self._loaded |= set(self.model.load_weights(vllm_names(self.model, weights)))
 
     def finish(self) -> None:
         """Check completeness. Raises SyncError, which names the parameters still missing."""
@@ -62,7 +63,7 @@ class VllmInstaller:
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
         # A weight that arrived in BF16 was quantized here, and its scales are recorded under the weight's name only.
         experts = expert_modules(self.model)
-        ids |= {id(p) for layer, _ in experts for p in layer.parameters()}
+        ids |= {id(getattr(layer, name)) for layer, method in experts for name in method.parameters}
         missing = [
             name
             for name, p in self.model.named_parameters()

@@ -1,8 +1,10 @@
-"""Row-parallel linears that round their sum over the ranks once.
+"""Linears of vLLM that the plugin replaces: row-parallel ones, which round their sum over the ranks once, and routers.
 
 vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. Here the partial sums stay
 FP32: every rank gathers all of them, adds them in rank order and rounds once. The trainer accumulates over the same
 splits of K.
+
+Some models of vLLM build the router of a mixture without the quantization, which then cannot give it rows that are independent.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ from typing import Any
 
 import torch
 from vllm.distributed import tensor_model_parallel_all_gather
-from vllm.model_executor.layers.linear import RowParallelLinear
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear, UnquantizedLinearMethod
 
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 
-__all__ = ["JetrlRowParallelLinear"]
+__all__ = ["ExactReplicatedLinear", "JetrlRowParallelLinear"]
 
 
 class JetrlRowParallelLinear(RowParallelLinear):
@@ -41,3 +43,14 @@ class JetrlRowParallelLinear(RowParallelLinear):
         if not self.return_bias:
             return output
         return output, self.bias if self.skip_bias_add else None
+
+
+class ExactReplicatedLinear(ReplicatedLinear):
+    """Replaces ``ReplicatedLinear`` in exact mode: one that no quantization has seen gets independent rows too."""
+
+    quant_method: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.quant_method) is UnquantizedLinearMethod:
+            self.quant_method = ExactLinearMethod()

@@ -71,18 +71,20 @@ class ExactRotaryEmbedding(RotaryEmbedding):
 
     def _compute_cos_sin_cache(self) -> torch.Tensor:
         """``[2, P, D/2]`` BF16: cosines, then sines, so that each table is contiguous."""
-        if not self.is_neox_style or self.rotary_dim != self.head_size:
+        model = get_current_vllm_config().model_config
+        frequencies = ops.rope_frequencies(model.hf_text_config)
+        width = 2 * frequencies.shape[0]
+        if not self.is_neox_style or self.rotary_dim != width:
             raise ModelError(
                 explain(
                     "align='exact' in vLLM",
-                    required=f"a rotary embedding over the whole head (rotary_dim={self.head_size}, neox=True)",
+                    required=f"the trainer's rotary embedding (rotary_dim={width}, neox=True)",
                     found=f"rotary_dim={self.rotary_dim}, neox={self.is_neox_style}",
                     fix="use align='linear'",
                 )
             )
-        model = get_current_vllm_config().model_config
         positions = max(self.max_position_embeddings, model.max_model_len)
-        return torch.stack(ops.rotary_table(ops.rope_frequencies(model.hf_text_config), positions))
+        return torch.stack(ops.rotary_table(frequencies, positions))
 
     def forward(
         self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None

@@ -13,7 +13,7 @@ import vllm.v1.attention.backends.registry as attention_registry
 from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.filled import claim
-from jetrl_patch.adapters.vllm.linear import JetrlRowParallelLinear
+from jetrl_patch.adapters.vllm.linear import ExactReplicatedLinear, JetrlRowParallelLinear
 from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.exact.dispatch import configure
@@ -64,6 +64,7 @@ def _exact(journal: Journal) -> None:
 
     for name, replacement in OPS.items():
         _op(journal, name, replacement, "the order and rounding of Hugging Face models")
+    _op(journal, "ReplicatedLinear", ExactReplicatedLinear, "routers that are built without a quantization")
     # get_rope() caches modules; those of an earlier engine would come back with the original class.
     journal.set_attr(
         rotary_embedding,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.errors import ConfigError, ModelError, explain
+from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.expert_layers import expert_modules, shapes_per_expert
 
 __all__ = ["INDEX", "SINGLE", "Source", "empty_model", "open_source", "read_tensors"]
@@ -112,7 +113,8 @@ def empty_model(source: Source) -> Any:
         raise ModelError(explain(what, required="a causal language model", found=found, fix=fix)) from error
     expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     if expert_modules(model):
-        expected = shapes_per_expert(expected)
+        family = FAMILIES[model.config.model_type]
+        expected = {family.to_stored(name): shape for name, shape in shapes_per_expert(expected).items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     found_names = {name for name in source.files if not name.endswith(_NOT_LOADED)}
     for problem, names in (

@@ -41,7 +41,7 @@ def check_family(hf_config: Any) -> Family:
     broken = [setting for setting in family.settings if setting.problem(hf_config)]
     problems += [setting.problem(hf_config) for setting in broken]
     rope = rope_parameters(hf_config)
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if not family.partial_rotary and rope.get("partial_rotary_factor", 1.0) != 1.0:
         problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} (expected 1)")
     if rope["rope_type"] not in _ROPE_TYPES:
         problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(_ROPE_TYPES)})")

@@ -105,6 +105,33 @@ class ExactRouter:
         return logits_TE, *ops.route(logits_TE, self.top_k, getattr(self, "norm_topk_prob", True))
 
 
+class ExactScores:
+    """The router of a mixture whose logits are FP32: the unrounded product, with independent rows."""
+
+    weight: Tensor
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return ops.head_linear_fp32(hidden_states.reshape(-1, hidden_states.shape[-1]), self.weight)
+
+
+class ExactChoice:
+    """A block that chooses its experts itself, from the logits of ``ExactScores``: by a sigmoid, a bias and groups."""
+
+    gate: Any
+    top_k: int
+    norm_topk_prob: bool
+    n_group: int
+    topk_group: int
+    routed_scaling_factor: float
+
+    def route_tokens_to_experts(self, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        rule = ops.Sigmoid(
+            self.gate.e_score_correction_bias, self.n_group, self.topk_group, self.routed_scaling_factor
+        )
+        weights_Tk, ids_Tk = ops.route(router_logits, self.top_k, self.norm_topk_prob, rule)
+        return ids_Tk, weights_Tk
+
+
 _made: dict[tuple[type, type], type] = {}
 
 

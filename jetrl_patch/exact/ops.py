@@ -6,9 +6,10 @@ from jetrl_patch.exact.head import head_linear, head_linear_fp32, linear, partia
 from jetrl_patch.exact.logprob import token_log_probs
 from jetrl_patch.exact.norm import rms_norm
 from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table
-from jetrl_patch.exact.route import route
+from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [
+    "Sigmoid",
     "apply_rotary",
     "attention_paged",
     "attention_varlen",

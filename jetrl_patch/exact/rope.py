@@ -23,6 +23,8 @@ def rope_parameters(hf_config: Any) -> dict[str, Any]:
 def rope_frequencies(hf_config: Any) -> Tensor:
     """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
 
+    D is the head's width, or the part of it that is rotated.
+
     Both sides compute it from the config, because a module's buffer may have been rounded to BF16. It is always computed
     on the CPU, whatever the default device, because powers on a GPU differ in the last bits.
 
@@ -31,6 +33,7 @@ def rope_frequencies(hf_config: Any) -> Tensor:
     """
     rope = rope_parameters(hf_config)
     dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    dim = int(dim * rope.get("partial_rotary_factor", 1.0))
     inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim))
     if rope["rope_type"] == "default":
         return inv_freq
@@ -64,9 +67,15 @@ def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tupl
 def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate [T, h, D] BF16 by the tables [P, D/2] at ``positions`` [T]: bf16(bf16(x cos) + bf16(rotate_half(x) sin)).
 
+    Tables that are narrower rotate the first part of each head.
+
     For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables. Each of its
     operations rounds separately, so both give the same bits.
     """
+    width = 2 * cos.shape[-1]
+    if width < x_ThD.shape[-1]:
+        rotated = apply_rotary(x_ThD[..., :width].contiguous(), cos, sin, positions)
+        return torch.cat((rotated, x_ThD[..., width:]), -1)
     serves = implementation(x_ThD)
     if serves == "native":
         return ops.rotary(x_ThD, cos, sin, positions)

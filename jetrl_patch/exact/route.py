@@ -1,14 +1,19 @@
 """The router of a mixture of experts: which experts a token goes to, and with which weights.
 
-    p = softmax(logits), FP32        the k largest, the lower index on a tie        w_e = p_e, or p_e / (sum of the chosen p)
+    p = softmax(logits), FP32        the k largest p, the lower index on a tie        w_e = p_e, or p_e / (sum of the chosen p)
 
-The experts of a token come in ascending order, which is the order in which their outputs are added. torch's ``topk`` leaves
-ties open, and a softmax that sums in another order moves the last bit of a weight.
+Other models score each expert by itself and correct the choice, but not the weight, by a bias that balances the load:
+
+    p = sigmoid(logits), FP32        the k largest c = p + bias, within the best groups of experts        w_e = scale * (as above)
+
+A group is as good as the sum of its two largest c. The experts of a token come in ascending order, which is the order in which
+their outputs are added. torch's ``topk`` leaves ties open, and a softmax that sums in another order moves the last bit of a
+weight.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,59 +22,100 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
-__all__ = ["route"]
+__all__ = ["Sigmoid", "route"]
+
+#: what these models add to the sum of the chosen scores, which may all be zero
+_TINY = 1e-20
+
+
+class Sigmoid(NamedTuple):
+    """The second of the two rules.
+
+    Attributes:
+        bias: the correction bias [E], FP32. It has no gradient.
+        groups: number of equal groups of experts.
+        kept: of how many groups a token's experts are.
+        scale: factor of all weights.
+    """
+
+    bias: Tensor
+    groups: int
+    kept: int
+    scale: float
 
 
 class _Route(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_TE: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None) -> tuple[Tensor, Tensor]:
         if implementation(logits_TE) == "native":
-            weights_Tk, ids_Tk = ops.route(logits_TE.float(), k, renormalize)
+            weights_Tk, ids_Tk = ops.route(logits_TE.float(), k, renormalize, *(rule or ()))
         else:  # FP64 sums: their order changes an FP32 weight in about one of 10^8
-            weights_Tk, ids_Tk = _formula(logits_TE, k, renormalize)
+            weights_Tk, ids_Tk = _formula(logits_TE, k, renormalize, rule)
         ctx.save_for_backward(logits_TE, ids_Tk)
-        ctx.renormalize = renormalize
+        ctx.renormalize, ctx.scale = renormalize, None if rule is None else rule.scale
         ctx.mark_non_differentiable(ids_Tk)
         return weights_Tk, ids_Tk
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None, None, None]:
         logits_TE, ids_Tk = ctx.saved_tensors
         with torch.enable_grad():
             source = logits_TE.detach().float().requires_grad_()
-            chosen = source.softmax(-1).gather(-1, ids_Tk)
+            p_TE = source.softmax(-1) if ctx.scale is None else source.sigmoid()
+            chosen = p_TE.gather(-1, ids_Tk)
             if ctx.renormalize:
-                chosen = chosen / chosen.sum(-1, keepdim=True)
+                chosen = chosen / (chosen.sum(-1, keepdim=True) + (0.0 if ctx.scale is None else _TINY))
+            if ctx.scale is not None:
+                chosen = chosen * ctx.scale
         (found,) = torch.autograd.grad(chosen, source, grad_outputs[0])
-        return found.to(logits_TE.dtype), None, None
+        return found.to(logits_TE.dtype), None, None, None
 
 
-def _formula(logits_TE: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    p_TE = logits_TE.double().softmax(-1).float()
-    order_TE = torch.sort(p_TE, dim=-1, descending=True, stable=True).indices
+def _formula(logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None) -> tuple[Tensor, Tensor]:
+    exact = logits_TE.double()
+    p_TE = (exact.softmax(-1) if rule is None else exact.sigmoid()).float()
+    order_TE = _descending(p_TE if rule is None else _corrected(p_TE, rule))
     ids_Tk = torch.sort(order_TE[:, :k], dim=-1).values
     chosen_Tk = p_TE.gather(-1, ids_Tk)
-    if not renormalize:
-        return chosen_Tk, ids_Tk
-    total_T = chosen_Tk[:, 0].double()
-    for j in range(1, k):
-        total_T = total_T + chosen_Tk[:, j]
-    return (chosen_Tk / total_T.unsqueeze(-1)).float(), ids_Tk
+    if rule is not None:
+        chosen_Tk = chosen_Tk.masked_fill(p_TE.isnan().any(-1, keepdim=True), torch.nan)
+    if renormalize:
+        total_T = chosen_Tk[:, 0].double()
+        for j in range(1, k):
+            total_T = total_T + chosen_Tk[:, j]
+        chosen_Tk = (chosen_Tk / (total_T if rule is None else total_T + _TINY).unsqueeze(-1)).float()
+    return chosen_Tk if rule is None else chosen_Tk * rule.scale, ids_Tk
 
 
-def route(logits_TE: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
+def _descending(values: Tensor) -> Tensor:
+    return torch.sort(values, dim=-1, descending=True, stable=True).indices
+
+
+def _corrected(p_TE: Tensor, rule: Sigmoid) -> Tensor:
+    """What the experts are chosen by: scores with the bias, and minus infinity in the groups that are not kept."""
+    c_TE = p_TE + rule.bias
+    if rule.kept == rule.groups:
+        return c_TE
+    c_TGe = c_TE.unflatten(-1, (rule.groups, -1))
+    best_TG = _descending(c_TGe.topk(2, dim=-1).values.sum(-1))[:, : rule.kept]
+    open_TG = torch.zeros(c_TGe.shape[:2], dtype=torch.bool, device=p_TE.device).scatter(1, best_TG, True)
+    return c_TGe.masked_fill(~open_TG.unsqueeze(-1), -torch.inf).flatten(1)
+
+
+def route(logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None = None) -> tuple[Tensor, Tensor]:
     """Choose ``k`` of E experts for each token.
 
     Args:
         logits_TE: the router's logits [T, E], any float dtype.
-        renormalize: whether the weights of the chosen experts add up to 1.
+        renormalize: whether the weights of the chosen experts add up to 1, before the factor of a ``rule``.
+        rule: scores by a sigmoid, instead of a softmax.
 
     Returns:
         Weights FP32 [T, k], with gradient, and the experts' indices int64 [T, k], ascending. A NaN among the logits makes the
         token's weights NaN.
 
     Raises:
-        ModelError: there are fewer than ``k`` experts.
+        ModelError: there are fewer than ``k`` experts to choose from, or the bias is not in FP32.
     """
     experts = logits_TE.shape[-1]
     if not 0 < k <= experts:
@@ -81,5 +127,29 @@ def route(logits_TE: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]
                 fix="correct the number of experts per token in config.json",
             )
         )
-    weights_Tk, ids_Tk = _Route.apply(logits_TE, k, renormalize)
+    if rule is not None:
+        _check(rule, k, experts)
+    weights_Tk, ids_Tk = _Route.apply(logits_TE, k, renormalize, rule)
     return weights_Tk, ids_Tk
+
+
+def _check(rule: Sigmoid, k: int, experts: int) -> None:
+    size = experts // rule.groups if rule.groups > 0 and experts % rule.groups == 0 else 0
+    if size < 2 or not 0 < rule.kept <= rule.groups or k > rule.kept * size:
+        raise ModelError(
+            explain(
+                "the router of a mixture of experts",
+                required=f"equal groups of {experts} experts, and {k} of them in those that are kept",
+                found=f"{rule.kept} of {rule.groups} groups",
+                fix="correct n_group and topk_group in config.json",
+            )
+        )
+    if rule.bias.dtype != torch.float32:
+        raise ModelError(
+            explain(
+                "the correction bias of a router",
+                required="torch.float32, as its checkpoint has it",
+                found=str(rule.bias.dtype),
+                fix="keep buffers of the model in FP32",
+            )
+        )

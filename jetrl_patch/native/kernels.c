@@ -415,31 +415,52 @@ void jetrl_silu_mul(const uint16_t *g, int64_t ldg, const uint16_t *u, int64_t l
         }
 }
 
-/* Router of a mixture: p = softmax(logits) [M,E], summed in FP64 over ascending experts and rounded to FP32; the k largest of a
- * row, the lower index on a tie, in ascending order of index. `renormalize` divides them by their sum, with one rounding.
+/* Index of the largest of v [n] that is not taken and whose group of `size` is open (NULL: all are), the lower one on a tie. */
+static int64_t largest(const float *v, const uint8_t *taken, int64_t n, const uint8_t *open, int64_t size) {
+    int64_t best = -1;
+    for (int64_t i = 0; i < n; i++)
+        if (!taken[i] && (!open || open[i / size]) && (best < 0 || v[i] > v[best])) best = i;
+    return best;
+}
+
+/* Router of a mixture: scores p [M,E], computed in FP64 and rounded to FP32; the k largest of a row, the lower index on a tie, in
+ * ascending order of index. Without a bias p = softmax(logits), summed over ascending experts. With one, p = sigmoid(logits); the
+ * largest are those of c = p + bias [E], within the `kept` of `groups` groups of experts whose two largest c add up to most.
+ * `renormalize` divides the weights p by their sum, with one rounding; then they are multiplied by `scale`.
  * A NaN among the logits makes every weight of its row NaN. ids, weights [M,k]. */
-void jetrl_route(const float *logits, int64_t M, int64_t E, int64_t k, int renormalize, int64_t *ids, float *weights,
-                 int threads) {
+void jetrl_route(const float *logits, int64_t M, int64_t E, int64_t k, int renormalize, const float *bias, int64_t groups,
+                 int64_t kept, float scale, int64_t *ids, float *weights, int threads) {
+    const int64_t size = E / groups;
 #pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
     for (int64_t m = 0; m < M; m++) {
         const float *row = logits + m * E;
-        float p[E];
-        uint8_t taken[E];
+        float p[E], c[E], of_group[groups];
+        uint8_t taken[E], open[groups];
         double top = -INFINITY, sum = 0.0, total = 0.0;
-        for (int64_t e = 0; e < E; e++) top = row[e] > top ? row[e] : top;
-        for (int64_t e = 0; e < E; e++) sum += exp((double)row[e] - top);
-        for (int64_t e = 0; e < E; e++) { p[e] = (float)(exp((double)row[e] - top) / sum); taken[e] = 0; }
-        for (int64_t j = 0; j < k; j++) {
-            int64_t best = -1;
-            for (int64_t e = 0; e < E; e++)
-                if (!taken[e] && (best < 0 || p[e] > p[best])) best = e;
-            taken[best] = 1;
+        int special = 0;
+        for (int64_t e = 0; e < E; e++) { top = row[e] > top ? row[e] : top; special |= row[e] != row[e]; taken[e] = 0; }
+        if (!bias)
+            for (int64_t e = 0; e < E; e++) sum += exp((double)row[e] - top);
+        for (int64_t e = 0; e < E; e++) {
+            p[e] = (float)(bias ? 1.0 / (1.0 + exp(-(double)row[e])) : exp((double)row[e] - top) / sum);
+            c[e] = bias ? p[e] + bias[e] : p[e];
         }
+        for (int64_t g = 0; g < groups; g++) {
+            float first = -INFINITY, second = -INFINITY;
+            for (int64_t e = g * size; e < (g + 1) * size; e++) {
+                if (c[e] > first) { second = first; first = c[e]; }
+                else if (c[e] > second) second = c[e];
+            }
+            of_group[g] = first + second;
+            open[g] = groups == kept;
+        }
+        for (int64_t j = 0; j < kept && kept < groups; j++) open[largest(of_group, open, groups, NULL, 1)] = 1;
+        for (int64_t j = 0; j < k; j++) taken[largest(c, taken, E, open, size)] = 1;
         int64_t j = m * k;
         for (int64_t e = 0; e < E; e++)
-            if (taken[e]) { total += p[e]; ids[j] = e; weights[j++] = p[e]; }
-        if (renormalize)
-            for (j = m * k; j < (m + 1) * k; j++) weights[j] = (float)(weights[j] / total);
+            if (taken[e]) { total += p[e]; ids[j] = e; weights[j++] = special ? NAN : p[e]; }
+        if (bias) total += 1e-20; /* as the models have it: all scores may be zero */
+        for (j = m * k; j < (m + 1) * k; j++) weights[j] = (renormalize ? (float)(weights[j] / total) : weights[j]) * scale;
     }
 }
 

@@ -188,16 +188,32 @@ def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
     return y
 
 
-def route(logits_ME: Tensor, k: int, renormalize: bool) -> tuple[Tensor, Tensor]:
-    """The k largest of softmax(logits) in a row: weights FP32 [M, k] and ascending indices int64 [M, k]."""
+def route(
+    logits_ME: Tensor,
+    k: int,
+    renormalize: bool,
+    bias_E: Tensor | None = None,
+    groups: int = 1,
+    kept: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """The k experts of each row: weights FP32 [M, k] and ascending indices int64 [M, k].
+
+    Of a softmax; with a bias FP32 [E], of a sigmoid, within ``kept`` of ``groups`` groups of experts.
+    """
     logits_ME = _rows(logits_ME, torch.float32, "logits").contiguous()
     M, E = logits_ME.shape
     if not 0 < k <= E:
         raise ValueError(f"k: expected 1 to {E} experts, found {k}")
+    if bias_E is not None:
+        bias_E = _sized(_rows(bias_E, torch.float32, "bias"), (E,), "bias")
+    if E % groups or not 0 < kept <= groups or k > kept * (E // groups):
+        raise ValueError(f"groups: expected {k} experts within {kept} of {groups} equal groups of {E}")
     ids, weights = torch.empty(M, k, dtype=torch.int64), torch.empty(M, k, dtype=torch.float32)
     library().jetrl_route(
-        _ptr(logits_ME), _long(M), _long(E), _long(k), int(renormalize), _ptr(ids), _ptr(weights), _threads(M * E * (k + 32))
-    )
+        _ptr(logits_ME), _long(M), _long(E), _long(k), int(renormalize), _ptr(bias_E), _long(groups), _long(kept),
+        ctypes.c_float(scale), _ptr(ids), _ptr(weights), _threads(M * E * (k + 32)),
+    )  # fmt: skip
     return weights, ids
 
 

@@ -43,6 +43,8 @@ class Source:
         guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
         stacked: whether the model keeps experts in one parameter, which a sync sends one by one.
         base: what the last sync sent, with ``sync="delta"``; else None.
+        buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, also where the
+            framework yields parameters alone.
     """
 
     layers: list[str]
@@ -54,6 +56,7 @@ class Source:
     guarded: list[str] = field(default_factory=list)
     stacked: bool = False
     base: Sent | None = None
+    buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def agree(self) -> None:
         """Make all training ranks agree before a sync, so that the weights sent do not depend on a rank's samples."""
@@ -108,6 +111,9 @@ class Source:
         """Yield the protocol of one sync over full weights; see ``quantized_stream``. Stacked experts are sent one by one."""
         if self.stacked:
             weights = chain.from_iterable(per_expert(name, weight) for name, weight in weights)
+        if self.buffers:
+            own = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
+            weights = chain((item for item in weights if item[0] not in self.buffers), own)
         return quantized_stream(
             weights if self.monitor is None else self.monitor.watching(weights),
             terms=self.terms,
@@ -118,6 +124,7 @@ class Source:
             transform=None if self.smoother is None else self.smoother.apply,
             guarded=self.guarded,
             base=self.base,
+            fp32=self.buffers,
         )
 
     def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -164,6 +171,8 @@ def convert(
     if backend:
         active.register_backend(backend)
     stacked = bool(expert_modules(model))
+    buffers = _stored_buffers(model) if stacked else {}
+    shapes = {**shapes, **{name: tuple(getattr(*place).shape) for name, place in buffers.items()}}
     named = dict(model.named_modules())
     linears = [name for name in layers if name in named]
     modules = {name: named[name] for name in linears} if config.fp8_train else {}
@@ -176,7 +185,17 @@ def convert(
         smoother=smoother,
         stacked=stacked,
         base=Sent() if config.sync == "delta" else None,
+        buffers=buffers,
     )
+
+
+def _stored_buffers(model: Any) -> dict[str, tuple[Any, str]]:
+    found = {}
+    for name, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                found[f"{name}.{leaf}"] = (module, leaf)
+    return found
 
 
 def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:

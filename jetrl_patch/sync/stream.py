@@ -117,6 +117,7 @@ def quantized_stream(
     transform: Transform | None = None,
     guarded: Collection[str] = (),
     base: Sent | None = None,
+    fp32: Collection[str] = (),
 ) -> Iterator[NamedTensor]:
     """Yield the protocol for one sync.
 
@@ -130,6 +131,7 @@ def quantized_stream(
         transform: applied to the weights before they are checked and quantized.
         guarded: modules that the precision guard moved to BF16; none of them is in ``layers``.
         base: what the last sync sent, if only changes are to be sent.
+        fp32: names of the tensors that are sent in FP32.
 
     Raises:
         SyncError: a weight holds NaN or Inf; a tensor is unannounced, duplicated or missing.
@@ -143,7 +145,8 @@ def quantized_stream(
             f"quantized layers without a weight in the model that is sent ({len(absent)}): {', '.join(absent[:3])}"
         )
     announced = {
-        name: (tuple(shape), terms.weight_dtype if name in ours else "bfloat16") for name, shape in shapes.items()
+        name: (tuple(shape), terms.weight_dtype if name in ours else "float32" if name in fp32 else "bfloat16")
+        for name, shape in shapes.items()
     }
     manifest = Manifest(
         terms=terms,
@@ -157,7 +160,7 @@ def quantized_stream(
     for name, weight in weights if transform is None else transform(weights):
         _check_announced(name, weight, announced, outgoing.names)
         if name not in ours:
-            yield outgoing.add(name, _to_bf16(name, weight))
+            yield outgoing.add(name, weight.detach().float() if name in fp32 else _to_bf16(name, weight))
             continue
         stats.layers += 1
         stats.quantized_as_bf16 += 2 * weight.numel()

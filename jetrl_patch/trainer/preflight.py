@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -13,7 +15,9 @@ from jetrl_patch.structure import check_code, check_structure, sees
 from jetrl_patch.trainer.folders import local_folder
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "model_problems", "read_config"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "model_problems", "read_config", "say_share"]
 
 
 def checkpoint_problems(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Iterator[JetrlError]:
@@ -62,6 +66,27 @@ def cut_note(path: Any, config: Config, rollout_tp: int) -> list[str]:
     except JetrlError:
         return []  # ``check_checkpoint`` reports it
     return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
+
+
+def say_share(path: Any, config: Config, rollout_tp: int) -> None:
+    """Log how much of the model is FP8, if it is and the model is a local folder. Says it once per process."""
+    if not config.fp8_rollout:
+        return
+    from jetrl_patch.fp8.convert import split_layers
+    from jetrl_patch.fp8.share import share_of
+
+    try:
+        hf_config = read_config(path, config, trust_remote_code=True)
+        if hf_config is not None:
+            model = _on_meta(hf_config)
+            _say(str(share_of(model, split_layers(model, config, rollout_tp)[0])))
+    except JetrlError:
+        return  # ``check_checkpoint`` reports it
+
+
+@functools.cache
+def _say(line: str) -> None:
+    logger.warning("jetrl_patch: %s", line)
 
 
 def _on_meta(hf_config: Any) -> Any:

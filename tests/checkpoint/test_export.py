@@ -352,8 +352,9 @@ def test_the_command_line(qwen3, tmp_path, monkeypatch, capsys):
     assert "--format 'fp4' must be 'bf16' or 'fp8'" in capsys.readouterr().err
 
 
-def test_experts_are_exported_in_bf16_alone(tmp_path):
-    folder = Path(save(tmp_path / "mixture", "qwen3_moe", steps=0))
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral"])  # Mixtral's checkpoints have other names than its model
+def test_experts_are_exported_in_bf16_alone(tmp_path, family):
+    folder = Path(save(tmp_path / "mixture", family, steps=0))
     with pytest.raises(ConfigError, match=r"required a model without experts, found model\.layers\.0\.mlp\.experts\. Export"):
         export(folder, tmp_path / "fp8", "fp8")
     assert not (tmp_path / "fp8").exists()

@@ -97,3 +97,83 @@ def test_a_nan_shows_and_indices_stay_valid():
 def test_more_experts_than_there_are(k):
     with pytest.raises(ModelError, match=f"required 1 to 4 experts per token, found {k}"):
         ops.route(logits_of(2, 4), k, True)
+
+
+def rule(experts, groups, kept, scale=2.5, seed=3):
+    bias = torch.randn(experts, generator=torch.Generator().manual_seed(seed)) * 0.3
+    return ops.Sigmoid(bias, groups, kept, scale)
+
+
+def by_hand(row, k, renormalize, rule):
+    """One token, in plain Python."""
+    p = [float(torch.tensor(float(x), dtype=torch.float64).sigmoid().float()) for x in row]
+    c = [float(torch.tensor(a) + b) for a, b in zip(p, rule.bias, strict=True)]
+    size = len(p) // rule.groups
+    worth = [sum(sorted(c[g * size : (g + 1) * size])[-2:]) for g in range(rule.groups)]
+    kept = sorted(range(rule.groups), key=lambda g: (-worth[g], g))[: rule.kept]
+    ids = sorted(sorted((e for e in range(len(p)) if e // size in kept), key=lambda e: (-c[e], e))[:k])
+    total = sum(p[e] for e in ids) if renormalize else 1.0
+    return ids, [rule.scale * p[e] / total for e in ids]
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "k", "groups", "kept"), [(8, 3, 4, 2), (128, 8, 1, 1), (12, 4, 3, 2), (6, 6, 3, 3), (4, 2, 2, 1)]
+)
+def test_a_sigmoid_with_a_bias_and_groups(experts, k, groups, kept, renormalize):
+    logits, by = logits_of(200, experts).float(), rule(experts, groups, kept)
+    weights, ids = ops.route(logits, k, renormalize, by)
+    for row in range(200):
+        chosen, expected = by_hand(logits[row], k, renormalize, by)
+        assert ids[row].tolist() == chosen, row
+        assert torch.allclose(weights[row], torch.tensor(expected), rtol=1e-6, atol=0)
+    for start, size in [(0, 1), (199, 1), (5, 7), (100, 32)]:
+        alone, which = ops.route(logits[start : start + size].clone(), k, renormalize, by)
+        assert torch.equal(alone, weights[start : start + size]) and torch.equal(which, ids[start : start + size])
+
+
+def test_ties_of_groups_and_experts_go_to_the_lower_index():
+    flat = ops.Sigmoid(torch.zeros(8), 4, 2, 1.0)
+    logits = torch.zeros(2, 8)
+    logits[1, 6:] = 1
+    weights, ids = ops.route(logits, 3, True, flat)
+    assert ids.tolist() == [[0, 1, 2], [0, 6, 7]]
+    assert torch.allclose(weights[0], torch.full((3,), 1 / 3))
+
+
+def test_both_implementations_choose_alike_by_a_sigmoid():
+    found = []
+    for kind in ("native", "torch"):
+        dispatch.configure(kind)
+        found.append(ops.route(logits_of(2000, 64).float(), 6, True, rule(64, 8, 3)))
+    assert torch.equal(found[0][1], found[1][1])
+    assert (found[0][0] == found[1][0]).float().mean() > 0.9999
+
+
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_gradient_of_a_sigmoid(renormalize):
+    logits, by = logits_of(40, 16).float().requires_grad_(), rule(16, 4, 2)
+    weights, ids = ops.route(logits, 4, renormalize, by)
+    g = torch.randn(40, 4)
+    weights.backward(g)
+    exact = logits.detach().double().requires_grad_()
+    chosen = exact.sigmoid().gather(-1, ids)
+    chosen = chosen / chosen.sum(-1, keepdim=True) if renormalize else chosen
+    (chosen * by.scale).backward(g.double())
+    assert torch.allclose(logits.grad.double(), exact.grad, atol=1e-6)
+
+
+def test_a_nan_shows_by_a_sigmoid_too():
+    logits = logits_of(4, 8).float()
+    logits[1, 3], logits[2] = float("nan"), float("-inf")
+    for renormalize in (False, True):
+        weights, ids = ops.route(logits, 2, renormalize, rule(8, 2, 1))
+        assert weights[1].isnan().all() and not weights[[0, 2, 3]].isnan().any()
+        assert (weights[2] == 0).all()
+        assert ((ids >= 0) & (ids < 8)).all() and (ids[:, 0] < ids[:, 1]).all()
+
+
+@pytest.mark.parametrize(("k", "groups", "kept"), [(3, 3, 1), (2, 8, 2), (3, 4, 1), (2, 4, 0), (2, 4, 5)])
+def test_groups_that_do_not_fit(k, groups, kept):
+    with pytest.raises(ModelError, match=f"found {kept} of {groups} groups"):
+        ops.route(logits_of(2, 8).float(), k, True, rule(8, groups, kept))

@@ -26,9 +26,9 @@ SIZES = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 2, "
 
 def experts() -> Any:
     """A mixture without a record."""
-    from transformers import MixtralConfig
+    from transformers import FlexOlmoConfig
 
-    return MixtralConfig(**SIZES, num_key_value_heads=2, num_local_experts=4)
+    return FlexOlmoConfig(**SIZES, num_key_value_heads=2, num_experts=4)
 
 
 def known_experts() -> Any:

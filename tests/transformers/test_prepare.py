@@ -123,8 +123,8 @@ def test_errors_come_before_any_change():
         prepare_model(model, Config(precision="fp8-unified").resolved())
     jetrl_patch.enable(precision="fp8-unified")
     config = Config(precision="fp8-unified").resolved()
-    model.config.model_type = "mixtral"
-    with pytest.raises(ModelError, match=r"qwen2, qwen3, llama.*mixtral.*linear"):
+    model.config.model_type = "gemma2"
+    with pytest.raises(ModelError, match=r"qwen2, qwen3, llama.*gemma2.*linear"):
         prepare_model(model, config)
     model.config.model_type = "qwen3"
     model.config.hidden_act = "gelu"

@@ -77,6 +77,47 @@ def test_mixtures_of_experts(checkpoint: Callable[..., str], engine: Callable[..
     assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
 
 
+@pytest.mark.parametrize("variant", ["olmoe-odd", "qwen2_moe-odd", "mixtral-odd", "glm4_moe"])
+def test_families_with_experts(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    from .test_weights import worker_of
+
+    jetrl_patch.enable(precision="fp8-unified")
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
+    llm = engine(job)
+    assert_equal(job, run(lambda _: llm, job, [(1, 1), (7, 1)], 12), tokens=96)
+    for name, module in worker_of(llm).model_runner.get_model().named_modules():  # few tokens would not tell them apart
+        inexact = type(module) is torch.nn.Linear or type(getattr(module, "quant_method", None)) is UnquantizedLinearMethod
+        assert not inexact, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("cached", "chunked"), [(False, False), (False, True), (True, False), (True, True)])
+@pytest.mark.parametrize("variant", ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"])
+def test_mixtures_at_length(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str, cached: bool, chunked: bool
+) -> None:
+    """4,000 tokens of each family, in batches of 1, 7 and 32, whose prompts have a beginning in common."""
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    jetrl_patch.enable(precision="fp8-unified")
+    settings = {
+        "block_size": 32,
+        "enable_prefix_caching": cached,
+        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": 48 if chunked else 512,
+    }
+    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config, engine=tuple(settings.items()))
+    llm, start = engine(job), prompts_of(1, (70, 70))[0]
+    samples: list[Sample] = []
+    for size, times in ((1, 3), (7, 1), (32, 1)):
+        for turn in range(times):
+            prompts = [start + prompt for prompt in prompts_of(size, (1, 30), seed=10 * size + turn)]
+            samples += generate(llm, prompts, 24, 1.0)
+    assert_equal(job, samples, tokens=1000)
+
+
 @pytest.mark.parametrize(
     ("variant", "cached", "chunked"),
     [*(("qwen3", cached, chunked) for cached in (False, True) for chunked in (False, True)), ("qwen3_moe", True, True)],

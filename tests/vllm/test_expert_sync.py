@@ -15,6 +15,7 @@ from jetrl_patch.parity.modes import Job
 from jetrl_patch.sync.source import Source, convert
 from jetrl_patch.sync.stream import SyncStats
 
+from ..models import corrections
 from .test_exact import assert_equal, prompts_of
 from .test_weights import push, worker_of
 
@@ -36,15 +37,27 @@ def step(model: Any) -> None:
     with torch.no_grad():
         for p in model.parameters():
             p -= 0.02 * p.grad / (p.grad.float().norm() + 1e-6) * p.float().norm()
+        for _, buffer in corrections(model):
+            buffer += 0.1 * torch.randn(buffer.shape, generator=torch.Generator().manual_seed(5))
     model.eval()
 
 
+@pytest.mark.parametrize(
+    ("variant", "layers"),
+    [
+        ("qwen3_moe-odd", 3 * (4 + 5 * 3)),
+        pytest.param("olmoe-odd", 3 * (4 + 5 * 3), marks=pytest.mark.slow),
+        ("qwen2_moe-odd", 2 * (4 + 3 + 5 * 3) + 4 + 3),
+        ("mixtral-odd", 3 * (4 + 5 * 3)),
+        ("glm4_moe-odd", 2 * (4 + 3 + 5 * 3) + 4 + 3),
+    ],
+)
 def test_a_trained_mixture_serves_the_trainers_bits(
-    checkpoint: Callable[..., str], engine: Callable[..., Any], tmp_path: Path
+    checkpoint: Callable[..., str], engine: Callable[..., Any], tmp_path: Path, variant: str, layers: int
 ) -> None:
     from jetrl_patch.adapters.vllm.sample import generate
 
-    path = checkpoint("qwen3_moe-odd")
+    path = checkpoint(variant)
     jetrl_patch.enable(precision="fp8-unified")
     config = jetrl_patch.status().config
     llm = engine(Job(model=path, config=config, engine=(("load_format", "dummy"),)))
@@ -53,7 +66,7 @@ def test_a_trained_mixture_serves_the_trainers_bits(
     step(model)
     stats = SyncStats()
     items = list(source.stream(((n, p.detach()) for n, p in model.named_parameters()), stats))
-    assert push(worker, items)["layers"] == stats.layers == len(source.layers) == 3 * (4 + 5 * 3)
+    assert push(worker, items)["layers"] == stats.layers == len(source.layers) == layers
     assert stats.quantized <= 0.52 * stats.quantized_as_bf16
 
     samples = generate(llm, prompts_of(7, (1, 40)), 12, 1.0) + generate(llm, prompts_of(1, (5, 9)), 12, 1.0)
@@ -64,5 +77,8 @@ def test_a_trained_mixture_serves_the_trainers_bits(
         push(worker, [item for item in items if item[0] != LOST])
     with pytest.raises(SyncError, match="does not generate"):
         worker.execute_model(None)
+    for name in source.buffers:  # no parameter of the trainer, so that a framework may leave it out
+        with pytest.raises(SyncError, match=name.replace(".", r"\.")):
+            push(worker, [item for item in items if item[0] != name])
     push(worker, items)
     assert_equal(Job(model=str(tmp_path), config=config), generate(llm, prompts_of(2, (3, 9)), 8, 1.0), tokens=16)

@@ -12,6 +12,7 @@ import torch
 import jetrl_patch
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.exact import ops
+from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.expert_layers import per_expert
 from jetrl_patch.fp8.experts import Experts, experts_forward
 from jetrl_patch.sync.digest import Pieces, digest
@@ -187,6 +188,7 @@ def test_an_engine_that_splits_experts_is_refused(parallel: dict[str, Any], keys
 
     one = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False, "enable_eplb": False}
     fine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**one))
-    _check_experts(fine, config_of("qwen3_moe"))
+    _check_experts(fine, config_of("qwen3_moe"), FAMILIES["qwen3_moe"])
+    split: Any = SimpleNamespace(parallel_config=SimpleNamespace(**{**one, **parallel}))
     with pytest.raises(ModelError, match=f"experts in FP8 in vLLM: required one rank.*found {says}"):
-        _check_experts(SimpleNamespace(parallel_config=SimpleNamespace(**{**one, **parallel})), config_of("qwen3_moe", **keys))  # type: ignore[arg-type]
+        _check_experts(split, config_of("qwen3_moe", **keys), FAMILIES["qwen3_moe"])

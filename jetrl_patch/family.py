@@ -1,0 +1,168 @@
+"""One model family: what its record says.
+
+This module imports neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+__all__ = ["GATE_UP", "QKV", "READERS", "SETTINGS", "WINDOW", "Family", "Mixture", "Part", "Setting"]
+
+#: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
+#: Megatron
+Part = Literal["exact", "scaling", "fused", "megatron"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A key of ``config.json`` whose value decides whether trainer and rollout are bit-equal.
+
+    Attributes:
+        covered: the values for which they are; every item of a list must be one of them.
+        reason: why other values are not covered.
+        fix: what to do about another value; empty where only another mode helps.
+    """
+
+    key: str
+    covered: tuple[Any, ...]
+    reason: str
+    fix: str = ""
+
+    def problem(self, hf_config: Any) -> str:
+        """What is wrong with this key of the configuration, as a phrase; empty if it is covered or missing."""
+        if not hasattr(hf_config, self.key):
+            return ""
+        value = getattr(hf_config, self.key)
+        items = value if isinstance(value, (list, tuple)) else [value]
+        if all(item in self.covered for item in items):
+            return ""
+        expected = " or ".join(repr(item) for item in self.covered)
+        return f"{self.key}={value!r} (expected {expected}: {self.reason})"
+
+
+WINDOW = "the shared attention sees the whole context"
+#: for every family, unless its record has others
+SETTINGS = (
+    Setting("hidden_act", ("silu", "swish"), "the shared activation is SiLU"),
+    Setting("attention_dropout", (0,), "the rollout has no dropout", "set attention_dropout=0 in config.json"),
+    Setting("use_sliding_window", (False, None), WINDOW),
+    Setting("layer_types", ("full_attention", None), WINDOW),
+    Setting("dual_chunk_attention_config", (None,), WINDOW),
+    Setting("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use the BF16 checkpoint"),
+)
+READERS = {
+    "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
+}
+QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """What the blocks with experts of a family have. transformers keeps the experts of a block in two parameters of one module.
+
+    Attributes:
+        experts: what the name of the experts' class has after the family's prefix.
+        router: the same of the router.
+        chooser: the same of the block that chooses experts by the sigmoid of the router's FP32 logits, with a correction bias
+            and groups; empty if the router does it, by the largest of a softmax.
+    """
+
+    experts: str = "Experts"
+    router: str = "TopKRouter"
+    chooser: str = ""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model family. The defaults fit blocks of plain attention and one gated MLP, whose linear layers are apart.
+
+    Attributes:
+        model_type: ``model_type`` of the Hugging Face config.
+        prefix: prefix of the family's class names in transformers.
+        title: the family's name in messages and docs.
+        readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
+        merged: groups of linears that vLLM merges into one layer, in its order.
+        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention" (number of heads times
+            head width) or a key of the configuration.
+        uncovered: part that the family is not covered for -> reason.
+        settings: keys of the configuration that decide whether exact mode is bit-equal.
+        rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
+        logits_divisor: key of the number by which the trainer divides the logits.
+        mixture: its experts and their router, if its blocks have some.
+        stored: part of a tensor's name in a block of transformers' model -> the same part in a checkpoint and in vLLM, where
+            the two differ.
+        partial_rotary: whether part of a head may be left unrotated.
+        text: what the class names of a language model beside a tower have after the prefix.
+        tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
+            layers stay in BF16 on both sides.
+    """
+
+    model_type: str
+    prefix: str
+    title: str
+    readers: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: READERS)
+    merged: tuple[tuple[str, ...], ...] = (QKV, GATE_UP)
+    row_parallel: Mapping[str, str] = field(
+        default_factory=lambda: {"self_attn.o_proj": "attention", "mlp.down_proj": "intermediate_size"}
+    )
+    uncovered: Mapping[Part, str] = field(default_factory=dict)
+    settings: tuple[Setting, ...] = SETTINGS
+    rollout: Literal["vllm", "transformers"] = "vllm"
+    logits_divisor: str | None = None
+    mixture: Mixture | None = None
+    stored: Mapping[str, str] = field(default_factory=dict)
+    partial_rotary: bool = False
+    text: str = ""
+    tower: str = ""
+
+    @property
+    def causal_lm(self) -> str:
+        return f"{self.prefix}For{'ConditionalGeneration' if self.tower else 'CausalLM'}"
+
+    @property
+    def decoder(self) -> str:
+        """The module in transformers that holds the blocks of the language model."""
+        return "model.language_model" if self.tower else "model"
+
+    @property
+    def norm(self) -> str:
+        return f"{self.prefix}{self.text}RMSNorm"
+
+    @property
+    def mlp(self) -> str:
+        return f"{self.prefix}{self.text}MLP"
+
+    @property
+    def rotary(self) -> str:
+        return f"{self.prefix}{self.text}RotaryEmbedding"
+
+    @property
+    def experts(self) -> str:
+        return f"{self.prefix}{self.mixture.experts}" if self.mixture else ""
+
+    @property
+    def router(self) -> str:
+        return f"{self.prefix}{self.mixture.router}" if self.mixture else ""
+
+    @property
+    def chooser(self) -> str:
+        return f"{self.prefix}{self.mixture.chooser}" if self.mixture and self.mixture.chooser else ""
+
+    def to_stored(self, name: str) -> str:
+        """The name of a tensor or module in a checkpoint and in vLLM, from its name in transformers' model."""
+        return _renamed(name, self.stored)
+
+    def from_stored(self, name: str) -> str:
+        """The reverse of ``to_stored``."""
+        return _renamed(name, {theirs: ours for ours, theirs in self.stored.items()})
+
+    def covers(self, part: Part) -> bool:
+        return part not in self.uncovered
+
+
+def _renamed(name: str, parts: Mapping[str, str]) -> str:
+    return ".".join(parts.get(part, part) for part in name.split("."))

@@ -1,0 +1,106 @@
+"""The rollout of the campaign: a real vLLM engine in a Ray actor, with a framework's own worker extension."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+#: framework -> the class that it mixes into vLLM's worker
+EXTENSIONS = {
+    "verl": "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
+    "openrlhf": "openrlhf.trainer.ray.vllm_worker_wrap.WorkerWrap",
+}
+PROMPTS = [[5, 17, 33, 64], [9, 8, 7]]
+
+
+class Rollout:
+    """What the senders call. Every method answers after the engine has."""
+
+    def __init__(self, framework: str, model: str) -> None:
+        import jetrl_patch
+        from jetrl_patch.adapters.vllm.sample import build_engine
+        from jetrl_patch.parity.modes import Job
+
+        config = jetrl_patch.status().config
+        assert config is not None, "the environment's JETRL_* variables did not reach this process"
+        extension = (("worker_extension_cls", EXTENSIONS[framework]),)
+        self.llm = build_engine(Job(model=model, config=config, engine=extension), 160)
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def call(self, method: str, **kwargs: Any) -> Any:
+        """As verl calls a worker."""
+        return self.llm.collective_rpc(method, kwargs=kwargs)[0]
+
+    def update_weight(self, *args: Any) -> Any:
+        """As OpenRLHF calls a worker."""
+        return self.llm.collective_rpc("update_weight", args=args)
+
+    def update_weight_cuda_ipc(self, *args: Any) -> Any:
+        return self.llm.collective_rpc("update_weight_cuda_ipc", args=args)
+
+    def reset_prefix_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def clear_kv_cache(self) -> None:
+        self.llm.reset_prefix_cache()
+
+    def set_global_steps(self, step: int) -> None:
+        pass
+
+    def generate(self) -> list[list[tuple[int, float]]]:
+        """Tokens of two responses and their log-probs. Raises SyncError if the engine refuses to generate."""
+        from vllm import SamplingParams
+
+        # what the worker does before each forward; vLLM's engine does not outlive an error there, and here it must
+        self._worker().jetrl_receiver.check_serving()
+        drawn = SamplingParams(temperature=1.0, seed=7, max_tokens=8, logprobs=0, ignore_eos=True, detokenize=False)
+        outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], drawn, use_tqdm=False)
+        made = [output.outputs[0] for output in outputs]
+        return [[(t, row[t].logprob) for t, row in zip(one.token_ids, one.logprobs, strict=True)] for one in made]
+
+    def memory(self) -> dict[str, int]:
+        """Digest of every parameter in this rank's memory."""
+        from jetrl_patch.sync.digest import digest
+
+        return {name: digest(tensor) for name, tensor in self._worker().model_runner.get_model().named_parameters()}
+
+    def quantized(self) -> dict[str, int]:
+        """Digests of quantized weights and scales under the trainer's names."""
+        from jetrl_patch.sync.digest import add
+
+        found: dict[str, int] = {}
+        for name, *_, value in self.llm.collective_rpc("jetrl_report")[0]["digests"]:
+            found[name] = add(found.get(name, 0), value)
+        return found
+
+    def open_files(self) -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    def break_loader(self, how: str, call: int) -> None:
+        """Have the engine's loader fail at its n-th call from now: ``raise``, ``drop`` the tensors, or ``flip`` a bit."""
+        import torch
+
+        installer = self._worker().jetrl_receiver.installer
+        load, left = type(installer).load, [call]
+
+        def broken(weights: Any) -> None:
+            left[0] -= 1
+            if left[0] == 0:
+                del installer.load
+                if how == "raise":
+                    raise MemoryError("injected: no memory to load a weight")
+                if how == "drop":
+                    return
+                weights = [(name, tensor.clone()) for name, tensor in weights]
+                weights[0][1].view(-1).view(torch.uint8)[0] ^= 1
+            load(installer, weights)
+
+        installer.load = broken
+
+    def mend_loader(self) -> None:
+        vars(self._worker().jetrl_receiver.installer).pop("load", None)
+
+    def _worker(self) -> Any:
+        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker

@@ -1,0 +1,151 @@
+"""Each family with experts: a token's bits in any company, gradients of experts, routers and shared experts, the load balance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import jetrl_patch
+from jetrl_patch.adapters.transformers.prepare import prepare_model
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError
+from jetrl_patch.families import FAMILIES
+
+from ..fp8.thresholds import SQNR_MIXTURE, sqnr
+from ..models import VARIANTS, build, corrections
+from .test_prepare import loss_of, padded, sequences
+
+EXACT = Config(precision="fp8-unified").resolved()
+#: one that is even and one that is odd for each kind of router and of shared expert
+NEW = ["olmoe-odd", "qwen2_moe", "qwen2_moe-odd", "mixtral-odd", "glm4_moe", "glm4_moe-odd"]
+
+
+def prepared(name):
+    jetrl_patch.enable(precision="fp8-unified")
+    family, options = VARIANTS[name]
+    model = build(family, **options)
+    prepare_model(model, EXACT)
+    return model
+
+
+@pytest.mark.parametrize("name", NEW)
+@torch.no_grad()
+def test_a_token_has_the_same_logits_in_every_company(name):
+    model = prepared(name)
+    ids = sequences(model)
+    batch, mask, positions = padded(ids, "both", 12)
+    out = model(input_ids=batch, attention_mask=mask, position_ids=positions, use_cache=False).logits
+    for row, t in enumerate(ids):
+        assert torch.equal(out[row][mask[row].bool()], model(input_ids=t[None], use_cache=False).logits[0])
+
+
+def routes_of(model, family):
+    """Record the experts of every token, layer by layer, as the model runs."""
+    found = []
+    for module in model.modules():
+        if type(module).__name__ == family.experts:
+            module.register_forward_pre_hook(lambda _, inputs: found.append(inputs[1]))
+    return found
+
+
+def follow(plain, family, routes):
+    """Let transformers' model route as recorded, with its own scores: where a rounding flips a route, gradients jump."""
+    turn = iter(routes)
+
+    def weights(p, norm, factor=1.0):
+        ids = next(turn)
+        chosen = p.gather(-1, ids)
+        return factor * (chosen / chosen.sum(-1, keepdim=True) if norm else chosen), ids
+
+    def route(router):
+        def forward(x):
+            logits = F.linear(x.reshape(-1, x.shape[-1]), router.weight)
+            return logits, *weights(logits.softmax(-1), getattr(router, "norm_topk_prob", True))
+
+        return forward
+
+    def choose(block):
+        def route_tokens_to_experts(logits):
+            chosen, ids = weights(logits.double().sigmoid(), block.norm_topk_prob, block.routed_scaling_factor)
+            return ids, chosen
+
+        return route_tokens_to_experts
+
+    plain.config._experts_implementation = "eager"
+    for module in plain.modules():
+        kind = type(module).__name__
+        if kind == family.chooser:
+            module.route_tokens_to_experts = choose(module)
+        elif kind == family.router and not family.chooser:
+            module.forward = route(module)
+
+
+def gradients(model, ids):
+    loss_of(model.train(), ids, "left").backward()
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", *NEW])
+def test_gradients_against_fp64(name):
+    family, (model_type, options) = FAMILIES[VARIANTS[name][0]], VARIANTS[name]
+    ours, plain = prepared(name), build(model_type, **options).double()
+    ids, routes = sequences(ours), routes_of(ours, family)
+    found = gradients(ours, ids)
+    follow(plain, family, routes)
+    expected = gradients(plain, ids)
+    assert found.keys() == expected.keys()
+    parts = {"experts": ".mlp.experts.", "router": ".mlp.gate.", "shared": ".mlp.shared_expert", "": ""}
+    for part, inside in parts.items():
+        names = [n for n in found if inside in n]
+        assert names or part == "shared"
+        if names:
+            reached = sqnr(*(torch.cat([grads[n].flatten() for n in names]) for grads in (found, expected)))
+            assert reached > SQNR_MIXTURE[part], (part, reached)
+
+
+@pytest.mark.parametrize("name", ["olmoe-odd", "qwen2_moe", "mixtral-odd"])
+def test_the_auxiliary_loss_alone_moves_the_routers(name):
+    model, (family, options) = prepared(name), VARIANTS[name]
+    ids, grads, losses = sequences(model)[2][None], [], []
+    for m in (model, build(family, **options)):
+        m.train()
+        loss = m(input_ids=ids, output_router_logits=True, labels=ids, use_cache=False).aux_loss
+        loss.backward()
+        losses.append(loss.item())
+        grads.append(m.model.layers[0].mlp.gate.weight.grad.float())
+    assert abs(losses[0] - losses[1]) < 0.05 * losses[1]
+    assert sqnr(*grads) > SQNR_MIXTURE["auxiliary"]
+
+
+def test_the_gate_of_a_shared_expert_does_not_depend_on_its_batch():
+    """Both sides leave it to torch, whose vectorized loops compute their tails in another way."""
+    values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    values = values[~values.isnan()]
+    whole = torch.sigmoid(values)
+    for size in (1, 7, 31):
+        parts = torch.cat([torch.sigmoid(part) for part in values.split(size)])
+        assert torch.equal(parts, whole), size
+
+
+def test_a_correction_bias_that_lost_bits_is_refused():
+    model = prepared("glm4_moe")
+    for name, buffer in corrections(model):
+        model.get_submodule(name.rpartition(".")[0]).e_score_correction_bias = buffer.to(torch.bfloat16)
+    with pytest.raises(ModelError, match=r"correction bias of a router: required torch\.float32.*found torch\.bfloat16"):
+        model(input_ids=sequences(model)[0][None], use_cache=False)
+
+
+@torch.no_grad()
+def test_a_correction_bias_decides_who_is_chosen_and_not_the_weight():
+    model = prepared("glm4_moe-odd")
+    ids, family = sequences(model)[2][None], FAMILIES["glm4_moe"]
+    routes = routes_of(model, family)
+    model(input_ids=ids, use_cache=False)
+    before = list(routes)
+    for _, buffer in corrections(model):
+        buffer[3] += 10
+    routes.clear()
+    model(input_ids=ids, use_cache=False)
+    assert all((found == 3).any(-1).all() for found in routes)
+    assert not all((found == 3).any(-1).all() for found in before)
