@@ -34,6 +34,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "on_mismatch": "stop",
         "decode_graphs": False,
         "platform": "auto",
+        "sync": "full",
         "sync_timeout": 300.0,
         "fp8_all_gather": False,
         "monitor_every": 10,
@@ -103,6 +104,9 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"exclude": (".mlp",)}, "empty name part"),
         ({"exclude": ("a,b",)}, "comma or a blank"),
         ({"exclude": ("a b",)}, "comma or a blank"),
+        ({"sync": "changes"}, "unknown sync 'changes'"),
+        ({"sync": "delta", "precision": "bf16"}, "sync='delta' contradicts precision='bf16'"),
+        ({"sync": "delta", "precision": "fp16"}, "sync='delta' contradicts precision='fp16'"),
         ({"sync_timeout": 0}, "positive, finite"),
         ({"sync_timeout": -1.0}, "positive, finite"),
         ({"sync_timeout": float("inf")}, "positive, finite"),
@@ -206,6 +210,7 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
     exclude=st.lists(NAMES, max_size=4),
     backend=st.sampled_from(["auto", "native", "torch"]),
     platform=st.sampled_from(["auto", "cpu", "cuda"]),
+    sync=st.sampled_from(["full", "delta"]),
     sync_timeout=st.floats(min_value=1e-6, max_value=1e9),
     fp8_all_gather=st.booleans(),
     audit_fraction=st.floats(0, 1),
@@ -225,6 +230,8 @@ NAMES = st.from_regex(r"[a-z_*?]{1,8}(\.[a-z0-9_*]{1,8}){0,3}", fullmatch=True)
 def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     if fields["precision"] != "fp8-unified":
         fields["align"] = fields["guard_sqnr"] = None
+    if fields["precision"] == "bf16":
+        fields["sync"] = "full"
     fields["fp8_all_gather"] &= fields["precision"] == "fp8-unified" and fields["optimizer_states"] == "fp32"
     fields["fp8_all_gather"] &= fields["guard_sqnr"] is None
     cap = fields.pop("cap")

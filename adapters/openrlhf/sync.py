@@ -26,7 +26,7 @@ from jetrl_patch.trainer.guard import begin_sync
 from jetrl_patch.trainer.marks import require_same
 from jetrl_patch.trainer.report import sync_report
 
-__all__ = ["broadcast_to_vllm", "full_weights", "report", "trainer_init"]
+__all__ = ["broadcast_to_vllm", "full_weights", "held_by", "report", "trainer_init"]
 
 
 @while_active
@@ -99,8 +99,13 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
     begin_sync(source, lambda: full_weights(model, stage), WORKER.followers, quantizes=sends)
     weights = full_weights(model, stage)
     orders = Orders(trainer.vllm_engines, config.sync_timeout)
+    held = ""
     if leads:
-        _compare(orders.ask("begin", config=config.to_env()), config)
+        answers = orders.ask("begin", config=config.to_env())
+        _compare(answers, config)
+        held = held_by(answers)
+    if source.base is not None and sends:
+        source.base.offer(_from_lead(held) if trainer.use_cuda_ipc else held)
     if sends:
         wire: Wire = IpcWire(orders) if trainer.use_cuda_ipc else GroupWire(orders, _group(trainer))
         device = next(model.parameters()).device
@@ -168,6 +173,21 @@ def _compare(answers: list[Any], config: Config) -> None:
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
                 "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
             )
+
+
+def held_by(answers: list[Any]) -> str:
+    """Return the identity of the weights that all workers keep for a delta sync; empty if they differ."""
+    held = {worker["held"] for engine in answers for worker in engine}
+    return held.pop() if len(held) == 1 else ""
+
+
+def _from_lead(held: str) -> str:
+    """Return rank 0's value: ranks that share their buckets must decide alike."""
+    import torch.distributed as dist
+
+    told = [held]
+    dist.broadcast_object_list(told, src=0)
+    return told[0]
 
 
 def _group(trainer: Any) -> Callable[[Any], None]:

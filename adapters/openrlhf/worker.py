@@ -97,9 +97,10 @@ def _device(worker: Any) -> Any:
 
 
 def _who(worker: Any) -> dict[str, Any]:
-    serves = worker.jetrl_receiver.state is State.SERVING
+    receiver = worker.jetrl_receiver
+    serves, held = receiver.state is State.SERVING, receiver.held()
     config = runtime.active_config().to_env()
-    return {"pid": os.getpid(), "node": where(), "config": config, "serves": serves, **_version(worker)}
+    return {"pid": os.getpid(), "node": where(), "config": config, "serves": serves, "held": held, **_version(worker)}
 
 
 def _version(worker: Any) -> dict[str, int]:

@@ -9,6 +9,7 @@ from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch,
 from jetrl_patch.adapters.verl import (
     beside,
     checkpoint,
+    delta,
     fused,
     logprob,
     lora,
@@ -296,6 +297,15 @@ SAME_WEIGHTS = Patch(
 )
 
 
+ANSWERS = Patch(
+    module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+    attr="vLLMHttpServer.collective_rpc",
+    make=delta.collective_rpc,
+    reason="verl drops what the engine's workers return, so that the trainer loop could not ask which weights they hold",
+    remove_when="verl returns it",
+)
+
+
 class VerlAdapter(Adapter):
     """verl 0.9: trainers V0 and V1, FSDP1, FSDP2 and Megatron, asynchronous vLLM servers."""
 
@@ -309,6 +319,8 @@ class VerlAdapter(Adapter):
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
         if config.fp8_train:
             patches += (SAME_WEIGHTS,)
+        if config.sync == "delta":
+            patches += (ANSWERS,)
         return patches + correction_patches(config)
 
     def services(self) -> Services:

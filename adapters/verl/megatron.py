@@ -135,6 +135,8 @@ def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:
             ", ".join(f"{name}={found[name]!r}" for name in wrong),
             f"set {' '.join(f'{SETTINGS[name].variable}={NEEDED[name]}' for name in NEEDED)}, or strategy=fsdp2",
         )
+    if config.sync == "delta":
+        yield "sync='delta'", "sync='full' (untested with Megatron's export)", "'delta'", "drop sync, or set strategy=fsdp2"
     if not config.fp8_train:
         return
     for name in ("exclude", "on_cut", "invariant_scale", "fp8_all_gather"):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import old_log_probs, versions
+from jetrl_patch.adapters.verl import delta, old_log_probs, versions
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
@@ -148,6 +148,8 @@ def _collected(original: Callable[..., Any]) -> Callable[..., Any]:
             results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
             others: dict[str, Any] = {}
         else:
+            if runtime.active_config().sync == "delta":
+                await delta.announce(self, runtime.active_config())
             merged = await original(self, global_steps)
             results, others = split_reports(merged or {}, self.actor_wg.world_size)
         note_sync(results)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from jetrl_patch.sync.base import Sent
 from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import state
 from jetrl_patch.trainer.audit import Audit
@@ -21,6 +22,8 @@ class WorkerState(state.Worker):
         stats: of the current or last weight sync.
         separate: whether that sync goes over a checkpoint engine, to a rollout with devices of its own.
         broken: what broke the stream of such a sync.
+        base: what the last sync sent, if this one may send changes only.
+        held: what the engines reported as theirs before a sync over a checkpoint engine.
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
@@ -35,6 +38,8 @@ class WorkerState(state.Worker):
     stats: SyncStats | None = None
     separate: bool = False
     broken: Exception | None = None
+    base: Sent | None = None
+    held: str = ""
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import old_log_probs, precision
+from jetrl_patch.adapters.verl import delta, old_log_probs, precision
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
@@ -35,7 +35,9 @@ def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
         check_mark(dict(custom.get(MARK, None) or {}))
         if runtime.active_config().quantized_rollout:
             WORKER.rollout_tp = int(self.config.rollout.tensor_model_parallel_size)
-        return original(self, *args, **kwargs)
+        result = original(self, *args, **kwargs)
+        delta.attach(self)
+        return result
 
     return init_model
 
@@ -74,6 +76,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         looks = prepared.monitor is not None and prepared.monitor.decides
         begin_sync(prepared, lambda: weights, WORKER.followers)
         again = original(self, *args, **kwargs)[0] if looks else weights
+        delta.prepare(prepared)
         return until_broken(prepared.stream(again, stats)), None
 
     return get_per_tensor_param
@@ -126,7 +129,7 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             use_shm=self.use_shm,
         )
         try:
-            await sender.async_send_weights(ending_early(weights, lambda: sender))
+            await sender.async_send_weights(ending_early(weights, lambda: sender, delta.greeted))
             if peer.call is not None:
                 await asyncio.wait_for(asyncio.wrap_future(peer.call), config.sync_timeout)
             if self._has_server:

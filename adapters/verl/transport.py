@@ -89,12 +89,14 @@ class WatchedSocket:
 
     Attributes:
         meanwhile: useful work for a wait, done piece by piece; returns False if there is none.
+        greeting: the first reply; a worker that keeps the last sync's weights says their identity in it.
     """
 
     def __init__(self, socket: Any, peer: Peer) -> None:
         self._socket = socket
         self._peer = peer
         self.meanwhile: Callable[[], bool] = lambda: False
+        self.greeting: bytes | None = None
 
     def send_pyobj(self, obj: Any) -> None:
         """Like ZMQ's; wait for a connected peer."""
@@ -109,6 +111,8 @@ class WatchedSocket:
 
         self._wait(zmq.POLLIN)
         reply: bytes = self._socket.recv()
+        if self.greeting is None:
+            self.greeting = reply
         return reply
 
     def close(self) -> None:
@@ -142,22 +146,54 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
     return WatchedSender(**kwargs)
 
 
-def timed_receiver(timeout: float, **kwargs: Any) -> Any:
-    """Return a ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence."""
+class _Greeter:
+    """A ZMQ REP socket that replies with a text instead of nothing."""
+
+    def __init__(self, socket: Any, text: str) -> None:
+        self._socket = socket
+        self._text = text
+
+    def recv_pyobj(self) -> Any:
+        return self._socket.recv_pyobj()
+
+    def send(self, reply: bytes) -> None:
+        self._socket.send(reply or self._text.encode())
+
+
+def timed_receiver(timeout: float, held: str = "", **kwargs: Any) -> Any:
+    """Return a ``BucketedWeightReceiver`` (same arguments) that gives up after ``timeout`` seconds of silence.
+
+    Args:
+        held: identity of the weights of the last sync, the reply to the sender's first message.
+    """
     import zmq
     from verl.workers.rollout.vllm_rollout.bucketed_weight_transfer import BucketedWeightReceiver
 
     class TimedReceiver(BucketedWeightReceiver):
+        socket: Any
+
         def _init_socket(self) -> None:
             super()._init_socket()
             self.socket.setsockopt(zmq.RCVTIMEO, int(timeout * 1000))
             self.socket.setsockopt(zmq.LINGER, 5000)  # deliver the last acknowledgement, within a limit
 
+        def _init_buffer(self) -> None:
+            socket = self.socket
+            self.socket = _Greeter(socket, held)
+            try:
+                super()._init_buffer()
+            finally:
+                self.socket = socket
+
     return TimedReceiver(**kwargs)
 
 
-async def ending_early(weights: Any, sender: Callable[[], Any]) -> AsyncIterator[Any]:
+async def ending_early(
+    weights: Any, sender: Callable[[], Any], greeted: Callable[[str], None] = lambda held: None
+) -> AsyncIterator[Any]:
     """Pass the stream on, and read it ahead while the sender waits for the worker.
+
+    ``greeted`` is called before the stream is read, with the identity of the weights that the worker keeps.
 
     If it raises (NaN in a weight, …), tell the receiver that nothing more follows. Otherwise the receiver would wait for the
     rest until its timeout. What a checkpoint engine receives is an asynchronous iterator, which is read as it comes.
@@ -170,6 +206,7 @@ async def ending_early(weights: Any, sender: Callable[[], Any]) -> AsyncIterator
         ahead = Ahead(weights)
         watched = getattr(sender(), "socket", None)
         if isinstance(watched, WatchedSocket):
+            greeted((watched.greeting or b"").decode())
             watched.meanwhile = ahead.fill
         for item in ahead:
             yield item

@@ -53,7 +53,7 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
     import zmq
 
     receiver = worker.jetrl_receiver
-    transport = _transport(worker, use_shm, timeout)
+    transport = _transport(worker, use_shm, timeout, receiver.held())
     try:
         transport.receive_weights(on_bucket_received=lambda weights, is_last: receiver.on_bucket(weights))
     except zmq.Again as error:
@@ -66,10 +66,10 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
     return report
 
 
-def _transport(worker: Any, use_shm: bool, timeout: float) -> Any:
+def _transport(worker: Any, use_shm: bool, timeout: float, held: str = "") -> Any:
     import torch
     from verl.utils.device import get_device_name
 
     if worker.device is None:  # as in verl: vLLM leaves it unset on some platforms
         worker.device = torch.device(f"{get_device_name()}:{worker.local_rank}")
-    return timed_receiver(timeout, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)
+    return timed_receiver(timeout, held, zmq_handle=worker._get_zmq_handle(), device=worker.device, use_shm=use_shm)

@@ -13,6 +13,7 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.sync.base import Received
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.receive import Receiver
 
@@ -51,7 +52,8 @@ def attach(worker: Any, config: Config) -> None:
     backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:
         runtime.register_backend(backend)
-    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend), _gather)
+    base = Received() if config.sync == "delta" else None
+    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend), _gather, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
@@ -82,8 +84,8 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
     Returns:
         ``pid``, ``tp_rank``, ``config`` (the ``JETRL_*`` variables), ``layers`` (Hugging Face names of the FP8
         modules), ``guarded`` (those the precision guard moved to BF16), ``digests`` (``[tensor, row0, row1,
-        col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend`` and ``state`` of
-        the weights.
+        col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend``, ``state`` of
+        the weights and ``held``, the identity of the last sync where the next may send changes only.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -99,4 +101,5 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         "patches": [[patch.target, patch.state] for patch in status.patches],
         "backend": status.backend,
         "state": receiver.state.value,
+        "held": receiver.held(),
     }

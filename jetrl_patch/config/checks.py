@@ -79,6 +79,11 @@ def check_together(config: Config) -> None:
             f"fp8_all_gather=True contradicts precision={config.precision!r}: only {unified} trains with FP8 "
             f"weights. Drop fp8_all_gather or use {unified}."
         )
+    if config.sync == "delta" and not config.quantized_rollout:
+        raise ConfigError(
+            f"sync='delta' contradicts precision={config.precision!r}: without a quantized rollout the framework itself "
+            "sends the weights. Drop sync or choose a precision that quantizes the rollout."
+        )
     if config.old_log_probs == "rollout" and not config.exact:
         raise ConfigError(
             f"old_log_probs='rollout' contradicts align={config.resolved_align!r}: only in exact mode are the rollout's "

@@ -24,6 +24,7 @@ Platform = Literal["auto", "cpu", "cuda"]
 OptimizerStates = Literal["fp32", "8bit", "fp8"]
 OldLogProbs = Literal["auto", "recompute", "rollout"]
 OnMismatch = Literal["stop", "recompute"]
+Sync = Literal["full", "delta"]
 
 _UNIFIED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.is_unified)
 _SCALED = " and ".join(f"`{name}`" for name, mode in MODES.items() if mode.has_granularity)
@@ -98,6 +99,13 @@ class Fields:
     )
     platform: Platform = setting(
         "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),
+    )
+    sync: Sync = setting(
+        "full", "sync",
+        "what a weight sync sends: `full` every tensor, `delta` only the bytes that changed since the last sync that the engine "
+        "completed, where that is less. The result is proven by the same digests. Trainer and engine each keep the weights of "
+        "the last sync in CPU memory. For rollouts with devices of their own",
+        choices=get_args(Sync), joint=True,
     )
     sync_timeout: float = setting(
         300.0, "sync", "seconds without progress after which a weight sync raises SyncError", form=SECONDS,

@@ -23,7 +23,8 @@ COMMIT = "jetrl.commit"
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
 PROTOCOL = 2
 MOST_BYTES = 64 << 20  # of a message; a model with 100,000 tensors needs a fifth of it
-_ALIGNMENT = 16  # bytes
+#: bytes; transfers that do not align what they pack read the tensors behind it at their own offsets
+ALIGNMENT = 16
 _SAME = "install the same version of jetrl_patch in the trainer and in the rollout"
 
 
@@ -88,12 +89,14 @@ class Manifest:
         layers: Hugging Face names of the quantized modules.
         tensors: name -> (shape, dtype) of every tensor to be sent, scales excluded.
         guarded: modules that the precision guard moved back to BF16. The rollout does the same.
+        base: identity of the sync whose changes are sent; empty if everything is.
     """
 
     terms: Terms
     layers: tuple[str, ...]
     tensors: Mapping[str, tuple[tuple[int, ...], str]]
     guarded: tuple[str, ...] = ()
+    base: str = ""
 
     def encode(self) -> torch.Tensor:
         """Encode as a uint8 tensor ``[n]`` on the CPU."""
@@ -105,6 +108,7 @@ class Manifest:
                 "fp8_layers": list(self.layers),  # the key of protocol 2, which other versions read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
+                **({"base": self.base} if self.base else {}),
             }
         )
 
@@ -131,7 +135,8 @@ class Manifest:
                 raise ValueError(f"no matrix is announced as {_some(missing)}")
             if len(tensors) != len(data["tensors"]):
                 raise ValueError("a tensor is announced twice")
-            return cls(terms=terms, layers=layers, tensors=tensors, guarded=guarded)
+            base = str(data.get("base", ""))
+            return cls(terms=terms, layers=layers, tensors=tensors, guarded=guarded, base=base)
         except (KeyError, TypeError, ValueError) as error:
             raise SyncError(f"the manifest of the weight sync is malformed: {type(error).__name__}: {error}") from error
 
@@ -163,10 +168,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def encode_json(data: Mapping[str, Any]) -> torch.Tensor:
-    """Encode as JSON text in a uint8 tensor ``[n]``, padded with spaces: transfers that do not align what they pack read the
-    tensors behind it at their own offsets."""
+    """Encode as JSON text in a uint8 tensor ``[n]``, padded with spaces to a multiple of ``ALIGNMENT``."""
     text = json.dumps(data, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _ALIGNMENT)
+    text += b" " * (-len(text) % ALIGNMENT)
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
+from jetrl_patch.sync.base import Received
 from jetrl_patch.sync.digest import Pending, Rect, read, start
 from jetrl_patch.sync.manifest import (
     COMMIT,
@@ -85,12 +86,20 @@ class Receiver:
         installer: the engine's loader.
         terms: how this process computes.
         gather: all-gathers objects over the tensor-parallel ranks; the default is for a single rank.
+        base: keeps what each sync brought, so that the next one may bring changes only.
     """
 
-    def __init__(self, installer: Installer, terms: Terms, gather: Gather = lambda mine: [mine]) -> None:
+    def __init__(
+        self,
+        installer: Installer,
+        terms: Terms,
+        gather: Gather = lambda mine: [mine],
+        base: Received | None = None,
+    ) -> None:
         self.installer = installer
         self.terms = terms
         self.gather = gather
+        self.base = base
         self.state = State.SERVING
         self.error: JetrlError | None = None
         #: layers that the trainer's precision guard has moved to BF16, here too
@@ -135,8 +144,14 @@ class Receiver:
             self._sync = None
             raise failure
         assert sync is not None
+        if self.base is not None:
+            self.base.seal(sync.digests)
         self.state, self._sync = State.SERVING, None
         return {"tensors": len(sync.arrived), "bytes": sync.nbytes, "layers": len(sync.manifest.layers)}
+
+    def held(self) -> str:
+        """Return the identity of the base for a delta sync; empty if there is none."""
+        return "" if self.base is None else self.base.identity
 
     def abort(self, reason: str) -> SyncError:
         """Drop a sync whose transfer failed; what has arrived is never served. Returns the error to raise."""
@@ -176,6 +191,9 @@ class Receiver:
                     batch = []
                 self._commit(decode_json(tensor, COMMIT))
             else:
+                self._sync.nbytes += tensor.nbytes
+                if self.base is not None:
+                    name, tensor = self.base.whole(name, tensor)
                 self._check_arrival(self._sync, name, tensor)
                 batch.append((name, tensor))
         if batch:
@@ -187,6 +205,8 @@ class Receiver:
         guarded, here = set(manifest.guarded), set(self.installer.quantized_layers())
         audit(manifest.terms, self.terms, set(manifest.layers) | guarded, here | self.guarded)
         audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
+        if self.base is not None:
+            self.base.begin(manifest.base)
         self._sync = _Sync(manifest, manifest.expected())
         self.state = State.RECEIVING
         if guarded & here:
@@ -204,7 +224,6 @@ class Receiver:
         if name in sync.arrived:
             raise SyncError(f"{name} arrived twice in one weight sync")
         sync.arrived[name] = start(tensor)
-        sync.nbytes += tensor.nbytes
 
     def _commit(self, data: dict[str, Any]) -> None:
         assert self._sync is not None

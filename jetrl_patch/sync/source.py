@@ -22,6 +22,7 @@ from jetrl_patch.monitor.monitor import Monitor, show
 from jetrl_patch.scaling.invariant import scale_once
 from jetrl_patch.scaling.smoothing import Smoother
 from jetrl_patch.structure import check_structure
+from jetrl_patch.sync.base import Sent
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
 
@@ -41,6 +42,7 @@ class Source:
         monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
         guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
         stacked: whether the model keeps experts in one parameter, which a sync sends one by one.
+        base: what the last sync sent, with ``sync="delta"``; else None.
         buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, also where the
             framework yields parameters alone.
     """
@@ -53,6 +55,7 @@ class Source:
     monitor: Monitor | None = None
     guarded: list[str] = field(default_factory=list)
     stacked: bool = False
+    base: Sent | None = None
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def agree(self) -> None:
@@ -120,6 +123,7 @@ class Source:
             quantize=self.quantize if self.modules else None,
             transform=None if self.smoother is None else self.smoother.apply,
             guarded=self.guarded,
+            base=self.base,
             fp32=self.buffers,
         )
 
@@ -180,6 +184,7 @@ def convert(
         terms=Terms.of(config, backend),
         smoother=smoother,
         stacked=stacked,
+        base=Sent() if config.sync == "delta" else None,
         buffers=buffers,
     )
 

@@ -4,7 +4,8 @@
 
 Each weight is cast to BF16 (every process that sees the BF16 value then gets the same bytes) and quantized once. Its digest
 also tells whether it is finite: NaN or Inf in a block of weights makes the block's scale NaN or Inf. The stream holds one
-tensor at a time, besides what the framework's own transfer holds.
+tensor at a time, besides what the framework's own transfer holds. With a base (``base.py``), what has changed since the last sync
+takes a tensor's place.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.transformer_engine import is_te_tensor, take
+from jetrl_patch.sync.base import Sent
 from jetrl_patch.sync.digest import Pending, read, start
 from jetrl_patch.sync.manifest import (
     COMMIT,
@@ -44,11 +46,13 @@ class SyncStats:
     """Counts of one sync, sizes in bytes; filled while the stream runs.
 
     Attributes:
-        total: all tensors.
-        quantized: the quantized layers, weights and scales.
+        total: all tensors, as sent.
+        quantized: the quantized layers, weights and scales, as sent.
         quantized_as_bf16: the same layers in BF16.
         layers: number of quantized layers.
         tensors: number of tensors, scales included.
+        full: with ``sync="delta"``, all tensors.
+        changed: the bytes among them that differ from the base.
         digests: by name, once they have been read from the device.
     """
 
@@ -57,29 +61,33 @@ class SyncStats:
     quantized_as_bf16: int = 0
     layers: int = 0
     tensors: int = 0
+    full: int = 0
+    changed: int = 0
     digests: dict[str, int] = field(default_factory=dict)
 
 
-class _Digests:
-    """Digests of what is sent. On a device they are read together, once for every ``_READ_EVERY`` bytes."""
+class _Outgoing:
+    """What is sent, with its digests. On a device they are read together, once for every ``_READ_EVERY`` bytes."""
 
-    def __init__(self, stats: SyncStats) -> None:
+    def __init__(self, stats: SyncStats, base: Sent | None) -> None:
         self.names: set[str] = set()
         self._stats = stats
+        self._base = base
         self._started: dict[str, Pending] = {}
         self._bytes = 0
 
     def add(self, name: str, tensor: torch.Tensor) -> NamedTensor:
-        """Count a tensor and start its digest. Raises SyncError as ``read``, now or at a later call."""
+        """Start a tensor's digest, and return what to send for it. Raises SyncError as ``read``, now or at a later call."""
         tensor = tensor.contiguous()
-        self._stats.total += tensor.nbytes
         self._stats.tensors += 1
         self.names.add(name)
         self._started[name] = start(tensor)
         self._bytes += tensor.nbytes
         if not _waits(tensor) or self._bytes > _READ_EVERY:
             self.read()
-        return name, tensor
+        sent = (name, tensor) if self._base is None else self._base.pack(name, tensor, self._stats)
+        self._stats.total += sent[1].nbytes
+        return sent
 
     def read(self) -> None:
         """Read what has been started. Raises SyncError, with the weight's name, if a value is NaN or Inf."""
@@ -108,6 +116,7 @@ def quantized_stream(
     quantize: Quantize | None = None,
     transform: Transform | None = None,
     guarded: Collection[str] = (),
+    base: Sent | None = None,
     fp32: Collection[str] = (),
 ) -> Iterator[NamedTensor]:
     """Yield the protocol for one sync.
@@ -121,6 +130,7 @@ def quantized_stream(
         quantize: the trainer's own quantizer, which may hold the bytes already; by default that of the format.
         transform: applied to the weights before they are checked and quantized.
         guarded: modules that the precision guard moved to BF16; none of them is in ``layers``.
+        base: what the last sync sent, if only changes are to be sent.
         fp32: names of the tensors that are sent in FP32.
 
     Raises:
@@ -138,20 +148,26 @@ def quantized_stream(
         name: (tuple(shape), terms.weight_dtype if name in ours else "float32" if name in fp32 else "bfloat16")
         for name, shape in shapes.items()
     }
-    manifest = Manifest(terms=terms, layers=tuple(sorted(layers)), tensors=announced, guarded=tuple(sorted(guarded)))
+    manifest = Manifest(
+        terms=terms,
+        layers=tuple(sorted(layers)),
+        tensors=announced,
+        guarded=tuple(sorted(guarded)),
+        base="" if base is None else base.begin(),
+    )
     yield MANIFEST, manifest.encode()
-    digests = _Digests(stats)
+    outgoing = _Outgoing(stats, base)
     for name, weight in weights if transform is None else transform(weights):
-        _check_announced(name, weight, announced, digests.names)
+        _check_announced(name, weight, announced, outgoing.names)
         if name not in ours:
-            yield digests.add(name, weight.detach().float() if name in fp32 else _to_bf16(name, weight))
+            yield outgoing.add(name, weight.detach().float() if name in fp32 else _to_bf16(name, weight))
             continue
         stats.layers += 1
         stats.quantized_as_bf16 += 2 * weight.numel()
         if quantize is None or not terms.quantized:
-            bf16 = _to_bf16(name, weight)
-            stats.quantized += bf16.nbytes
-            yield digests.add(name, bf16)
+            sent = [outgoing.add(name, _to_bf16(name, weight))]
+            stats.quantized += sent[0][1].nbytes
+            yield from sent
             continue
         layer = name.removesuffix(".weight")
         if is_te_tensor(weight):  # already FP8: send its bytes and scales unchanged
@@ -159,12 +175,15 @@ def quantized_stream(
         else:
             q, scales = quantize(layer, _to_bf16(name, weight))
         del weight
-        stats.quantized += q.nbytes + scales.nbytes
-        yield from [digests.add(name, q), digests.add(name + SCALE_SUFFIX, scales)]  # the scales tell whether q may be sent
-    missing = sorted(set(announced) - digests.names)
+        sent = [outgoing.add(name, q), outgoing.add(name + SCALE_SUFFIX, scales)]  # the scales tell whether q may be sent
+        stats.quantized += sum(tensor.nbytes for _, tensor in sent)
+        yield from sent
+    missing = sorted(set(announced) - outgoing.names)
     if missing:
         raise SyncError(f"the trainer announced {len(missing)} tensors but never sent them: {', '.join(missing[:3])}")
-    digests.read()
+    outgoing.read()
+    if base is not None:
+        base.seal(stats.digests)
     yield COMMIT, encode_json({"digests": stats.digests})
 
 

@@ -17,6 +17,8 @@ _LOGGED = (
     "sync_bytes",
     "sync_bytes_bf16",
     "sync_bytes_total",
+    "sync_bytes_full",
+    "sync_changed_fraction",
     "sync_calls",
     "quantized_layers",
     "cut_layers",
@@ -36,6 +38,7 @@ def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
         "sync_bytes_total": stats.total,
         "quantized_layers": stats.layers,
         **({"cut_layers": len(cut)} if cut else {}),
+        **({"sync_bytes_full": stats.full, "sync_changed_fraction": stats.changed / stats.full} if stats.full else {}),
     }
 
 

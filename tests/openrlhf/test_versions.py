@@ -117,6 +117,11 @@ def test_only_stale_samples_are_no_error(caplog):
     assert not caplog.records
 
 
+@pytest.mark.parametrize(("held", "common"), [("aa", "a"), ("ab", ""), ("a", "a")])
+def test_a_delta_needs_engines_that_hold_the_same(held, common):
+    assert sync.held_by([[{"held": one}] for one in held]) == common
+
+
 def test_a_stale_engine_stops_the_sync_and_is_named():
     answer = {"pid": 7, "node": "n1", "config": EXACT.to_env(), "version": 0, "serves": True}
     sync._compare([[answer]], EXACT)

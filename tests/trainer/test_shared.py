@@ -69,6 +69,13 @@ def test_metrics_are_the_first_ranks_and_the_slowest_ranks_seconds() -> None:
     assert found["jetrl/scale/x"] == 1.0 and "jetrl/sync_calls" not in found and "jetrl/pid" not in found
 
 
+def test_a_delta_sync_says_what_changed() -> None:
+    stats = SyncStats(total=30, full=200, changed=8)
+    found = sync_metrics([{**sync_report(stats, 0.0), "monitor": {}}])
+    assert (found["jetrl/sync_bytes_full"], found["jetrl/sync_changed_fraction"]) == (200, 0.04)
+    assert "jetrl/sync_bytes_full" not in sync_metrics([{**sync_report(SyncStats(total=30), 0.0), "monitor": {}}])
+
+
 class Model:
     """The part of a ``Source`` that the guard uses."""
 

@@ -121,6 +121,7 @@ SET = r"\. Set JETRL_PRECISION=fp8-unified JETRL_ALIGN=linear JETRL_BACKEND=te, 
         (Config(precision="int8-rollout"), f"{NEEDS}, found precision='int8-rollout', "),
         (LINEAR.replace(exclude=("o_proj",)), "exclude=.*required the default .TransformerEngine's layers"),
         (LINEAR.replace(on_cut="bf16"), "on_cut='bf16'.*required the default .TransformerEngine's layers"),
+        (LINEAR.replace(sync="delta"), "sync='delta'.*required sync='full' .untested with Megatron's export"),
     ],
 )
 def test_modes_that_megatron_cannot_keep(composed, installed, config, match):

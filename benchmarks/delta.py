@@ -1,0 +1,143 @@
+"""What changes between two weight syncs, and what a delta sync costs.
+
+``python -m benchmarks.delta runs`` trains a small model in the real verl or OpenRLHF with ``sync="delta"``, at four learning
+rates one after the other, and reports the bytes that changed and that were sent. ``python -m benchmarks.delta speed`` times the
+packing of one tensor on one thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.__main__ import shown
+from benchmarks.timing import best_of
+from jetrl_patch.sync import delta
+from jetrl_patch.sync.digest import digest
+
+RATES = (1e-7, 1e-6, 1e-5, 1e-4)
+#: Qwen3 with the initial weights of its Hugging Face class: normal, standard deviation 0.02
+MODEL = {
+    "hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "num_key_value_heads": 4, "num_hidden_layers": 4,
+}  # fmt: skip
+DELTA = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC": "delta", "CUDA_VISIBLE_DEVICES": ""}
+PATIENCE = 1800.0  # seconds for a run
+
+
+def make_model(folder: Path) -> None:
+    """Write the model into a task's folder, beside its tokenizer."""
+    from transformers import AutoModelForCausalLM
+
+    from tests.models import config_of
+
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config_of("qwen3", **MODEL), dtype=torch.float32)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+
+
+def add_hook(folder: Path, steps: int) -> Path:
+    """Write a ``sitecustomize`` that changes the optimizer's learning rate every ``steps`` steps. Returns its folder."""
+    place = folder / "hook"
+    place.mkdir()
+    (place / "sitecustomize.py").write_text(
+        f"""
+import wrapt
+
+@wrapt.when_imported("torch.optim.optimizer")
+def _(module):
+    rates, steps, taken = {RATES!r}, {steps}, {{}}
+    def choose(optimizer, args, kwargs):
+        number = taken[id(optimizer)] = taken.get(id(optimizer), -1) + 1
+        for group in optimizer.param_groups:
+            group["lr"] = rates[min(number // steps, len(rates) - 1)]
+    module.register_optimizer_step_pre_hook(choose)
+"""
+    )
+    return place
+
+
+def run(framework: str, folder: Path, steps: int) -> list[dict[str, float]]:
+    """Train for ``steps`` steps with each rate; return the metrics of each step."""
+    from tests.openrlhf import run_openrlhf
+    from tests.verl import run_verl
+
+    environ = {**DELTA, "PYTHONPATH": str(add_hook(folder, steps))}
+    if framework == "verl":
+        found = run_verl.Run(folder, environ=environ, steps=steps * len(RATES))
+    else:
+        episodes = ("--train.num_episodes", str(len(RATES)))
+        found = run_openrlhf.Run(folder, *episodes, environ=environ, steps=steps)  # in each episode
+    if found.wait(PATIENCE) != 0:
+        raise SystemExit(found.text[-6000:])
+    metrics = found.metrics()
+    if len(metrics) != steps * len(RATES) or any(step["jetrl/bit_equal_fraction"] != 1.0 for step in metrics):
+        raise SystemExit(f"{len(metrics)} steps, or a token differed between rollout and trainer")
+    return metrics
+
+
+def runs(framework: str, steps: int) -> Iterator[dict[str, object]]:
+    """Medians over the syncs of each learning rate. The sync before the first step sends everything and is not among them."""
+    from tests.openrlhf.run_openrlhf import make_task
+
+    with tempfile.TemporaryDirectory(prefix="delta") as name:
+        folder = make_task(Path(name), fill=True)
+        make_model(folder)
+        metrics = run(framework, folder, steps)
+    for number, rate in enumerate(RATES):
+        found = metrics[number * steps : (number + 1) * steps]
+        shares = [step["jetrl/sync_bytes_total"] / step["jetrl/sync_bytes_full"] for step in found]
+        quantized = [2 * step["jetrl/sync_bytes"] / step["jetrl/sync_bytes_bf16"] for step in found]
+        yield {
+            "framework": framework,
+            "learning rate": f"{rate:.0e}",
+            "syncs": len(found),
+            "changed bytes, %": 100 * statistics.median(step["jetrl/sync_changed_fraction"] for step in found),
+            "sent, % of full": 100 * statistics.median(shares),
+            "largest, % of full": 100 * max(shares),
+            "FP8 layers sent, %": 100 * statistics.median(quantized),
+            "full, MB": found[0]["jetrl/sync_bytes_full"] / 1e6,
+            "median sent, MB": statistics.median(step["jetrl/sync_bytes_total"] for step in found) / 1e6,
+        }
+
+
+def speed(size: int = 1 << 26) -> Iterator[dict[str, object]]:
+    """GB/s of the tensor's bytes, on one thread, by the share of bytes that changed."""
+    torch.set_num_threads(1)
+    generator = torch.Generator().manual_seed(0)
+    old = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=generator)
+    for share in (0.0001, 0.001, 0.01, 0.1):
+        new = torch.where(torch.rand(size, generator=generator) < share, old ^ 1, old)
+        record, changed = delta.encode(old, new)
+        assert record is not None
+        target = old.clone()
+        work: dict[str, Callable[[], object]] = {
+            "pack": functools.partial(delta.encode, old, new),
+            "apply": functools.partial(delta.apply, target, record),
+            "digest": functools.partial(digest, new.view(-1, 4096)),
+        }
+        best = best_of(work, seconds=1.0, rounds=3)
+        yield {
+            "changed, %": 100 * changed / size,
+            "sent, %": 100 * len(record) / size,
+            **{f"{name}, GB/s": size / seconds / 1e9 for name, seconds in best.items()},
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=["runs", "speed"])
+    parser.add_argument("--framework", choices=["verl", "openrlhf"], default="verl")
+    parser.add_argument("--steps", type=int, default=10, help="with each learning rate")
+    args = parser.parse_args()
+    for row in runs(args.framework, args.steps) if args.part == "runs" else speed():
+        print("| " + " | ".join(shown(value) for value in row.values()) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

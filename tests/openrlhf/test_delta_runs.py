@@ -1,0 +1,44 @@
+"""Real OpenRLHF with delta syncs: twenty steps, every token equal, an engine that loses its base, and a damaged record."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.openrlhf.run_openrlhf import Run, make_task
+from tests.verl.test_delta_runs import DELTA, STEPS, add_hook, assert_deltas
+
+TIMEOUT = 1200
+RATE = ["--actor.adam.lr", "1e-6"]
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory):
+    return add_hook(make_task(tmp_path_factory.mktemp("task")))
+
+
+def run(task, *extra, steps, **environ):
+    environ = {**DELTA, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(task / "hook"), **environ}
+    return Run(task, *RATE, *extra, environ=environ, steps=steps)
+
+
+def test_twenty_syncs_to_two_engines(task):
+    """Sync 0 runs when the trainer is built. Both engines forget before syncs 7 and 13."""
+    twice = ("--train.num_episodes", "2")  # over the prompts of half the steps
+    found = run(task, "--vllm.num_engines", "2", *twice, steps=STEPS // 2, RESTARTS="7,13")
+    assert found.wait(TIMEOUT) == 0, found.text[-6000:]
+    assert_deltas(found.metrics(), {7, 13})
+    assert found.text.count("RECEIVED sync") == 2 * (STEPS + 1)
+
+
+def test_colocated(task):
+    found = run(task, "--train.colocate_all", steps=5, RESTARTS="3")
+    assert found.wait(TIMEOUT) == 0, found.text[-6000:]
+    assert_deltas(found.metrics(), {3}, steps=5)
+
+
+def test_a_damaged_record_ends_the_run(task):
+    found = run(task, steps=6, DAMAGED="3")
+    assert found.wait(TIMEOUT) != 0
+    assert "SyncError" in found.text and "changed on the way: model.layers.1.mlp.down_proj.weight" in found.text
