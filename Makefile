@@ -30,7 +30,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare stability sanity official test test-engines test-others test-all test-pins anchors vision lint docs \
+.PHONY: cuda demo demo-openrlhf compare stability sanity faults official test test-engines test-others test-all test-pins anchors vision lint docs \
         bench bench-gpu venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -54,6 +54,11 @@ stability: $(SELF)
 # algorithms by precisions, on questions that the initial model solves in 20 to 80% of its answers
 sanity: $(SELF)
 	$(QUIET) $(PY) -m examples.stability.sanity $(ARGS)
+
+# one fault after the other in weight syncs of verl and OpenRLHF into a real engine, about half an hour. Goes on where it was
+# stopped; ARGS="verl scales" runs those cells alone
+faults: $(SELF)
+	$(QUIET) $(PY) -m tests.faults $(ARGS)
 
 # judges the example scripts in checkouts of verl or OpenRLHF, SCRIPTS="DIR DIR", and writes docs/official-scripts.md (about two
 # minutes). RUN=1 runs one accepted script of each class for real, shrunk to a CPU; RUN=TEXT those whose path has the text

@@ -197,6 +197,8 @@ async def ending_early(
 
     If it raises (NaN in a weight, …), tell the receiver that nothing more follows. Otherwise the receiver would wait for the
     rest until its timeout. What a checkpoint engine receives is an asynchronous iterator, which is read as it comes.
+
+    Raises JetrlError: what the stream raised, as a SyncError unless it is an error of the plugin.
     """
     try:
         if hasattr(weights, "__aiter__"):
@@ -210,7 +212,7 @@ async def ending_early(
             watched.meanwhile = ahead.fill
         for item in ahead:
             yield item
-    except Exception:
+    except Exception as error:
         socket = getattr(sender(), "socket", None)
         if socket is not None:
             try:
@@ -218,7 +220,10 @@ async def ending_early(
                 socket.recv()
             except Exception:
                 pass  # report the error that broke the stream
-        raise
+        if isinstance(error, JetrlError):
+            raise
+        text = f"the trainer could not read its weights for a sync: {type(error).__name__}: {error}"
+        raise SyncError(text) from error
 
 
 def as_sync_error(error: BaseException) -> JetrlError:

@@ -5,6 +5,7 @@ Each case runs in a separate process on the CPU platform, with verl's receiver i
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import textwrap
 import pytest
 import torch
 
-from jetrl_patch.adapters.verl.transport import Ahead, WatchedSocket, as_sync_error
+from jetrl_patch.adapters.verl.transport import Ahead, WatchedSocket, as_sync_error, ending_early
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
 
 PRELUDE = """
@@ -156,6 +157,18 @@ def test_an_error_that_ray_raises_again_is_the_workers_own():
     own = AuditError("trainer and rollout do not compute alike")
     again = RayTaskError("call", "Traceback …", own).as_instanceof_cause()
     assert isinstance(again, AuditError) and as_sync_error(again) is own
+
+
+def test_the_trainers_own_error_is_not_the_workers():
+    def weights():
+        yield "w0", torch.zeros(1)
+        raise RuntimeError("no such shard")
+
+    async def read():
+        return [item async for item in ending_early(weights(), lambda: None)]
+
+    with pytest.raises(SyncError, match="could not read its weights for a sync: RuntimeError: no such shard"):
+        asyncio.run(read())
 
 
 def _stream(log, count=6, broken=False):
