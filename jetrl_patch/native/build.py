@@ -3,7 +3,7 @@
 The file name contains a hash of the sources, the compiler and the processor, so a new release, a new compiler or
 another machine with the same home directory never loads a stale library. The file ends with a hash of itself, which the
 linker ignores: a file that a full disk or a broken copy cut short would load and then end the process with a bus error, so it
-is compiled anew.
+is compiled anew. What somebody else could have put there is not loaded.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import hashlib
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
@@ -59,7 +60,7 @@ def library() -> ctypes.CDLL:
     """The loaded kernels.
 
     Raises:
-        JetrlError: there is no compiler, it does not work, or the cache cannot be written.
+        JetrlError: there is no compiler, it does not work, or the cache cannot be written, or others can write it.
     """
     cc = compiler()
     if cc is None:
@@ -75,6 +76,7 @@ def library() -> ctypes.CDLL:
     try:
         if not is_whole(target):
             _compile(cc, target)
+        _require_own(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
         what, fix = f"cache of the native CPU kernels, {target.parent}", "set JETRL_CACHE_DIR to such a folder"
@@ -91,6 +93,21 @@ def is_whole(file: Path) -> bool:
         return False
     size = _HASH().digest_size
     return _HASH(content[:-size]).digest() == content[-size:]
+
+
+def _require_own(file: Path) -> None:
+    """Raise JetrlError if anybody but this user and root could have written the file, or can replace it in its folder."""
+    own, folder = file.stat(), file.parent.stat()
+    if own.st_uid not in (os.getuid(), 0):
+        found = f"{file} of user {own.st_uid}"
+    elif own.st_mode & stat.S_IWOTH:
+        found = f"{file}, which everybody can write"
+    elif folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
+        found = f"{file.parent}, which everybody can write"
+    else:
+        return
+    required, fix = "files of this user or of root", "remove it, or set JETRL_CACHE_DIR to a folder of your own"
+    raise JetrlError(explain("cache of the native CPU kernels", required=required, found=found, fix=fix))
 
 
 def _cache_dir() -> Path:
@@ -143,7 +160,7 @@ def _compile(cc: str, target: Path) -> None:
             if result.returncode == 0:
                 content = Path(scratch).read_bytes()
                 Path(scratch).write_bytes(content + _HASH(content).digest())
-                os.chmod(scratch, 0o755)  # mkstemp's files are for their owner alone, and users may share a cache
+                os.chmod(scratch, 0o755)  # mkstemp's files are for their owner alone, and users may share what root has compiled
                 os.replace(scratch, target)
                 return
         lines = [line for line in result.stderr.splitlines() if line.strip()]

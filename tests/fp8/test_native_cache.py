@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,26 @@ def test_a_whole_library_is_not_compiled_again(cache: Path, monkeypatch: pytest.
 def test_other_users_can_read_it(cache: Path) -> None:
     load()
     assert only(cache).stat().st_mode & 0o777 == 0o755
+
+
+def test_what_somebody_else_could_have_put_there_is_not_loaded(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    load()
+    file, wanted = only(cache), "required files of this user or of root, found"
+    for path in (file, cache):
+        path.chmod(0o757)
+        with pytest.raises(JetrlError, match=f"{wanted} {path}, which everybody can write. Remove it"):
+            load()
+        path.chmod(0o755)
+    cache.chmod(0o1777)  # as /tmp: others cannot replace the file
+    assert load().jetrl_answer() == 42
+    owner = file.stat().st_uid
+    monkeypatch.setattr(build.os, "getuid", lambda: owner + 1)
+    if owner == 0:
+        assert load().jetrl_answer() == 42
+        os.chown(file, 4321, -1)
+        owner = 4321
+    with pytest.raises(JetrlError, match=f"{wanted} {file} of user {owner}"):
+        load()
 
 
 def test_the_real_kernels_survive_a_truncated_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
