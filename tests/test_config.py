@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any, get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch import env
@@ -118,7 +118,7 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'. Set it to one of 'fp32', '8bit', 'fp8'"),
         ({"optimizer_states": "fp8", "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
-        ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps; 0 turns the monitor off"),
+        ({"monitor_every": -1}, "monitor_every=-1 must be a whole number of steps. Set it to 0 to turn the monitor off."),
         ({"monitor_every": 2.5}, "monitor_every=2.5 must be a whole number"),
         ({"monitor_every": True}, "monitor_every=True must be a whole number"),
         ({"monitor_layers": 1}, "monitor_layers=1 must be True or False"),
@@ -306,3 +306,30 @@ def test_reading_a_variable_that_is_not_in_the_table() -> None:
     assert env.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
     with pytest.raises(ConfigError, match=r"add it to jetrl_patch/env\.py"):
         env.read_variable("JETRL_OTHER", "", {})
+
+
+ANYTHING = st.sampled_from(
+    (None, True, False, -1, 0, 1, 0.5, 1e9, float("nan"), "", "x", "0.5", (), ("mlp.*",), (0.5, 2.0), (2.0, 0.5), {}, b"x")
+)
+
+
+@settings(deadline=None, max_examples=500)
+@given(st.data())
+def test_any_settings_are_accepted_as_a_whole_or_refused_in_one_line(data: st.DataObject) -> None:
+    chosen = data.draw(st.sets(st.sampled_from(sorted(SETTINGS)), max_size=5), label="names")
+    fields = {}
+    for name in sorted(chosen):
+        words = SETTINGS[name].choices
+        fields[name] = data.draw(st.sampled_from(words) | ANYTHING if words else ANYTHING, label=name)
+    try:
+        config = Config(**fields)
+        resolved = config.resolved()
+    except ConfigError as error:
+        said = str(error)
+    else:
+        said = ""
+    if said:
+        assert "\n" not in said and said.endswith(".") and len(said) < 400
+        return
+    assert Config.from_env(config.to_env()) == config
+    assert resolved.resolved() == resolved == Config.from_env(resolved.to_env())

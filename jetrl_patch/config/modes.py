@@ -137,7 +137,7 @@ class Mode:
         return next((found for found in self.formats if found.granularity == granularity), None)
 
 
-_NO_CHOICE = "only 'fp8-rollout' has a choice of granularity; drop rollout_granularity"
+_NO_CHOICE = "only 'fp8-rollout' has a choice of granularity. Drop rollout_granularity."
 
 _TABLE = (
     Mode(
@@ -151,8 +151,8 @@ _TABLE = (
         trains_fp8=True,
         formats=(_BLOCK,),
         align="exact",
-        one_granularity="the trainer's FP8 flow has 128-blocks, and the rollout must have the same; use "
-        "rollout_granularity='block' or precision='fp8-rollout'",
+        one_granularity="the trainer's FP8 flow has 128-blocks, and the rollout must have the same. Use "
+        "rollout_granularity='block' or precision='fp8-rollout'.",
     ),
     Mode(
         name="fp8-rollout",
@@ -165,7 +165,7 @@ _TABLE = (
         formats=(_INT8,),
         smoothing=0.5,  # measured in docs/precisions.md
         backends=("auto", "torch"),
-        one_granularity="INT8 always has one scale per output channel; drop rollout_granularity",
+        one_granularity="INT8 always has one scale per output channel. Drop rollout_granularity.",
     ),
     Mode(
         name="fp16",

@@ -16,9 +16,9 @@ def check_monitor(config: Config) -> None:
     """Raise ConfigError for meaningless thresholds and for a guard that cannot act."""
     every, share, guard = config.monitor_every, config.monitor_underflow, config.guard_sqnr
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:
-        raise ConfigError(f"monitor_every={every!r} must be a whole number of steps; 0 turns the monitor off")
+        raise ConfigError(f"monitor_every={every!r} must be a whole number of steps. Set it to 0 to turn the monitor off.")
     if not 0 <= share <= 1:
-        raise ConfigError(f"monitor_underflow={share!r} must be between 0 and 1")
+        raise ConfigError(f"monitor_underflow={share!r} must be between 0 and 1.")
     if guard is None:
         return
     if not every:
@@ -30,8 +30,8 @@ def check_monitor(config: Config) -> None:
         )
     if config.backend == "te":
         raise ConfigError(
-            f"guard_sqnr={guard!r} contradicts backend='te': TransformerEngine layers cannot leave FP8 one by one; "
-            f"unset one of the two"
+            f"guard_sqnr={guard!r} contradicts backend='te': TransformerEngine layers cannot leave FP8 one by one. "
+            f"Unset one of the two."
         )
     if config.fp8_all_gather:
         raise ConfigError(
