@@ -24,7 +24,8 @@ needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, 
 WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
 #: tokens before, after and in place of an image, and in place of a film
 MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-_IMAGE = (MEDIA[0], MEDIA[2], MEDIA[1])  # in a prompt
+#: what stands for an image in a prompt
+IMAGE = MEDIA[0] + MEDIA[2] + MEDIA[1]
 FIRST = len(WORDS) + 256  # behind the 256 bytes
 IDS = {
     "vision_start_token_id": FIRST,
@@ -90,7 +91,7 @@ def tokenizer() -> Any:
         model_max_length=512,
     )
     assert fast.convert_tokens_to_ids(list(MEDIA)) == list(range(FIRST, FIRST + len(MEDIA)))
-    fast.chat_template = _TEMPLATE.replace("IMAGE", "".join(_IMAGE))
+    fast.chat_template = _TEMPLATE.replace("IMAGE", IMAGE)
     return fast
 
 

@@ -77,7 +77,7 @@ def mismatch(llm: Any, model: Any, path: str, shown: Any) -> float:
     from transformers import AutoProcessor
     from vllm import SamplingParams
 
-    prompt = f"{seeing.seen(model.config.model_type)}what?"
+    prompt = f"{seeing.IMAGE}what?"
     params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=0, seed=1)
     image = {"prompt": prompt, "multi_modal_data": {"image": seeing.picture(0)}}
     (output,) = llm.generate([image], params, use_tqdm=False)
@@ -104,7 +104,7 @@ def sync(first: str, second: str, mode: str) -> None:
     jetrl_patch.enable(**MODES[mode])
     llm, fresh = engine(first), engine(second)
     model, source = trainer(second)
-    seen = seeing.seen(model.config.model_type)
+    seen = seeing.IMAGE
     assert source.layers and all(name.startswith("model.language_model.layers.") for name in source.layers)
     (report,) = llm.collective_rpc("jetrl_report")
     assert set(report["layers"]) == set(source.layers)
@@ -152,7 +152,7 @@ def broken(first: str, second: str, mode: str) -> None:
     source.layers.remove(LAYER.removesuffix(".weight"))
     refused(lambda: push(worker, sent(model, source)[0]), AuditError, f"only in the rollout: {LAYER[:-7]}\\.")
     push(worker, items)
-    answers(llm, seeing.seen(model.config.model_type))
+    answers(llm, seeing.IMAGE)
 
 
 def exact(first: str) -> None:
