@@ -10,6 +10,7 @@ rank. A failed engine refuses to generate until a later sync completes: it never
 from __future__ import annotations
 
 import enum
+import logging
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from jetrl_patch.sync.manifest import (
     weights_of,
 )
 from jetrl_patch.sync.tiling import check_tiling
+
+logger = logging.getLogger(__name__)
 
 #: all-gather of one object per tensor-parallel rank, in rank order
 Gather = Callable[[Any], Sequence[Any]]
@@ -115,7 +118,6 @@ class Receiver:
         except Exception as error:
             self._fail(error)
             _release(error)
-            del weights
 
     def finish(self) -> dict[str, int]:
         """End the sync: check that everything arrived and is in memory as the trainer sent it.
@@ -262,6 +264,7 @@ class Receiver:
         if isinstance(error, JetrlError):
             self.error = error
         else:
+            logger.error("jetrl_patch: %s", "".join(traceback.format_exception(error)))
             self.error = SyncError(f"the engine could not load the weights: {type(error).__name__}: {error}")
             self.error.__cause__ = error
         if touched:
@@ -269,7 +272,7 @@ class Receiver:
 
 
 def _release(error: BaseException | None) -> None:
-    """Free what the frames of a kept error hold: views of the transfer's buffer, which could not be closed before the report."""
+    """Free what the frames of a kept error and of its callers hold: views of the transfer's buffer, which must be closed."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__

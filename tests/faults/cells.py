@@ -74,8 +74,8 @@ _PROCESS: dict[str, tuple[str | None, bool]] = {
 }
 _LOADER = {
     "raises": "no memory to load a weight",
-    "drop": "not those that the trainer sent|no part of it|only .* of .* elements|NaN",
-    "flip": "not those that the trainer sent",
+    "drops tensors": "unwritten|not those that the trainer sent|NaN",
+    "flips a bit of an FP8 weight": "not those that the trainer sent",
 }
 
 
@@ -104,7 +104,7 @@ def cells(framework: str) -> Iterator[Cell]:
         yield Cell(framework, "engine's loader", how, cause)
     yield Cell(framework, "manifest", "another protocol", "protocol: required")
     yield Cell(framework, "digests", "raises", "injected")
-    yield Cell(framework, "before the manifest", "other settings", "JETRL_")
+    yield Cell(framework, "before the manifest", "other settings", "settings of a vLLM worker|Give every process")
     yield Cell(framework, "weights", "NaN", "holds NaN or Inf")
     if framework == "verl":
         yield Cell(framework, "buffer", "shared memory full", "No space left")

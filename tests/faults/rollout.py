@@ -79,7 +79,7 @@ class Rollout:
         return len(os.listdir("/proc/self/fd"))
 
     def break_loader(self, how: str, call: int) -> None:
-        """Have the engine's loader fail at its n-th call from now: ``raise``, ``drop`` the tensors, or ``flip`` a bit."""
+        """Have the engine's loader fail at its n-th call from now: raise, drop the tensors, or flip a bit of an FP8 weight."""
         import torch
 
         installer = self._worker().jetrl_receiver.installer
@@ -89,12 +89,13 @@ class Rollout:
             left[0] -= 1
             if left[0] == 0:
                 del installer.load
-                if how == "raise":
+                if how == "raises":
                     raise MemoryError("injected: no memory to load a weight")
-                if how == "drop":
+                if how == "drops tensors":
                     return
                 weights = [(name, tensor.clone()) for name, tensor in weights]
-                weights[0][1].view(-1).view(torch.uint8)[0] ^= 1
+                first = next(tensor for _, tensor in weights if tensor.dtype is torch.float8_e4m3fn)
+                first.view(torch.uint8)[0, 0] ^= 1
             load(installer, weights)
 
         installer.load = broken
