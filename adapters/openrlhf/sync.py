@@ -20,13 +20,14 @@ from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire,
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
 from jetrl_patch.gate import while_active
+from jetrl_patch.sync.base import held_by
 from jetrl_patch.sync.bucket import pack
 from jetrl_patch.sync.stream import NamedTensor, SyncStats
 from jetrl_patch.trainer.guard import begin_sync
 from jetrl_patch.trainer.marks import require_same
 from jetrl_patch.trainer.report import sync_report
 
-__all__ = ["broadcast_to_vllm", "full_weights", "held_by", "report", "trainer_init"]
+__all__ = ["broadcast_to_vllm", "full_weights", "report", "trainer_init"]
 
 
 @while_active
@@ -173,12 +174,6 @@ def _compare(answers: list[Any], config: Config) -> None:
                 f"{who} is stale: it serves the weights of sync {answer['version']}, and the last one was {WORKER.version}. It "
                 "was restarted or missed a sync, and has since sampled from those weights. Restart the run."
             )
-
-
-def held_by(answers: list[Any]) -> str:
-    """Return the identity of the weights that all workers keep for a delta sync; empty if they differ."""
-    held = {worker["held"] for engine in answers for worker in engine}
-    return held.pop() if len(held) == 1 else ""
 
 
 def _from_lead(held: str) -> str:

@@ -14,6 +14,7 @@ from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import SyncError
 from jetrl_patch.gate import while_config
+from jetrl_patch.sync.base import held_by
 from jetrl_patch.sync.source import Source
 
 __all__ = ["announce", "attach", "collective_rpc", "greeted", "prepare"]
@@ -34,10 +35,8 @@ async def announce(manager: Any, config: Config) -> None:
             f"the vLLM workers did not say within {config.sync_timeout:g} s which weights they hold. Check their logs, or raise "
             "JETRL_SYNC_TIMEOUT."
         ) from error
-    held = {worker["held"] for workers in answers for worker in workers}
-    common = held.pop() if len(held) == 1 else ""
     size = manager.actor_wg.world_size
-    ray.get(manager.actor_wg.execute_checkpoint_engine([_OFFER] * size, [common] * size))
+    ray.get(manager.actor_wg.execute_checkpoint_engine([_OFFER] * size, [held_by(answers)] * size))
 
 
 @while_config(lambda config: config.sync == "delta")

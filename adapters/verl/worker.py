@@ -61,8 +61,7 @@ def _receive(worker: Any, use_shm: bool, timeout: float) -> dict[str, int]:
             f"the trainer sent nothing for {timeout:g} s during a weight sync. Check the trainer's log."
         ) from error
     except Exception as error:
-        first = error.__context__ or error  # verl's clean-up may fail because of what went wrong before it
-        raise receiver.abort(f"the weight transfer broke off: {type(first).__name__}: {first}") from error
+        raise receiver.abort(f"the weight transfer broke off: {type(error).__name__}: {error}") from error
     report: dict[str, int] = receiver.finish()
     return report
 

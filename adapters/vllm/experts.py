@@ -215,10 +215,13 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
         by_sigmoid = (
             layer.scoring_func == "sigmoid" and layer.use_grouped_topk and layer.e_score_correction_bias is not None
         )
+        if not by_sigmoid:
+            problems |= {
+                f"scores by {layer.scoring_func}": layer.scoring_func != "softmax",
+                "experts chosen by groups": layer.use_grouped_topk,
+                "a bias that corrects scores": layer.e_score_correction_bias is not None,
+            }
         problems |= {
-            f"scores by {layer.scoring_func}": not by_sigmoid and layer.scoring_func != "softmax",
-            "experts chosen by groups": not by_sigmoid and layer.use_grouped_topk,
-            "a bias that corrects scores": not by_sigmoid and layer.e_score_correction_bias is not None,
             "a routing function of its own": layer.custom_routing_function is not None,
             f"routing weights scaled by {layer.routed_scaling_factor}": layer.routed_scaling_factor != 1.0,
         }

@@ -60,7 +60,7 @@ def library() -> ctypes.CDLL:
     """The loaded kernels.
 
     Raises:
-        JetrlError: there is no compiler, it does not work, or the cache cannot be written, or others can write it.
+        JetrlError: there is no compiler, or it does not work; the cache cannot be written, or others can write it.
     """
     cc = compiler()
     if cc is None:

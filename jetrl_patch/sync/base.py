@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,7 +27,7 @@ from jetrl_patch.sync import delta
 if TYPE_CHECKING:
     from jetrl_patch.sync.stream import NamedTensor, SyncStats
 
-__all__ = ["Base", "Received", "Sent"]
+__all__ = ["Base", "Received", "Sent", "held_by"]
 
 #: in front of the name of a tensor of which only the changes are sent
 PREFIX = "jetrl.delta."
@@ -115,6 +115,16 @@ class Received(Base):
             raise SyncError(f"changes of {name} arrived, but this engine has no earlier version of it. Sync again.")
         delta.apply(kept, tensor)
         return name, kept.to(tensor.device)
+
+
+def held_by(engines: Iterable[Iterable[Mapping[str, Any]]]) -> str:
+    """Return the identity of the weights that all workers of all engines keep; empty if they differ.
+
+    Args:
+        engines: what each worker of each engine answered, its identity under ``"held"``.
+    """
+    held = {worker["held"] for workers in engines for worker in workers}
+    return held.pop() if len(held) == 1 else ""
 
 
 def _alike(kept: torch.Tensor, tensor: torch.Tensor) -> bool:

@@ -12,14 +12,13 @@ from dataclasses import dataclass, field
 import torch
 
 from jetrl_patch.errors import SyncError
-from jetrl_patch.sync.manifest import dtype_name
+from jetrl_patch.sync.manifest import ALIGNMENT, dtype_name
 from jetrl_patch.sync.stream import NamedTensor
 
 __all__ = ["BUCKET_BYTES", "Bucket", "Entry", "pack", "unpack"]
 
 #: extra memory that a sync needs on each side: a bucket that travels and the next one, half of this each
 BUCKET_BYTES = 256 << 20
-_ALIGN = 16  # bytes; enough for every dtype
 
 #: (name, dtype such as "float8_e4m3fn", shape, byte offset): plain types that JSON can carry
 Entry = tuple[str, str, list[int], int]
@@ -53,10 +52,10 @@ def pack(stream: Iterable[NamedTensor], device: torch.device, limit: int = BUCKE
             yield Bucket(source.to(device, copy=True), [(name, kind, list(tensor.shape), 0)])
             continue
         if not buffer.numel():
-            buffer = torch.empty(half + _ALIGN, dtype=torch.uint8, device=device)
+            buffer = torch.empty(half + ALIGNMENT, dtype=torch.uint8, device=device)
         buffer[used : used + tensor.nbytes].copy_(source)
         entries.append((name, kind, list(tensor.shape), used))
-        used += -(-tensor.nbytes // _ALIGN) * _ALIGN
+        used += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     if entries:
         yield Bucket(buffer[:used], entries)
 
@@ -69,8 +68,8 @@ def unpack(flat: torch.Tensor, entries: Iterable[Entry]) -> list[NamedTensor]:
         if not isinstance(kind, torch.dtype):
             raise SyncError(f"{name} arrived with the unknown dtype {dtype!r}. Install the same versions on both sides.")
         size = math.prod(shape) * kind.itemsize
-        if min(start, *shape, 0) < 0 or start % _ALIGN or start + size > flat.numel():
+        if min(start, *shape, 0) < 0 or start % ALIGNMENT or start + size > flat.numel():
             place = f"bytes {start}:{start + size}"
-            raise SyncError(f"{name} should lie at {place}, but {flat.numel()} bytes arrived, aligned to {_ALIGN}")
+            raise SyncError(f"{name} should lie at {place}, but {flat.numel()} bytes arrived, aligned to {ALIGNMENT}")
         found.append((name, flat[start : start + size].view(kind).view(shape)))
     return found

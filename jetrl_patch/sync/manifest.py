@@ -23,7 +23,7 @@ COMMIT = "jetrl.commit"
 SCALE_SUFFIX = "_scale_inv"  # DeepSeek FP8 checkpoints: "….weight" and "….weight_scale_inv"
 PROTOCOL = 2
 MOST_BYTES = 64 << 20  # of a message; a model with 100,000 tensors needs a fifth of it
-#: bytes; transfers that do not align what they pack read the tensors behind it at their own offsets
+#: bytes, enough for every dtype; transfers that do not align what they pack read the tensors behind it at their own offsets
 ALIGNMENT = 16
 _SAME = "install the same version of jetrl_patch in the trainer and in the rollout"
 

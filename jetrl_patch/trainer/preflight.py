@@ -57,36 +57,38 @@ def cut_note(path: Any, config: Config, rollout_tp: int) -> list[str]:
     """Return the line that names the layers which ``on_cut="bf16"`` leaves in BF16, if the model is a local folder."""
     if config.on_cut == "refuse" or rollout_tp == 1:
         return []
-    from jetrl_patch.fp8.convert import split_layers
     from jetrl_patch.fp8.layers import cut_words
 
-    try:
-        hf_config = read_config(path, config, trust_remote_code=True)
-        cut = split_layers(_on_meta(hf_config), config, rollout_tp)[1] if hf_config is not None else ()
-    except JetrlError:
-        return []  # ``check_checkpoint`` reports it
+    _, _, cut = _split(path, config, rollout_tp) or (None, (), ())
     return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
 
 
+@functools.cache
 def say_share(path: Any, config: Config, rollout_tp: int) -> None:
     """Log how much of the model is FP8, if it is and the model is a local folder. Says it once per process."""
-    if not config.fp8_rollout:
-        return
-    from jetrl_patch.fp8.convert import split_layers
     from jetrl_patch.fp8.share import share_of
+
+    split = _split(path, config, rollout_tp) if config.fp8_rollout else None
+    if split is not None:
+        model, quantized, _ = split
+        logger.warning("jetrl_patch: %s", share_of(model, quantized))
+
+
+def _split(path: Any, config: Config, rollout_tp: int) -> tuple[Any, Any, Any] | None:
+    """Return the model on the meta device, its quantized layers and those that a split would cut.
+
+    Returns None if the model is remote, or wrong in a way that ``check_checkpoint`` reports.
+    """
+    from jetrl_patch.fp8.convert import split_layers
 
     try:
         hf_config = read_config(path, config, trust_remote_code=True)
-        if hf_config is not None:
-            model = _on_meta(hf_config)
-            _say(str(share_of(model, split_layers(model, config, rollout_tp)[0])))
+        if hf_config is None:
+            return None
+        model = _on_meta(hf_config)
+        return (model, *split_layers(model, config, rollout_tp))
     except JetrlError:
-        return  # ``check_checkpoint`` reports it
-
-
-@functools.cache
-def _say(line: str) -> None:
-    logger.warning("jetrl_patch: %s", line)
+        return None
 
 
 def _on_meta(hf_config: Any) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from tests.vllm.test_weights import in_engine, worker_of
+
 #: framework -> the class that it mixes into vLLM's worker
 EXTENSIONS = {
     "verl": "verl.workers.rollout.vllm_rollout.utils.vLLMColocateWorkerExtension",
@@ -54,7 +56,7 @@ class Rollout:
         from vllm import SamplingParams
 
         # what the worker does before each forward; vLLM's engine does not outlive an error there, and here it must
-        self._worker().jetrl_receiver.check_serving()
+        worker_of(self.llm).jetrl_receiver.check_serving()
         drawn = SamplingParams(temperature=1.0, seed=7, max_tokens=8, logprobs=0, ignore_eos=True, detokenize=False)
         outputs = self.llm.generate([{"prompt_token_ids": ids} for ids in PROMPTS], drawn, use_tqdm=False)
         made = [output.outputs[0] for output in outputs]
@@ -64,25 +66,17 @@ class Rollout:
         """Digest of every parameter in this rank's memory."""
         from jetrl_patch.sync.digest import digest
 
-        return {name: digest(tensor) for name, tensor in self._worker().model_runner.get_model().named_parameters()}
+        return {name: digest(tensor) for name, tensor in worker_of(self.llm).model_runner.get_model().named_parameters()}
 
     def quantized(self) -> dict[str, int]:
         """Digests of quantized weights and scales under the trainer's names."""
-        from jetrl_patch.sync.digest import add
-
-        found: dict[str, int] = {}
-        for name, *_, value in self.llm.collective_rpc("jetrl_report")[0]["digests"]:
-            found[name] = add(found.get(name, 0), value)
-        return found
-
-    def open_files(self) -> int:
-        return len(os.listdir("/proc/self/fd"))
+        return in_engine(self.llm)
 
     def break_loader(self, how: str, call: int) -> None:
         """Have the engine's loader fail at its n-th call from now: raise, drop the tensors, or flip a bit of an FP8 weight."""
         import torch
 
-        installer = self._worker().jetrl_receiver.installer
+        installer = worker_of(self.llm).jetrl_receiver.installer
         load, left = type(installer).load, [call]
 
         def broken(weights: Any) -> None:
@@ -101,7 +95,4 @@ class Rollout:
         installer.load = broken
 
     def mend_loader(self) -> None:
-        vars(self._worker().jetrl_receiver.installer).pop("load", None)
-
-    def _worker(self) -> Any:
-        return self.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
+        vars(worker_of(self.llm).jetrl_receiver.installer).pop("load", None)

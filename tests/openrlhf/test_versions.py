@@ -13,6 +13,7 @@ from jetrl_patch.adapters.openrlhf import metrics, state, sync, versions
 from jetrl_patch.adapters.openrlhf.wire import encode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, SyncError
+from jetrl_patch.sync.base import held_by
 
 EXACT = Config(precision="fp8-unified").resolved()
 
@@ -119,7 +120,7 @@ def test_only_stale_samples_are_no_error(caplog):
 
 @pytest.mark.parametrize(("held", "common"), [("aa", "a"), ("ab", ""), ("a", "a")])
 def test_a_delta_needs_engines_that_hold_the_same(held, common):
-    assert sync.held_by([[{"held": one}] for one in held]) == common
+    assert held_by([[{"held": one}] for one in held]) == common
 
 
 def test_a_stale_engine_stops_the_sync_and_is_named():

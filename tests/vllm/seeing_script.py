@@ -56,14 +56,17 @@ def sent(model: Any, source: Source) -> tuple[list[Any], SyncStats]:
     return list(source.stream(model.state_dict().items(), stats)), stats
 
 
-def answers(llm: Any, seen: str) -> list[list[int]]:
+def answers(llm: Any) -> list[list[int]]:
     """Greedy answers to a text, to an image, and to a text and two images."""
     from vllm import SamplingParams
 
     prompts = [
         {"prompt": "1+2="},
-        {"prompt": f"{seen}what?", "multi_modal_data": {"image": seeing.picture(0)}},
-        {"prompt": f"{seen} or {seen}?", "multi_modal_data": {"image": [seeing.picture(1), seeing.picture(2, 96)]}},
+        {"prompt": f"{seeing.IMAGE}what?", "multi_modal_data": {"image": seeing.picture(0)}},
+        {
+            "prompt": f"{seeing.IMAGE} or {seeing.IMAGE}?",
+            "multi_modal_data": {"image": [seeing.picture(1), seeing.picture(2, 96)]},
+        },
     ]
     llm.reset_prefix_cache()
     llm.reset_mm_cache()
@@ -104,14 +107,13 @@ def sync(first: str, second: str, mode: str) -> None:
     jetrl_patch.enable(**MODES[mode])
     llm, fresh = engine(first), engine(second)
     model, source = trainer(second)
-    seen = seeing.IMAGE
     assert source.layers and all(name.startswith("model.language_model.layers.") for name in source.layers)
     (report,) = llm.collective_rpc("jetrl_report")
     assert set(report["layers"]) == set(source.layers)
     tower = {name: p for name, p in parameters(llm).items() if name.startswith("visual.")}
     assert len(tower) > 20 and all(p.dtype == torch.bfloat16 for p in tower.values())
 
-    before = answers(llm, seen)
+    before = answers(llm)
     items, stats = sent(model, source)
     assert push(worker_of(llm), items)["layers"] == len(source.layers)
     assert in_engine(llm) == in_engine(fresh)
@@ -123,7 +125,7 @@ def sync(first: str, second: str, mode: str) -> None:
         assert torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)), name
     name = "visual.patch_embed.proj.weight"
     assert torch.equal(tower[name], model.state_dict()[f"model.{name}"])
-    found, expected = answers(llm, seen), answers(fresh, seen)
+    found, expected = answers(llm), answers(fresh)
     assert found == expected, (found, expected)
     assert all(a != b for a, b in zip(found, before, strict=True)), (before, found)
     same, other = (mismatch(llm, model, second, seeing.picture(seed)) for seed in (0, 5))

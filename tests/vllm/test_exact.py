@@ -92,6 +92,17 @@ def test_families_with_experts(checkpoint: Callable[..., str], engine: Callable[
         assert not inexact, name
 
 
+def split_prompts(model: str, cached: bool, chunked: bool) -> Job:
+    """An engine with small blocks, whose prompts may be cached by prefix and computed in chunks."""
+    settings = {
+        "block_size": 32,
+        "enable_prefix_caching": cached,
+        "enable_chunked_prefill": chunked,
+        "max_num_batched_tokens": 48 if chunked else 512,
+    }
+    return Job(model=model, config=jetrl_patch.status().config, engine=tuple(settings.items()))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("cached", "chunked"), [(False, False), (False, True), (True, False), (True, True)])
 @pytest.mark.parametrize("variant", ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"])
@@ -102,13 +113,7 @@ def test_mixtures_at_length(
     from jetrl_patch.adapters.vllm.sample import generate
 
     jetrl_patch.enable(precision="fp8-unified")
-    settings = {
-        "block_size": 32,
-        "enable_prefix_caching": cached,
-        "enable_chunked_prefill": chunked,
-        "max_num_batched_tokens": 48 if chunked else 512,
-    }
-    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config, engine=tuple(settings.items()))
+    job = split_prompts(checkpoint(variant), cached, chunked)
     llm, start = engine(job), prompts_of(1, (70, 70))[0]
     samples: list[Sample] = []
     for size, times in ((1, 3), (7, 1), (32, 1)):
@@ -130,13 +135,7 @@ def test_prefix_caching_and_chunked_prefill(
     from jetrl_patch.adapters.vllm.sample import generate
 
     jetrl_patch.enable(precision="fp8-unified")
-    settings = {
-        "block_size": 32,
-        "enable_prefix_caching": cached,
-        "enable_chunked_prefill": chunked,
-        "max_num_batched_tokens": 48 if chunked else 512,
-    }
-    job = Job(model=checkpoint(variant), config=jetrl_patch.status().config, engine=tuple(settings.items()))
+    job = split_prompts(checkpoint(variant), cached, chunked)
     llm = engine(job)
     start = prompts_of(1, (100, 100))[0]
     prompts = [start + prompt for prompt in prompts_of(6, (1, 30))]
