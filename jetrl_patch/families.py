@@ -89,7 +89,6 @@ _RECORDS = (
         uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_NOT_MEGATRON},
         settings=(
             *SETTINGS,
-            Setting("residual_dropout", (0,), "the rollout has no dropout", "set residual_dropout=0 in config.json"),
             Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
             Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
             Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),

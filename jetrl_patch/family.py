@@ -47,12 +47,13 @@ WINDOW = "the shared attention sees the whole context"
 #: for every family, unless its record has others
 SETTINGS = (
     Setting("hidden_act", ("silu", "swish"), "the shared activation is SiLU"),
-    Setting("attention_dropout", (0,), "the rollout has no dropout", "set attention_dropout=0 in config.json"),
     Setting("use_sliding_window", (False, None), WINDOW),
     Setting("layer_types", ("full_attention", None), WINDOW),
     Setting("dual_chunk_attention_config", (None,), WINDOW),
     Setting("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use the BF16 checkpoint"),
 )
+#: probabilities in the configuration that transformers' modules read; the rollout has no dropout
+DROPOUTS = ("attention_dropout", "residual_dropout")
 READERS = {
     "input_layernorm": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),

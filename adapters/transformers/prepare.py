@@ -16,6 +16,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
 from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.exact.coverage import check_family
+from jetrl_patch.family import DROPOUTS
 from jetrl_patch.fp8.backends import choose_backend
 from jetrl_patch.fp8.convert import split_layers, swap_linears
 from jetrl_patch.fp8.layers import cut_words, is_row_parallel
@@ -69,6 +70,7 @@ def prepare_model(
         widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
         _make_exact(model, kinds, rollout_tp)
+        drop_nothing(model)
     else:
         fuse(model, backend, device_type)
     return names
@@ -79,6 +81,19 @@ def note_cut(layers: list[str], tp: int) -> None:
     if set(layers) - set(active.notes().cut):
         logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
     active.register_cut(layers)
+
+
+def drop_nothing(model: Any) -> None:
+    """Turn dropout off in a model, as in the rollout. Its configuration, which a checkpoint saves, stays as it is."""
+    found: dict[str, float] = {}
+    for module in model.modules():
+        for name in DROPOUTS:
+            if p := getattr(module, name, 0.0):
+                found[name] = p
+                setattr(module, name, 0.0)
+    if found:
+        given = " and ".join(f"{name}={p:g}" for name, p in found.items())
+        logger.warning("jetrl_patch: exact mode trains without dropout, as the rollout samples. Not applied: %s", given)
 
 
 def _check_exact(model: Any) -> dict[str, type]:

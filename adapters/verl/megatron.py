@@ -42,7 +42,7 @@ NEEDED = {"precision": SETTINGS["precision"].default, "align": "linear", "backen
 
 _BLOCKWISE = "fp8=e4m3 with fp8_recipe=blockwise, the rollout's format"
 _EVERY_LAYER = "FP8 in every layer, as in the rollout"
-_ONE_STAGE = "no pipeline or expert parallelism (untested in the weight sync)"
+_DENSE = "no expert parallelism (only dense models are covered)"
 _BF16_MASTERS = (
     "BF16 parameters (verl builds FP32 masters of FP8 parameters before it loads the checkpoint, and never reloads them)"
 )
@@ -64,10 +64,8 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{LAYERS}.fp8_dot_product_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
     Rule(f"{LAYERS}.fp8_multi_head_attention", is_set, "attention in BF16", _REMOVE, "quantized"),
     Rule(f"{MEGATRON}.dtype", other_than("bfloat16", "bf16"), "bfloat16", "set it to bfloat16", "quantized"),
-    Rule(f"{MEGATRON}.pipeline_model_parallel_size", more_than_one, _ONE_STAGE, "set it to 1", "quantized"),
-    Rule(f"{MEGATRON}.virtual_pipeline_model_parallel_size", more_than_one, _ONE_STAGE, "set it to null", "quantized"),
-    Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, _ONE_STAGE, "set it to 1", "quantized"),
-    Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _ONE_STAGE, "set it to null", "quantized"),
+    Rule(f"{MEGATRON}.expert_model_parallel_size", more_than_one, _DENSE, "set it to 1", "quantized"),
+    Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _DENSE, "set it to null", "quantized"),
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "Megatron-Bridge's export", "set it to true", "quantized"),
     Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "parameters that Megatron-FSDP does not shard", _FALSE, "quantized"),

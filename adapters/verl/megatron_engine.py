@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import importlib
+import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,8 @@ from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
 
 #: attributes of Megatron's TransformerConfig -> their required values after the model is built
 BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_last_layers_bf16": False}
+#: the name of a transformer block in a model or in a stage of it
+_BLOCK = re.compile(r"(^|\.)layers\.\d+$")
 
 
 @dataclass(kw_only=True)
@@ -67,21 +70,21 @@ def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
 def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
     """Check that the built model computes in the run's format, and return what the weight sync sends.
 
+    Args:
+        chunks: this rank's stages of the model, one unless the pipeline is interleaved.
+
     Raises:
         ModelError: the settings did not reach Megatron, TransformerEngine runs another recipe, a transformer block has
             other linear layers, or a 128-row block spans two of the rollout's layers.
     """
-    from jetrl_patch.fp8.transformer_engine import check_recipe, require_te_linears
+    from jetrl_patch.fp8.transformer_engine import check_recipe
 
     hf_config = engine.model_config.hf_config
     check_model(hf_config, int(engine.engine_config.tensor_model_parallel_size))
     _check_built(engine.tf_config, config)
     recipe = importlib.import_module("megatron.core.fp8_utils").get_fp8_recipe(engine.tf_config)
     check_recipe(recipe, config.scale_format, "Megatron's layers")
-    if len(chunks) != 1:
-        fix = "set megatron.virtual_pipeline_model_parallel_size to null"
-        raise ModelError(explain("Megatron's model", required="one chunk", found=str(len(chunks)), fix=fix))
-    require_te_linears(chunks[0], PER_BLOCK * int(hf_config.num_hidden_layers))
+    _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
     source = announce(hf_config, config)
     runtime.register_layers(source.layers)
     runtime.register_backend("te")
@@ -107,6 +110,19 @@ def announce(hf_config: Any, config: Config) -> MegatronSource:
         terms=Terms.of(config, "te"),
         tied=tied,
     )
+
+
+def _check_layers(chunks: list[Any], hf_config: Any, staged: bool) -> None:
+    """Check the blocks of this rank's model chunks. A pipeline stage has some of them; the sync checks that all arrive."""
+    from jetrl_patch.fp8.transformer_engine import require_te_linears
+
+    blocks = [sum(bool(_BLOCK.search(name)) for name, _ in chunk.named_modules()) for chunk in chunks]
+    for chunk, held in zip(chunks, blocks, strict=True):
+        require_te_linears(chunk, PER_BLOCK * held)
+    every, found = int(hf_config.num_hidden_layers), sum(blocks)
+    if found > every or (found < every and not staged):
+        fix = "use the same config.json on all ranks"
+        raise ModelError(explain("Megatron's model", required=f"{every} transformer blocks", found=str(found), fix=fix))
 
 
 def _check_built(tf_config: Any, config: Config) -> None:

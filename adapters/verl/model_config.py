@@ -8,6 +8,7 @@ from typing import Any
 from jetrl_patch.adapters.verl.paths import MODEL, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.family import DROPOUTS
 
 __all__ = ["problems"]
 
@@ -20,7 +21,7 @@ _HARMLESS: dict[str, Callable[[Any], bool]] = {
     # an upper bound that verl compares with the engine's; the rotary embeddings of exact mode do not depend on it
     "max_position_embeddings": lambda value: True,
     # no dropout, as in the rollout
-    **dict.fromkeys(("attention_dropout", "embd_pdrop", "resid_pdrop", "hidden_dropout"), lambda value: not value),
+    **dict.fromkeys((*DROPOUTS, "embd_pdrop", "resid_pdrop", "hidden_dropout"), lambda value: not value),
     # tokens, which the engine gets from the tokenizer and generation_config.json
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), lambda value: True),
     # the trainer never decodes

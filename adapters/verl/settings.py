@@ -91,7 +91,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{REF}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
     Rule(f"{MODEL}.use_liger", is_set, "exact mode's own norm, RoPE and activation", _FALSE, "exact", ConflictError),
     Rule(f"{MODEL}.tiled_mlp.enabled", is_set, "exact mode's own MLP", _FALSE, "exact", ConflictError),
-    Rule(f"{ACTOR}.use_prefix_grouper", is_set, "exact mode's own attention", _FALSE, "exact"),
     Rule(f"{ROLLOUT}.data_parallel_size", more_than_one, _TP_ONLY, "set it to 1 and use more replicas", "exact"),
     Rule(f"{ROLLOUT}.top_p", other_than(1, 1.0), f"1, {_ONLY}", "set it to 1", "exact"),
     Rule(f"{ROLLOUT}.top_k", other_than(-1, 0), "-1 or 0 (the trainer reproduces no other value)", "set it to -1", "exact"),

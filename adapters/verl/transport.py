@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
@@ -89,6 +90,7 @@ class WatchedSocket:
 
     Attributes:
         meanwhile: useful work for a wait, done piece by piece; returns False if there is none.
+        announced: the first message: the buffer through which the tensors travel.
         greeting: the first reply; a worker that keeps the last sync's weights says their identity in it.
     """
 
@@ -96,12 +98,15 @@ class WatchedSocket:
         self._socket = socket
         self._peer = peer
         self.meanwhile: Callable[[], bool] = lambda: False
+        self.announced: Any = None
         self.greeting: bytes | None = None
 
     def send_pyobj(self, obj: Any) -> None:
         """Like ZMQ's; wait for a connected peer."""
         import zmq
 
+        if self.announced is None:
+            self.announced = obj
         self._wait(zmq.POLLOUT)
         self._socket.send_pyobj(obj)
 
@@ -137,6 +142,13 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
             super()._init_socket()
             self.socket = WatchedSocket(self.socket, peer)
 
+        def _init_buffer(self) -> None:
+            try:
+                super()._init_buffer()
+            except BaseException:  # verl itself notes its shared memory only after the worker's reply
+                _remove_buffer(self.socket.announced)
+                raise
+
         def _cleanup(self) -> None:
             try:
                 super()._cleanup()
@@ -144,6 +156,16 @@ def watched_sender(peer: Peer, **kwargs: Any) -> Any:
                 self.shm = None
 
     return WatchedSender(**kwargs)
+
+
+def _remove_buffer(announced: Any) -> None:
+    if isinstance(announced, dict):  # else it is CUDA memory, which lives as long as its tensor
+        try:
+            memory = SharedMemory(announced["name"])
+        except FileNotFoundError:  # Python removes shared memory whose attached process died
+            return
+        memory.unlink()
+        memory.close()
 
 
 class _Greeter:

@@ -43,6 +43,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.max_num_*": _SCHEDULE,
         "actor_rollout_ref.rollout.enable_prefix_caching": _SCHEDULE,
         "trainer.balance_batch": _SCHEDULE,
+        "actor_rollout_ref.actor.use_prefix_grouper": _SCHEDULE,
         "actor_rollout_ref.actor.clip_ratio*": _LOSS,
         "actor_rollout_ref.actor.entropy_coeff": _LOSS,
         "actor_rollout_ref.actor.kl_loss_*": _LOSS,

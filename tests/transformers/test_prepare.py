@@ -12,6 +12,8 @@ from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.families import covering
+from jetrl_patch.family import DROPOUTS
 from jetrl_patch.fp8.linear import Fp8Linear
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
@@ -146,3 +148,21 @@ def test_enable_and_disable_leave_transformers_as_it_was():
     jetrl_patch.disable()
     after = dict(AttentionInterface._global_mapping), dict(AttentionMaskInterface._global_mapping)
     assert before == after
+
+
+def test_no_attribute_of_dropout_is_overlooked():
+    """Every probability that a module of an exact family reads is one of those that exact mode sets to 0."""
+    for family in covering("exact"):
+        found = {name for module in build(family).modules() for name in vars(module) if "dropout" in name}
+        assert found <= set(DROPOUTS), family
+
+
+def test_exact_mode_trains_without_dropout_and_says_so(caplog):
+    jetrl_patch.enable(precision="fp8-unified")
+    model = build("seed_oss", attention_dropout=0.1, residual_dropout=0.2).train()
+    prepare_model(model, Config(precision="fp8-unified").resolved())
+    ids = torch.arange(2, 40)[None]
+    first, second = (model(input_ids=ids, use_cache=False).logits for _ in range(2))
+    assert torch.equal(first, second) and torch.equal(first, model.eval()(input_ids=ids, use_cache=False).logits)
+    assert "attention_dropout=0.1 and residual_dropout=0.2" in caplog.text and caplog.text.count("without dropout") == 1
+    assert model.config.attention_dropout == 0.1

@@ -116,7 +116,9 @@ def main(scale_format, wrong):
 
     te.install(Setter())
     hf = build("qwen3", head_dim=64 if wrong == "heads" else 128, tie_word_embeddings=wrong == "tied")
-    model = megatron_model(hf.config.num_hidden_layers)
+    blocks = {"stages": (1, 1), "short": (2,)}.get(wrong, (hf.config.num_hidden_layers,))
+    chunks = [megatron_model(n) for n in blocks]
+    model = chunks[0]
     if wrong == "plain":
         model.module.decoder.layers[1].mlp.linear_fc2 = te.nn.Linear(128, 128)
     if wrong == "nan":
@@ -125,7 +127,7 @@ def main(scale_format, wrong):
         fp8=None if wrong == "settings" else "e4m3", fp8_recipe=types.SimpleNamespace(value="blockwise"),
         fp8_param=False, first_last_layers_bf16=False,
     )  # fmt: skip
-    sys.modules["verl.utils.megatron_utils"].make_megatron_module = lambda **k: ([model], tf_config)
+    sys.modules["verl.utils.megatron_utils"].make_megatron_module = lambda **k: (chunks, tf_config)
     torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:0", rank=0, world_size=1)
 
     class Settings(types.SimpleNamespace):
@@ -138,8 +140,9 @@ def main(scale_format, wrong):
             model_type="value_model" if wrong == "critic" else "language_model", hf_config=hf.config, local_path="-"
         ),
         engine_config=Settings(
-            tensor_model_parallel_size=1, forward_only=False, use_distributed_optimizer=True, use_megatron_fsdp=False,
-            override_ddp_config={}, override_mcore_model_config={}, use_dist_checkpointing=False,
+            tensor_model_parallel_size=1, pipeline_model_parallel_size=len(blocks), forward_only=False,
+            use_distributed_optimizer=True, use_megatron_fsdp=False, override_ddp_config={}, override_mcore_model_config={},
+            use_dist_checkpointing=False,
         ),
         optimizer_config=None, is_value_model=wrong == "critic", tf_config=None, provider=None, peft_cls=None,
         bridge=Bridge(hf), vanilla_bridge=False, enable_routing_replay=False, _hf_export_tasks=None, _qat_enabled=False,

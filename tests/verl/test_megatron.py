@@ -168,8 +168,6 @@ CONTRADICTIONS = [
     (f"+{LAYERS}.transformer_impl=local", ConfigError, "transformer_impl"),
     (f"+{LAYERS}.fp8_dot_product_attention=true", ConfigError, "fp8_dot_product_attention"),
     (f"{M}.dtype=float16", ConfigError, "megatron.dtype"),
-    (f"{M}.pipeline_model_parallel_size=2", ConfigError, "pipeline_model_parallel_size"),
-    (f"{M}.virtual_pipeline_model_parallel_size=2", ConfigError, "virtual_pipeline"),
     (f"{M}.expert_model_parallel_size=2", ConfigError, "expert_model_parallel_size"),
     (f"{M}.expert_tensor_parallel_size=2", ConfigError, "expert_tensor_parallel_size"),
     (f"{M}.use_mbridge=false", ConfigError, "use_mbridge"),
@@ -336,6 +334,7 @@ def test_verls_engine_sends_what_transformer_engine_computes_with(scale_format, 
         ("recipe", "ModelError: TransformerEngine in Megatron's layers: .*found MXFP8BlockScaling"),
         ("settings", "ModelError: the TransformerConfig of Megatron's model: .*found .*'fp8': False"),
         ("plain", "ModelError: layers of Module: .*found 11, and 1 other layers with matrices .*linear_fc2"),
+        ("short", "ModelError: Megatron's model: required 3 transformer blocks, found 2"),
         ("heads", "ModelError: the model with Megatron: .*head_dim=64"),
         ("backend", "ModelError: verl's Megatron engine: required .*backend='te'.*found .*backend='auto'"),
         ("nan", r"SyncError: .*up_proj.* holds NaN"),
@@ -351,6 +350,15 @@ def test_tied_weights_and_critics():
     word, text = engine("pow2", "tied")
     assert word == "FACTS" and json.loads(text)["complete"] and not json.loads(text)["lm_head"], text
     assert engine("pow2", "critic") == ("FACTS", '{"converted": false}')
+
+
+@pytest.mark.slow
+def test_a_stage_of_a_pipeline_sends_the_whole_model():
+    """Two blocks of three are on this rank, in two chunks. The export brings the third."""
+    word, text = engine("pow2", "stages")
+    assert word == "FACTS", text
+    facts = json.loads(text)
+    assert facts["layers"] == facts["equal"] == 21 and facts["complete"] and facts["untouched"]
 
 
 def test_the_real_packages():

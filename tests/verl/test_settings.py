@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hydra import compose, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
@@ -9,6 +11,7 @@ from omegaconf import OmegaConf
 
 from jetrl_patch.adapters.verl import settings
 from jetrl_patch.config import Config
+from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from tests.models import config_of
 
@@ -78,7 +81,6 @@ REFUSED = [
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
     ("distillation.enabled=True distillation.teacher_models.teacher_model.inference.dtype=float16", "inference.dtype", ROLLOUT),
-    ("actor_rollout_ref.actor.use_prefix_grouper=True", "use_prefix_grouper", EXACT),
     (f"{R}.data_parallel_size=2", "data_parallel_size", EXACT),
     (f"{R}.top_p=0.9", "top_p", EXACT),
     (f"{R}.top_k=20", "top_k", EXACT),
@@ -98,7 +100,8 @@ def test_what_cannot_be_kept_is_refused_by_name(base, override, path, config):
 @pytest.mark.parametrize("config", [EXACT, LINEAR, ROLLOUT])
 @pytest.mark.parametrize(
     "override",
-    [f"{R}.layered_summon=True", "reward.reward_model.enable=True", "distillation.enabled=True", f"{M}.use_fused_kernels=True"],
+    [f"{R}.layered_summon=True", "reward.reward_model.enable=True", "distillation.enabled=True", f"{M}.use_fused_kernels=True",
+     "actor_rollout_ref.actor.use_prefix_grouper=True"],
 )
 def test_what_stands_beside_is_accepted(base, override, config):
     settings.check(base(override), config)
@@ -170,3 +173,10 @@ def test_the_mark_survives_verls_dataclasses(base):
     settings.mark(verl_config, EXACT)
     rollout = omega_conf_to_dataclass(verl_config.actor_rollout_ref.rollout)
     assert rollout.custom[settings.MARK] == EXACT.to_env()
+
+
+def test_no_engine_of_verl_shares_prefixes():
+    """``use_prefix_grouper`` decides which rank gets a sample. A verl whose engines read it needs a rule again."""
+    workers = Path(str(file_of("verl", "workers")))
+    readers = {str(p.relative_to(workers)) for p in workers.rglob("*.py") if "use_prefix_grouper" in p.read_text()}
+    assert readers == {"config/actor.py"}

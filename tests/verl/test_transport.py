@@ -94,6 +94,24 @@ def test_a_receiver_that_dies_in_the_middle_ends_the_sender():
 
 
 @pytest.mark.e2e
+def test_a_worker_that_never_answers_leaves_no_shared_memory():
+    """It refuses the sync, or it takes the first message and dies."""
+    run("""
+        import glob
+        before = set(glob.glob("/dev/shm/verl_weights_*"))
+        call = Future()
+        call.set_exception(RuntimeError("refused"))
+        send(Peer(call, 3600.0), WEIGHTS)
+        assert set(glob.glob("/dev/shm/verl_weights_*")) <= before
+        import zmq
+        reader = zmq.Context.instance().socket(zmq.REP)
+        reader.connect(HANDLE)
+        send(Peer(call, 3600.0), WEIGHTS)
+        assert reader.recv_pyobj()["name"] and set(glob.glob("/dev/shm/verl_weights_*")) <= before
+    """)
+
+
+@pytest.mark.e2e
 def test_a_failed_rpc_ends_the_sender_at_once():
     out = run("""
         import threading
