@@ -160,8 +160,9 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     if fused.is_used(select, config):
         yield from raised(lambda: fused.check_model(hf_config))
     if megatron.is_chosen(select, config):
-        size = int(select(f"{megatron.MEGATRON}.tensor_model_parallel_size") or 1)
-        yield from raised(lambda: megatron.check_model(hf_config, size))
+        sizes = {int(select(f"{path}.megatron.tensor_model_parallel_size") or 1) for path in (ACTOR, REF)}
+        for size in sorted(sizes):
+            yield from raised(lambda: megatron.check_model(hf_config, size))  # noqa: B023
 
 
 def check_seeing(hf_config: Any) -> None:

@@ -33,6 +33,8 @@ ASYNC = "async"
 READ: set[str] = set()
 #: modules that train or serve without a rollout
 _NO_ROLLOUT = re.compile(r"(^|[._])(sft|dpo|rm|generation)([._]|$)")
+#: what a refusal is about that ``on_cut`` may lift
+_SPLIT = "the tensor-parallel split"
 #: the folder of verl's scripts for Ascend, where verl itself sets the device, whether or not the script does
 _ASCEND = "ascend_extras"
 _ASCEND_NOTE = f"a script in `{_ASCEND}` is judged with `trainer.device=npu`, which verl sets on such a machine"
@@ -56,6 +58,7 @@ class Judged:
         verdicts: mode -> problems; no problem means accepted.
         set_keys: the settings that the command line gives: name -> value.
         notes: what the reader has to know besides.
+        cut: the modes that refuse it, and accept it with ``on_cut="bf16"``.
     """
 
     launch: Launch
@@ -66,6 +69,7 @@ class Judged:
     verdicts: Mapping[str, tuple[Problem, ...]] = field(default_factory=dict)
     set_keys: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    cut: frozenset[str] = frozenset()
 
     def accepted(self, mode: str) -> bool:
         return not self.verdicts[mode]
@@ -122,8 +126,14 @@ def judge(launch: Launch, place: Path, workplace: Path) -> Judged:
     verdicts = {
         mode: (*own, *_problems(framework, settings, config, place, workplace)) for mode, config in modes().items()
     }
+    cut = frozenset(
+        mode
+        for mode, config in modes().items()
+        if any(problem.about == _SPLIT for problem in verdicts[mode])
+        and not (*own, *_problems(framework, settings, config.replace(on_cut="bf16"), place, workplace))
+    )
     kind = _kind(path, _asynchronous(framework, started.target, settings))
-    return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes)
+    return Judged(launch, framework, started.target, kind, without_place(path, workplace), verdicts, keys, notes, cut)
 
 
 #: one setting of a command line, with hydra's mark for adding it; a choice of a config group has no dot
@@ -169,7 +179,7 @@ def _problem(error: BaseException, place: Path, workplace: Path, about: str = ""
         about = re.split(r" with (?:precision|align|optimizer|kv|head|[a-z_]+=)", about)[0]
         about = re.sub(r"^verl settings? |^OpenRLHF's ", "", about).rstrip(":")
         if isinstance(error, ModelError):
-            about = "the tensor-parallel split" if "cuts a block" in text else "the model"
+            about = _SPLIT if "cuts a block" in text else "the model"
     return Problem(text, about)
 
 

@@ -58,6 +58,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.*.fsdp_config.fsdp_size": _PLACE,
         "actor_rollout_ref.*.fsdp_config.forward_prefetch": _PLACE,
         "actor_rollout_ref.*.fsdp_config.reshard_after_forward": _PLACE,
+        "actor_rollout_ref.*.megatron.*pipeline_model_parallel_size": _PLACE,
         "actor_rollout_ref.rollout.free_cache_engine": _PLACE,
         "actor_rollout_ref.rollout.multi_stage_wake_up": "a field that no code of verl 0.9 reads",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": _PLACE,

@@ -124,6 +124,10 @@ def _summary(expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[
         )
     notes = dict.fromkeys(note for one in training for note in one.notes)
     parts += [f"{note[0].upper()}{note[1:]}." for note in notes]
+    cut = Counter(mode for one in training for mode in one.cut)
+    if cut:
+        more = ", ".join(f"{cut[mode]} in {mode}" for mode in modes() if cut[mode])
+        parts.append(f"Accepted besides with `JETRL_ON_CUT=bf16`: {more}.")
     return [" ".join(parts)]
 
 

@@ -235,6 +235,8 @@ def test_the_model_is_looked_at_before_anything_starts(composed, installed, tmp_
         settings.check(composed(f"actor_rollout_ref.model.path={tmp_path}"), LINEAR)
     with pytest.raises(ModelError, match="intermediate_size=512 over 8 ranks"):
         settings.check(composed(f"{M}.tensor_model_parallel_size=8"), LINEAR)
+    with pytest.raises(ModelError, match="intermediate_size=512 over 8 ranks"):
+        settings.check(composed("actor_rollout_ref.ref.megatron.tensor_model_parallel_size=8"), LINEAR)
 
 
 def test_another_family(composed, installed, tmp_path):
