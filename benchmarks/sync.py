@@ -11,7 +11,7 @@ import functools
 import resource
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 from unittest import mock
 
@@ -96,7 +96,7 @@ class Memory:
     def finish(self) -> None:
         """Nothing is left to do."""
 
-    def installed(self) -> list[Rect]:
+    def installed(self, plain: Mapping[str, tuple[tuple[int, ...], str]]) -> list[Rect]:
         pieces = Pieces()
         for layer in self.layers:
             for name in (f"{layer}.weight", f"{layer}.weight{SCALE_SUFFIX}"):

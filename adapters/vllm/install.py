@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import torch
 
@@ -11,6 +12,7 @@ from jetrl_patch.adapters.vllm import guard
 from jetrl_patch.adapters.vllm.experts import expert_modules
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.names import vllm_names
+from jetrl_patch.adapters.vllm.plain import Sent, add_plain
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError
 from jetrl_patch.sync.digest import Pieces, Rect
@@ -76,12 +78,13 @@ class VllmInstaller:
             )
 
     @torch.no_grad()
-    def installed(self) -> list[Rect]:
-        """Return digests of the quantized weights, their scales and the guarded weights in this rank's memory.
+    def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:
+        """Return digests of what is in this rank's memory, under Hugging Face's names and coordinates.
 
-        Names and coordinates are Hugging Face's.
+        These are the quantized weights, their scales and the guarded weights, and of ``plain`` what is held as it was sent.
         """
         pieces = Pieces()
+        add_plain(pieces, self.model, plain)
         for layer, method in quantized_modules(self.model):
             for shard in method.shards(layer):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)

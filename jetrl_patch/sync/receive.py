@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import logging
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ import torch
 
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
 from jetrl_patch.sync.base import Received
-from jetrl_patch.sync.digest import Pending, Rect, read, start
+from jetrl_patch.sync.digest import Pending, Rect, as_2d, read, start
 from jetrl_patch.sync.manifest import (
     COMMIT,
     MANIFEST,
@@ -58,8 +58,12 @@ class Installer(Protocol):
     def finish(self) -> None:
         """Finish the load once every tensor has been copied."""
 
-    def installed(self) -> Sequence[Rect]:
-        """Return digests of the quantized bytes, their scales and the ``to_bf16`` weights in this rank's memory."""
+    def installed(self, plain: Mapping[str, tuple[tuple[int, ...], str]]) -> Sequence[Rect]:
+        """Return digests of the quantized bytes, their scales and the ``to_bf16`` weights in this rank's memory.
+
+        Args:
+            plain: shape and dtype of the tensors that arrived as they are. Of these, those that are held so are digested too.
+        """
 
 
 class State(enum.Enum):
@@ -246,16 +250,16 @@ class Receiver:
                 "the weight sync ended before the commit of the trainer. See the trainer's log for the cause."
             )
         self.installer.finish()
-        return list(self.installer.installed())
+        return list(self.installer.installed(_plain(self._sync)))
 
     def _compare(self, rects: list[Rect], sync: _Sync) -> None:
         """Compare the memory of all ranks with what the trainer sent."""
-        if not sync.manifest.terms.quantized:
-            return  # BF16 was sent and quantized here, so there are no trainer bytes to compare with
-        fp8 = weights_of(sync.manifest.layers)
-        for tensor in (*fp8, *(name + SCALE_SUFFIX for name in fp8), *weights_of(sync.manifest.guarded)):
-            shape = sync.expected[tensor][0]
-            check_tiling(tensor, (shape[0], shape[1]), sync.digests[tensor], [r for r in rects if r.name == tensor])
+        held: dict[str, list[Rect]] = {}
+        for rect in rects:
+            held.setdefault(rect.name, []).append(rect)
+        for tensor in (*_required(sync.manifest), *(name for name in _plain(sync) if name in held)):
+            rows, columns = as_2d(torch.empty(sync.expected[tensor][0], device="meta")).shape
+            check_tiling(tensor, (rows, columns), sync.digests[tensor], held.get(tensor, ()))
 
     def _fail(self, error: Exception) -> None:
         """Keep the error, and poison half-loaded weights so that they cannot be served."""
@@ -269,6 +273,23 @@ class Receiver:
             self.error.__cause__ = error
         if touched:
             self.installer.poison()
+
+
+def _required(manifest: Manifest) -> list[str]:
+    """Return the tensors that must be in memory byte for byte: quantized weights, their scales and guarded weights.
+
+    If BF16 was sent and quantized here, there are no trainer's bytes to compare with.
+    """
+    if not manifest.terms.quantized:
+        return []
+    weights = weights_of(manifest.layers)
+    return [*weights, *(name + SCALE_SUFFIX for name in weights), *weights_of(manifest.guarded)]
+
+
+def _plain(sync: _Sync) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Return shape and dtype of the tensors that an engine may hold as they were sent, and need not."""
+    others = {*_required(sync.manifest), *weights_of(sync.manifest.layers)}
+    return {name: announced for name, announced in sync.expected.items() if name not in others}
 
 
 def _release(error: BaseException | None) -> None:

@@ -76,6 +76,7 @@ _LOADER = {
     "raises": "no memory to load a weight",
     "drops tensors": "unwritten|not those that the trainer sent|NaN",
     "flips a bit of an FP8 weight": "not those that the trainer sent",
+    "flips a bit of a BF16 weight": "not those that the trainer sent",
 }
 
 

@@ -73,7 +73,7 @@ class Rollout:
         return in_engine(self.llm)
 
     def break_loader(self, how: str, call: int) -> None:
-        """Have the engine's loader fail at its n-th call from now: raise, drop the tensors, or flip a bit of an FP8 weight."""
+        """Have the engine's loader fail at its n-th call from now: raise, drop the tensors, or flip a bit."""
         import torch
 
         installer = worker_of(self.llm).jetrl_receiver.installer
@@ -88,8 +88,9 @@ class Rollout:
                 if how == "drops tensors":
                     return
                 weights = [(name, tensor.clone()) for name, tensor in weights]
-                first = next(tensor for _, tensor in weights if tensor.dtype is torch.float8_e4m3fn)
-                first.view(torch.uint8)[0, 0] ^= 1
+                dtype = torch.bfloat16 if "BF16" in how else torch.float8_e4m3fn
+                first = next(tensor for _, tensor in weights if tensor.dtype is dtype)
+                first.view(-1).view(torch.uint8)[0] ^= 1
             load(installer, weights)
 
         installer.load = broken

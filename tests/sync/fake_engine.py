@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
 import torch
 
 from jetrl_patch.fp8.quantize import expand_weight_scale
-from jetrl_patch.sync.digest import Rect, digest
+from jetrl_patch.sync.digest import Rect, as_2d, digest
 from jetrl_patch.sync.manifest import Terms
 
 LAYERS = ("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj")
@@ -53,13 +57,14 @@ class Engine:
                 tensor = expand_weight_scale(tensor, SHAPES[name.removesuffix("_scale_inv")][0])
             self.tensors[name] = self._mine(name, tensor).clone()
             if name == self.break_bytes:
-                self.tensors[name].view(torch.uint8)[0, 0] ^= 1
+                self.tensors[name].view(torch.uint8).view(-1)[0] ^= 1
 
     def finish(self) -> None:
         self.finished += 1
 
-    def installed(self) -> list[Rect]:
-        rects = []
+    def installed(self, plain: Mapping[str, Any] = MappingProxyType({})) -> list[Rect]:
+        """Norms are whole on every rank, and digested; the others are left out, as an engine may."""
+        rects = [self._rect(name, self.tensors[name], 1) for name in plain if "norm" in name and name in self.tensors]
         for layer in self.layers:
             name = layer + ".weight"
             if name in self.tensors:
@@ -77,7 +82,7 @@ class Engine:
         return tensor
 
     def _rect(self, name: str, tensor: torch.Tensor, unit: int) -> Rect:
-        rows, cols = tensor.shape
+        rows, cols = as_2d(tensor).shape
         row0 = self.rank * rows if "q_proj" in name else 0
         col0 = self.rank * cols if "down_proj" in name else 0
         return Rect(name, row0, row0 + rows, col0, col0 + cols, digest(tensor, row0, col0))

@@ -81,10 +81,11 @@ def test_a_byte_changed_on_the_way():
     _fails(items, match=f"changed on the way: {Q}")
 
 
-def test_a_byte_changed_by_the_loader():
+@pytest.mark.parametrize("name", [Q, "norm.weight"])
+def test_a_byte_changed_by_the_loader(name):
     engine = Engine()
-    engine.break_bytes = Q
-    _fails(_sent(), match=f"{Q}: the bytes in the rollout engine are not those", engine=engine)
+    engine.break_bytes = name
+    _fails(_sent(), match=f"{name}: the bytes in the rollout engine are not those", engine=engine)
 
 
 def test_a_scale_changed_by_the_loader():
@@ -175,7 +176,7 @@ def test_abort_of_a_broken_transfer():
 def test_bf16_that_the_rollout_quantizes_itself():
     terms = dataclasses.replace(TERMS, precision="fp8-rollout", align="none", backend="")
     engine = Engine()
-    engine.installed = lambda: []
+    engine.installed = lambda plain: []
     receiver = Receiver(engine, terms)
     assert _push(receiver, _sent(terms=terms))["layers"] == 2
     _fails(_sent(terms=terms)[:2], match="ended before", terms=terms)

@@ -154,7 +154,7 @@ def broken(first: str, second: str, mode: str) -> None:
     source.layers.remove(LAYER.removesuffix(".weight"))
     refused(lambda: push(worker, sent(model, source)[0]), AuditError, f"only in the rollout: {LAYER[:-7]}\\.")
     push(worker, items)
-    answers(llm, seeing.IMAGE)
+    answers(llm)
 
 
 def exact(first: str) -> None:

@@ -13,7 +13,7 @@ from jetrl_patch import SyncError
 from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.fp8.quantize import quantize_weight
 from jetrl_patch.parity.modes import Job
-from jetrl_patch.sync.digest import digest
+from jetrl_patch.sync.digest import add, digest
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.stream import SyncStats, quantized_stream
 
@@ -86,8 +86,11 @@ def test_bytes_in_the_engine_are_the_trainers(
     receipt = push(worker, stream(second, config, worker.jetrl_receiver.terms))
     assert receipt["layers"] == len(names)
     assert in_engine(llm) == expected(second, exclude, scale_format) != expected(first, exclude, scale_format)
-    other = dict(worker.model_runner.get_model().named_parameters())
-    assert torch.equal(other["model.norm.weight"], weights_of(second)["model.norm.weight"])
+    plain = {name: weight for name, weight in weights_of(second).items() if name not in in_engine(llm)}
+    held: dict[str, int] = {}
+    for rect in worker.jetrl_receiver.installer.installed({name: (tuple(w.shape), "bfloat16") for name, w in plain.items()}):
+        held[rect.name] = add(held.get(rect.name, 0), rect.digest)
+    assert {name: held[name] for name in plain} == {name: digest(weight) for name, weight in plain.items()}
 
 
 @pytest.mark.e2e
@@ -135,6 +138,37 @@ def test_a_broken_push_stops_the_engine_until_a_whole_one(
     push(worker, stream(path, config, terms))
     assert in_engine(llm) == expected(path, (), "pow2")
     generate(llm, [[5, 6, 7]], 4, 1.0)
+
+
+@pytest.mark.e2e
+def test_a_loader_that_changes_one_bit_of_any_tensor_is_found(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = checkpoint("qwen2")
+    jetrl_patch.enable(precision="fp8-unified", exclude=("layers.1.mlp",))
+    config = jetrl_patch.status().config
+    worker = worker_of(engine(Job(model=path, config=config)))
+    items = stream(path, config, worker.jetrl_receiver.terms)
+    installer = worker.jetrl_receiver.installer
+    load, changed = installer.load, ""
+
+    def broken(weights: list[Any]) -> None:
+        weights = [(name, tensor.clone()) for name, tensor in weights]
+        for name, tensor in weights:
+            if name == changed:
+                tensor.view(-1)[-1:].view(torch.uint8)[0] ^= 1
+        load(weights)
+
+    monkeypatch.setattr(installer, "load", broken)
+    for changed in (
+        "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight", "model.layers.2.input_layernorm.weight",
+        "model.layers.0.self_attn.k_proj.bias", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.down_proj.weight",
+        "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight_scale_inv",
+    ):  # fmt: skip
+        with pytest.raises(SyncError, match=f"{changed}: the bytes in the rollout engine are not those"):
+            push(worker, items)
+    changed = ""
+    push(worker, items)
 
 
 @pytest.mark.e2e

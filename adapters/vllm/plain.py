@@ -1,0 +1,74 @@
+"""Digests of what a weight sync sends as it is: embeddings, ``lm_head``, norms, biases, routers, layers left in BF16.
+
+A parameter is compared only if this rank holds it as it was sent: in the announced dtype, and whole or as a rectangle that a
+``Shard`` describes. The others (casts, transformed towers) are checked for completeness alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+from jetrl_patch.adapters.vllm.guard import guarded_modules
+from jetrl_patch.adapters.vllm.method import quantized_modules
+from jetrl_patch.adapters.vllm.names import hf_name
+from jetrl_patch.adapters.vllm.shards import hf_names, shards_of
+from jetrl_patch.sync.digest import Pieces, as_2d
+from jetrl_patch.sync.manifest import dtype_name
+
+__all__ = ["add_plain"]
+
+#: shape and dtype of each tensor that a sync announced, by Hugging Face name
+Sent = Mapping[str, tuple[tuple[int, ...], str]]
+
+
+def add_plain(pieces: Pieces, model: torch.nn.Module, sent: Sent) -> None:
+    """Add what this rank holds of ``sent``, under Hugging Face's names and coordinates."""
+    mapper, packed = getattr(model, "hf_to_vllm_mapper", None), getattr(model, "packed_modules_mapping", {})
+    names = {id(layer): method.names for layer, method in quantized_modules(model)}
+    names |= {id(layer): guarded for layer, guarded in guarded_modules(model)}
+    done = {f"{name}.weight" for held in names.values() for name in held}  # ``installed`` has them
+    for prefix, module in model.named_modules():
+        name = hf_name(prefix, mapper)
+        if isinstance(module, LinearBase):
+            found = _of_linear(module, names.get(id(module)) or hf_names(name, packed), sent)
+        elif isinstance(module, VocabParallelEmbedding):
+            at = module.shard_indices
+            rows = slice(at.org_vocab_start_index, at.org_vocab_end_index)
+            found = iter([(f"{name}.weight", rows, slice(None), module.weight.data[: rows.stop - rows.start])])
+        else:
+            held = [*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)]
+            found = ((f"{name}.{key}", slice(None), slice(None), tensor.data) for key, tensor in held)
+        for tensor, rows, columns, data in found:
+            if tensor in sent and tensor not in done:
+                _add(pieces, tensor, sent[tensor], rows, columns, data)
+
+
+_Piece = tuple[str, slice, slice, torch.Tensor]
+
+
+def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Piece]:
+    """Yield the pieces of a linear layer's weight and bias, if it holds something that was sent."""
+    if not any(f"{name}.{key}" in sent for name in names for key in ("weight", "bias")):
+        return
+    for shard in shards_of(layer, names):
+        local = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
+        rows, columns = slice(shard.row0, shard.row1), slice(shard.col0, shard.col1)
+        if getattr(layer, "weight", None) is not None:
+            yield f"{shard.name}.weight", rows, columns, layer.weight.data[local]
+        if getattr(layer, "bias", None) is not None:
+            yield f"{shard.name}.bias", slice(None), rows, layer.bias.data[local]
+
+
+def _add(
+    pieces: Pieces, name: str, announced: tuple[tuple[int, ...], str], rows: slice, columns: slice, data: torch.Tensor
+) -> None:
+    """Add one piece if it is what was announced for this place; an empty slice stands for everything."""
+    (shape, dtype), matrix = announced, as_2d(data)
+    whole = as_2d(torch.empty(shape, device="meta")).shape
+    (row0, row1, _), (col0, col1, _) = rows.indices(whole[0]), columns.indices(whole[1])
+    if dtype_name(data.dtype) == dtype and tuple(matrix.shape) == (row1 - row0, col1 - col0) and matrix.numel():
+        pieces.add(name, row0, row1, col0, col1, data)
