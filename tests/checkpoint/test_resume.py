@@ -69,11 +69,12 @@ def figures(text: str) -> dict[int, dict[str, str]]:
 
 
 def shards(folder: Path) -> list[torch.Tensor]:
-    """Weights and optimizer states of a single-rank checkpoint."""
+    """Weights and optimizer states of a checkpoint, each rank's own part."""
     found = []
     for kind in ("model", "optim"):
-        content = torch.load(folder / f"{kind}_world_size_1_rank_0.pt", weights_only=False)
-        found += [t for t in pytree.tree_leaves(content) if isinstance(t, torch.Tensor)]
+        for file in sorted(folder.glob(f"{kind}_world_size_*_rank_*.pt")):
+            content = torch.load(file, weights_only=False)
+            found += [t for t in pytree.tree_leaves(content) if isinstance(t, torch.Tensor)]
     return [t.to_local() if hasattr(t, "to_local") else t for t in found]
 
 
@@ -169,7 +170,7 @@ def openrlhf(folder: Path, out: str, *extra: str, **environ: str) -> ProcessRun:
         "--ckpt.save_steps",
         "2",
     ]
-    words = [word for word in arguments(folder, *paths, *extra, steps=2) if word != "--ckpt.disable_ds"]
+    words = arguments(folder, *paths, *extra, steps=2, checkpoints=True)
     program = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *words]
     environ = {"JETRL_OPTIMIZER_STATES": "8bit", **environ}
     return ProcessRun(folder, lambda ray: (program, {"RAY_TMPDIR": ray, "VLLM_CPU_KVCACHE_SPACE": "1"}), environ)
