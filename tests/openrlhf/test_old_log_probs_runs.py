@@ -119,7 +119,7 @@ def same(a: Finished, b: Finished) -> bool:
     """Whether both runs ended with the same tensors after the same steps, which had rewards to learn from."""
     x, y = a.tensors(), b.tensors()
     figures = [[[step[name] for name in OF_THE_STEP] for step in found.steps] for found in (a, b)]
-    assert all(step["actor_grad_norm"] > 0 for step in a.steps) and len({step["reward"] for step in a.steps}) > 1
+    assert len({step["reward"] for step in a.steps}) > 1 < len({step["actor_grad_norm"] for step in a.steps})
     return figures[0] == figures[1] and len(x) == len(y) and all(map(torch.equal, x, y))
 
 
