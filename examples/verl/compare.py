@@ -48,7 +48,7 @@ def print_passes(metrics: Path) -> None:
     """Print how long a step of each run took, and the forward pass for old log-probs in it: medians over the training steps."""
     for run in read_runs(metrics):
         steps, passes = dict(run.seconds), dict(run.series("timing_s/old_log_prob"))
-        share = statistics.median(passes[number] / seconds for number, seconds in steps.items())
+        share = statistics.median(passes.get(number, 0.0) / seconds for number, seconds in steps.items())
         median = statistics.median(steps.values())
         console.print(f"{run.label}, seed {run.seed}: {median:.2f} s a step, {100 * share:.1f}% of it for old log-probs")
 

@@ -69,12 +69,11 @@ def figures(text: str) -> dict[int, dict[str, str]]:
 
 
 def shards(folder: Path) -> list[torch.Tensor]:
-    """Weights and optimizer states of a checkpoint, each rank's own part."""
+    """Weights and optimizer states of a single-rank checkpoint."""
     found = []
     for kind in ("model", "optim"):
-        for file in sorted(folder.glob(f"{kind}_world_size_*_rank_*.pt")):
-            content = torch.load(file, weights_only=False)
-            found += [t for t in pytree.tree_leaves(content) if isinstance(t, torch.Tensor)]
+        content = torch.load(folder / f"{kind}_world_size_1_rank_0.pt", weights_only=False)
+        found += [t for t in pytree.tree_leaves(content) if isinstance(t, torch.Tensor)]
     return [t.to_local() if hasattr(t, "to_local") else t for t in found]
 
 

@@ -30,7 +30,7 @@ RECOMPUTE = {"JETRL_OLD_LOG_PROBS": "recompute"}
 OF_THE_STEP = ("policy_loss", "actor_grad_norm", "reward", "return", "kl", "response_length")
 
 HOOK = """
-import os, wrapt, zlib
+import wrapt, zlib
 
 @wrapt.when_imported("openrlhf.utils.agent")
 def _(module):
@@ -44,15 +44,10 @@ def _(module):
 
 @wrapt.when_imported("openrlhf.trainer.ppo_utils.samples_generator")
 def _(module):
-    original, calls = module.SamplesGenerator._generate_vllm, []
+    original = module.SamplesGenerator._generate_vllm
     def _generate_vllm(self, *args, **kwargs):
-        import torch
         found, *others = original(self, *args, **kwargs)
         found.sort(key=lambda experience: (experience.prompts[0], experience.sequences[0].tolist()))
-        calls.append(1)
-        if os.environ.get("ONE_ULP_IN_STEP") == str(len(calls)):
-            first = int(found[1].action_mask[0].nonzero()[0])
-            found[1].rollout_log_probs.view(torch.int32)[0, first] += 1
         return found, *others
     module.SamplesGenerator._generate_vllm = _generate_vllm
 
@@ -92,12 +87,11 @@ def task(tmp_path_factory):
 class Finished:
     """A run to its end: the samples of each pass of the policy, the metrics of each step, the weights and optimizer states."""
 
-    def __init__(self, task: Path, out: Path, *extra: str, stage: int = 2, actors: int = 1, **environ: str) -> None:
+    def __init__(self, task: Path, out: Path, stage: int, **environ: str) -> None:
         environ = {**UNIFIED, "PYTHONPATH": str(task / "hook"), **environ}
         rate = ["--actor.adam.lr", "1e-4"]
         save = ["--ckpt.output_dir", str(out / "model"), "--ckpt.path", str(out), "--ckpt.save_steps", str(STEPS)]
-        options = {"steps": STEPS, "stage": stage, "actors": actors, "checkpoints": True}
-        run = Run(task, *rate, *save, *extra, environ=environ, **options)
+        run = Run(task, *rate, *save, environ=environ, steps=STEPS, stage=stage, checkpoints=True)
         self.rc = run.wait(TIMEOUT)
         self.text, self.out = run.text, out
         self.passes = [int(count) for count in re.findall(r"A PASS OVER (\d+) SAMPLES", self.text)]
@@ -130,38 +124,9 @@ def assert_checked(found: Finished) -> None:
         assert step["jetrl/audited_tokens"] == step["jetrl/tokens"] >= 16
 
 
-@pytest.mark.parametrize(
-    ("extra", "options"),
-    [
-        ([], {}),
-        ([], {"stage": 3}),
-        ([], {"stage": 3, "actors": 2}),
-        (["--train.colocate_all"], {}),
-        (["--algo.kl.use_loss", "--algo.kl.estimator", "k2"], {}),
-    ],
-    ids=["zero2", "zero3", "zero3-two-ranks", "colocated", "kl-loss"],
-)
-def test_it_ends_with_the_same_weights(task, tmp_path, extra, options):
-    expected = Finished(task, tmp_path / "recomputed", *extra, **options, **RECOMPUTE)
-    found = Finished(task, tmp_path / "rollout", *extra, **options, **ROLLOUT)
+@pytest.mark.parametrize("stage", [2, 3], ids=["zero2", "zero3"])
+def test_it_ends_with_the_same_weights(task, tmp_path, stage):
+    expected = Finished(task, tmp_path / "recomputed", stage=stage, **RECOMPUTE)
+    found = Finished(task, tmp_path / "rollout", stage=stage, **ROLLOUT)
     assert_checked(found)
     assert expected.passes == [8] * STEPS and not found.passes and same(found, expected)
-
-
-def test_several_updates_end_with_the_same_weights(task, tmp_path):
-    """Packed batches, four updates a step: a share of the samples goes through the pass."""
-    extra = ["--train.batch_size", "4", "--train.max_epochs", "2", "--ds.packing_samples"]
-    expected = Finished(task, tmp_path / "recomputed", *extra, **RECOMPUTE)
-    found = Finished(task, tmp_path / "rollout", *extra, JETRL_AUDIT_FRACTION="0.25", **ROLLOUT)
-    assert_checked(found)
-    assert expected.passes == [8] * STEPS and found.passes == [4] * STEPS and same(found, expected)
-
-
-def test_one_ulp_stops_the_run_or_brings_the_pass_back(task, tmp_path):
-    stopped = Finished(task, tmp_path / "stopped", ONE_ULP_IN_STEP="2", **ROLLOUT)
-    assert stopped.rc != 0 and len(stopped.steps) == 1
-    assert re.search(r"AuditError: log-prob of response token 0 of .*required the rollout's", stopped.text)
-    expected = Finished(task, tmp_path / "recomputed", **RECOMPUTE)
-    went_on = Finished(task, tmp_path / "on", ONE_ULP_IN_STEP="2", JETRL_ON_MISMATCH="recompute", **ROLLOUT)
-    assert same(went_on, expected) and went_on.passes == [8] * (STEPS - 2)
-    assert [step["jetrl/bit_equal_fraction"] < 1 for step in went_on.steps] == [i == 1 for i in range(STEPS)]
