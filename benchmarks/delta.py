@@ -52,8 +52,9 @@ import wrapt
 @wrapt.when_imported("torch.optim.optimizer")
 def _(module):
     rates, steps, taken = {RATES!r}, {steps}, {{}}
-    def choose(optimizer, args, kwargs):
-        number = taken[id(optimizer)] = taken.get(id(optimizer), -1) + 1
+    def choose(optimizer, args, kwargs):  # DeepSpeed steps an optimizer once for each group of parameters
+        first = id(next(p for group in optimizer.param_groups for p in group["params"]))
+        number = taken[first] = taken.get(first, -1) + 1
         for group in optimizer.param_groups:
             group["lr"] = rates[min(number // steps, len(rates) - 1)]
     module.register_optimizer_step_pre_hook(choose)

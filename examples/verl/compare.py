@@ -7,33 +7,50 @@ from __future__ import annotations
 
 import argparse
 import os
+import statistics
 import sys
 from pathlib import Path
 
 from examples.common.recipe import Arm
-from examples.common.show import run_all
+from examples.common.show import console, run_all
 from examples.verl.recipe import Recipe
+from jetrl_patch.report import read_runs
 
 ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
+MODES = {precision if align is None else f"{precision}/{align}": (precision, align) for precision, align in ARMS}
 
 
 def main() -> int:
     defaults = Recipe()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
     # The exact ops have not run on a GPU yet.
-    modes = [mode for mode in ARMS if args.device == "cpu" or mode[1] != "exact"]
+    modes = [MODES[name] for name in args.modes if args.device == "cpu" or MODES[name][1] != "exact"]
     arms = [Arm(precision=p, align=a, seed=seed) for p, a in modes for seed in args.seeds]
     recipe = Recipe(steps=args.steps, device=args.device)
     subtitle = (
         f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: sums in words, {recipe.steps} steps, "
         f"{len(args.seeds)} seeds, the same questions in every arm."
     )
-    return run_all(recipe, arms, args.out.resolve(), "Unified FP8 and its alternatives", subtitle)
+    out = args.out.resolve()
+    status = run_all(recipe, arms, out, "Unified FP8 and its alternatives", subtitle)
+    if status == 0:
+        print_passes(out / "metrics.jsonl")
+    return status
+
+
+def print_passes(metrics: Path) -> None:
+    """Print how long a step of each run took, and the forward pass for old log-probs in it: medians over the training steps."""
+    for run in read_runs(metrics):
+        steps, passes = dict(run.seconds), dict(run.series("timing_s/old_log_prob"))
+        share = statistics.median(passes.get(number, 0.0) / seconds for number, seconds in steps.items())
+        median = statistics.median(steps.values())
+        console.print(f"{run.label}, seed {run.seed}: {median:.2f} s a step, {100 * share:.1f}% of it for old log-probs")
 
 
 if __name__ == "__main__":

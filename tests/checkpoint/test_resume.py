@@ -169,7 +169,7 @@ def openrlhf(folder: Path, out: str, *extra: str, **environ: str) -> ProcessRun:
         "--ckpt.save_steps",
         "2",
     ]
-    words = [word for word in arguments(folder, *paths, *extra, steps=2) if word != "--ckpt.disable_ds"]
+    words = arguments(folder, *paths, *extra, steps=2, checkpoints=True)
     program = [sys.executable, "-m", "jetrl_patch.cli.main", "openrlhf", *words]
     environ = {"JETRL_OPTIMIZER_STATES": "8bit", **environ}
     return ProcessRun(folder, lambda ray: (program, {"RAY_TMPDIR": ray, "VLLM_CPU_KVCACHE_SPACE": "1"}), environ)

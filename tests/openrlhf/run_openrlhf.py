@@ -29,7 +29,9 @@ def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
     return folder
 
 
-def arguments(folder: Path, *extra: str, actors: int = 1, stage: int = 2, steps: int = 2) -> list[str]:
+def arguments(
+    folder: Path, *extra: str, actors: int = 1, stage: int = 2, steps: int = 2, checkpoints: bool = False
+) -> list[str]:
     """Return arguments of ``train_ppo_ray``: GRPO-like, 4 prompts with 2 samples each per step."""
     return [
         "--actor.model_name_or_path", str(folder / "model"),
@@ -45,8 +47,8 @@ def arguments(folder: Path, *extra: str, actors: int = 1, stage: int = 2, steps:
         "--train.batch_size", "8", "--train.micro_batch_size", "4",
         "--data.max_len", "64", "--rollout.max_new_tokens", "16", "--data.max_samples", str(4 * steps),
         "--train.num_episodes", "1", "--train.max_epochs", "1", "--actor.adam.lr", "1e-3",
-        "--ckpt.output_dir", str(folder / "out"), "--ckpt.path", str(folder / "out" / "checkpoints"), "--ckpt.disable_ds",
-        *extra,
+        "--ckpt.output_dir", str(folder / "out"), "--ckpt.path", str(folder / "out" / "checkpoints"),
+        *([] if checkpoints else ["--ckpt.disable_ds"]), *extra,
     ]  # fmt: skip
 
 

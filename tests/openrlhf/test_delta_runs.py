@@ -1,11 +1,11 @@
-"""Real OpenRLHF with delta syncs: twenty steps, every token equal, an engine that loses its base, and a damaged record."""
+"""Real OpenRLHF with delta syncs: twenty steps, every token equal, engines that lose their base, a damaged record, a lost one."""
 
 from __future__ import annotations
 
 import pytest
 
 from tests.openrlhf.run_openrlhf import Run, make_task
-from tests.verl.test_delta_runs import DELTA, STEPS, add_hook, assert_deltas
+from tests.verl.test_delta_runs import DELTA, FAULTS, STEPS, add_hook, assert_deltas
 
 TIMEOUT = 1200
 RATE = ["--actor.adam.lr", "1e-6"]
@@ -38,7 +38,9 @@ def test_colocated(task):
     assert_deltas(found.metrics(), {3}, steps=5)
 
 
-def test_a_damaged_record_ends_the_run(task):
-    found = run(task, steps=6, DAMAGED="3")
+@pytest.mark.parametrize(("fault", "said"), FAULTS)
+def test_a_fault_ends_the_run(task, fault, said):
+    found = run(task, steps=6, **{fault: "3"})
     assert found.wait(TIMEOUT) != 0
-    assert "SyncError" in found.text and "changed on the way: model.layers.1.mlp.down_proj.weight" in found.text
+    assert "SyncError" in found.text and said in found.text
+    assert len(found.metrics()) == 2 and "RECEIVED sync 3" not in found.text

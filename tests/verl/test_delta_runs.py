@@ -1,4 +1,4 @@
-"""Real verl with delta syncs: twenty steps, every token equal, an engine that loses its base, and a record that is damaged."""
+"""Real verl with delta syncs: twenty steps, every token equal, an engine that loses its base, a damaged record, a lost one."""
 
 from __future__ import annotations
 
@@ -13,9 +13,12 @@ TIMEOUT = 1200
 STEPS = 20
 DELTA = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC": "delta"}
 RATE = f"{A}.optim.lr=1e-6"
+#: the tensor whose record a fault meets, and what a run that ends says of it
+HIT = "model.layers.1.mlp.down_proj.weight"
+FAULTS = [("DAMAGED", f"weights changed on the way: {HIT}"), ("LOST", f"weights missing from the sync: {HIT}")]
 
 #: the vLLM worker prints its share of every sync; at the syncs of RESTARTS it has forgotten what came before, as a new process
-#: has, and at that of DAMAGED a byte of a record flips
+#: has, and at that of DAMAGED a byte of a record flips, or the record of LOST does not arrive
 HOOK = """
 import os, wrapt
 
@@ -24,7 +27,8 @@ def _(module):
     from jetrl_patch.sync.base import PREFIX, Received
 
     numbers = lambda name: [int(word) for word in os.environ.get(name, "").split(",") if word]
-    restarts, damaged, Receiver = numbers("RESTARTS"), numbers("DAMAGED"), module.Receiver
+    restarts, damaged, lost = (numbers(name) for name in ("RESTARTS", "DAMAGED", "LOST"))
+    Receiver = module.Receiver
     held, on_bucket, finish = Receiver.held, Receiver.on_bucket, Receiver.finish
 
     def now_held(self):
@@ -36,9 +40,9 @@ def _(module):
         weights = [(name, tensor.clone()) for name, tensor in weights]
         self.deltas = self.__dict__.get("deltas", 0) + sum(name.startswith(PREFIX) for name, _ in weights)
         for name, tensor in weights:
-            if self.syncs in damaged and name == PREFIX + "model.layers.1.mlp.down_proj.weight":
+            if self.syncs in damaged and name == PREFIX + HIT:
                 tensor[16] ^= 1
-        on_bucket(self, weights)
+        on_bucket(self, [pair for pair in weights if self.syncs not in lost or pair[0] != PREFIX + HIT])
 
     def now_finish(self):
         number, deltas, self.syncs, self.deltas = self.syncs, self.deltas, self.syncs + 1, 0
@@ -55,7 +59,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT
 def add_hook(folder: Path) -> Path:
     """Write the hook where a run's processes import it. Returns the folder."""
     (folder / "hook").mkdir()
-    (folder / "hook" / "sitecustomize.py").write_text(HOOK)
+    (folder / "hook" / "sitecustomize.py").write_text(f"HIT = {HIT!r}\n{HOOK}")
     return folder
 
 
@@ -103,8 +107,9 @@ def test_twenty_syncs_over_a_checkpoint_engine(task):
     assert all(step.get("jetrl/bit_equal_fraction_current", 1.0) == 1.0 for step in steps)
 
 
-def test_a_damaged_record_ends_the_run(task):
-    run = Run(task, RATE, environ=environ(task, DAMAGED="3"), steps=8)
+@pytest.mark.parametrize(("fault", "said"), FAULTS)
+def test_a_fault_ends_the_run(task, fault, said):
+    run = Run(task, RATE, environ=environ(task, **{fault: "3"}), steps=8)
     assert run.wait(TIMEOUT) != 0
-    assert "SyncError" in run.text and "changed on the way: model.layers.1.mlp.down_proj.weight" in run.text
+    assert "SyncError" in run.text and said in run.text
     assert len(run.metrics()) == 2 and "RECEIVED sync 3" not in run.text
