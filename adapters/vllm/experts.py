@@ -66,7 +66,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         by_experts = parallel.ep_size > 1
         self.split = ExpertSplit.of(parallel.ep_size if by_experts else parallel.tp_size, parallel.ep_size)
         #: into how many parts each expert's intermediate size is split, and which one this rank holds
-        self.parts, self.part = (1, 0) if by_experts else (parallel.tp_size, parallel.tp_rank)
+        self.parts: int = 1 if by_experts else parallel.tp_size
+        self.part: int = 0 if by_experts else parallel.tp_rank
         first = parallel.ep_rank * layer.local_num_experts
         #: the experts of this rank
         self.held = range(first, first + layer.local_num_experts)

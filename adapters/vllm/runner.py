@@ -8,8 +8,6 @@ the runner loses its own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
 from vllm.model_executor.layers.linear import RowParallelLinear
@@ -23,7 +21,9 @@ __all__ = ["finish"]
 class CompleteRunner(MoERunner):
     """Adds routed and shared experts that are the same on every rank."""
 
-    def _maybe_reduce_final_output(self, states: torch.Tensor, trunc_size: int | None, *_: Any) -> torch.Tensor:
+    def _maybe_reduce_final_output(
+        self, states: torch.Tensor, trunc_size: int | None, output_is_reduced: bool | None = None
+    ) -> torch.Tensor:
         return states if trunc_size is None else states[..., :trunc_size]
 
 
