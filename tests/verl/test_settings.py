@@ -75,7 +75,7 @@ REFUSED = [
     (f"{R}.disaggregation.enabled=True", "disaggregation", ROLLOUT),
     (f"{R}.pipeline_model_parallel_size=2", "pipeline_model_parallel_size", ROLLOUT),
     (f"{R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
-    (f"{R}.tensor_model_parallel_size=4 {R}.expert_parallel_size=2", "expert_parallel_size", EXACT),
+    (f"{R}.tensor_model_parallel_size=4 {R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
     ("distillation.enabled=True distillation.teacher_models.teacher_model.inference.dtype=float16", "inference.dtype", ROLLOUT),
