@@ -30,6 +30,17 @@ def layer(tokens, split, backend="native", **options):
     return made
 
 
+def trainer_parts(made, split):
+    """The parts that the trainer forms: FP32 [R, T, H]."""
+    own = made.own
+
+    def operands(expert):
+        return Operands(*((w.q, w.s_rows) for w in own.quantized(expert, made.gate_up.detach(), made.down.detach())))
+
+    quantized = own.backend.quantize_activation(made.x.detach(), "pow2")
+    return run_experts(quantized, made.weights.detach(), made.ids, operands, (6, 320), own.backend, "pow2", split=split)
+
+
 def rank_sum(made, split, rank):
     """What one rank adds, with the matrices that it holds and no others: FP32 [1, T, H]."""
     own, by_columns = made.own, split.by == "columns"
@@ -52,8 +63,17 @@ def rank_sum(made, split, rank):
 def test_the_trainer_adds_what_the_ranks_add(backend, split):
     made = layer(64, split, backend)
     parts = torch.cat([rank_sum(made, split, rank) for rank in range(split.ranks)])
+    assert torch.equal(trainer_parts(made, split), parts)
     assert torch.equal(made.run(), added(parts))
-    assert not torch.equal(sum(parts[1:], parts[0]), rank_sum(made, WHOLE, 0)[0])  # the order shows, or this would prove nothing
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+def test_the_split_shows_in_the_output(split):
+    """A million FP32 sums, of which another order rounds some to other BF16 values."""
+    made = layer(3000, split)
+    found = made.run()
+    assert torch.equal(found, added(trainer_parts(made, split)))
+    assert not torch.equal(found, added(trainer_parts(made, WHOLE)))
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
