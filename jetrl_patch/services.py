@@ -42,7 +42,9 @@ class Exchange(Protocol):
 class Models(Protocol):
     """Computes Hugging Face models as the trainer does."""
 
-    def prepare_model(self, model: Any, config: Config, /, rollout_tp: int, device_type: str) -> list[str]:
+    def prepare_model(
+        self, model: Any, config: Config, /, rollout_tp: int, device_type: str, rollout_ep: int = 1
+    ) -> list[str]:
         """Convert a loaded model in place and return the names of its quantized layers."""
 
     def share_sequences(self, model: Any, exchange: Exchange, /) -> None:

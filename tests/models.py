@@ -80,6 +80,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         "qwen3_moe",
         {"hidden_size": 320, "moe_intermediate_size": 200, "num_experts": 5, "norm_topk_prob": False},
     ),
+    # of two tensor-parallel ranks each holds whole blocks of the experts
+    "qwen3_moe-tp": ("qwen3_moe", {"moe_intermediate_size": 256}),
+    "qwen2_moe-tp": ("qwen2_moe", {"moe_intermediate_size": 256, "mlp_only_layers": [1]}),
+    "glm4_moe-tp": ("glm4_moe", {"moe_intermediate_size": 256}),
+    "olmoe-tp": ("olmoe", {"intermediate_size": 256}),
+    "mixtral-tp": ("mixtral", {"intermediate_size": 256}),
     "olmoe": ("olmoe", {}),
     "olmoe-odd": (
         "olmoe",

@@ -30,6 +30,7 @@ def prepare_model(
     config: Config,
     rollout_tp: int = 1,
     device_type: str = "cpu",
+    rollout_ep: int = 1,
 ) -> list[str]:
     """Convert a causal language model in place, before it is wrapped by FSDP or ZeRO.
 
@@ -39,6 +40,7 @@ def prepare_model(
         model: a Hugging Face model with an ``lm_head``.
         rollout_tp: tensor-parallel size of the rollout, whose order of partial sums the trainer follows.
         device_type: device the model will run on; decides the backend.
+        rollout_ep: expert-parallel size of the rollout, which decides the same for experts.
 
     Returns:
         Names of the quantized layers: those converted here or, if only the rollout is quantized, those that the rollout
@@ -51,7 +53,7 @@ def prepare_model(
     """
     if config.fp32_head:
         check_head(model)
-    names, cut = split_layers(model, config, rollout_tp) if config.quantized_rollout else ([], [])
+    names, cut = split_layers(model, config, rollout_tp, rollout_ep) if config.quantized_rollout else ([], [])
     if config.fp8_train:
         check_registered(model, device_type)
     if cut:
@@ -64,7 +66,7 @@ def prepare_model(
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
-    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names)
+    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep)
     use_fp8_experts(model)
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which then leave it alone

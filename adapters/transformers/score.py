@@ -35,7 +35,7 @@ def score(job: Job, samples: Sequence[Sample]) -> Scored:
     dtype = getattr(torch, job.config.compute_dtype)
     model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(device).eval()
     if job.stock is None:
-        prepare_model(model, job.config, job.tp, device)
+        prepare_model(model, job.config, job.tp, device, job.ep)
     batches = [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
     with torch.no_grad():
         log_probs = torch.cat([_log_probs(model, batch, job.temperature) for batch in batches]).cpu()

@@ -59,8 +59,9 @@ def prepare(module: Any, config: Config, engine: Any) -> Prepared:
         check_seeing(module.config)  # the driver has checked a local folder
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
-    sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "device_type": get_device_name()}
-    source = convert(module, config, shapes, reference=bool(engine.engine_config.forward_only), **sizes)
+    sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
+    only = bool(engine.engine_config.forward_only)
+    source = convert(module, config, shapes, reference=only, device_type=get_device_name(), **sizes)
     return Prepared(**vars(source), vocabulary=_vocabulary(engine.model_config), banned=_banned(engine.model_config))
 
 

@@ -16,6 +16,7 @@ from jetrl_patch.adapters.verl import (
     model_config,
     old_log_probs_settings,
     precision,
+    rollout_ranks,
     ulysses,
 )
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
@@ -23,6 +24,7 @@ from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
 from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
 from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.rollout_ranks import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
@@ -78,7 +80,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.checkpoint_manager_class", is_set, "verl's own checkpoint manager", "set it to null", "all"),
     Rule(f"{ROLLOUT}.disaggregation.enabled", is_set, _TP_ONLY, _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
-    Rule(f"{ROLLOUT}.expert_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
     Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.full_determinism", is_set, "the plugin's own kernels, not vLLM's batch-invariant ones", _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.enable_rollout_routing_replay", is_set, _REPLAY, _FALSE, "quantized"),
@@ -118,6 +119,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
     yield from model_config.problems(select, config)
+    yield from rollout_ranks.problems(select, config)
     yield from _engine_problems(select, config)
     yield from gather.problems(select, config)
     yield from lora.problems(select, config)
@@ -137,18 +139,17 @@ def _engine_problems(select: Callable[[str], Any], config: Config) -> Iterator[J
     """Yield an error for each argument of vLLM's engine that verl would hand on unseen."""
     given = {str(name): value for name, value in (select(ENGINE) or {}).items()}
     given.pop("quantization", None)  # a rule above judges it, in more modes
-    yield from registry.rollout().argument_problems(given, config, _rollout_tp(select), lambda name: named(f"{ENGINE}.{name}"))
-
-
-def _rollout_tp(select: Callable[[str], Any]) -> int:
-    return int(select(f"{ROLLOUT}.tensor_model_parallel_size") or 1)
+    tp = tensor_parallel(select)
+    yield from registry.rollout().argument_problems(given, config, tp, lambda name: named(f"{ENGINE}.{name}"))
 
 
 def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Check the model family and the rollout's tensor parallelism against config.json, without loading weights."""
-    path, _, tp = _checkpoint(select, config)
+    """Check the model family and how the rollout splits it against config.json, without loading weights."""
+    path, _, tp, ep = _checkpoint(select, config)
     trust = bool(select(f"{MODEL}.trust_remote_code"))
-    found = list(checkpoint_problems(path, config, tp, trust))
+    if ep not in (1, tp):  # ``rollout_ranks.problems`` has said so
+        ep = 1
+    found = list(checkpoint_problems(path, config, tp, ep, trust_remote_code=trust))
     yield from found
     hf_config = None if found else read_config(path, config, trust)
     if hf_config is None:
@@ -171,10 +172,10 @@ def check_seeing(hf_config: Any) -> None:
     require_text(hf_config, "the model with verl and a quantized rollout", f"use {UNQUANTIZED}", required)
 
 
-def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int]:
-    """Return the model's folder, the settings, and the rollout's tensor-parallel size."""
+def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int, int]:
+    """Return the model's folder, the settings, and the rollout's tensor-parallel and expert-parallel sizes."""
     path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
-    return path, config, _rollout_tp(select)
+    return path, config, tensor_parallel(select), expert_parallel(select)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:

@@ -18,7 +18,7 @@ class WorkerState(state.Worker):
     """State of a training worker.
 
     Attributes:
-        rollout_tp: tensor parallel size of the rollout.
+        rollout_tp: tensor parallel size of the rollout. rollout_ep: its expert parallel size.
         stats: of the current or last weight sync.
         separate: whether that sync goes over a checkpoint engine, to a rollout with devices of its own.
         broken: what broke the stream of such a sync.
@@ -35,6 +35,7 @@ class WorkerState(state.Worker):
     measured: list[Any] = field(default_factory=list)
     audit: Audit = field(default_factory=Audit)
     rollout_tp: int = 1
+    rollout_ep: int = 1
     stats: SyncStats | None = None
     separate: bool = False
     broken: Exception | None = None

@@ -34,7 +34,9 @@ def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
         custom = self.config.rollout.get("custom", None) or {}
         check_mark(dict(custom.get(MARK, None) or {}))
         if runtime.active_config().quantized_rollout:
-            WORKER.rollout_tp = int(self.config.rollout.tensor_model_parallel_size)
+            rollout = self.config.rollout
+            WORKER.rollout_tp = int(rollout.tensor_model_parallel_size)
+            WORKER.rollout_ep = int(rollout.get("expert_parallel_size", None) or 1)
         result = original(self, *args, **kwargs)
         delta.attach(self)
         return result

@@ -120,6 +120,11 @@ _VALUES: dict[str, _Value] = {
         "the framework's own tensor-parallel size, by which the trainer splits its sums",
         "remove it and set the framework's",
     ),
+    "enable_expert_parallel": _Value(
+        lambda value, *_: bool(value),
+        "the framework's own expert-parallel size, by which the trainer groups its sums",
+        "remove it and set the framework's",
+    ),
     "dtype": _Value(
         lambda value, config, _: str(value).removeprefix("torch.") not in ("auto", config.compute_dtype),
         "auto or bfloat16",

@@ -17,7 +17,8 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
 from jetrl_patch.fp8.layers import is_cut, is_quantized
-from jetrl_patch.structure import check_structure
+from jetrl_patch.fp8.ranks import ExpertSplit
+from jetrl_patch.structure import EXPERTS, check_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,7 +57,6 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     refused = {
         "enable_lora": bool(args.enable_lora),
         "speculative_config": args.speculative_config is not None,
-        "enable_expert_parallel": bool(args.enable_expert_parallel),
         "pipeline_parallel_size": args.pipeline_parallel_size > 1,
         "decode_context_parallel_size": args.decode_context_parallel_size > 1,
         "prefill_context_parallel_size": args.prefill_context_parallel_size > 1,
@@ -125,12 +125,12 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
 def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> None:
     dense = [s.key for s in family.settings if s.key in DENSE_BLOCKS and s.problem(hf_config)]
     parallel = vllm_config.parallel_config
+    placement = parallel.expert_placement_strategy
     problems = {
         "a GPU": not _on_cpu(),
-        f"tensor_parallel_size={parallel.tensor_parallel_size}": parallel.tensor_parallel_size > 1,
         f"data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1,
-        "enable_expert_parallel": parallel.enable_expert_parallel,
         "enable_eplb": parallel.enable_eplb,
+        f"expert_placement_strategy={placement!r}": placement != "linear",
         f"dense blocks ({', '.join(dense)})": bool(dense),
     }
     found = [what for what, there in problems.items() if there]
@@ -138,11 +138,17 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
         raise ModelError(
             explain(
                 "experts in FP8 in vLLM",
-                required="one rank, on a CPU" + (", with experts in every block" if dense else ""),
+                required="a CPU, and experts in order over tensor or expert parallel ranks"
+                + (", in every block" if dense else ""),
                 found=", ".join(found),
                 fix=f"turn it off, use a dense model, or {UNQUANTIZED}",
             )
         )
+    tp = parallel.tensor_parallel_size
+    split = ExpertSplit.of(tp, tp if parallel.enable_expert_parallel else 1)
+    experts = next(int(count) for name in EXPERTS if (count := getattr(hf_config, name, None)))
+    width = getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size
+    split.check(f"the experts of {family.causal_lm}", experts, int(width))
 
 
 def _refuse_batch_invariance() -> None:
@@ -187,13 +193,13 @@ def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -
     Args:
         whole, hf_config: the configurations of the model and of its language model.
     """
-    keys = ("num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_size")
+    family = FAMILIES.get(whole.model_type, LLAMA_LIKE)
+    keys = ("num_hidden_layers", "num_attention_heads", "hidden_size", *{*family.row_parallel.values()} - {"attention"})
     sizes = {key: getattr(hf_config, key, None) for key in keys}
     if tp == 1 or not all(isinstance(size, int) for size in sizes.values()):
         return []
-    layers, heads, _, hidden = (int(size or 0) for size in sizes.values())
+    layers, heads, hidden, *_ = (int(size or 0) for size in sizes.values())
     sizes["attention"] = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
-    family = FAMILIES.get(whole.model_type, LLAMA_LIKE)
     names = []
     for index in range(layers):
         for layer, size in family.row_parallel.items():

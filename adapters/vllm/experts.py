@@ -1,7 +1,8 @@
 """The experts method: it loads, routes and multiplies a mixture's experts as the trainer does.
 
 vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
-each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears.
+each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears. Of several ranks each
+holds either a range of the experts, or a range of every expert's intermediate size: rows of gate and up, columns of down.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
 from jetrl_patch.adapters.vllm.formats import format_of
 from jetrl_patch.adapters.vllm.method import finite_bf16
+from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.fp8.formats import BLOCK, FP8, groups
+from jetrl_patch.fp8.ranks import ExpertSplit, added
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
@@ -32,7 +35,7 @@ _SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
 
 
 class Piece(NamedTuple):
-    """One matrix of one expert in this rank's memory: e4m3 [N, K], scales FP32 [N, ceil(K/128)], and what it is."""
+    """What this rank holds of one matrix of one expert: e4m3 [N, K], scales FP32 [N, ceil(K/128)], and what it is."""
 
     weight: torch.Tensor
     scale: torch.Tensor
@@ -59,6 +62,15 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.scale = 1.0
         self._unwritten: set[tuple[str, int, str]] = set()
         _check(layer, self.exact)
+        parallel, self.experts = layer.moe_config.moe_parallel_config, layer.moe_config.num_experts
+        by_experts = parallel.ep_size > 1
+        self.split = ExpertSplit.of(parallel.ep_size if by_experts else parallel.tp_size, parallel.ep_size)
+        #: into how many parts each expert's intermediate size is split, and which one this rank holds
+        self.parts: int = 1 if by_experts else parallel.tp_size
+        self.part: int = 0 if by_experts else parallel.tp_rank
+        first = parallel.ep_rank * layer.local_num_experts
+        #: the experts of this rank
+        self.held = range(first, first + layer.local_num_experts)
 
     def create_weights(
         self,
@@ -69,7 +81,11 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register ``w13_weight``, ``w2_weight`` (e4m3) and their ``_scale_inv`` (FP32, per row)."""
+        """Register ``w13_weight``, ``w2_weight`` (e4m3) and their ``_scale_inv`` (FP32, per row).
+
+        Raises ModelError for a split that is not equal, or cuts a block.
+        """
+        self.split.check(f"the experts of {self.prefix}", self.experts, intermediate_size_per_partition * self.parts)
         wide = 2 * intermediate_size_per_partition
         for name, n, k in (("w13", wide, hidden_size), ("w2", hidden_size, intermediate_size_per_partition)):
             weight = torch.nn.Parameter(torch.empty(num_experts, n, k, dtype=FP8), requires_grad=False)
@@ -81,30 +97,33 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.expect(layer)
 
     def pieces(self, layer: RoutedExperts) -> Iterator[Piece]:
-        """Yield all matrices, expert by expert, under the names of their checkpoint."""
-        for expert in range(layer.local_num_experts):
+        """Yield this rank's matrices, expert by expert, under the names of their checkpoint."""
+        for expert in self.held:
             for shard_id in _SHARDS:
                 yield self.piece(layer, expert, shard_id)
 
     def piece(self, layer: RoutedExperts, expert: int, shard_id: str) -> Piece:
-        """Return views of one matrix and its scales."""
+        """Return views of one matrix and its scales. ``expert`` counts all ranks' and is one of ``held``."""
         name, half = ("w2", None) if shard_id == "w2" else ("w13", shard_id)
-        weight, scale = (getattr(layer, f"{name}_{kind}").data[expert] for kind in ("weight", "weight_scale_inv"))
+        at = expert - self.held.start
+        weight, scale = (getattr(layer, f"{name}_{kind}").data[at] for kind in ("weight", "weight_scale_inv"))
         if half is not None:
             (weight, scale) = (t.chunk(2, 0)[half == "w3"] for t in (weight, scale))
         n, k = weight.shape
-        return Piece(weight, scale, Shard(f"{self.prefix}.{expert}.{_SHARDS[shard_id]}", shard_id, n, 0, n, 0, k, 0))
+        rows, row0, col0 = (n, 0, self.part * k) if half is None else (n * self.parts, self.part * n, 0)
+        whole = f"{self.prefix}.{expert}.{_SHARDS[shard_id]}"
+        return Piece(weight, scale, Shard(whole, shard_id, rows, row0, row0 + n, col0, col0 + k, 0))
 
-    def layers(self, layer: RoutedExperts) -> list[str]:
-        """Return the Hugging Face names of all matrices."""
-        return [f"{self.prefix}.{expert}.{part}" for expert in range(layer.local_num_experts) for part in PARTS]
+    def layers(self) -> list[str]:
+        """Return the Hugging Face names of all ranks' matrices."""
+        return [f"{self.prefix}.{expert}.{part}" for expert in range(self.experts) for part in PARTS]
 
     def expect(self, layer: RoutedExperts) -> None:
-        """Note that every matrix and its scales are about to be written."""
+        """Note that every matrix of this rank and its scales are about to be written."""
         self._unwritten = {
             (kind, expert, shard_id)
             for kind in ("weight", "weight_scale_inv")
-            for expert in range(layer.local_num_experts)
+            for expert in self.held
             for shard_id in _SHARDS
         }
 
@@ -122,7 +141,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if its rows are not independent here, or a matrix is missing."""
-        missing, every = self.missing(), 2 * len(self.layers(layer))
+        missing, every = self.missing(), 2 * len(_SHARDS) * len(self.held)
         if 0 < len(missing) < every:  # all of them: dummy weights, which a sync will replace
             found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
@@ -158,20 +177,23 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         def operands(expert: int) -> Operands:
             return Operands(*(self.piece(layer, expert, shard_id)[:2] for shard_id in _SHARDS))
 
-        backend, sizes = self.format.backend(x_TH.device), (layer.local_num_experts, x_TH.shape[1])
-        quantized = backend.quantize_activation(x_TH, self.scale_format)
-        return run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, self.scale_format)
+        backend, sizes = self.format.backend(x_TH.device), (self.experts, x_TH.shape[1])
+        quantized, form = backend.quantize_activation(x_TH, self.scale_format), self.scale_format
+        mine_1TH = run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, form, held=self.held)
+        return added(mine_1TH) if self.split.ranks == 1 else sum_over_ranks(mine_1TH[0])
 
     def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
         def load_weight(
             param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
         ) -> bool:
+            if expert_id not in self.held:
+                return False
             piece = self.piece(layer, expert_id, shard_id)
-            name, scales = piece.shard.name, None
-            if loaded_weight.dtype != FP8:
-                bf16_NK = finite_bf16(name, loaded_weight).to(param.device).contiguous()
+            shard, scales = piece.shard, None
+            if loaded_weight.dtype != FP8:  # the whole matrix, so that its bytes do not depend on the split
+                bf16_NK = finite_bf16(shard.name, loaded_weight).to(param.device).contiguous()
                 loaded_weight, scales = self.format.quantize(bf16_NK)
-            _copy(f"{name}.weight", piece.weight, loaded_weight)
+            self._copy(f"{shard.name}.weight", piece.weight, loaded_weight, shard, shard.col0)
             self._unwritten.discard(("weight", expert_id, shard_id))
             if scales is not None:
                 self._load_scale(layer, scales, shard_id, expert_id)
@@ -183,6 +205,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         def load_scale(
             param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
         ) -> bool:
+            if expert_id not in self.held:
+                return False
             self._load_scale(layer, loaded_weight, shard_id, expert_id)
             return True
 
@@ -190,17 +214,19 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def _load_scale(self, layer: RoutedExperts, scales: torch.Tensor, shard_id: str, expert_id: int) -> None:
         piece = self.piece(layer, expert_id, shard_id)
-        name = piece.shard.name
-        rows = self.format.scales.per_row(scales, piece.shard.rows, name)
-        _copy(f"{name}.weight_scale_inv", piece.scale, rows)
+        shard = piece.shard
+        rows = self.format.scales.per_row(scales, shard.rows, shard.name)
+        self._copy(f"{shard.name}.weight_scale_inv", piece.scale, rows, shard, shard.col0 // BLOCK)
         self._unwritten.discard(("weight_scale_inv", expert_id, shard_id))
 
-
-def _copy(name: str, place: torch.Tensor, value: torch.Tensor) -> None:
-    if place.shape != value.shape:
-        fix = "use the same model on both sides"
-        raise SyncError(explain(name, required=f"shape {list(place.shape)}", found=list(value.shape), fix=fix))
-    place.copy_(value)
+    def _copy(self, name: str, place: torch.Tensor, whole: torch.Tensor, shard: Shard, col0: int) -> None:
+        """Copy this rank's rectangle of a matrix or of its scales. Raises SyncError if the whole has another shape."""
+        n, k = place.shape
+        required = [shard.rows, k * self.parts if shard.shard_id == "w2" else k]
+        if list(whole.shape) != required:
+            fix = "use the same model on both sides"
+            raise SyncError(explain(name, required=f"shape {required}", found=list(whole.shape), fix=fix))
+        place.copy_(whole[shard.row0 : shard.row0 + n, col0 : col0 + k])
 
 
 def _check(layer: RoutedExperts, exact: bool) -> None:
@@ -208,8 +234,9 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
     problems = {
         f"activation {layer.activation.value!r}": layer.activation != MoEActivation.SILU,
         "routing weights on the input": layer.apply_router_weight_on_input,
-        "experts split over ranks": parallel.tp_size * parallel.dp_size * parallel.ep_size > 1,
+        "experts that engines share": parallel.dp_size * parallel.pcp_size > 1,
         "redundant experts": parallel.enable_eplb,
+        f"experts placed by {layer.expert_placement_strategy}": layer.expert_placement_strategy != "linear",
     }
     if exact:
         by_sigmoid = (
@@ -230,7 +257,8 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
         raise ModelError(
             explain(
                 f"the experts of {layer.layer_name}",
-                required="SiLU, and a router that takes the largest of a softmax, or of a sigmoid with a bias, on one rank",
+                required="SiLU, a router that takes the largest of a softmax, or of a sigmoid with a bias, and experts in order "
+                "over the ranks of one engine",
                 found=", ".join(found),
                 fix=f"turn it off, use another model, or {UNQUANTIZED}",
             )

@@ -32,9 +32,9 @@ class VllmInstaller:
         self._loaded: set[str] = set()
 
     def quantized_layers(self) -> list[str]:
-        """Return the Hugging Face names of the quantized layers, those of experts last."""
+        """Return the Hugging Face names of the quantized layers, those of experts last, also of experts on other ranks."""
         linears = [name for _, method in quantized_modules(self.model) for name in method.names]
-        return linears + [name for layer, method in expert_modules(self.model) for name in method.layers(layer)]
+        return linears + [name for _, method in expert_modules(self.model) for name in method.layers()]
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:

@@ -27,11 +27,14 @@ def attach(worker: Any, config: Config) -> None:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
         ModelError: vLLM transforms a layer after loading, or the ops of exact mode are not exact on this device.
     """
+    from jetrl_patch.adapters.vllm.experts import expert_modules
     from jetrl_patch.adapters.vllm.install import VllmInstaller
     from jetrl_patch.adapters.vllm.postload import check_layers
+    from jetrl_patch.adapters.vllm.runner import finish
     from jetrl_patch.adapters.vllm.warm import warm_up
 
-    installer = VllmInstaller(worker.model_runner.get_model())
+    model = worker.model_runner.get_model()
+    installer = VllmInstaller(model)
     layers = installer.quantized_layers()
     if config.quantized_rollout and not layers:
         raise NotPatchedError(
@@ -40,20 +43,22 @@ def attach(worker: Any, config: Config) -> None:
             f"call jetrl_patch.enable() before the engine is built"
         )
     if config.quantized_rollout:
-        check_layers(worker.model_runner.get_model())
+        check_layers(model)
+        finish(model)
     if config.exact:
         from jetrl_patch.adapters.vllm.exact import finish_model, try_ops
 
         finish_model(worker)
         try_ops(worker)
     if config.quantized_rollout:
-        warm_up(worker.model_runner.get_model(), worker.vllm_config.scheduler_config.max_num_batched_tokens)
+        warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
     runtime.register_layers(layers)
     backend = _backend(config, worker) if config.quantized_rollout else ""
     if backend:
         runtime.register_backend(backend)
     base = Received() if config.sync == "delta" else None
-    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend), _gather, base)
+    splits = {method.split for _, method in expert_modules(model)}  # one for all blocks, if there are experts
+    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, *splits), _gather, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 

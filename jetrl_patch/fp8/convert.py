@@ -12,6 +12,7 @@ from jetrl_patch.fp8.expert_layers import attach_experts, check_experts, expert_
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_cut, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.ranks import ExpertSplit
 from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
 
 if TYPE_CHECKING:
@@ -81,18 +82,19 @@ def _refuse_stacks(model: nn.Module, experts: Collection[str]) -> None:
                 )
 
 
-def split_layers(model: nn.Module, config: Config, rollout_tp: int) -> tuple[list[str], list[str]]:
+def split_layers(model: nn.Module, config: Config, rollout_tp: int, rollout_ep: int = 1) -> tuple[list[str], list[str]]:
     """Names of the layers that are quantized, and of those that ``on_cut="bf16"`` leaves in BF16, in model order.
 
     Args:
-        rollout_tp: the rollout's tensor-parallel size.
+        rollout_tp: the rollout's tensor-parallel size. rollout_ep: its expert-parallel size.
 
     Raises:
-        ModelError: as ``select_layers``; a split cuts a block and ``on_cut`` is "refuse"; or such a layer is
-            TransformerEngine's, which stays in FP8; or the rollout splits experts.
+        ModelError: as ``select_layers`` and ``check_experts``; a split cuts a block and ``on_cut`` is "refuse"; or such a layer
+            is TransformerEngine's, which stays in FP8.
+        ConfigError: as ``ExpertSplit.of``.
     """
     names, modules = select_layers(model, config.exclude), dict(model.named_modules())
-    check_experts(model, (), rollout_tp)
+    check_experts(model, (), ExpertSplit.of(rollout_tp, rollout_ep))
     if config.channelwise:
         return names, []  # one scale per row: no split cuts a block
     widths = {name: getattr(modules[name], "in_features", 0) for name in names if name in modules}
@@ -113,6 +115,7 @@ def swap_linears(
     backend: str = "torch",
     k_splits: int = 1,
     names: Sequence[str] | None = None,
+    rollout_ep: int = 1,
 ) -> list[str]:
     """Turn every selected layer into an ``Fp8Linear``, and give experts their state. Parameters and names do not change.
 
@@ -124,6 +127,7 @@ def swap_linears(
         backend: a resolved name from ``fp8.backends``, not "auto".
         k_splits: the rollout's tensor-parallel size.
         names: the layers to turn; by default those that ``select_layers`` chooses.
+        rollout_ep: the rollout's expert-parallel size.
 
     Returns:
         The names of the FP8 modules.
@@ -137,7 +141,7 @@ def swap_linears(
     check_splits(((name, getattr(module, "in_features", 0)) for name, module in modules.items()), k_splits)
     if left_alone(modules, scale_format, backend):
         return names
-    attach_experts(model, scale_format, backend)
+    attach_experts(model, scale_format, backend, ExpertSplit.of(k_splits, rollout_ep))
     for name, module in modules.items():
         module.__class__ = Fp8Linear
         module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.experts import PARTS, Experts, Matrix
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
 
 __all__ = [
     "attach_experts",
@@ -50,29 +51,22 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def check_experts(model: nn.Module, exclude: Iterable[str], rollout_tp: int = 1) -> None:
-    """Raise ModelError if experts are partly or wholly excluded from FP8, or the rollout splits them over ranks."""
+def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit = WHOLE) -> None:
+    """Raise ModelError if experts are partly or wholly excluded from FP8, or the rollout cannot split them so over its ranks."""
     for name, module in expert_modules(model).items():
         out = [layer for layer in layers_of(name, module) if not is_quantized(layer, tuple(exclude))]
         if out:
             found = f"exclude={list(exclude)}, which takes out {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
             raise ModelError(explain("experts", required="all of them in FP8", found=found, fix="exclude other layers"))
-        if rollout_tp > 1:
-            raise ModelError(
-                explain(
-                    f"the experts of {type(model).__name__}",
-                    required="a rollout that does not split them (tensor parallel size 1)",
-                    found=str(rollout_tp),
-                    fix=f"set the rollout's tensor parallel size to 1, or use {UNQUANTIZED}",
-                )
-            )
+        experts, _, width = whole_shape(module.down_proj)
+        split.check(f"the experts of {type(model).__name__}", experts, width)
 
 
-def attach_experts(model: nn.Module, scale_format: ScaleFormat, backend: str) -> None:
+def attach_experts(model: nn.Module, scale_format: ScaleFormat, backend: str, split: ExpertSplit = WHOLE) -> None:
     """Give each module of experts its settings and its cache of quantized weights. Reads no weight."""
     for module in expert_modules(model).values():
         count = whole_shape(module.gate_up_proj)[0]
-        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend))
+        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split))
 
 
 def expert_matrices(model: nn.Module) -> dict[str, Matrix]:

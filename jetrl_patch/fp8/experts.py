@@ -10,7 +10,7 @@ The gradient of a routing weight is the inner product of dy with the expert's ou
 u = dy Wd, which DGrad computes anyway, <dy, h Wd^T> = <u, h>, and dh = w u.
 
 Shape legend: T tokens, k experts per token, P = T * k pairs, E experts, H hidden size, I intermediate size, G groups of 128,
-n tokens of one expert.
+n tokens of one expert, R parts of the sum over experts.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from torch import Tensor
 
 from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.fp8.backends import Backend, get_backend
-from jetrl_patch.fp8.formats import FP8, ScaleFormat, groups
+from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight
-from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sum
+from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sums
 from jetrl_patch.fp8.quantize import dequantize_activation
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
 
 __all__ = ["PARTS", "Experts", "Matrix", "Operands", "experts_forward", "run_experts"]
 
@@ -74,6 +75,8 @@ def run_experts(
     backend: Backend,
     scale_format: ScaleFormat,
     saved: _Saved | None = None,
+    split: ExpertSplit = WHOLE,
+    held: range | None = None,
 ) -> Tensor:
     """FProp of the experts: the trainer's forward and the rollout's.
 
@@ -82,31 +85,40 @@ def run_experts(
         operands: the matrices of an expert, asked for once and only if it has tokens.
         sizes: (E, H).
         saved: filled for backward.
+        split: the parts of the sum. A rank of a rollout computes one.
+        held: the experts of this rank; None for all.
 
     Returns:
-        BF16 [T, H].
+        The parts of the sum, FP32 [R, T, H], for ``added``.
     """
     q_TH, s_TG = quantized
 
-    def output(group: Group) -> Tensor:
+    def outputs(group: Group) -> Iterator[tuple[int, Tensor]]:
         w, q, s = operands(group.expert), q_TH[group.tokens], s_TG[group.tokens]
         a_nI, b_nI = (backend.gemm(q, s, *matrix, torch.bfloat16) for matrix in (w.gate, w.up))
-        h = backend.quantize_activation(silu_mul(a_nI, b_nI), scale_format)
+        h_nI, sh_nG = backend.quantize_activation(silu_mul(a_nI, b_nI), scale_format)
         if saved is not None:
-            for place, value in zip(saved, (a_nI, b_nI, *h), strict=True):
+            for place, value in zip(saved, (a_nI, b_nI, h_nI, sh_nG), strict=True):
                 place[group.span] = value
-        return backend.gemm(*h, *w.down, torch.float32)
+        down_HI, sd_HG = w.down
+        for part, at in split.places(group.expert, sizes[0], h_nI.shape[1]):
+            scales = slice(at.start // BLOCK, groups(at.stop))
+            yield part, backend.gemm(h_nI[:, at], sh_nG[:, scales], down_HI[:, at], sd_HG[:, scales], torch.float32)
 
-    return weighted_sum(ids_Tk, weights_Tk, sizes, output)
+    return weighted_sums(ids_Tk, weights_Tk, sizes, outputs, split.ranks, held)
 
 
 @dataclass
 class Experts:
-    """The quantization settings of a layer's experts, and their last quantized weights. Not part of the state dict."""
+    """The quantization settings of a layer's experts, and their last quantized weights. Not part of the state dict.
+
+    ``split`` is the rollout's.
+    """
 
     count: int
     scale_format: ScaleFormat
     backend_name: str
+    split: ExpertSplit = WHOLE
     _matrices: dict[tuple[int, Part], Matrix] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
@@ -146,10 +158,11 @@ class _Mixture(torch.autograd.Function):
             found = own.quantized(expert, gate_up_EFH, down_EHI)
             return Operands(*((w.q, w.s_rows) for w in found))
 
-        y_TH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, own.scale_format, saved)
+        form = own.scale_format
+        parts_RTH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, form, saved, own.split)
         ctx.save_for_backward(*quantized, *saved, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
         ctx.own, ctx.x_dtype = own, x_TH.dtype
-        return y_TH
+        return added(parts_RTH)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:

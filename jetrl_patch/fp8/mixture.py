@@ -1,16 +1,17 @@
-"""What trainer and rollout share of a mixture of experts: grouping tokens by expert, and the weighted sum.
+"""What trainer and rollout share of a mixture of experts: grouping tokens by expert, and the weighted sums.
 
     y_t = bf16( sum over the chosen experts e, ascending, of w_te * expert_e(x_t) )         expert_e unrounded, FP32
 
 A product and a sum are each rounded to FP32. So a token's bits depend on its own input, experts and weights: not on how many
-tokens an expert gets, nor on their order.
+tokens an expert gets, nor on their order. Where a rollout splits the experts over ranks, the sum has one part per rank
+(``ranks``).
 
-Shape legend: T tokens, k experts per token, E experts, H hidden size, n tokens of one expert.
+Shape legend: T tokens, k experts per token, E experts, H hidden size, n tokens of one expert, R parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
 
-__all__ = ["Group", "groups_of", "weighted_sum"]
+__all__ = ["Group", "groups_of", "weighted_sums"]
 
 
 @dataclass(frozen=True)
@@ -59,20 +60,30 @@ def groups_of(ids_Tk: Tensor, experts: int) -> Iterator[Group]:
             start += count
 
 
-def weighted_sum(ids_Tk: Tensor, weights_Tk: Tensor, sizes: tuple[int, int], output: Callable[[Group], Tensor]) -> Tensor:
-    """Add up the experts of each token.
+def weighted_sums(
+    ids_Tk: Tensor,
+    weights_Tk: Tensor,
+    sizes: tuple[int, int],
+    outputs: Callable[[Group], Iterable[tuple[int, Tensor]]],
+    parts: int = 1,
+    held: range | None = None,
+) -> Tensor:
+    """Add up the experts of each token, in parts.
 
     Args:
         ids_Tk: indices of its experts, in any order and different from one another. weights_Tk: their weights.
         sizes: (E, H).
-        output: computes a group's expert, unrounded: FP32 [n, H].
+        outputs: computes a group's expert: the parts it adds to, each with what it adds, unrounded: FP32 [n, H].
+        held: the experts to add; None for all.
 
     Returns:
-        BF16 [T, H].
+        FP32 [R, T, H].
     """
     experts, width = sizes
-    total_TH = torch.zeros(ids_Tk.shape[0], width, dtype=torch.float32, device=ids_Tk.device)
+    total_RTH = torch.zeros(parts, ids_Tk.shape[0], width, dtype=torch.float32, device=ids_Tk.device)
     for group in groups_of(ids_Tk, experts):
-        weight_n1 = weights_Tk[group.tokens, group.slots].float().unsqueeze(-1)
-        total_TH.index_add_(0, group.tokens, weight_n1 * output(group))
-    return total_TH.to(torch.bfloat16)
+        if held is None or group.expert in held:
+            weight_n1 = weights_Tk[group.tokens, group.slots].float().unsqueeze(-1)
+            for part, y_nH in outputs(group):
+                total_RTH[part].index_add_(0, group.tokens, weight_n1 * y_nH)
+    return total_RTH

@@ -36,8 +36,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         check_target(Path(options.json), folder=False)  # measuring takes minutes
     check_model(options.model, configs, options.tp)
-    for config in configs if options.tp > 1 else ():
-        check_checkpoint(options.model, config, options.tp)
     jobs = [
         Job(
             model=options.model,
@@ -55,6 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for way, config in [*((way, STOCK[way].config()) for way in stock), *((None, config) for config in configs)]
     ]
+    for job in jobs if options.tp > 1 else ():
+        if not job.stock:
+            check_checkpoint(job.model, job.config, job.tp, job.ep)
     results = _measure(jobs, options.verbose, may_lack=not options.stock)
     if options.json:
         with writing(options.json):

@@ -51,6 +51,11 @@ class Job:
     cost: bool = False
 
     @property
+    def ep(self) -> int:
+        """Expert parallel size of the rollout: vLLM's ranks either share every expert or have their own."""
+        return self.tp if dict(self.engine).get("enable_expert_parallel") else 1
+
+    @property
     def label(self) -> tuple[str, str]:
         """What the table calls the mode: precision and align."""
         return (self.stock, "stock") if self.stock else (self.config.precision, self.config.resolved_align)

@@ -14,6 +14,7 @@ import torch
 
 from jetrl_patch.config.modes import MODES, RolloutFormat
 from jetrl_patch.errors import AuditError, SyncError, explain
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
@@ -38,6 +39,8 @@ class Terms:
         scale_format: ``Config.scale_format``.
         backend: name of the FP8 GEMM backend; empty unless the trainer computes in FP8.
         granularity: of the weight scales: "block" (128x128) or "channel" (one per output channel).
+        experts: how the rollout's ranks split experts, by which sums are grouped; empty if they do not, or the trainer
+            computes no FP8.
     """
 
     precision: str
@@ -45,12 +48,13 @@ class Terms:
     scale_format: str
     backend: str = ""
     granularity: str = "block"
+    experts: str = ""
 
     @classmethod
-    def of(cls, config: Config, backend: str) -> Terms:
-        """Return the terms of one side. ``backend`` is the GEMM backend it has chosen.
+    def of(cls, config: Config, backend: str, experts: ExpertSplit = WHOLE) -> Terms:
+        """Return the terms of one side: ``backend`` is the GEMM backend it has chosen, ``experts`` how it splits them.
 
-        It is omitted if the trainer runs no FP8 GEMM: the two sides then have no backend to agree on.
+        Both are omitted if the trainer runs no FP8 GEMM: the two sides then have nothing of the kind to agree on.
         """
         return cls(
             precision=config.precision,
@@ -58,6 +62,7 @@ class Terms:
             scale_format=config.scale_format,
             backend=backend if config.fp8_train else "",
             granularity=config.granularity,
+            experts=str(experts) if config.fp8_train else "",
         )
 
     @property
@@ -78,6 +83,8 @@ class Terms:
 
 
 _TERMS = tuple(field.name for field in fields(Terms))
+#: terms that a manifest holds only if they are not empty
+_OPTIONAL = ("experts",)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +111,7 @@ class Manifest:
         return encode_json(
             {
                 "version": PROTOCOL,
-                **asdict(self.terms),
+                **{key: value for key, value in asdict(self.terms).items() if value or key not in _OPTIONAL},
                 "fp8_layers": list(self.layers),  # the key of protocol 2, which other versions read
                 "guarded_layers": list(self.guarded),
                 "tensors": tensors,
@@ -126,7 +133,7 @@ class Manifest:
                 )
             )
         try:
-            terms = Terms(**{key: str(data[key]) for key in _TERMS})
+            terms = Terms(**{key: str(data[key]) for key in _TERMS if key in data or key not in _OPTIONAL})
             tensors = {str(n): (_shape(shape), str(t)) for n, shape, t in data["tensors"]}
             layers, guarded = (tuple(map(str, data[key])) for key in ("fp8_layers", "guarded_layers"))
             matrices = {name for name, (shape, _) in tensors.items() if len(shape) == 2}
@@ -196,6 +203,15 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
 
     Raises AuditError, which names the settings or the layers that differ.
     """
+    if trainer.experts != rollout.experts:
+        raise AuditError(
+            explain(
+                "experts, whose sums trainer and rollout group alike",
+                required=f"{rollout.experts or 'no split'}, as in the rollout",
+                found=f"{trainer.experts or 'no split'} in the trainer",
+                fix="give the trainer the rollout's own tensor and expert parallel sizes",
+            )
+        )
     wrong = [
         f"{name} is {theirs!r} in the trainer and {ours!r} in the rollout"
         for name, theirs, ours in ((field, getattr(trainer, field), getattr(rollout, field)) for field in _TERMS)

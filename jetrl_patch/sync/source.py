@@ -15,6 +15,7 @@ from jetrl_patch.errors import ConfigError, SyncError, explain
 from jetrl_patch.fp8.expert_layers import expert_matrices, expert_modules, per_expert, shapes_per_expert
 from jetrl_patch.fp8.experts import Matrix
 from jetrl_patch.fp8.linear import Fp8State
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
 from jetrl_patch.fp8.transformer_engine import is_te_linear
 from jetrl_patch.fp8.transformer_engine import quantize_weight as te_weight
 from jetrl_patch.monitor.guard import check_guard
@@ -145,6 +146,7 @@ def convert(
     rollout_tp: int,
     device_type: str,
     reference: bool = False,
+    rollout_ep: int = 1,
 ) -> Source:
     """Convert a loaded Hugging Face model in place, before it is wrapped, and record what a sync needs.
 
@@ -152,6 +154,7 @@ def convert(
         shapes: shape of every tensor that the framework yields, by Hugging Face name.
         rollout_tp: tensor-parallel size of the rollout.
         reference: whether the model is never trained; ``invariant_scale`` then does not apply.
+        rollout_ep: expert-parallel size of the rollout.
 
     Raises:
         ModelError, ConfigError: as ``check_structure``, ``prepare_model`` and ``scale_once``, or the family does not support
@@ -162,7 +165,8 @@ def convert(
     if config.quantized_rollout:
         check_structure(model.config, config)  # the driver has checked a local folder; a remote one is first seen here
     check_guard(config, rollout_tp)
-    layers = registry.models().prepare_model(model, config, rollout_tp=rollout_tp, device_type=device_type)
+    sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
+    layers = registry.models().prepare_model(model, config, device_type=device_type, **sizes)
     smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
     if config.invariant_scale is not None and not reference:
         scale_once(model, config.invariant_scale)
@@ -181,7 +185,7 @@ def convert(
         modules=modules | expert_matrices(model),
         monitor=make_monitor(config, linears, named, device_type),
         shapes=shapes_per_expert(shapes) if stacked else shapes,
-        terms=Terms.of(config, backend),
+        terms=Terms.of(config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if stacked else WHOLE),
         smoother=smoother,
         stacked=stacked,
         base=Sent() if config.sync == "delta" else None,

@@ -20,16 +20,20 @@ logger = logging.getLogger(__name__)
 __all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "model_problems", "read_config", "say_share"]
 
 
-def checkpoint_problems(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Iterator[JetrlError]:
+def checkpoint_problems(
+    path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False
+) -> Iterator[JetrlError]:
     """Yield all errors that ``check_checkpoint`` would raise, one by one."""
     read: list[Any] = []
     yield from raised(lambda: read.append(read_config(path, config, trust_remote_code)))
     for hf_config in read:
         if hf_config is not None:
-            yield from model_problems(hf_config, config, rollout_tp)
+            yield from model_problems(hf_config, config, rollout_tp, rollout_ep)
 
 
-def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_code: bool = False) -> Any:
+def check_checkpoint(
+    path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False
+) -> Any:
     """Run ``check_model`` on a model's folder and return its config, or None if it was not checked (see ``read_config``).
 
     Raises:
@@ -37,7 +41,7 @@ def check_checkpoint(path: Any, config: Config, rollout_tp: int, trust_remote_co
     """
     hf_config = read_config(path, config, trust_remote_code)
     if hf_config is not None:
-        check_model(hf_config, config, rollout_tp)
+        check_model(hf_config, config, rollout_tp, rollout_ep)
     return hf_config
 
 
@@ -53,28 +57,28 @@ def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> A
     return _read(folder, trust_remote_code) if folder else None
 
 
-def cut_note(path: Any, config: Config, rollout_tp: int) -> list[str]:
+def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> list[str]:
     """Return the line that names the layers which ``on_cut="bf16"`` leaves in BF16, if the model is a local folder."""
     if config.on_cut == "refuse" or rollout_tp == 1:
         return []
     from jetrl_patch.fp8.layers import cut_words
 
-    _, _, cut = _split(path, config, rollout_tp) or (None, (), ())
+    _, _, cut = _split(path, config, rollout_tp, rollout_ep) or (None, (), ())
     return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
 
 
 @functools.cache
-def say_share(path: Any, config: Config, rollout_tp: int) -> None:
+def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> None:
     """Log how much of the model is FP8, if it is and the model is a local folder. Says it once per process."""
     from jetrl_patch.fp8.share import share_of
 
-    split = _split(path, config, rollout_tp) if config.fp8_rollout else None
+    split = _split(path, config, rollout_tp, rollout_ep) if config.fp8_rollout else None
     if split is not None:
         model, quantized, _ = split
         logger.warning("jetrl_patch: %s", share_of(model, quantized))
 
 
-def _split(path: Any, config: Config, rollout_tp: int) -> tuple[Any, Any, Any] | None:
+def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple[Any, Any, Any] | None:
     """Return the model on the meta device, its quantized layers and those that a split would cut.
 
     Returns None if the model is remote, or wrong in a way that ``check_checkpoint`` reports.
@@ -86,7 +90,7 @@ def _split(path: Any, config: Config, rollout_tp: int) -> tuple[Any, Any, Any] |
         if hf_config is None:
             return None
         model = _on_meta(hf_config)
-        return (model, *split_layers(model, config, rollout_tp))
+        return (model, *split_layers(model, config, rollout_tp, rollout_ep))
     except JetrlError:
         return None
 
@@ -117,22 +121,22 @@ def _read(folder: str, trust_remote_code: bool) -> Any:
         raise _unreadable(f"config.json in {folder}", "a configuration that transformers knows", error) from error
 
 
-def check_model(hf_config: Any, config: Config, rollout_tp: int) -> None:
-    """Check the model's structure, family, quantized layers and norms, and the rollout's tensor parallelism.
+def check_model(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> None:
+    """Check the model's structure, family, quantized layers and norms, and the rollout's tensor and expert parallelism.
 
     Args:
         hf_config: the Hugging Face config; the model is built on the meta device.
 
     Raises:
         ModelError: the structure is not handled; exact mode, smoothing or ``invariant_scale`` does not cover the family;
-            there is nothing to quantize; a split cuts a block.
+            there is nothing to quantize; a split cuts a block or is not equal.
         ConfigError: the checkpoint was scaled by another ``invariant_scale``; a guard with tensor parallelism.
     """
-    for problem in model_problems(hf_config, config, rollout_tp):
+    for problem in model_problems(hf_config, config, rollout_tp, rollout_ep):
         raise problem
 
 
-def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[JetrlError]:
+def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> Iterator[JetrlError]:
     """Yield all errors that ``check_model`` would raise, one by one."""
     from jetrl_patch.fp8.convert import split_layers
     from jetrl_patch.monitor.guard import check_guard
@@ -148,7 +152,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int) -> Iterator[
         yield from raised(lambda: check_family(hf_config))
     if structure:  # its layers are not those that a check looks for
         return
-    yield from raised(lambda: split_layers(_on_meta(hf_config), config, rollout_tp))
+    yield from raised(lambda: split_layers(_on_meta(hf_config), config, rollout_tp, rollout_ep))
     scalings = {"smoothing": config.resolved_smoothing, "invariant_scale": config.invariant_scale}
     for name, value in scalings.items():
         if value:

@@ -174,6 +174,34 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "100.00%" in capsys.readouterr().out
 
 
+EP = ["--engine", '{"enable_expert_parallel": true}']
+
+
+def test_a_mixture_is_split_as_the_engine_splits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    models.config_of("qwen3_moe").save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    seen: list[Job] = []
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: seen.append(job) or result(job))
+    arguments = ["--model", str(tmp_path), "--align", "exact", "--tp", "2"]
+    assert cli.main([*arguments, *EP]) == 0
+    assert [(job.tp, job.ep) for job in seen] == [(2, 2)]
+    with pytest.raises(ModelError, match=r"each of 2 tensor parallel ranks holds whole blocks of 128, found 128\. Use expert"):
+        cli.main(arguments)
+    assert [job.ep for job in seen] == [2]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [[], EP], ids=["TP", "EP"])
+def test_the_command_with_a_split_mixture(tmp_path: Path, more: list[str]) -> None:
+    family, options = models.VARIANTS["qwen3_moe-tp"]
+    model, file = models.save(tmp_path / "m", family, **options), tmp_path / "out.json"
+    arguments = ["--model", model, "--align", "exact", "--tp", "2", "--tokens", "256", "--length", "16", "--json", str(file)]
+    assert cli.main([*arguments, *more]) == 0
+    (row,) = json.loads(file.read_text())
+    assert row["tokens"] >= 256 and row["bit_equal_fraction"] == 1.0
+
+
 def test_a_granularity_belongs_to_the_fp8_rollout() -> None:
     chosen = choose(["bf16", "fp8-rollout", "int8-rollout"], [], "channel")
     assert [config.granularity for config in chosen] == ["block", "channel", "channel"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_a_manifest_with_anything_changed(path: tuple[Any, ...], value: Any) -> 
         return
     assert Manifest.decode(read.encode()) == read
     read.expected()
+
+
+def test_a_manifest_says_how_experts_are_split_only_if_they_are() -> None:
+    assert "experts" not in TEXT and Manifest.decode(encode_json(TEXT)).terms == TERMS
+    split = dataclasses.replace(WHOLE, terms=dataclasses.replace(TERMS, experts="2 ranges of columns"))
+    assert Manifest.decode(split.encode()) == split
 
 
 @settings(deadline=None)

@@ -118,6 +118,14 @@ def test_sides_that_compute_otherwise(field):
     assert engine.poisoned == 0  # refused before anything changed
 
 
+@pytest.mark.parametrize(("theirs", "ours"), [("", "2 ranges of experts"), ("2 ranges of columns", "2 ranges of experts")])
+def test_sides_that_group_the_sums_over_experts_otherwise(theirs, ours):
+    items = _sent(terms=dataclasses.replace(TERMS, experts=theirs))
+    match = rf"required {ours}, as in the rollout, found {theirs or 'no split'} in the trainer\. Give the trainer"
+    _, engine = _fails(items, AuditError, match, terms=dataclasses.replace(TERMS, experts=ours))
+    assert engine.poisoned == 0
+
+
 def test_sides_that_disagree_about_the_fp8_layers():
     engine = Engine(layers=(LAYERS[0], "layers.0.mlp.up_proj"))
     match = rf"only in the trainer: {LAYERS[1]}; only in the rollout: layers\.0\.mlp\.up_proj"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verl.run_verl import Run, make_task
+from tests.verl.run_verl import R, Run, make_task
 from tests.verl.test_e2e import TIMEOUT, finish
 
 
@@ -15,7 +15,21 @@ from tests.verl.test_e2e import TIMEOUT, finish
 def test_a_mixture_of_experts_is_exact(tmp_path, strategy):
     task = make_task(tmp_path, "qwen3_moe")
     run = Run(task, "trainer.use_v1=False", strategy=strategy, steps=3, environ={"JETRL_PRECISION": "fp8-unified"})
-    for step in finish(run, 3):
+    assert_exact(finish(run, 3))
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize("experts", [1, 2], ids=["TP 2", "EP 2"])
+def test_a_rollout_of_two_ranks_splits_experts(tmp_path, experts):
+    task = make_task(tmp_path, "qwen3_moe", moe_intermediate_size=256)
+    more = ("trainer.use_v1=False", f"{R}.expert_parallel_size={experts}")
+    assert_exact(finish(Run(task, *more, processes=2, steps=3, environ={"JETRL_PRECISION": "fp8-unified"}), 3))
+
+
+def assert_exact(steps):
+    for step in steps:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/logp_abs_diff_max"] == 0.0
         assert step["jetrl/tokens"] >= 16 and step["jetrl/quantized_layers"] == 3 * (4 + 8 * 3)
         assert 0 < step["jetrl/sync_bytes"] <= 0.55 * step["jetrl/sync_bytes_bf16"]

@@ -78,6 +78,7 @@ REFUSED = [
     (f"{R}.disaggregation.enabled=True", "disaggregation", ROLLOUT),
     (f"{R}.pipeline_model_parallel_size=2", "pipeline_model_parallel_size", ROLLOUT),
     (f"{R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
+    (f"{R}.tensor_model_parallel_size=4 {R}.expert_parallel_size=2", "expert_parallel_size", ROLLOUT),
     (f"{R}.dtype=float16", "rollout.dtype", ROLLOUT),
     ("reward.reward_model.enable=True reward.reward_model.rollout.dtype=half", "reward_model.rollout.dtype", ROLLOUT),
     ("distillation.enabled=True distillation.teacher_models.teacher_model.inference.dtype=float16", "inference.dtype", ROLLOUT),
@@ -120,6 +121,18 @@ def test_what_only_exact_mode_cannot_keep_is_free_in_the_others(base):
         if config is EXACT:
             settings.check(base(override), LINEAR)
             settings.check(base(override), BF16)
+
+
+def test_experts_may_be_split_over_the_ranks_of_an_engine(base, tmp_path):
+    config_of("qwen3_moe", moe_intermediate_size=256).save_pretrained(tmp_path)
+    model, tp, ep = f"{M}.path={tmp_path}", f"{R}.tensor_model_parallel_size", f"{R}.expert_parallel_size"
+    for config in (EXACT, LINEAR, ROLLOUT):
+        for sizes in ((f"{tp}=2",), (f"{tp}=2", f"{ep}=2")):
+            settings.check(base(model, "trainer.device=cpu", *sizes), config)
+    with pytest.raises(ModelError, match=r"4 tensor parallel ranks holds whole blocks of 128, found 256\. Use expert"):
+        settings.check(base(model, "trainer.device=cpu", f"{tp}=4"), LINEAR)
+    with pytest.raises(ModelError, match=r"3 expert parallel ranks divide, found 8 experts"):
+        settings.check(base(model, "trainer.device=cpu", f"{tp}=3", f"{ep}=3"), LINEAR)
 
 
 def test_experts_are_refused_on_a_gpu_before_anything_starts(base, tmp_path):

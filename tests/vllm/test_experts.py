@@ -32,9 +32,11 @@ def empty_layer(**changes: Any) -> Any:
     from jetrl_patch.adapters.vllm.experts import MoEActivation
 
     layer = torch.nn.Module()
-    ranks = {"tp_size": 1, "dp_size": 1, "ep_size": 1, "enable_eplb": False}
+    sizes = {f"{kind}_{what}": value for kind in ("tp", "dp", "pcp", "ep") for what, value in (("size", 1), ("rank", 0))}
+    ranks = {**sizes, "enable_eplb": False}
+    parallel = SimpleNamespace(**{k: changes.pop(k, v) for k, v in ranks.items()})
     settings = {
-        "moe_config": SimpleNamespace(moe_parallel_config=SimpleNamespace(**{k: changes.pop(k, v) for k, v in ranks.items()})),
+        "moe_config": SimpleNamespace(moe_parallel_config=parallel, num_experts=changes.pop("num_experts", E)),
         "layer_name": NAME,
         "activation": MoEActivation.SILU,
         "apply_router_weight_on_input": False,
@@ -46,6 +48,7 @@ def empty_layer(**changes: Any) -> Any:
         "top_k": K,
         "renormalize": True,
         "local_num_experts": E,
+        "expert_placement_strategy": "linear",
     }
     for key, value in {**settings, **changes}.items():
         setattr(layer, key, value)
@@ -162,33 +165,114 @@ def test_wrong_tensors_are_named() -> None:
         ({"e_score_correction_bias": torch.ones(E)}, "a bias that corrects scores"),
         ({"routed_scaling_factor": 2.5}, "scaled by 2.5"),
         ({"apply_router_weight_on_input": True}, "routing weights on the input"),
-        ({"tp_size": 2}, "split over ranks"),
-        ({"ep_size": 2}, "split over ranks"),
+        ({"dp_size": 2}, "experts that engines share"),
+        ({"pcp_size": 2}, "experts that engines share"),
         ({"enable_eplb": True}, "redundant experts"),
+        ({"expert_placement_strategy": "round_robin"}, "placed by round_robin"),
     ],
 )
 def test_what_the_trainer_does_not_share_is_refused(changes: dict[str, Any], says: str) -> None:
-    with pytest.raises(ModelError, match=f"required SiLU, and a router.*found .*{says}"):
+    with pytest.raises(ModelError, match=f"required SiLU, a router.*found .*{says}"):
         method_of(empty_layer(**changes))
 
 
 @pytest.mark.parametrize(
     ("parallel", "keys", "says"),
     [
-        ({"tensor_parallel_size": 2}, {}, "tensor_parallel_size=2"),
         ({"data_parallel_size": 2}, {}, "data_parallel_size=2"),
-        ({"enable_expert_parallel": True}, {}, "enable_expert_parallel"),
         ({"enable_eplb": True}, {}, "enable_eplb"),
+        ({"expert_placement_strategy": "round_robin"}, {}, "expert_placement_strategy='round_robin'"),
         ({}, {"mlp_only_layers": [1]}, r"dense blocks \(mlp_only_layers\)"),
         ({}, {"decoder_sparse_step": 2}, r"dense blocks \(decoder_sparse_step\)"),
     ],
 )
-def test_an_engine_that_splits_experts_is_refused(parallel: dict[str, Any], keys: dict[str, Any], says: str) -> None:
+def test_an_engine_that_shares_or_moves_experts_is_refused(parallel: dict[str, Any], keys: dict[str, Any], says: str) -> None:
+    with pytest.raises(ModelError, match=f"experts in FP8 in vLLM: required a CPU, and experts in order.*found {says}"):
+        check_engine(parallel, "qwen3_moe", keys)
+
+
+def check_engine(parallel: dict[str, Any], family: str, keys: dict[str, Any]) -> None:
     from jetrl_patch.adapters.vllm.engine import _check_experts
 
-    one = {"tensor_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False, "enable_eplb": False}
-    fine: Any = SimpleNamespace(parallel_config=SimpleNamespace(**one))
-    _check_experts(fine, config_of("qwen3_moe"), FAMILIES["qwen3_moe"])
-    split: Any = SimpleNamespace(parallel_config=SimpleNamespace(**{**one, **parallel}))
-    with pytest.raises(ModelError, match=f"experts in FP8 in vLLM: required one rank.*found {says}"):
-        _check_experts(split, config_of("qwen3_moe", **keys), FAMILIES["qwen3_moe"])
+    settings = {
+        "tensor_parallel_size": 1,
+        "data_parallel_size": 1,
+        "enable_expert_parallel": False,
+        "enable_eplb": False,
+        "expert_placement_strategy": "linear",
+        **parallel,
+    }
+    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
+    _check_experts(vllm_config, config_of(family, **keys), FAMILIES[family])
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"])
+def test_an_engine_whose_ranks_cut_a_block_or_an_expert_is_refused(family: str) -> None:
+    key = "intermediate_size" if family in ("olmoe", "mixtral") else "moe_intermediate_size"
+    by_experts = {"tensor_parallel_size": 2, "enable_expert_parallel": True}
+    check_engine({}, family, {key: 200})
+    check_engine(by_experts, family, {key: 200})
+    check_engine({"tensor_parallel_size": 2}, family, {key: 256})
+    with pytest.raises(ModelError, match=r"each of 2 tensor parallel ranks holds whole blocks of 128, found 384\. Use expert"):
+        check_engine({"tensor_parallel_size": 2}, family, {key: 384})
+    with pytest.raises(ModelError, match=r"required a number that 3 expert parallel ranks divide, found 8 experts"):
+        check_engine({**by_experts, "tensor_parallel_size": 3}, family, {})
+
+
+#: what each of two ranks is told, the experts it holds and the width of its part of them
+RANKS = {
+    "tp": [({"tp_size": 2, "tp_rank": rank}, range(E), 128) for rank in range(2)],
+    "ep": [
+        ({"ep_size": 2, "ep_rank": rank, "num_experts": 6, "local_num_experts": 3}, range(3 * rank, 3 * rank + 3), 256)
+        for rank in range(2)
+    ],
+}
+
+
+@pytest.mark.parametrize("kind", ["tp", "ep"])
+def test_ranks_load_route_and_add_as_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks without an engine: their rectangles tile what the trainer sends, their sums added are the trainer's bits."""
+    from jetrl_patch.adapters.vllm import experts as module
+    from jetrl_patch.adapters.vllm.install import _add_weight
+    from jetrl_patch.fp8.ranks import ExpertSplit, added
+    from jetrl_patch.sync.tiling import check_tiling
+
+    count, width = (E, 256) if kind == "tp" else (6, 256)
+    own = Experts(count, "pow2", "native", ExpertSplit.of(2, 2 if kind == "ep" else 1))
+    g = torch.Generator().manual_seed(0)
+    stacked = {
+        f"{NAME}.gate_up_proj": (torch.randn(count, 2 * width, H, generator=g) * 0.05).to(torch.bfloat16),
+        f"{NAME}.down_proj": (torch.randn(count, H, width, generator=g) * 0.07).to(torch.bfloat16),
+    }
+    matrices = dict(itertools.chain.from_iterable(per_expert(*item) for item in stacked.items()))
+    sent: dict[str, torch.Tensor] = {}
+    for name, state in own.matrices():
+        made = state.fp8.quantized(matrices[f"{NAME}.{name}.weight"])
+        sent |= {f"{NAME}.{name}.weight": made.q, f"{NAME}.{name}.weight_scale_inv": made.s_blocks}
+
+    x, logits = torch.randn(70, H, generator=g).to(torch.bfloat16), torch.randn(70, count, generator=g).to(torch.bfloat16)
+    sums, rects = [], []
+    monkeypatch.setattr(module, "sum_over_ranks", lambda mine: sums.append(mine) or mine)
+    for quantized, (changes, held, part) in itertools.product((True, False), RANKS[kind]):
+        layer = empty_layer(**changes)
+        method = module.QuantizedExpertsMethod(SimpleNamespace(config=jetrl_patch.status().config), layer, NAME)  # type: ignore[arg-type]
+        method.create_weights(layer, len(held), H, part, torch.bfloat16)
+        pieces = Pieces()
+        for name, tensor in (sent if quantized else matrices).items():
+            expert, leaf, tensor_kind = name.removeprefix(f"{NAME}.").split(".")
+            parameter = getattr(layer, f"{'w2' if leaf == 'down_proj' else 'w13'}_{tensor_kind}")
+            arguments = {"shard_id": SHARD[leaf], "expert_id": int(expert), "return_success": True}
+            assert parameter.weight_loader(parameter, tensor, name, **arguments) == (int(expert) in held)
+        assert method.missing() == [] and len(method.layers()) == 3 * count
+        method.process_weights_after_loading(layer)
+        for piece in method.pieces(layer):
+            _add_weight(pieces, piece.shard, piece.weight)
+            method.format.scales.add_to(pieces, piece.shard, piece.scale)
+        rects += pieces.read()
+        method.apply_monolithic(layer, x, logits)
+    for name, tensor in sent.items():
+        shape = (tensor.shape[0], tensor.shape[1])
+        check_tiling(name, shape, digest(tensor), [rect for rect in rects if rect.name == name])
+    expected = experts_forward(x, *stacked.values(), *ops.route(logits, K, True), own)
+    for mine in (sums[:2], sums[2:]):
+        assert torch.equal(added(torch.stack(mine)), expected)

@@ -1,0 +1,38 @@
+"""The runner of a mixture whose ranks add up their experts themselves.
+
+vLLM adds the routed and the shared experts of each rank in BF16 and reduces the sum over the ranks. Here each of the two is
+complete, and rounded once, before they are added, as in the trainer: the experts method and ``JetrlRowParallelLinear`` gather
+the ranks' FP32 sums. So the down projection of shared experts, which vLLM builds without a reduction of its own, gets one, and
+the runner loses its own.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import RowParallelLinear
+
+from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
+from jetrl_patch.exact.modules import swap
+
+__all__ = ["finish"]
+
+
+class CompleteRunner(MoERunner):
+    """Adds routed and shared experts that are the same on every rank."""
+
+    def _maybe_reduce_final_output(
+        self, states: torch.Tensor, trunc_size: int | None, output_is_reduced: bool | None = None
+    ) -> torch.Tensor:
+        return states if trunc_size is None else states[..., :trunc_size]
+
+
+def finish(model: torch.nn.Module) -> None:
+    """Move the reductions of a loaded model's mixtures, in place. A second call changes nothing."""
+    for module in model.modules():
+        if not isinstance(module, MoERunner) or not isinstance(module.routed_experts.quant_method, QuantizedExpertsMethod):
+            continue
+        swap(module, CompleteRunner)
+        for layer in module.shared_experts.modules() if module.shared_experts is not None else ():
+            if isinstance(layer, RowParallelLinear):
+                layer.reduce_results = True
