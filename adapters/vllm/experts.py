@@ -6,6 +6,7 @@ each expert's three matrices by the names of its checkpoint. Scales are kept per
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,16 +15,19 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from jetrl_patch.adapters.vllm.formats import format_of
+from jetrl_patch.adapters.vllm.formats import format_of, logger
 from jetrl_patch.adapters.vllm.method import finite_bf16
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
+from jetrl_patch.fp8.expert_trial import require_expert_equality
 from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
 from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.fp8.grouped import Stacks, run_grouped
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+    from jetrl_patch.fp8.backends import Backend
 
 __all__ = ["Piece", "QuantizedExpertsMethod", "expert_modules"]
 
@@ -126,8 +130,18 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         if 0 < len(missing) < every:  # all of them: dummy weights, which a sync will replace
             found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
-        for weight in (layer.w13_weight, layer.w2_weight):
-            self.format.check_serving(weight[0])
+        backend = self.format.backend(layer.w2_weight.device)
+        if backend.grouped(layer.w2_weight) is None and layer.w2_weight.device.type == "cpu":
+            return  # expert by expert, with products whose rows the tests prove
+        self.check_grouped(layer, backend)
+
+    def check_grouped(self, layer: RoutedExperts, backend: Backend) -> None:
+        """Raise ModelError before serving if a token's experts depend on its batch on this device."""
+        count, hidden, width = layer.w2_weight.shape
+        start = time.monotonic()
+        if require_expert_equality(backend, count, layer.top_k, (hidden, width), layer.w2_weight.device, self.scale_format):
+            words = "jetrl_patch: grouped products compute the trainer's rows for experts of %d x %d, tried in %.1f s"
+            logger.info(words, width, hidden, time.monotonic() - start)
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -152,6 +166,14 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """``x [T, H]`` BF16, weights and experts ``[T, k]`` by vLLM's router -> ``[T, H]`` BF16."""
         return self._mix(layer, x, topk_weights, topk_ids.long())
 
+    def stacks(self, layer: RoutedExperts, kernels: Any) -> Stacks:
+        """Return views of all matrices and of their scales per block."""
+        gate_up, gate_up_s = (
+            tensor.data.unflatten(1, (2, -1)).flatten(0, 1) for tensor in (layer.w13_weight, layer.w13_weight_scale_inv)
+        )
+        down, down_s = layer.w2_weight.data, layer.w2_weight_scale_inv.data
+        return Stacks((gate_up, kernels.block_view(gate_up_s)), (down, kernels.block_view(down_s)))
+
     def _mix(
         self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
     ) -> torch.Tensor:
@@ -160,6 +182,9 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
         backend, sizes = self.format.backend(x_TH.device), (layer.local_num_experts, x_TH.shape[1])
         quantized = backend.quantize_activation(x_TH, self.scale_format)
+        kernels = backend.grouped(x_TH)
+        if kernels is not None:
+            return run_grouped(kernels, quantized, weights_Tk, ids_Tk, self.stacks(layer, kernels), self.scale_format)[0]
         return run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, self.scale_format)
 
     def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
