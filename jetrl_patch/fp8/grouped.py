@@ -88,7 +88,9 @@ class _Grouped(torch.autograd.Function):
         own: Experts = ctx.own
         kernels, form = own.backend.grouped(q_TH), own.scale_format
         plan = kernels.Plan.of(planned)
-        dy_TH = grad_outputs[0].to(torch.bfloat16).contiguous()
+        dy_TH = grad_outputs[0].to(torch.bfloat16)
+        if dy_TH.stride(1) != 1:  # of a sum, for example; without tokens ``contiguous`` would leave it
+            dy_TH = dy_TH.clone(memory_format=torch.contiguous_format)
         weights = weights_Tk.float().contiguous()
         stacks = own.stacks(gate_up_EFH, down_EHI)
         wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]

@@ -65,7 +65,8 @@ class Plan(NamedTuple):
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Plan:
         """The plan that consists of these tensors."""
-        return cls(*tensors[:4], Table(*tensors[4:6]), Table(*tensors[6:]))
+        ids, order, place, offsets, *tables = tensors
+        return cls(ids, order, place, offsets, Table(*tables[:2]), Table(*tables[2:]))
 
 
 @triton.jit(do_not_specialize=["P"])  # one binary for every batch

@@ -39,6 +39,7 @@ SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") fo
 SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
 if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0, with scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits2": 296 for out in ("bf16", "fp32")}
+    SPILLS |= {"grouped_wgrad_fp32": 16}
 SPILLS |= {f"fprop_{tile}_{out}_blocks_splits2": 16 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
 SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS, *gemm_grouped.KERNELS]
 SPECS += [spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" in spec.name]

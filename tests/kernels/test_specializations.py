@@ -97,12 +97,12 @@ def quantized(M: int) -> None:
 def experts(M: int) -> None:
     plan = grouped.plan(torch.zeros(M, 1, dtype=torch.int64), 4)
     w, s, ones = weight()[0].new_zeros(8, N, K), torch.ones(8, 1, 2), torch.ones(M, 1)
-    for columns in (False, True):
+    for columns in (True, False):
         x = quantize.quantize_rows(rows(M, K), "pow2", columns)
         grouped.grouped(*x, w, s, plan, tokens=True)
         grouped.regroup(*x, plan, "pow2", tokens=True)
-    g = quantize.quantize_rows(rows(2 * M, N), "pow2")
-    grouped.grouped(*(t.view(M, -1) for t in g), w.new_zeros(8, K, N), torch.ones(8, 2, 1), plan, torch.float32, summed=2)
+    halves, scales = w.new_zeros(M, 2 * N), torch.ones(M, 2)
+    grouped.grouped(halves, scales, w.new_zeros(8, K, N), torch.ones(8, 2, 1), plan, torch.float32, summed=2)
     grouped.combine(torch.zeros(M, K), plan, ones, torch.bfloat16)
     grouped.pair_backward(torch.zeros(M, K), rows(M, 2 * K), *x, ones, plan)
     operands = grouped.group_tokens(rows(M, N), plan, "pow2"), grouped.group_tokens(rows(M, K), plan, "pow2", ones)
