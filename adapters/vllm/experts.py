@@ -135,7 +135,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             return  # expert by expert, with products whose rows the tests prove
         self.check_grouped(layer, backend)
 
-    def check_grouped(self, layer: RoutedExperts, backend: Backend) -> None:
+    def check_grouped(self, layer: Any, backend: Backend) -> None:
         """Raise ModelError before serving if a token's experts depend on its batch on this device."""
         count, hidden, width = layer.w2_weight.shape
         start = time.monotonic()
@@ -166,7 +166,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """``x [T, H]`` BF16, weights and experts ``[T, k]`` by vLLM's router -> ``[T, H]`` BF16."""
         return self._mix(layer, x, topk_weights, topk_ids.long())
 
-    def stacks(self, layer: RoutedExperts, kernels: Any) -> Stacks:
+    def stacks(self, layer: Any, kernels: Any) -> Stacks:
         """Return views of all matrices and of their scales per block."""
         gate_up, gate_up_s = (
             tensor.data.unflatten(1, (2, -1)).flatten(0, 1) for tensor in (layer.w13_weight, layer.w13_weight_scale_inv)
