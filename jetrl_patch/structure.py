@@ -49,11 +49,11 @@ def check_structure(hf_config: Any, config: Config) -> None:
 def check_device(hf_config: Any, device_type: str) -> None:
     """Raise ModelError for a mixture of experts on a device without a product for its experts. ``device_type`` is torch's."""
     family = FAMILIES.get(getattr(hf_config, "model_type", ""))
-    if family is not None and family.mixture and device_type != "cpu":
+    if family is not None and family.mixture and device_type not in ("cpu", "cuda"):
         raise ModelError(
             explain(
                 f"experts of {family.title}",
-                required="a CPU (grouped FP8 products for a GPU are not there yet)",
+                required="a CPU or a CUDA device (no other has grouped FP8 products)",
                 found=device_type,
                 fix=f"use a dense model on this device, or {UNQUANTIZED}",
             )

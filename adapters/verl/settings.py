@@ -30,7 +30,7 @@ from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import check_device, require_text
+from jetrl_patch.structure import require_text
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
@@ -155,7 +155,6 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     if hf_config is None:
         return
     yield from raised(lambda: check_seeing(hf_config))
-    yield from raised(lambda: check_device(hf_config, select("trainer.device") or "cuda"))
     yield from raised(lambda: ulysses.check_heads(select, hf_config))
     yield from raised(lambda: lora.check_model(hf_config, select, config))
     if fused.is_used(select, config):

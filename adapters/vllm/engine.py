@@ -18,7 +18,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelErr
 from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.fp8.ranks import ExpertSplit
-from jetrl_patch.structure import EXPERTS, check_structure
+from jetrl_patch.structure import EXPERTS, check_device, check_structure
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -104,6 +104,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     family = FAMILIES.get(model.hf_text_config.model_type, LLAMA_LIKE)
     if family.mixture:
         _check_experts(vllm_config, model.hf_text_config, family)
+        check_device(model.hf_text_config, _device_type())
     if str(model.dtype) != "torch.bfloat16":
         raise ConfigError(
             explain(
@@ -127,7 +128,6 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
     parallel = vllm_config.parallel_config
     placement = parallel.expert_placement_strategy
     problems = {
-        "a GPU": not _on_cpu(),
         f"data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1,
         "enable_eplb": parallel.enable_eplb,
         f"expert_placement_strategy={placement!r}": placement != "linear",
@@ -138,8 +138,7 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
         raise ModelError(
             explain(
                 "experts in FP8 in vLLM",
-                required="a CPU, and experts in order over tensor or expert parallel ranks"
-                + (", in every block" if dense else ""),
+                required="experts in order over tensor or expert parallel ranks" + (", in every block" if dense else ""),
                 found=", ".join(found),
                 fix=f"turn it off, use a dense model, or {UNQUANTIZED}",
             )
@@ -213,3 +212,9 @@ def _on_cpu() -> bool:
     from vllm.platforms import current_platform
 
     return bool(current_platform.is_cpu())
+
+
+def _device_type() -> str:
+    from vllm.platforms import current_platform
+
+    return str(current_platform.device_type)

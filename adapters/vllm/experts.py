@@ -7,6 +7,7 @@ holds either a range of the experts, or a range of every expert's intermediate s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,18 +16,21 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
-from jetrl_patch.adapters.vllm.formats import format_of
+from jetrl_patch.adapters.vllm.formats import format_of, logger
 from jetrl_patch.adapters.vllm.method import finite_bf16
 from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
+from jetrl_patch.fp8.expert_trial import require_expert_equality
 from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
 from jetrl_patch.fp8.formats import BLOCK, FP8, groups
+from jetrl_patch.fp8.grouped import Stacks, run_grouped
 from jetrl_patch.fp8.ranks import ExpertSplit, added
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+    from jetrl_patch.fp8.backends import Backend
 
 __all__ = ["Piece", "QuantizedExpertsMethod", "expert_modules"]
 
@@ -145,8 +149,18 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         if 0 < len(missing) < every:  # all of them: dummy weights, which a sync will replace
             found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
-        for weight in (layer.w13_weight, layer.w2_weight):
-            self.format.check_serving(weight[0])
+        backend = self.format.backend(layer.w2_weight.device)
+        if backend.grouped(layer.w2_weight) is None and layer.w2_weight.device.type == "cpu":
+            return  # expert by expert, with products whose rows the tests prove
+        self.check_grouped(layer, backend)
+
+    def check_grouped(self, layer: Any, backend: Backend) -> None:
+        """Raise ModelError before serving if a token's experts depend on its batch on this device."""
+        _, hidden, width = layer.w2_weight.shape
+        start, sizes, device = time.monotonic(), (hidden, width), layer.w2_weight.device
+        if require_expert_equality(backend, self.experts, layer.top_k, sizes, device, self.scale_format):
+            words = "jetrl_patch: grouped products compute the trainer's rows for experts of %d x %d, tried in %.1f s"
+            logger.info(words, width, hidden, time.monotonic() - start)
 
     def apply_monolithic(
         self, layer: RoutedExperts, x: torch.Tensor, router_logits: torch.Tensor, input_ids: torch.Tensor | None = None
@@ -171,16 +185,32 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """``x [T, H]`` BF16, weights and experts ``[T, k]`` by vLLM's router -> ``[T, H]`` BF16."""
         return self._mix(layer, x, topk_weights, topk_ids.long())
 
+    def stacks(self, layer: Any, kernels: Any) -> Stacks:
+        """Return views of all matrices and of their scales per block."""
+        gate_up, gate_up_s = (
+            tensor.data.unflatten(1, (2, -1)).flatten(0, 1) for tensor in (layer.w13_weight, layer.w13_weight_scale_inv)
+        )
+        down, down_s = layer.w2_weight.data, layer.w2_weight_scale_inv.data
+        return Stacks((gate_up, kernels.block_view(gate_up_s)), (down, kernels.block_view(down_s)))
+
     def _mix(
         self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
     ) -> torch.Tensor:
         def operands(expert: int) -> Operands:
             return Operands(*(self.piece(layer, expert, shard_id)[:2] for shard_id in _SHARDS))
 
-        backend, sizes = self.format.backend(x_TH.device), (self.experts, x_TH.shape[1])
-        quantized, form = backend.quantize_activation(x_TH, self.scale_format), self.scale_format
-        mine_1TH = run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, form, held=self.held)
-        return added(mine_1TH) if self.split.ranks == 1 else sum_over_ranks(mine_1TH[0])
+        backend, form, alone = self.format.backend(x_TH.device), self.scale_format, self.split.ranks == 1
+        quantized = backend.quantize_activation(x_TH, form)
+        kernels = backend.grouped(x_TH)
+        if kernels is None:
+            sizes = (self.experts, x_TH.shape[1])
+            mine_1TH = run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, form, held=self.held)
+            return added(mine_1TH) if alone else sum_over_ranks(mine_1TH[0])
+        if not alone:  # experts of other ranks are beyond those of this one
+            ids_Tk = torch.where((ids_Tk >= self.held.start) & (ids_Tk < self.held.stop), ids_Tk - self.held.start, -1)
+        stacks = self.stacks(layer, kernels)
+        y_TH, _ = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, form, part=not alone)
+        return y_TH if alone else sum_over_ranks(y_TH)
 
     def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
         def load_weight(

@@ -47,8 +47,14 @@ class Sigmoid(NamedTuple):
 class _Route(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None) -> tuple[Tensor, Tensor]:
-        if implementation(logits_TE) == "native":
+        serves = implementation(logits_TE)
+        if serves == "native":
             weights_Tk, ids_Tk = ops.route(logits_TE.float(), k, renormalize, *(rule or ()))
+        elif serves == "triton":
+            from jetrl_patch.kernels.route import route as in_one_launch
+
+            logits = logits_TE if logits_TE.dtype == torch.bfloat16 else logits_TE.float()
+            weights_Tk, ids_Tk = in_one_launch(logits, k, renormalize, *(rule or ()))
         else:  # FP64 sums: their order changes an FP32 weight in about one of 10^8
             weights_Tk, ids_Tk = _formula(logits_TE, k, renormalize, rule)
         ctx.save_for_backward(logits_TE, ids_Tk)

@@ -18,6 +18,7 @@ from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.experts import PARTS, Experts, Matrix
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "check_experts",
     "expert_matrices",
     "expert_modules",
+    "expert_states",
     "layers_of",
     "per_expert",
     "shapes_per_expert",
@@ -77,6 +79,14 @@ def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
         if own is not None:
             found.update((f"{name}.{leaf}", matrix) for leaf, matrix in own.matrices())
     return found
+
+
+def expert_states(model: nn.Module) -> Iterator[Fp8State]:
+    """Yield what may hold quantized weights of the experts that ``attach_experts`` has seen."""
+    for module in expert_modules(model).values():
+        own = getattr(module, ATTRIBUTE, None)
+        if own is not None:
+            yield from own.states()
 
 
 def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

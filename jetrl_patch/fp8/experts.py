@@ -6,6 +6,8 @@ Each of an expert's three matrices is quantized in 128x128 blocks of its own, as
 (``experts.3.gate_proj``), although transformers keeps all experts in two parameters. A token is quantized once for all its
 experts. Backward saves FP8 for the products, BF16 a and b for the activation, and the parameters themselves.
 
+Here the experts are computed one by one: the reference, and what a CPU runs. On a GPU ``grouped`` computes them together.
+
 The gradient of a routing weight is the inner product of dy with the expert's output. That output is not saved: with
 u = dy Wd, which DGrad computes anyway, <dy, h Wd^T> = <u, h>, and dh = w u.
 
@@ -25,6 +27,7 @@ from torch import Tensor
 from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.fp8.grouped import Stacks, grouped_experts_forward
 from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight
 from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sums
 from jetrl_patch.fp8.quantize import dequantize_activation
@@ -120,8 +123,10 @@ class Experts:
     backend_name: str
     split: ExpertSplit = WHOLE
     _matrices: dict[tuple[int, Part], Matrix] = field(default_factory=dict, repr=False)
+    _stacks: tuple[Fp8State, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        self._stacks = tuple(Fp8State(self.scale_format, self.backend_name) for _ in range(2))
         for expert in range(self.count):
             for part in PARTS:
                 self._matrices[expert, part] = Matrix(Fp8State(self.scale_format, self.backend_name))
@@ -134,6 +139,17 @@ class Experts:
         """Yield each matrix with its name below the layer: ``3.gate_proj``."""
         for (expert, part), matrix in self._matrices.items():
             yield f"{expert}.{part}", matrix
+
+    def states(self) -> Iterator[Fp8State]:
+        """Yield everything that may hold quantized weights."""
+        yield from (matrix.fp8 for matrix in self._matrices.values())
+        yield from self._stacks
+
+    def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor) -> Stacks:
+        """The bytes and scales of all experts, the same as those of ``quantized``, each kind in one tensor."""
+        weights = (gate_up_EFH.unflatten(1, (2, -1)).flatten(0, 1), down_EHI)
+        found = (state.quantized(weight, own=True) for state, weight in zip(self._stacks, weights, strict=True))
+        return Stacks(*((w.q, w.s_blocks) for w in found))
 
     def quantized(self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor) -> _Quantized:
         """The bytes and scales of one expert."""
@@ -217,5 +233,7 @@ def experts_forward(
     Returns:
         BF16 [T, H]. Gradients flow to the tokens, both parameters and the routing weights.
     """
+    if own.backend.grouped(x_TH) is not None:
+        return grouped_experts_forward(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
     result: Tensor = _Mixture.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
     return result

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 
 from torch import nn
 
-from jetrl_patch.fp8.expert_layers import expert_matrices
+from jetrl_patch.fp8.expert_layers import expert_states
 from jetrl_patch.fp8.linear import PROMISES, Fp8State
 
 __all__ = ["end_promise", "unchanged_weights"]
@@ -30,7 +30,7 @@ __all__ = ["end_promise", "unchanged_weights"]
 def _states(model: nn.Module) -> list[Fp8State]:
     own = (getattr(module, "fp8", None) for module in model.modules())
     found = [state for state in own if isinstance(state, Fp8State)]
-    return found + [matrix.fp8 for matrix in expert_matrices(model).values()]
+    return found + list(expert_states(model))
 
 
 @contextlib.contextmanager

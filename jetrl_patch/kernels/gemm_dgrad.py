@@ -9,6 +9,8 @@ byte by byte and once for every tile of dX: 64 byte stores a thread in a loop of
 
 from __future__ import annotations
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -27,26 +29,28 @@ WARPS = 8
 
 @triton.jit
 def turn_kernel(w, turned, N, K, w_n, pitch):  # type: ignore[no-untyped-def]
-    """Write [N, K] bytes as [K, pitch]; columns past N are zero."""
-    G = tl.cdiv(K, 128)
-    n = (tl.program_id(0) // G) * 128 + tl.arange(0, 128)
-    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
-    at = w + n.to(tl.int64)[:, None] * w_n + k[None, :]
+    """Write the bytes of each [N, K] of a stack as [K, pitch]; columns past N are zero. Matrices are N rows apart."""
+    G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
+    matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    n = (block // G) * 128 + tl.arange(0, 128)
+    k = (block % G) * 128 + tl.arange(0, 128)
+    at = w + (matrix * N + n[:, None]) * w_n + k[None, :]
     tile = tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)
-    at = turned + k.to(tl.int64)[:, None] * pitch + n[None, :]
+    at = turned + (matrix * K + k[:, None]) * pitch + n[None, :]
     tl.store(at, tl.trans(tile), mask=(k < K)[:, None] & (n < pitch)[None, :])
 
 
 def turned(w_NK: Tensor) -> Tensor:
-    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA reads them."""
-    w_NK = w_NK if w_NK.stride(1) == 1 else w_NK.contiguous()
-    N, K = w_NK.shape
+    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA reads them; of a stack [S, N, K] each matrix's."""
+    if w_NK.stride(-1) != 1 or w_NK.dim() > 2:
+        w_NK = w_NK.contiguous()
+    *stack, N, K = w_NK.shape
     pitch = -(-N // ALIGN) * ALIGN
-    made = torch.empty(K, pitch, dtype=torch.uint8, device=w_NK.device)
-    turn_kernel[(groups(N) * groups(K),)](
-        w_NK.view(torch.uint8), made, N, K, w_NK.stride(0), pitch, num_warps=WARPS, **PINNED
+    made = torch.empty(*stack, K, pitch, dtype=torch.uint8, device=w_NK.device)
+    turn_kernel[(math.prod(stack) * groups(N) * groups(K),)](
+        w_NK.view(torch.uint8), made, N, K, w_NK.stride(-2), pitch, num_warps=WARPS, **PINNED
     )
-    return made.view(FP8)[:, :N]
+    return made.view(FP8)[..., :N]
 
 
 def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:

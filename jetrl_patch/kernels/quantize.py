@@ -67,14 +67,16 @@ def both_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weight_kernel(w, q, s, N, K, w_n, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    G = tl.cdiv(K, 128)
-    n = (tl.program_id(0) // G) * 128 + tl.arange(0, 128)
-    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
-    tile = load_tile(w, n, k, N, K, w_n, HARDWARE)
+    """A block of one matrix of a stack, whose matrices are N rows apart."""
+    G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
+    matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    n = (block // G) * 128 + tl.arange(0, 128)
+    k = (block % G) * 128 + tl.arange(0, 128)
+    tile = load_tile(w + matrix * N * w_n, n, k, N, K, w_n, HARDWARE)
     if w.dtype.element_ty == tl.float32:
         tile = bf16_value(tile, HARDWARE)  # a master weight is quantized from its BF16 value
     codes, scale = quantized(tile, tl.max(tl.max(magnitude(tile), 1), 0), POW2, HARDWARE)
-    tl.store(q + n.to(tl.int64)[:, None] * K + k[None, :], codes, mask=(n < N)[:, None] & (k < K)[None, :])
+    tl.store(q + (matrix * N + n[:, None]) * K + k[None, :], codes, mask=(n < N)[:, None] & (k < K)[None, :])
     tl.store(s + tl.program_id(0), scale)
 
 
@@ -138,13 +140,18 @@ def quantize_both(
 
 
 def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """As ``fp8.quantize.quantize_weight``: e4m3 [N, K] and FP32 [ceil(N / 128), G], from BF16 or an FP32 master."""
-    check_input("weight", w_NK, torch.bfloat16, torch.float32)
-    fixed, (N, K) = options(w_NK, scale_format), w_NK.shape
-    q, _ = new_rows(w_NK, N, K)
-    s = torch.empty(groups(N), groups(K), dtype=torch.float32, device=w_NK.device)
+    """As ``fp8.quantize.quantize_weight``: e4m3 [N, K] and FP32 [ceil(N / 128), G], from BF16 or an FP32 master.
+
+    Of a stack [S, N, K], each matrix in blocks of its own: FP32 [S, ceil(N / 128), G], in one launch.
+    """
+    *stack, N, K = w_NK.shape
+    w_RK = w_NK.flatten(0, 1) if stack else w_NK
+    check_input("weight", w_RK, torch.bfloat16, torch.float32)
+    fixed = options(w_RK, scale_format)
+    q = torch.empty(w_NK.shape, dtype=torch.uint8, device=w_NK.device)
+    s = torch.empty(*stack, groups(N), groups(K), dtype=torch.float32, device=w_NK.device)
     if q.numel():
-        weight_kernel[(groups(N) * groups(K),)](w_NK, q, s, N, K, w_NK.stride(0), num_warps=8, **fixed)
+        weight_kernel[(s.numel(),)](w_RK, q, s, N, K, w_RK.stride(0), num_warps=8, **fixed)
     return as_fp8(q), s
 
 

@@ -6,13 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+from jetrl_patch.exact import ops
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.capability import CHECKS
 from jetrl_patch.fp8.backends.row_equality import compare_rows
+from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
-from ..fp8.thresholds import SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
+from ..dispatched import dispatched
+from ..fp8.test_experts import Layer
+from ..fp8.thresholds import SQNR_EXPERTS, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
 
 pytestmark = pytest.mark.gpu
 
@@ -66,6 +70,43 @@ def test_fprop_against_the_product_of_the_same_bytes(device, backend, M, scale_f
         for q, s in (quantize.quantize_activation(x, scale_format), (q_NK, s_NG))
     ]
     assert sqnr(y, wide[0] @ wide[1].t()) > SQNR_GEMM
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize(("hidden", "width"), [(2048, 768), (2048, 1408), (4096, 14336)])
+def test_experts_do_not_depend_on_the_batch(device, backend, hidden, width, scale_format):
+    verdict = compare_experts(backend, hidden, width, device, scale_format)
+    assert verdict.ok, verdict.found
+
+
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 128, 8), (700, 60, 4), (4096, 8, 2)])
+def test_experts_and_their_gradients(device, backend, tokens, experts, k, scale_format):
+    layer = Layer(tokens, experts, hidden=1024, width=768, k=k, scale_format=scale_format, backend=backend.name)
+    for name in ("x", "gate_up", "down", "weights"):
+        setattr(layer, name, getattr(layer, name).detach().to(device).requires_grad_())
+    layer.ids = layer.ids.to(device)
+    sources = (layer.x, layer.gate_up, layer.down, layer.weights)
+    g = rand(device, tokens, 1024)
+    y = layer.run()
+    exact = [t.detach().double().requires_grad_() for t in sources]
+    expected_y = layer.exact(*exact)
+    assert sqnr(y.detach(), expected_y.detach()) > SQNR_EXPERTS["y"]
+    names, found = ("x", "gate_up", "down", "weights"), torch.autograd.grad(y, sources, g)
+    for name, ours, theirs in zip(names, found, torch.autograd.grad(expected_y, exact, g.double()), strict=True):
+        if name != "weights" or tokens > 1:
+            assert sqnr(ours, theirs) > SQNR_EXPERTS[name], name
+
+
+@pytest.mark.parametrize(("experts", "k", "rule"), [(128, 8, None), (60, 4, None), (160, 8, (1, 1, 2.5)), (256, 8, (8, 4, 2.5))])
+def test_routes_are_those_of_the_formula(device, experts, k, rule):
+    logits = rand(device, 2000, experts).float()
+    full = None if rule is None else ops.Sigmoid(torch.linspace(-0.1, 0.1, experts, device=device), *rule)
+    with dispatched("auto", "cuda"):
+        weights, ids = ops.route(logits, k, True, full)
+    with dispatched("torch", "cuda"):
+        expected, expected_ids = ops.route(logits, k, True, full)
+    assert torch.equal(ids, expected_ids) and torch.equal(weights, expected)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -15,7 +15,17 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import gemm, gemm_common, gemm_decode, gemm_dgrad, gemm_scales, gemm_wgrad, outputs
+from jetrl_patch.kernels import (
+    gemm,
+    gemm_common,
+    gemm_decode,
+    gemm_dgrad,
+    gemm_grouped,
+    gemm_grouped_wgrad,
+    gemm_scales,
+    gemm_wgrad,
+    outputs,
+)
 from jetrl_patch.kernels.aot import Spec, compile_one, product_loop, specs
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
@@ -29,8 +39,10 @@ SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") fo
 SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
 if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0, with scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits2": 296 for out in ("bf16", "fp32")}
+    SPILLS |= {"grouped_wgrad_fp32": 16}
 SPILLS |= {f"fprop_{tile}_{out}_blocks_splits2": 16 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
-SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS]
+SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS, *gemm_grouped.KERNELS]
+SPECS += [spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" in spec.name]
 #: maximum instructions that a warp runs per block of 128: a training step's products, which are bound by them
 LOOPS = {"fprop_128x128_bf16_blocks": 210, "fprop_128x128_fp32_blocks": 210, "fprop_128x64_bf16_blocks": 210}
 
@@ -50,7 +62,8 @@ def test_compiles_to_fp8_wgmma_and_nothing_else(spec: Spec):
     columns = spec.constexprs.get("COLUMNS", 128)
     assert found == {f"wgmma.mma_async.sync.aligned.m64n{columns}k32.f32.e4m3.e4m3"}
     assert made.spills <= SPILLS.get(spec.name, 0), made[:3]
-    per_sm = NARROW.per_sm if spec.constexprs.get("COLUMNS") == NARROW.columns else 1
+    tile = gemm_grouped.TILE if spec in gemm_grouped.KERNELS else NARROW if columns == NARROW.columns else WIDE
+    per_sm = tile.per_sm
     assert made.registers * spec.options["num_warps"] * 32 * per_sm <= REGISTERS, made[:3]
     assert made.shared * per_sm <= SHARED, made[:3]
 

@@ -23,10 +23,12 @@ from jetrl_patch.kernels import (
     gemm_decode,
     gemm_dgrad,
     gemm_wgrad,
+    grouped,
     norm,
     producers,
     quantize,
     requantize,
+    route,
     silu,
 )
 
@@ -92,7 +94,23 @@ def quantized(M: int) -> None:
     norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
 
 
-@pytest.mark.parametrize("call", [forward, few, backward, quantized])
+def experts(M: int) -> None:
+    plan = grouped.plan(torch.zeros(M, 1, dtype=torch.int64), 4)
+    w, s, ones = weight()[0].new_zeros(8, N, K), torch.ones(8, 1, 2), torch.ones(M, 1)
+    for columns in (True, False):
+        x = quantize.quantize_rows(rows(M, K), "pow2", columns)
+        grouped.grouped(*x, w, s, plan, tokens=True)
+        grouped.regroup(*x, plan, "pow2", tokens=True)
+    halves, scales = w.new_zeros(M, 2 * N), torch.ones(M, 2)
+    grouped.grouped(halves, scales, w.new_zeros(8, K, N), torch.ones(8, 2, 1), plan, torch.float32, summed=2)
+    grouped.combine(torch.zeros(M, K), plan, ones, torch.bfloat16)
+    grouped.pair_backward(torch.zeros(M, K), rows(M, 2 * K), *x, ones, plan)
+    operands = grouped.group_tokens(rows(M, N), plan, "pow2"), grouped.group_tokens(rows(M, K), plan, "pow2", ones)
+    grouped.grouped_wgrad(*operands, plan, torch.bfloat16)
+    route.route(torch.zeros(M, 16), 4, True)
+
+
+@pytest.mark.parametrize("call", [forward, few, backward, quantized, experts])
 def test_a_batch_of_another_size_compiles_nothing(call: Any, compiled: set[tuple[str, str]]) -> None:
     call(5)
     first = set(compiled)

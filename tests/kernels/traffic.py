@@ -36,14 +36,14 @@ class Traffic(TorchDispatchMode):
         builder, run = interpreter.InterpreterBuilder, interpreter.GridExecutor.__call__
         load, store = builder.create_masked_load, builder.create_masked_store
 
-        def counted_load(its, ptrs, mask, *rest):
-            found = load(its, ptrs, mask, *rest)
+        def counted_load(its, ptrs, mask, *rest, **named):
+            found = load(its, ptrs, mask, *rest, **named)
             self.bytes += int(mask.data.sum()) * found.data.dtype.itemsize
             return found
 
-        def counted_store(its, ptrs, value, mask, *rest):
+        def counted_store(its, ptrs, value, mask, *rest, **named):
             self.bytes += int(mask.data.sum()) * value.data.dtype.itemsize
-            return store(its, ptrs, value, mask, *rest)
+            return store(its, ptrs, value, mask, *rest, **named)
 
         def launch(its, *args, **kwargs):  # its copies are the interpreter's own
             self.launches += 1

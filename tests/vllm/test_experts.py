@@ -14,7 +14,9 @@ from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.exact import ops
 from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.experts import Experts, experts_forward
+from jetrl_patch.fp8.experts import Experts, Operands, experts_forward, run_experts
+from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.fp8.ranks import added
 from jetrl_patch.sync.digest import Pieces, digest
 from tests.models import config_of
 
@@ -104,6 +106,48 @@ def test_the_rollout_computes_the_trainers_bits(quantized: bool) -> None:
     assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
     assert torch.equal(method.apply(layer, x, chosen, ids.int(), None, None), expected)
     assert torch.equal(method.apply_monolithic(layer, x[7:8], logits[7:8]), expected[7:8])
+
+
+def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels are tested elsewhere: here the loop multiplies the matrices that they would get."""
+    from jetrl_patch.adapters.vllm import experts
+    from jetrl_patch.fp8.backends.native import NativeBackend
+    from jetrl_patch.kernels import grouped
+
+    layer = empty_layer()
+    method, own = method_of(layer), Experts(E, "pow2", "native")
+    for name, weight in per_matrix().items():
+        load(layer, name, weight)
+    g = torch.Generator().manual_seed(1)
+    x, logits = torch.randn(50, H, generator=g).to(torch.bfloat16), torch.randn(50, E, generator=g)
+    expected = experts_forward(x, *weights().values(), *ops.route(logits, K, True), own)
+    storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
+
+    def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: bool) -> Any:
+        assert kernels is grouped and not part
+        assert {t.untyped_storage().data_ptr() for pair in stacks for t in pair} == storages  # views, renewed by every sync
+
+        def operands(expert: int) -> Operands:
+            places = ((stacks.gate_up, 2 * expert), (stacks.gate_up, 2 * expert + 1), (stacks.down, expert))
+            return Operands(*((q[i], expand_weight_scale(s[i], q.shape[1])) for (q, s), i in places))
+
+        return added(run_experts(quantized, chosen, ids, operands, (E, H), own.backend, scale_format)), None
+
+    monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: grouped)
+    monkeypatch.setattr(experts, "run_grouped", run)
+    method.process_weights_after_loading(layer)
+    assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
+
+
+def test_a_gpu_without_grouped_products_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop over experts waits for the host, which a CUDA graph cannot hold."""
+    layer = empty_layer()
+    method = method_of(layer)
+    on_gpu = SimpleNamespace(w2_weight=SimpleNamespace(shape=(E, H, I), device=torch.device("cuda", 0)), top_k=K)
+    monkeypatch.setattr(torch, "empty", lambda *size, device: None)
+    backend: Any = SimpleNamespace(name="torch", grouped=lambda x: None)
+    with pytest.raises(ModelError, match=r"experts of 200 x 320 with backend='torch': required grouped FP8.*Hopper.*found none"):
+        method.check_grouped(on_gpu, backend)
 
 
 def test_digests_are_those_of_what_the_trainer_sends() -> None:

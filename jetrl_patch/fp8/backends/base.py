@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,10 @@ class Backend(ABC):
         """``dgrad`` and ``wgrad`` together, in ``dtypes``. A backend may override this to read dY only once."""
         dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
         return dx, self.wgrad(g_MN, q_MK, s_MG, scale_format, dtypes[1])
+
+    def grouped(self, x: Tensor) -> Any:
+        """``jetrl_patch.kernels.grouped`` if the experts of a mixture run in one launch for ``x``; None: expert by expert."""
+        return None
 
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """Block scales [ceil(N/128), G] of a weight whose rows share them, from those per row; only if ``blocks``."""

@@ -44,6 +44,10 @@ class GpuBackend(Backend):
         """``jetrl_patch.kernels.producers`` if the quantizers can run for ``x``; None leaves norm and activation unfused."""
         return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.producers")
 
+    def grouped(self, x: Tensor) -> Any:
+        """With every GPU backend the project's own: the libraries' grouped products read counts back, or choose by them."""
+        return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.grouped")
+
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         kernels = self.quantizers(x_MK)
         if kernels is None:
@@ -62,7 +66,7 @@ class GpuBackend(Backend):
             return quantize.quantize_weight(w_NK, scale_format)
         if w_NK.dtype not in (torch.bfloat16, torch.float32):
             w_NK = w_NK.to(torch.bfloat16)
-        return kernels.quantize_weight(w_NK, scale_format)
+        return kernels.quantize_weight(w_NK, scale_format)  # or each matrix of a stack [S, N, K]
 
     def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         """As ``quantize_tokens``, but in WGrad's layout: e4m3 [K, M], with M zero-padded to whole groups."""

@@ -1,0 +1,158 @@
+"""The experts of a mixture on a GPU: what ``experts`` computes expert by expert, in a fixed number of launches.
+
+No count is read back to the host, so the stream never waits and CUDA graphs can hold it. All experts' bytes lie in two tensors:
+
+    gate_up  e4m3 [2E, I, H], scales [2E, ceil(I / 128), ceil(H / 128)]      gate and up of each expert, in turn
+    down     e4m3 [E, H, I],  scales [E, ceil(H / 128), ceil(I / 128)]
+
+A row's bits are those of the dense Triton product, and the sum over experts is that of ``mixture``. A pair is a token and one of
+its experts; pairs are sorted by expert (``kernels.plan``). Shape legend as in ``experts``; F = 2I.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from jetrl_patch.fp8.backends.gpu import written
+from jetrl_patch.fp8.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
+
+if TYPE_CHECKING:
+    from jetrl_patch.fp8.experts import Experts
+
+__all__ = ["Saved", "Stacks", "grouped_experts_forward", "run_grouped"]
+
+
+class Stacks(NamedTuple):
+    """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block."""
+
+    gate_up: tuple[Tensor, Tensor]
+    down: tuple[Tensor, Tensor]
+
+
+class Saved(NamedTuple):
+    """What backward needs of the forward pass: the plan, gate and up, and their quantized product, a row for each pair."""
+
+    plan: Any
+    ab_PF: Tensor
+    qh_PI: Tensor
+    sh_PG: Tensor
+
+
+def run_grouped(
+    kernels: Any,
+    quantized: tuple[Tensor, Tensor],
+    weights_Tk: Tensor,
+    ids_Tk: Tensor,
+    stacks: Stacks,
+    scale_format: ScaleFormat,
+    out_dtype: torch.dtype = torch.bfloat16,
+    split: ExpertSplit = WHOLE,
+    part: bool = False,
+) -> tuple[Tensor, Saved]:
+    """FProp of the experts: the trainer's forward and the rollout's, in six launches with the quantization of the tokens.
+
+    A split adds two launches and a copy of the matrices for each part by columns, one launch for each part by experts.
+
+    Args:
+        kernels: ``Backend.grouped``.
+        quantized: the tokens, e4m3 [T, H] with scales [T, G].
+        out_dtype: FP32 for the unrounded sum.
+        split: the parts of the sum, all of which are computed here and added as a rollout's ranks add theirs, in BF16.
+        part: compute a rank's part, in FP32; an index beyond the experts is another rank's.
+
+    Returns:
+        [T, H], NaN for a token with an index beyond the experts, unless it is a part.
+    """
+    width = stacks.down[0].shape[2]
+    plan = kernels.plan(ids_Tk, stacks.down[0].shape[0])
+    ab_PF = kernels.grouped(*quantized, *stacks.gate_up, plan, tokens=True)
+    qh_PI, sh_PG, _ = kernels.silu_mul_quantize_rows(ab_PF[:, :width], ab_PF[:, width:], scale_format)
+    saved, weights = Saved(plan, ab_PF, qh_PI, sh_PG), weights_Tk.float().contiguous()
+    if split.ranks > 1:
+        return added(torch.stack([*_parts(kernels, saved, weights, stacks.down, split)])), saved
+    out_PH = kernels.grouped(qh_PI, sh_PG, *stacks.down, plan, torch.float32)
+    return kernels.combine(out_PH, plan, weights, torch.float32 if part else out_dtype, part), saved
+
+
+def _parts(
+    kernels: Any, saved: Saved, weights_Tk: Tensor, down: tuple[Tensor, Tensor], split: ExpertSplit
+) -> Iterator[Tensor]:
+    """Yield the FP32 sums [T, H] of a split."""
+    plan, _, qh_PI, sh_PG = saved
+    (q_EHI, s_EBG), experts, width = down, down[0].shape[0], down[0].shape[2]
+    if split.by == "columns":
+        for _, at in split.places(0, experts, width):
+            scales = slice(at.start // BLOCK, groups(at.stop))
+            matrices = q_EHI[:, :, at].contiguous(), s_EBG[:, :, scales]
+            out_PH = kernels.grouped(qh_PI[:, at].contiguous(), sh_PG[:, scales], *matrices, plan, torch.float32)
+            yield kernels.combine(out_PH, plan, weights_Tk, torch.float32)
+        return
+    out_PH = kernels.grouped(qh_PI, sh_PG, q_EHI, s_EBG, plan, torch.float32)
+    rank_Tk = plan.ids // (experts // split.ranks)
+    for rank in range(split.ranks):
+        yield kernels.combine(out_PH, plan, torch.where(rank_Tk == rank, weights_Tk, 0.0), torch.float32)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+    ) -> Tensor:
+        kernels = own.backend.grouped(x_TH)
+        quantized = own.backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
+        stacks = own.stacks(gate_up_EFH, down_EHI)
+        y_TH, saved = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, own.scale_format, split=own.split)
+        ctx.save_for_backward(*quantized, *saved[1:], gate_up_EFH, down_EHI, weights_Tk, *saved.plan.tensors())
+        ctx.own, ctx.x_dtype = own, x_TH.dtype
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, *planned = ctx.saved_tensors
+        own: Experts = ctx.own
+        kernels, form = own.backend.grouped(q_TH), own.scale_format
+        plan = kernels.Plan.of(planned)
+        dy_TH = grad_outputs[0].to(torch.bfloat16)
+        if dy_TH.stride(1) != 1:  # of a sum, for example; without tokens ``contiguous`` would leave it
+            dy_TH = dy_TH.clone(memory_format=torch.contiguous_format)
+        weights = weights_Tk.float().contiguous()
+        stacks = own.stacks(gate_up_EFH, down_EHI)
+        wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
+        u_PI = kernels.grouped(
+            *kernels.quantize_rows(dy_TH, form), *_turned(kernels, stacks.down), plan, torch.float32, tokens=True
+        )
+        dab_PF, dweights_Tk = kernels.pair_backward(u_PI, ab_PF, qh_PI, sh_PG, weights, plan)
+        dx = dgate_up = ddown = None
+        if wants_down:
+            g = kernels.group_tokens(dy_TH, plan, form, weights)
+            h = kernels.regroup(qh_PI, sh_PG, plan, form, tokens=False)
+            ddown = kernels.grouped_wgrad(g, h, plan, written(down_EHI.dtype)).to(down_EHI.dtype)
+        if wants_x:
+            P, F = dab_PF.shape
+            halves = kernels.quantize_rows(dab_PF.view(2 * P, F // 2), form)  # gate and up in groups of their own
+            q, s = (t.view(P, 2 * t.shape[1]) for t in halves)
+            dx_PH = kernels.grouped(q, s, *_turned(kernels, stacks.gate_up), plan, torch.float32, summed=2)
+            dx = kernels.combine(dx_PH, plan, None, written(ctx.x_dtype)).to(ctx.x_dtype)
+        if wants_gate_up:
+            g = kernels.group_tokens(dab_PF, plan, form)
+            x = kernels.regroup(q_TH, s_TG, plan, form, tokens=True)
+            dgate_up = kernels.grouped_wgrad(g, x, plan, written(gate_up_EFH.dtype)).to(gate_up_EFH.dtype)
+        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None
+
+
+def _turned(kernels: Any, stack: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """Each matrix transposed, with its scales."""
+    return kernels.turned(stack[0]), stack[1].transpose(1, 2)
+
+
+def grouped_experts_forward(
+    x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+) -> Tensor:
+    """As ``experts.experts_forward``, for a backend with grouped products."""
+    result: Tensor = _Grouped.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
+    return result
