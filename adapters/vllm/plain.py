@@ -54,13 +54,14 @@ def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Pie
     """Yield the pieces of a linear layer's weight and bias, if it holds something that was sent."""
     if not any(f"{name}.{key}" in sent for name in names for key in ("weight", "bias")):
         return
+    weight, bias = (getattr(layer, key, None) for key in ("weight", "bias"))
     for shard in shards_of(layer, names):
         local = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
         rows, columns = slice(shard.row0, shard.row1), slice(shard.col0, shard.col1)
-        if getattr(layer, "weight", None) is not None:
-            yield f"{shard.name}.weight", rows, columns, layer.weight.data[local]
-        if getattr(layer, "bias", None) is not None:
-            yield f"{shard.name}.bias", slice(None), rows, layer.bias.data[local]
+        if weight is not None:
+            yield f"{shard.name}.weight", rows, columns, weight.data[local]
+        if bias is not None:
+            yield f"{shard.name}.bias", slice(None), rows, bias.data[local]
 
 
 def _add(
