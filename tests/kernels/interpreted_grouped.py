@@ -283,7 +283,8 @@ SIZES = {"hidden": 200, "width": 136}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "experts", "k", "dtype", "scale_format"), [(70, 4, 2, BF16, "pow2"), (9, 9, 8, FP32, "fp32")]
+    ("tokens", "experts", "k", "dtype", "scale_format"),
+    [(70, 4, 2, BF16, "pow2"), pytest.param(9, 9, 8, FP32, "fp32", marks=pytest.mark.slow)],
 )
 def test_a_layer_is_the_loop_over_its_experts(tokens, experts, k, dtype, scale_format, loop):
     """Value and gradients: against FP64, and against the products of one expert after the other."""
@@ -304,6 +305,7 @@ def test_a_layer_is_the_loop_over_its_experts(tokens, experts, k, dtype, scale_f
         assert sqnr(ours, theirs) > SQNR_LOOP
 
 
+@pytest.mark.slow
 def test_a_token_alone_and_among_a_thousand():
     layer = Layer(1001, experts=2, hidden=128, width=64, k=1, backend="triton")
     whole = layer.run().detach()

@@ -108,6 +108,7 @@ def recomputed(task, tmp_path_factory):
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
 def test_no_pass_runs_and_every_token_is_compared(task, tmp_path):
     found = Finished(task, tmp_path, V0)  # the default

@@ -163,21 +163,22 @@ def exact(first: str) -> None:
     refused(lambda: engine(first), JetrlError, r"found model_type='\w+' \(its vision tower and .*Use align=\"linear\"")
 
 
-def names(family: str) -> None:
+def names(*families: str) -> None:
     """vLLM's own map leads from transformers' names to vLLM's, and back; what vLLM merges is what the record says."""
     from vllm.model_executor.models.registry import ModelRegistry
 
-    record = FAMILIES[family]
-    model = ModelRegistry._try_load_model_cls(record.causal_lm)
-    assert model is not None
-    mapper = model.hf_to_vllm_mapper.get_rename_mapper()
-    theirs = [name for name, _ in seeing.build(family).named_modules() if ".layers.0." in name or ".blocks.0." in name]
-    assert len(theirs) > 20
-    for name in theirs:
-        (ours,) = mapper.apply_list([name])
-        assert ours != name and hf_name(ours, mapper) == name, name
-    merged = {tuple(parts) for parts in model.packed_modules_mapping.values() if len(parts) > 1}
-    assert merged == set(record.merged), merged
+    for family in families:
+        record = FAMILIES[family]
+        model = ModelRegistry._try_load_model_cls(record.causal_lm)
+        assert model is not None
+        mapper = model.hf_to_vllm_mapper.get_rename_mapper()
+        theirs = [name for name, _ in seeing.build(family).named_modules() if ".layers.0." in name or ".blocks.0." in name]
+        assert len(theirs) > 20
+        for name in theirs:
+            (ours,) = mapper.apply_list([name])
+            assert ours != name and hf_name(ours, mapper) == name, name
+        merged = {tuple(parts) for parts in model.packed_modules_mapping.values() if len(parts) > 1}
+        assert merged == set(record.merged), merged
 
 
 def refused(call: Any, kind: type[Exception], says: str) -> None:

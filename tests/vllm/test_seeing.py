@@ -72,9 +72,8 @@ def classes(family: str) -> Any:
 
 
 @seeing.needs_images
-@pytest.mark.parametrize("family", FAMILIES)
-def test_names_are_those_of_transformers(family: str) -> None:
-    run("names", family)
+def test_names_are_those_of_transformers() -> None:
+    run("names", *FAMILIES)
 
 
 def test_a_name_without_a_map_or_with_another_map_is_left_as_it_is() -> None:
