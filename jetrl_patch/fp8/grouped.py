@@ -50,7 +50,6 @@ def run_grouped(
     ids_Tk: Tensor,
     stacks: Stacks,
     scale_format: ScaleFormat,
-    out_dtype: torch.dtype = torch.bfloat16,
     split: ExpertSplit = WHOLE,
     part: bool = False,
 ) -> tuple[Tensor, Saved]:
@@ -61,9 +60,8 @@ def run_grouped(
     Args:
         kernels: ``Backend.grouped``.
         quantized: the tokens, e4m3 [T, H] with scales [T, G].
-        out_dtype: FP32 for the unrounded sum.
         split: the parts of the sum, all of which are computed here and added as a rollout's ranks add theirs, in BF16.
-        part: compute a rank's part, in FP32; an index beyond the experts is another rank's.
+        part: compute a rank's part, the unrounded sum in FP32; an index beyond the experts is another rank's.
 
     Returns:
         [T, H], NaN for a token with an index beyond the experts, unless it is a part.
@@ -76,7 +74,7 @@ def run_grouped(
     if split.ranks > 1:
         return added(torch.stack([*_parts(kernels, saved, weights, stacks.down, split)])), saved
     out_PH = kernels.grouped(qh_PI, sh_PG, *stacks.down, plan, torch.float32)
-    return kernels.combine(out_PH, plan, weights, torch.float32 if part else out_dtype, part), saved
+    return kernels.combine(out_PH, plan, weights, torch.float32 if part else torch.bfloat16, part), saved
 
 
 def _parts(

@@ -7,45 +7,18 @@ import torch
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.experts import Experts, experts_forward
+from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.fp8.mixture import groups_of
 
 from ..dispatched import dispatched
+from .mixture import BF16, Layer
 from .thresholds import SAVED_BYTES_RATIO, SQNR_EXPERTS, sqnr
-
-BF16 = torch.bfloat16
 
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request):
     with dispatched(request.param):
         yield request.param
-
-
-class Layer:
-    """Random experts, and tokens routed to ``k`` of them."""
-
-    def __init__(self, tokens, experts=6, hidden=320, width=200, k=3, dtype=BF16, scale_format="pow2", backend="native"):
-        g = torch.Generator().manual_seed(0)
-        self.gate_up = (torch.randn(experts, 2 * width, hidden, generator=g) * hidden**-0.5).to(dtype).requires_grad_()
-        self.down = (torch.randn(experts, hidden, width, generator=g) * width**-0.5).to(dtype).requires_grad_()
-        self.x = torch.randn(tokens, hidden, generator=g).to(dtype).requires_grad_()
-        self.weights, self.ids = ops.route(torch.randn(tokens, experts, generator=g), k, True)
-        self.weights = self.weights.detach().requires_grad_()
-        self.own = Experts(experts, scale_format, backend)
-
-    def run(self, rows=slice(None)):
-        return experts_forward(self.x[rows], self.gate_up, self.down, self.weights[rows], self.ids[rows], self.own)
-
-    def exact(self, x, gate_up, down, weights):
-        """The same sum over experts in FP64, from unquantized operands."""
-        width, y = down.shape[2], torch.zeros_like(x)
-        for group in groups_of(self.ids, down.shape[0]):
-            a, b = (x[group.tokens] @ gate_up[group.expert].t()).split(width, -1)
-            out = (torch.nn.functional.silu(a) * b) @ down[group.expert].t()
-            y = y.index_add(0, group.tokens, weights[group.tokens, group.slots, None] * out)
-        return y
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(256, 128), (320, 200), (128, 96)])

@@ -14,10 +14,10 @@ from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.exact import ops
 from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.experts import Experts, Operands, experts_forward, run_experts
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.fp8.experts import Experts, experts_forward, run_experts
 from jetrl_patch.fp8.ranks import added
 from jetrl_patch.sync.digest import Pieces, digest
+from tests.fp8.mixture import operands_of
 from tests.models import config_of
 
 NAME = "model.layers.0.mlp.experts"
@@ -126,12 +126,7 @@ def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.Monkey
     def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: bool) -> Any:
         assert kernels is grouped and not part
         assert {t.untyped_storage().data_ptr() for pair in stacks for t in pair} == storages  # views, renewed by every sync
-
-        def operands(expert: int) -> Operands:
-            places = ((stacks.gate_up, 2 * expert), (stacks.gate_up, 2 * expert + 1), (stacks.down, expert))
-            return Operands(*((q[i], expand_weight_scale(s[i], q.shape[1])) for (q, s), i in places))
-
-        return added(run_experts(quantized, chosen, ids, operands, (E, H), own.backend, scale_format)), None
+        return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
 
     monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: grouped)
     monkeypatch.setattr(experts, "run_grouped", run)
