@@ -119,11 +119,11 @@ class Finished:
         self.text = run.text
         self.passes = [int(count) for count in re.findall(r"PASS OVER (\d+) SAMPLES", self.text)]
         self.steps = run.metrics()
-        self.out = out / f"global_step_{STEPS}" / "actor"
+        self.out, self.ranks = out / f"global_step_{STEPS}" / "actor", processes
 
     def weights(self) -> list[torch.Tensor]:
         assert self.rc == 0, self.text[-6000:]
-        found = plain(shards(self.out))
+        found = plain(shards(self.out, self.ranks))
         assert len(found) > 100
         return found
 
