@@ -85,7 +85,7 @@ def make_wrong(model, what, data):
         def changed(*args, **kwargs):
             found = quantized(*args, **kwargs)
             scales = found.s_blocks.clone()
-            scales.view(torch.int32)[0, 0] ^= 1
+            scales.view(torch.int32)[0, 0] ^= 1 << 23  # powers of two have no other bits
             return dataclasses.replace(found, s_blocks=scales)
         state.quantized = changed
     elif what == "temperature":
