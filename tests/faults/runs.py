@@ -6,6 +6,7 @@ resumed, and must reach the end of an undisturbed one.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -218,4 +219,9 @@ def processes(mark: str) -> list[str]:
 
 
 def shared_memory() -> set[str]:
-    return set(os.listdir("/dev/shm"))
+    """Files of shared memory that no process has mapped."""
+    found = set(os.listdir("/dev/shm"))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            found -= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found
