@@ -176,6 +176,42 @@ def test_an_index_beyond_the_experts():
         layer.run()
 
 
+def test_a_watch_sees_the_operands_of_every_product_once():
+    """Row by row with their experts, as a test forms them: expert by expert, tokens ascending."""
+    layer, seen = Layer(40), {}
+
+    def watch(kind, part, experts_P, take):
+        seen[kind, part] = (experts_P.tolist(), take(torch.arange(len(experts_P))))
+
+    layer.own.watch = watch
+    with torch.no_grad():
+        layer.run()
+    Layer(0).run()
+    assert layer.own.watch is watch and not seen
+    dy = torch.randn(40, 320, generator=torch.Generator().manual_seed(5)).to(BF16)
+    layer.run().backward(dy)
+    expected: dict = {key: [] for key in seen}
+    backend, experts = layer.own.backend, []
+    for group in groups_of(layer.ids, 6):
+        experts += [group.expert] * len(group.tokens)
+        w = layer.own.quantized(group.expert, layer.gate_up, layer.down)
+        x, g = layer.x.detach()[group.tokens], dy[group.tokens]
+        a, b = (backend.fprop(x, m.q, m.s_rows, "pow2").requires_grad_() for m in (w.gate, w.up))
+        h = ops.silu_mul(a, b)
+        u = backend.dgrad(g, w.down.q, w.down.s_blocks, "pow2", torch.float32)
+        weight = layer.weights.detach()[group.tokens, group.slots, None]
+        da, db = torch.autograd.grad(h, (a, b), (weight * u).to(BF16))
+        rows = {("activation", "gate_proj"): x, ("activation", "down_proj"): h}
+        rows |= {("gradient", "gate_proj"): da, ("gradient", "up_proj"): db, ("gradient", "down_proj"): g}
+        assert rows.keys() == seen.keys()
+        for key, value in rows.items():
+            expected[key].append(value.detach())
+    for key, (found, values) in seen.items():
+        assert found == experts and torch.equal(values, torch.cat(expected[key])), key
+    layer.run()
+    assert layer.own.watch is None
+
+
 class Plain(Layer):
     """The same experts after they left FP8."""
 

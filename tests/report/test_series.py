@@ -163,7 +163,7 @@ def test_the_worst_expert_is_that_of_the_worst_step() -> None:
         of_all = {"jetrl/scale/weight_worst_expert": expert, "jetrl/scale/weight_worst_experts": 7.0}
         return {f"jetrl/scale/{name}/weight_{figure}": value for figure, value in found.items()} | of_all
 
-    scales = read_scales([Run("", "", 0, {1: data(30, 29, 90), 2: data(31, 12, 17), 3: data(28, math.nan, 4), 4: {}})])
+    scales = read_scales([Run("", "", 0, {1: data(30, 29, 90), 2: data(29, 12, 17), 3: data(28, math.nan, 4), 4: {}})])
     assert scales.layers == [name] and scales.worst(0, "weight worst expert", name) == 17
     assert scales.worst(0, "weight worst expert", "another") is None
     assert not any("worst" in what for what in scales.headline)
