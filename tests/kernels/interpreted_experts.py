@@ -68,6 +68,30 @@ def test_a_layer_is_the_loop_over_its_experts(tokens, experts, k, dtype, scale_f
         assert sqnr(ours, theirs) > SQNR_LOOP
 
 
+def test_a_watch_sees_what_it_sees_in_the_loop(loop):
+    """The operands of each product with their experts, row by row; what backward computes differs as the gradients do."""
+    found = []
+    for prepare in (lambda: None, loop):
+        prepare()
+        layer, seen = Layer(20, 3, **SIZES, k=2, backend="triton"), {}
+
+        def watch(kind, part, experts_P, take, seen=seen):
+            seen[kind, part] = (experts_P, take(torch.arange(len(experts_P))))
+
+        with torch.no_grad():
+            layer.own.watch = watch
+            layer.run()
+        assert layer.own.watch is watch and not seen
+        gradients(layer)
+        assert layer.own.watch is None
+        found.append(seen)
+    assert list(found[0]) == list(found[1]) and len(found[0]) == 5
+    for (kind, part), (experts, values) in found[0].items():
+        others, expected = found[1][kind, part]
+        assert torch.equal(experts, others) and values.shape == expected.shape
+        assert torch.equal(values, expected) if kind == "activation" else sqnr(values, expected) > SQNR_LOOP
+
+
 @pytest.mark.slow
 def test_a_token_alone_and_among_a_thousand():
     layer = Layer(1001, experts=2, hidden=128, width=64, k=1, backend="triton")
