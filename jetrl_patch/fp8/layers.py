@@ -49,7 +49,7 @@ def experts_quantized(name: str, count: int, exclude: Sequence[str]) -> bool:
     if out and len(out) != len(layers):
         found = f"exclude={list(exclude)}, which takes out {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
         required = f"all {len(layers)} matrices of {name} in FP8 or none, because one operation computes them"
-        fix = f"exclude {'.'.join(name.split('.')[-2:])!r} with the number of its block, or other layers"
+        fix = f"exclude {'.'.join(name.split('.')[-4:])!r} or other layers"
         raise ModelError(explain("experts of a block", required=required, found=found, fix=fix))
     return not out
 

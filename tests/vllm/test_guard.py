@@ -121,6 +121,39 @@ def test_experts_are_exact_where_exclude_leaves_a_block_in_bf16(
 
 
 @pytest.mark.e2e
+def test_ill_experts_leave_fp8_on_both_sides_at_one_sync(
+    checkpoint: Callable[..., str], engine: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The trainer's guard decides, the engine follows, and log-probs are those of a run that had excluded them."""
+    from jetrl_patch.adapters.vllm.sample import generate
+    from tests.vllm.test_expert_sync import trainer
+
+    path = checkpoint("qwen3_moe-odd")
+    jetrl_patch.enable(precision="fp8-unified", monitor_every=1, guard_sqnr=20.0)
+    config = jetrl_patch.status().config
+    llm = engine(Job(model=path, config=config))
+    worker = worker_of(llm)
+    model, source = trainer(path, config)
+    experts = model.model.layers[0].mlp.experts
+    with torch.no_grad():
+        experts.gate_up_proj[3, 200:][[3, 7]] *= 1e5
+        experts.down_proj[3][:, [3, 7]] = 0
+
+    def weights() -> Any:
+        return ((name, p.detach()) for name, p in model.named_parameters())
+
+    source.begin_sync(weights)
+    assert push(worker, list(source.stream(weights(), SyncStats())))["layers"] == 3 * (4 + 5 * 3) - 5 * 3
+    assert source.end_sync()["jetrl/guard_layers"] == 1
+    assert any(line.endswith(" dB in 3.up_proj") for line in source.take_lines())
+    (report,) = llm.collective_rpc("jetrl_report")
+    assert report["guarded"] == sorted(EXPERTS) == sorted(source.guarded)
+    model.save_pretrained(tmp_path)
+    excluded = config.replace(guard_sqnr=None, exclude=("layers.0.mlp.experts",))
+    assert_equal(Job(model=str(tmp_path), config=excluded), generate(llm, prompts_of(5, (1, 40)), 12, 1.0), tokens=60)
+
+
+@pytest.mark.e2e
 @pytest.mark.parametrize("pattern", ["experts.3", "layers.0.mlp.experts.*.down_proj"])
 def test_some_experts_of_a_block_are_refused(
     checkpoint: Callable[..., str], engine: Callable[..., Any], pattern: str
