@@ -244,6 +244,17 @@ SEEING: tuple[Patch, ...] = (
         "ends the step. Micro-batches with one are not changed",
         remove_when="verl unpacks the tower's output for the dummy image too, as in its other models",
     ),
+    *(
+        Patch(
+            module=f"verl.models.transformers.{name}",
+            attr="forward_with_torch_backend",
+            make=fused.forward_with_gathered_head,
+            reason="verl's fused forward of a model that sees multiplies with a head that FSDP2 has sharded: the step ends, or "
+            "the head's gradient is each rank's own. Its Triton forward is not covered; the driver refuses it",
+            remove_when="verl's fused forward leaves the head to FSDP2",
+        )
+        for name in ("qwen2_vl", "qwen3_vl")
+    ),
 )
 
 #: applied only where Megatron is installed, because verl's engine cannot be imported without it

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.verl import ulysses
+from jetrl_patch.adapters.verl import fused, ulysses
 from jetrl_patch.adapters.verl.paths import named
 from jetrl_patch.errors import JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
@@ -22,13 +22,21 @@ from jetrl_patch.trainer.rules import raised
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["along_tokens", "check_whole", "fix_position_ids", "input_embeds", "problems"]
+__all__ = ["along_tokens", "check_whole", "check_worker", "fix_position_ids", "input_embeds", "problems"]
 
 
 def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
     """Yield an error for each setting that no run of a model that sees has shown to be right."""
     for size, path in ulysses.sizes(select).items():
         yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
+    yield from raised(lambda: fused.check_setting(select, hf_config))
+
+
+def check_worker(hf_config: Any, engine: Any) -> None:
+    """Raise ModelError as ``problems``, for a model that the driver could not read."""
+    check_whole(hf_config, engine.ulysses_sequence_parallel_size)
+    if engine.model_config.use_fused_kernels:
+        fused.check_seeing(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
 
 
 def check_whole(hf_config: Any, size: int, what: str = "ulysses_sequence_parallel_size") -> None:

@@ -1,9 +1,9 @@
 """Run under torchrun: the log-probs of a model that sees in verl's real FSDP engine, beside those of transformers' own forward.
 
-    torchrun --nproc_per_node=1 seeing_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR
+    torchrun --nproc_per_node=N seeing_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR [fused]
 
-Batches with and without images, of one length and of several, packed and padded, in micro-batches of every size. All in FP32,
-so that a wrong position, mask or image stands out from rounding.
+Batches with and without images, of one length and of several, packed and padded, in micro-batches of every size, and the
+gradients of one of them. All in FP32, so that a wrong position, mask or image stands out from rounding.
 """
 
 import sys
@@ -44,7 +44,7 @@ def stand_in_for_flash_attention() -> None:
 
 
 if __name__ == "__main__":
-    strategy, family, model_dir = sys.argv[1:]
+    strategy, family, model_dir, *fused = sys.argv[1:]
     jetrl_patch.enable(precision="bf16")
 
     import torch
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     from tests import seeing
 
     torch.set_num_threads(1)
-    initialize_global_process_group()
+    _, rank, world = initialize_global_process_group()
     generator = torch.Generator().manual_seed(3)
     reference = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.float32)
     tower = reference.config.vision_config
@@ -75,8 +75,8 @@ if __name__ == "__main__":
         kinds = (ids == seeing.FIRST + 2).long()[None]
         seen, _ = reference.model.get_rope_index(ids[None], kinds, grid if grids else None)
         positions = torch.cat([torch.arange(length)[None], seen[:, 0]])
-        with torch.no_grad():  # positions as transformers makes them
-            logits = reference(input_ids=ids[None], mm_token_type_ids=kinds, use_cache=False, **images).logits[0, :-1]
+        # positions as transformers makes them
+        logits = reference(input_ids=ids[None], mm_token_type_ids=kinds, use_cache=False, **images).logits[0, :-1]
         return ids, positions, images, logits.log_softmax(-1).gather(1, ids[1:, None])[:, 0]
 
     small, large = [(4, 4)], [(4, 8)]
@@ -86,25 +86,35 @@ if __name__ == "__main__":
         "of one length, without images": [sample(16, []) for _ in range(4)],
         "of one": [sample(26, large)],
     }
+    sum(row[-1].sum() for row in BATCHES["of several lengths"]).backward()
+    expected = {name: tensor.grad for name, tensor in reference.named_parameters()}
     engine = build(
         strategy, model_dir, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        forward_only=False,
+        model={"use_fused_kernels": bool(fused), "fused_kernel_options": {"impl_backend": "torch"}}, forward_only=False,
     )  # fmt: skip
     engine._build_model_optimizer()
     if family == "qwen2_5_vl":
         stand_in_for_flash_attention()
 
-    def log_probs(rows, packed: bool, size: int):
+    def batch_from(rows, packed: bool, size: int):
         from tensordict.tensorclass import NonTensorData, NonTensorStack
 
         ids, positions, images, _ = zip(*rows, strict=True)
-        settings = {"micro_batch_size_per_gpu": size, "use_remove_padding": packed}
+        settings = {"micro_batch_size_per_gpu": size, "use_remove_padding": packed, "use_fused_kernels": bool(fused)}
         batch = batch_of(list(ids), **settings)
         batch["position_ids"] = torch.nested.as_nested_tensor(list(positions), layout=torch.jagged)
         batch["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in images])
+        return batch
+
+    def without_last(found):  # the last label of a sequence comes from its neighbour and has no meaning
+        return [t[:-1] for t in found.unbind()]
+
+    def log_probs(*settings):
         with engine.eval_mode(disable_auto_offload=True):
-            output = engine.infer_batch(batch)
-        return [t[:-1] for t in output["model_output"]["log_probs"].unbind()]
+            return without_last(engine.infer_batch(batch_from(*settings))["model_output"]["log_probs"])
+
+    def loss(model_output, data, dp_group=None):
+        return torch.cat(without_last(model_output["log_probs"])).sum(), {}
 
     worst = 0.0
     for name, rows in BATCHES.items():
@@ -112,8 +122,18 @@ if __name__ == "__main__":
             for size in (n for n in (1, 2, 4) if len(rows) % n == 0):
                 found = log_probs(rows, packed, size)
                 for i, (ours, row) in enumerate(zip(found, rows, strict=True)):
-                    off = float((ours - row[-1]).abs().max())
+                    off = float((ours - row[-1].detach()).abs().max())
                     assert off < CLOSE, (name, "packed" if packed else "padded", size, i, off)
                     worst = max(worst, off)
+    if strategy == "fsdp2":
+        with engine.train_mode(disable_auto_offload=True):
+            engine.optimizer_zero_grad()
+            mine = BATCHES["of several lengths"][rank::world]
+            engine.forward_backward_batch(batch_from(mine, False, 1), loss, forward_only=False)
+            for name, tensor in engine.module.named_parameters():
+                ours, theirs = tensor.grad.full_tensor() * world, expected[name]
+                off = float((ours - theirs).abs().max() / theirs.abs().max())
+                assert off < CLOSE, (name, off)
+                worst = max(worst, off)
     print("WORST", worst)
     destroy_global_process_group()

@@ -183,14 +183,22 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
 
 @pytest.mark.e2e
 @pytest.mark.parametrize(
-    ("strategy", "family"),
-    [("fsdp2", "qwen2_5_vl"), ("fsdp", "qwen3_vl"), pytest.param("fsdp", "qwen2_5_vl", marks=pytest.mark.slow)],
+    ("strategy", "family", "ranks", "more"),
+    [
+        ("fsdp2", "qwen2_5_vl", 2, ["fused"]),
+        ("fsdp", "qwen3_vl", 1, []),
+        pytest.param("fsdp2", "qwen3_vl", 2, ["fused"], marks=pytest.mark.slow),
+        pytest.param("fsdp2", "qwen3_vl", 1, [], marks=pytest.mark.slow),
+        pytest.param("fsdp2", "qwen2_5_vl", 1, [], marks=pytest.mark.slow),
+        pytest.param("fsdp", "qwen2_5_vl", 1, ["fused"], marks=pytest.mark.slow),
+    ],
 )
-def test_verls_engine_computes_what_transformers_does(checkpoint: Callable[[str], str], strategy: str, family: str) -> None:
+def test_verls_engine_computes_what_transformers_does(
+    checkpoint: Callable[[str], str], strategy: str, family: str, ranks: int, more: list[str]
+) -> None:
     script = Path(__file__).with_name("seeing_engine_script.py")
     environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(models.ROOT)}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=1", str(script)]
-    done = subprocess.run(
-        [*command, strategy, family, checkpoint(family)], env=environ, capture_output=True, text=True, timeout=500
-    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+    words = [*command, strategy, family, checkpoint(family), *more]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and "WORST" in done.stdout, done.stdout[-2000:] + done.stderr[-6000:]
