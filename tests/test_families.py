@@ -16,8 +16,8 @@ from jetrl_patch.families import FAMILIES, LLAMA_LIKE, MERGED, ROW_PARALLEL, Fam
 from .test_boundaries import ROOT, loaded_by, python_files
 
 TABLE = ROOT / "jetrl_patch" / "families.py"
-#: family -> the one other file that names it, because vLLM has a class of that name
-NAMED_ELSEWHERE = {"llama": "adapters/vllm/ops.py"}
+#: family -> the one other file that names it, because vLLM has a class or verl a module of that name
+NAMED_ELSEWHERE = {"llama": "adapters/vllm/ops.py", "qwen3_vl": "adapters/verl/adapter.py"}
 
 
 def names_of(family: Family) -> re.Pattern[str]:

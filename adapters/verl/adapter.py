@@ -20,6 +20,7 @@ from jetrl_patch.adapters.verl import (
     precision,
     programs,
     scaling,
+    seeing,
     settings,
     state,
     sync,
@@ -215,6 +216,47 @@ EVERY_MODE: tuple[Patch, ...] = (
     ),
 )
 
+_EQUAL_LENGTHS = (
+    "verl lays out the position ids of models that see by the first dimension in which samples differ, and then names another: "
+    "samples of one length, or a single one, end the step in split_with_sizes or get other positions. The layout is made "
+    "right where a worker receives a batch. Megatron's packing is not covered"
+)
+_VERL_7901 = "https://github.com/verl-project/verl/pull/7901"
+
+#: in every mode, bf16 too: verl itself fails without them
+SEEING: tuple[Patch, ...] = (
+    *(
+        Patch(
+            module=module,
+            attr="maybe_fix_3d_position_ids",
+            make=seeing.fix_position_ids,
+            reason=_EQUAL_LENGTHS,
+            remove_when="verl lays out position ids by their tokens wherever it makes a jagged tensor",
+            upstream=_VERL_7901,
+        )
+        for module in ("verl.workers.engine_workers", "verl.workers.engine.base")
+    ),
+    Patch(
+        module="verl.models.transformers.qwen2_vl",
+        attr="_get_input_embeds",
+        make=seeing.input_embeds,
+        reason="verl asks the tower's output for its mean; in transformers 5 it is no tensor, and a micro-batch without an image "
+        "ends the step. Micro-batches with one are not changed",
+        remove_when="verl unpacks the tower's output for the dummy image too, as in its other models",
+    ),
+    *(
+        Patch(
+            module=f"verl.models.transformers.{name}",
+            attr="forward_with_torch_backend",
+            make=fused.forward_with_gathered_head,
+            reason="verl's fused forward of a model that sees multiplies with a head that FSDP2 has sharded: the step ends, or "
+            "the head's gradient is each rank's own. Its Triton forward is not covered; the driver refuses it",
+            remove_when="verl's fused forward leaves the head to FSDP2",
+        )
+        for name in ("qwen2_vl", "qwen3_vl")
+    ),
+)
+
 #: applied only where Megatron is installed, because verl's engine cannot be imported without it
 MEGATRON: tuple[Patch, ...] = (
     Patch(
@@ -314,7 +356,7 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, then those of Megatron, log-probs and corrections where ``config`` needs them."""
-        patches = EVERY_MODE + (MEGATRON if is_installed("megatron.core") else ())
+        patches = EVERY_MODE + SEEING + (MEGATRON if is_installed("megatron.core") else ())
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
         if config.fp8_train:

@@ -19,13 +19,26 @@ from jetrl_patch.adapters.verl.paths import MODEL, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.families import FAMILIES
+from jetrl_patch.gate import while_active
+from jetrl_patch.structure import sees
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jetrl_patch.adapters.verl.model import Prepared
 
-__all__ = ["attach", "check_model", "forward", "forward_with_torch_backend", "is_used", "notes", "wanted"]
+__all__ = [
+    "attach",
+    "check_model",
+    "check_seeing",
+    "check_setting",
+    "forward",
+    "forward_with_gathered_head",
+    "forward_with_torch_backend",
+    "is_used",
+    "notes",
+    "wanted",
+]
 
 _USED = f"{MODEL}.use_fused_kernels"
 #: the implementation that calls ``FusedLinearForPPO``
@@ -67,6 +80,30 @@ def check_model(hf_config: Any) -> None:
     if name is not None and getattr(hf_config, name, 1.0) != 1.0:
         required, found = "logits that lm_head alone computes", f"{name}={getattr(hf_config, name)}"
         raise ModelError(explain(named(_USED), required=required, found=found, fix="set it to false"))
+
+
+def check_seeing(implementation: Any, hf_config: Any) -> None:
+    """Raise ModelError for a model that sees and a fused implementation with which its log-probs have not been compared."""
+    if sees(hf_config) and implementation != "torch":
+        what, found = f"{named(_USED)} with model_type={hf_config.model_type!r}", f"{_IMPLEMENTATION}={implementation!r}"
+        raise ModelError(explain(what, required="the implementation torch", found=found, fix=f"set {_IMPLEMENTATION}=torch"))
+
+
+def check_setting(select: Callable[[str], Any], hf_config: Any) -> None:
+    """Raise ModelError as ``check_seeing`` if verl's configuration asks for fused kernels."""
+    if select(_USED):
+        check_seeing(select(_IMPLEMENTATION), hf_config)
+
+
+@while_active
+def forward_with_gathered_head(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a model's ``forward_with_torch_backend``, which multiplies with ``lm_head.weight`` itself: gather the head."""
+
+    def forward_with_torch_backend(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with gathered(self.lm_head):
+            return original(self, *args, **kwargs)
+
+    return forward_with_torch_backend
 
 
 @same_log_probs

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fused, precision, ulysses
+from jetrl_patch.adapters.verl import fused, precision, seeing, ulysses
 from jetrl_patch.adapters.verl.gather import mark_layers
-from jetrl_patch.adapters.verl.settings import check_seeing
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.gate import while_active
@@ -56,7 +55,7 @@ def prepare(module: Any, config: Config, engine: Any) -> Prepared:
     from verl.utils.model import convert_weight_keys
 
     if config.quantized_rollout:
-        check_seeing(module.config)  # the driver has checked a local folder
+        seeing.check_worker(module.config, engine)  # the driver has checked a local folder
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}

@@ -17,6 +17,7 @@ from jetrl_patch.adapters.verl import (
     old_log_probs_settings,
     precision,
     rollout_ranks,
+    seeing,
     ulysses,
 )
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
@@ -28,9 +29,8 @@ from jetrl_patch.adapters.verl.rollout_ranks import expert_parallel, tensor_para
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import UNQUANTIZED, ConflictError, JetrlError
+from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import require_text
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
@@ -154,8 +154,8 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     hf_config = None if found else read_config(path, config, trust)
     if hf_config is None:
         return
-    yield from raised(lambda: check_seeing(hf_config))
-    yield from raised(lambda: ulysses.check_heads(select, hf_config))
+    whole = list(seeing.problems(select, hf_config))
+    yield from whole or raised(lambda: ulysses.check_heads(select, hf_config))
     yield from raised(lambda: lora.check_model(hf_config, select, config))
     if fused.is_used(select, config):
         yield from raised(lambda: fused.check_model(hf_config))
@@ -163,12 +163,6 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
         sizes = {int(select(f"{path}.megatron.tensor_model_parallel_size") or 1) for path in (ACTOR, REF)}
         for size in sorted(sizes):
             yield from raised(lambda: megatron.check_model(hf_config, size))  # noqa: B023
-
-
-def check_seeing(hf_config: Any) -> None:
-    """Raise ModelError for a model with a vision tower: its weights arrive right, but no run has been shown to be right."""
-    required = "a text model (in a run on images, trainer and rollout differed by more than FP8 explains)"
-    require_text(hf_config, "the model with verl and a quantized rollout", f"use {UNQUANTIZED}", required)
 
 
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int, int]:

@@ -37,6 +37,7 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         ConfigError: a dtype other than BF16 is set.
     """
     set_arguments(args, config)
+    normalize_in_processor(args)
     if not config.quantized_rollout:
         return
     ours = quantization_name(config)
@@ -74,7 +75,6 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         )
     if config.exact:
         choose_attention(args)
-    normalize_in_processor(args)
     args.quantization = ours
     if config.decode_graphs and not _on_cpu():
         capture_decoding(args)

@@ -1,4 +1,4 @@
-"""verl's settings with a model that sees: refused in quantized modes, and what would be refused besides."""
+"""verl's settings with a model that sees: what is accepted, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_patch.adapters.verl import lora, settings
+from jetrl_patch.adapters.verl.seeing import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from tests import seeing
@@ -24,30 +25,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.fixture
-def shown(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As if runs on images had been shown to be right."""
-    monkeypatch.setattr(settings, "check_seeing", lambda hf_config: None)
-
-
-@pytest.mark.parametrize("config", [LINEAR, ROLLOUT])
-def test_a_run_on_images_is_refused_by_name(base, model, config):
-    (problem,) = settings.problems(base(f"{M}.path={model}"), config)
-    with pytest.raises(ModelError, match=r"with verl and a quantized rollout: required a text .*found model_type='qwen2_5_vl'"):
-        raise problem
-
-
-@pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize("config", [LINEAR, ROLLOUT, BF16, Config(precision="fp16")])
-def test_what_official_scripts_set_is_no_further_problem(base, model, config):
+def test_what_official_scripts_set_is_accepted(base, model, config):
     given = base(
-        f"{M}.path={model}", f"{M}.use_remove_padding=True", f"{A}.freeze_vision_tower=True", f"{A}.use_kl_loss=True",
+        f"{M}.path={model}", f"{M}.use_remove_padding=True", f"{M}.use_fused_kernels=True", f"{A}.freeze_vision_tower=True",
+        f"{A}.use_kl_loss=True",
         f"{R}.tensor_model_parallel_size=2", f"+{R}.engine_kwargs.vllm.mm_processor_cache_gb=0",
     )  # fmt: skip
     assert [str(problem) for problem in settings.problems(given, config)] == []
 
 
-@pytest.mark.usefixtures("shown")
 @pytest.mark.parametrize(
     ("config", "extra", "says"),
     [
@@ -55,9 +42,18 @@ def test_what_official_scripts_set_is_no_further_problem(base, model, config):
         (Config(precision="int8-rollout"), (), r"required one text model, or with an FP8 rollout one of qwen2_5_vl"),
         (LINEAR, (f"{M}.lora_rank=8",), r"LoRA with a quantized rollout: required a text model, found model_type='qwen2_5_vl'"),
         (ROLLOUT, (f"{M}.lora_adapter_path=x",), r"LoRA with a quantized rollout: required a text model"),
+        (
+            ROLLOUT,
+            (f"{M}.use_fused_kernels=True", f"{M}.fused_kernel_options.impl_backend=triton"),
+            r"use_fused_kernels with model_type='qwen2_5_vl': required the implementation torch, found .*='triton'\. Set",
+        ),
         (LINEAR, (f"{R}.tensor_model_parallel_size=4",), r"cuts a block of 128 in 2 layers: model\.language_model\.layers\.0"),
         (LINEAR, (f"+{R}.engine_kwargs.vllm.mm_encoder_attn_dtype=fp8",), r"mm_encoder_attn_dtype .*found 'fp8'\. Remove it"),
-        (LINEAR, (f"{A}.ulysses_sequence_parallel_size=8", "trainer.n_gpus_per_node=8"), r"found 4 and 2 heads"),
+        (
+            LINEAR,
+            (f"{A}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", f"{M}.use_remove_padding=True"),
+            r"size=2: required whole sequences of a model that sees \(its slices .*found model_type='qwen2_5_vl'\. Set it to 1",
+        ),
     ],
 )
 def test_what_is_not_handled_is_one_error(base, model, config, extra, says):
@@ -71,6 +67,27 @@ def test_megatron_names_its_families(base, model, monkeypatch):
 
     with pytest.raises(ModelError, match=r"the model with Megatron: required one of qwen2, .*found model_type='qwen2_5_vl'"):
         megatron.check_model(seeing.config_of("qwen2_5_vl"), 1)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "says"),
+    [
+        (2, None, r"ulysses_sequence_parallel_size=2: required whole sequences .*model_type='qwen3_vl'"),
+        (1, {"impl_backend": "triton"}, r"required the implementation torch, found .*impl_backend='triton'\. Set .*=torch"),
+    ],
+)
+def test_a_remote_model_is_refused_in_the_worker(size, options, says):
+    from types import SimpleNamespace
+
+    def check(hf_config, size, options):
+        model = SimpleNamespace(use_fused_kernels=options is not None, fused_kernel_options=options)
+        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=size, model_config=model))
+
+    hf_config = seeing.config_of("qwen3_vl")
+    with pytest.raises(ModelError, match=says):
+        check(hf_config, size, options)
+    check(hf_config, 1, {"impl_backend": "torch"})
+    check(hf_config.get_text_config(), size, options)
 
 
 def test_adapters_of_a_remote_model_are_refused_in_the_worker(monkeypatch):

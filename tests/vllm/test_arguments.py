@@ -110,8 +110,9 @@ def test_layers_that_vllm_transforms_after_loading() -> None:
         check_layers(Finishing())
 
 
-def test_pixels_are_normalized_by_the_processor(tmp_path: Any) -> None:
-    """In the model it is done by buffers that dummy weights overwrite and that no sync sends."""
+@pytest.mark.parametrize("config", [Config(align="linear"), Config(precision="bf16")])
+def test_pixels_are_normalized_by_the_processor(tmp_path: Any, config: Config) -> None:
+    """In the model it is done by buffers that dummy weights overwrite and that no sync sends, in BF16 too."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.vision import FusedInputNorm
 
@@ -120,5 +121,5 @@ def test_pixels_are_normalized_by_the_processor(tmp_path: Any) -> None:
     assert {"weight", "bias"} <= set(FusedInputNorm([0.5] * 3, [0.5] * 3, 1 / 255).state_dict())
     for settings in ({}, {"mm_device_do_normalize": None}, {"mm_device_do_normalize": True}):
         args = EngineArgs(model=str(tmp_path), load_format="dummy", **settings)
-        prepare_arguments(args, Config(align="linear"))
+        prepare_arguments(args, config)
         assert args.mm_device_do_normalize is False

@@ -1,0 +1,204 @@
+"""The batches of models that see in verl's own functions: position ids as the dense computation gives them, for every layout."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import seeing
+from jetrl_patch.config import Config
+from tests import seeing as models
+
+#: tokens of each sample: the prompt's, the response's
+LENGTHS = {
+    "unequal": [(5, 3), (9, 1), (2, 7), (4, 4), (6, 6), (3, 2)],
+    "equal": [(5, 3)] * 6,
+    "equal, with other prompts": [(5, 3), (4, 4), (2, 6), (7, 1), (3, 5), (1, 7)],
+    "as long as there are rows": [(3, 1)] * 4,
+    "single": [(5, 3)],
+}
+ROWS = [2, 3, 4]
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="bf16").resolved())
+
+
+def batch_of(lengths: list[tuple[int, int]], rows: int) -> tuple[Any, list[torch.Tensor]]:
+    """verl's batch without padding, made by verl from a padded one, and each sample's position ids [rows, length]."""
+    from verl.utils import tensordict_utils as tu
+    from verl.workers.utils.padding import left_right_2_no_padding
+
+    generator = torch.Generator().manual_seed(rows)
+    prompt, response = (max(pair[i] for pair in lengths) for i in (0, 1))
+    mask = torch.zeros(len(lengths), prompt + response, dtype=torch.long)
+    for row, (asked, answered) in zip(mask, lengths, strict=True):
+        row[prompt - asked : prompt + answered] = 1
+    positions = torch.randint(0, 1000, (len(lengths), rows, prompt + response), generator=generator)
+    padded = tu.get_tensordict(
+        {
+            "input_ids": torch.randint(0, 100, mask.shape, generator=generator) * mask,
+            "attention_mask": mask, "response_mask": mask[:, prompt:], "position_ids": positions,
+        }
+    )  # fmt: skip
+    return left_right_2_no_padding(padded), [row[:, kept.bool()] for row, kept in zip(positions, mask, strict=True)]
+
+
+def received(data: Any) -> Any:
+    """What a worker gets of a chunk: verl's own consolidation, through pickle as Ray does."""
+    import pickle
+
+    from verl.protocol import BatchData
+
+    (chunk,) = BatchData(data).chunk(1)
+    return pickle.loads(pickle.dumps(chunk))
+
+
+def fix(data: Any) -> None:
+    from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
+
+    seeing.fix_position_ids(maybe_fix_3d_position_ids)(data)
+
+
+def assert_are(data: Any, expected: list[torch.Tensor]) -> None:
+    """Assert each sample's positions, packed and padded as verl's engine reads them."""
+    positions = data["position_ids"]
+    assert positions.dim() == 3 and positions.shape[0] == len(expected)
+    assert torch.equal(positions.values(), torch.cat(expected, 1))
+    longest = max(t.shape[1] for t in expected)
+    rows = expected[0].shape[0]
+    padded = torch.nested.to_padded_tensor(positions, padding=0, output_size=(len(expected), rows, longest))
+    for ours, theirs in zip(padded, expected, strict=True):
+        assert torch.equal(ours[:, : theirs.shape[1]], theirs) and not ours[:, theirs.shape[1] :].any()
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_every_split_of_a_batch_has_the_dense_positions(kind: str, rows: int) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    data, expected = batch_of(LENGTHS[kind], rows)
+    data = received(data)
+    fix(data)
+    assert_are(data, expected)
+    fix(data)
+    assert_are(data, expected)
+    size = len(expected)
+    for chunks in (n for n in range(1, size + 1) if size % n == 0):
+        for i, chunk in enumerate(tu.chunk_tensordict(data, chunks)):
+            assert_are(chunk, expected[i * size // chunks : (i + 1) * size // chunks])
+            again = received(chunk)
+            fix(again)
+            assert_are(again, expected[i * size // chunks : (i + 1) * size // chunks])
+    for batch, one in zip(tu.make_iterator(data, mini_batch_size=1, epochs=1, seed=0), expected, strict=True):
+        fix(batch)
+        assert_are(batch, [one])
+    order = list(reversed(range(size)))
+    assert_are(tu.index_select_tensor_dict(data, order), [expected[i] for i in order])
+
+
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_a_driver_may_split_the_batch_before(kind: str, rows: int) -> None:
+    from verl.utils import tensordict_utils as tu
+
+    data, expected = batch_of(LENGTHS[kind], rows)
+    size = len(expected)
+    for chunks in (n for n in range(1, size + 1) if size % n == 0):
+        for i, chunk in enumerate(tu.chunk_tensordict(data, chunks)):
+            chunk = received(chunk)
+            fix(chunk)
+            assert_are(chunk, expected[i * size // chunks : (i + 1) * size // chunks])
+
+
+@pytest.mark.parametrize("kind", ["equal", "equal, with other prompts", "single"])
+def test_verl_itself_still_fails_on_samples_of_one_length(kind: str) -> None:
+    """Fails once verl lays out what it packs: then the patch can go."""
+    from verl.utils import tensordict_utils as tu
+
+    data, _ = batch_of(LENGTHS[kind], 4)
+    tu.maybe_fix_3d_position_ids(data)
+    with pytest.raises(RuntimeError, match=r"split_with_sizes|Expected cond to be True"):
+        data["position_ids"].unbind()
+
+
+@pytest.mark.usefixtures("active")
+def test_other_batches_are_left_alone() -> None:
+    from verl.utils import tensordict_utils as tu
+
+    flat = torch.nested.as_nested_tensor([torch.arange(3), torch.arange(5)], layout=torch.jagged)
+    data = tu.get_tensordict({"input_ids": flat, "position_ids": flat})
+    before = data["position_ids"]
+    fix(data)
+    assert data["position_ids"] is before
+    dense = tu.get_tensordict({"position_ids": torch.zeros(2, 4, 8)})
+    fix(dense)
+    fix(tu.get_tensordict({"input_ids": flat}))
+
+
+def test_positions_of_other_tokens_are_an_error() -> None:
+    offsets = torch.tensor([0, 3, 8])
+    for values in (torch.zeros(4, 7), torch.zeros(8, 4), torch.zeros(7, 4)):
+        with pytest.raises(ValueError, match=r"position ids \(\d, \d\) fit no batch with offsets \[0, 3, 8\]"):
+            seeing.along_tokens(values, offsets)
+
+
+@pytest.mark.usefixtures("active")
+def test_a_batch_without_an_image_is_embedded_as_text_and_uses_the_tower() -> None:
+    from verl.models.transformers import qwen2_vl
+
+    model = models.build("qwen2_5_vl").model
+    ids = torch.tensor([[5, 6, 7]])
+    with pytest.raises(AttributeError, match="mean"):  # fails once verl unpacks the output: then the patch can go
+        qwen2_vl._get_input_embeds(model, ids)
+    embeds, mask = seeing.input_embeds(qwen2_vl._get_input_embeds)(model, ids, torch.ones(1, 3))
+    assert torch.equal(embeds, model.get_input_embeddings()(ids)) and torch.equal(mask, torch.ones(1, 3))
+    embeds.sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in model.visual.parameters())
+    with_image = seeing.input_embeds(lambda *args: args)(model, ids, None, "pixels", None, "grid", None)
+    assert with_image == (model, ids, None, "pixels", None, "grid", None)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    def make(family: str) -> str:
+        path = tmp_path_factory.mktemp("seeing") / family
+        models.build(family).save_pretrained(path)
+        return str(path)
+
+    return make
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("strategy", "family", "ranks", "more"),
+    [
+        ("fsdp2", "qwen2_5_vl", 2, ["fused"]),
+        ("fsdp", "qwen3_vl", 1, []),
+        pytest.param("fsdp2", "qwen3_vl", 2, ["fused"], marks=pytest.mark.slow),
+        pytest.param("fsdp2", "qwen3_vl", 1, [], marks=pytest.mark.slow),
+        pytest.param("fsdp2", "qwen2_5_vl", 1, [], marks=pytest.mark.slow),
+        pytest.param("fsdp", "qwen2_5_vl", 1, ["fused"], marks=pytest.mark.slow),
+    ],
+)
+def test_verls_engine_computes_what_transformers_does(
+    checkpoint: Callable[[str], str], strategy: str, family: str, ranks: int, more: list[str]
+) -> None:
+    script = Path(__file__).with_name("seeing_engine_script.py")
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(models.ROOT)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}", str(script)]
+    words = [*command, strategy, family, checkpoint(family), *more]
+    done = subprocess.run(words, env=environ, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0 and "WORST" in done.stdout, done.stdout[-2000:] + done.stderr[-6000:]
