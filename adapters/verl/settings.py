@@ -23,7 +23,7 @@ from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
 from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
-from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, model_folder, named
 from jetrl_patch.adapters.verl.rollout_ranks import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
@@ -173,8 +173,7 @@ def check_seeing(hf_config: Any) -> None:
 
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int, int]:
     """Return the model's folder, the settings, and the rollout's tensor-parallel and expert-parallel sizes."""
-    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
-    return path, config, tensor_parallel(select), expert_parallel(select)
+    return model_folder(select), config, tensor_parallel(select), expert_parallel(select, config)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
@@ -187,6 +186,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
     select = _selector(verl_config)
+    wanted |= rollout_ranks.wanted(select, config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
     wanted |= fused.wanted(select, config)
@@ -195,10 +195,11 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     wanted |= optimizer_settings(select, config)
     wanted |= beside.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
     changes = [*fused.notes(select, config), *cut_note(*_checkpoint(select, config))]
+    why = {rollout_ranks.EXPERTS: f": {rollout_ranks.reason(select)}"}
     for path, value in wanted.items():
         found = select(path)
         if found != value:
-            changes.append(f"{path}={value!r}, which was {found!r}")
+            changes.append(f"{path}={value!r}, which was {found!r}{why.get(path, '')}")
             _update(verl_config, path, value)
     return changes
 

@@ -18,7 +18,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelErr
 from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.fp8.ranks import ExpertSplit
-from jetrl_patch.structure import EXPERTS, check_device, check_structure
+from jetrl_patch.structure import check_device, check_structure, experts_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -145,9 +145,9 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
         )
     tp = parallel.tensor_parallel_size
     split = ExpertSplit.of(tp, tp if parallel.enable_expert_parallel else 1)
-    experts = next(int(count) for name in EXPERTS if (count := getattr(hf_config, name, None)))
-    width = getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size
-    split.check(f"the experts of {family.causal_lm}", experts, int(width))
+    sizes = experts_of(hf_config)
+    if sizes is not None:
+        split.check(f"the experts of {family.causal_lm}", *sizes)
 
 
 def _refuse_batch_invariance() -> None:

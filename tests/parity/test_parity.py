@@ -177,7 +177,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 EP = ["--engine", '{"enable_expert_parallel": true}']
 
 
-def test_a_mixture_is_split_as_the_engine_splits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_is_split_as_the_engine_splits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     models.config_of("qwen3_moe").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     seen: list[Job] = []
@@ -185,9 +187,13 @@ def test_a_mixture_is_split_as_the_engine_splits_it(tmp_path: Path, monkeypatch:
     arguments = ["--model", str(tmp_path), "--align", "exact", "--tp", "2"]
     assert cli.main([*arguments, *EP]) == 0
     assert [(job.tp, job.ep) for job in seen] == [(2, 2)]
+    by_columns = ["--engine", '{"enable_expert_parallel": false}']
     with pytest.raises(ModelError, match=r"each of 2 tensor parallel ranks holds whole blocks of 128, found 128\. Use expert"):
-        cli.main(arguments)
+        cli.main([*arguments, *by_columns])
     assert [job.ep for job in seen] == [2]
+    assert cli.main([*arguments, "--stock", "bfloat16"]) == 0
+    assert [(job.stock, job.ep) for job in seen[1:]] == [("bfloat16", 2), (None, 2)]
+    assert "enable_expert_parallel: tensor parallel size 2 would cut a block" in capsys.readouterr().out
 
 
 @pytest.mark.e2e
