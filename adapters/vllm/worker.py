@@ -29,6 +29,7 @@ def attach(worker: Any, config: Config) -> None:
     """
     from jetrl_patch.adapters.vllm.experts import expert_modules
     from jetrl_patch.adapters.vllm.install import VllmInstaller
+    from jetrl_patch.adapters.vllm.live import keep_live_experts
     from jetrl_patch.adapters.vllm.postload import check_layers
     from jetrl_patch.adapters.vllm.runner import finish
     from jetrl_patch.adapters.vllm.warm import warm_up
@@ -45,6 +46,8 @@ def attach(worker: Any, config: Config) -> None:
     if config.quantized_rollout:
         check_layers(model)
         finish(model)
+    else:
+        keep_live_experts(model)
     if config.exact:
         from jetrl_patch.adapters.vllm.exact import finish_model, try_ops
 
