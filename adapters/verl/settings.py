@@ -17,6 +17,7 @@ from jetrl_patch.adapters.verl import (
     old_log_probs_settings,
     precision,
     rollout_ranks,
+    routes_settings,
     ulysses,
 )
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
@@ -51,7 +52,6 @@ _TP_ONLY = "a rollout with tensor parallelism alone"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
 _FRESH = "samples of this run, with the log-probs of its weights"
-_REPLAY = "routes that each side computes itself"
 _TRANSFERS = "naive or nccl, which send tensors as they are"
 _APART = "a rollout that stays on its own devices"
 
@@ -82,11 +82,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
     Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.full_determinism", is_set, "the plugin's own kernels, not vLLM's batch-invariant ones", _FALSE, "quantized"),
-    Rule(f"{ROLLOUT}.enable_rollout_routing_replay", is_set, _REPLAY, _FALSE, "quantized"),
-    *(
-        Rule(f"{ACTOR}.{engine}.router_replay.mode", other_than("disabled"), _REPLAY, "set it to disabled", "quantized")
-        for engine in ("fsdp_config", "megatron")
-    ),
     Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
     Rule(f"{REF}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
@@ -125,6 +120,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from lora.problems(select, config)
     yield from beside.problems(select, config)
     yield from ulysses.problems(select)
+    yield from routes_settings.problems(select, config)
     if config.old_log_probs != "auto":  # which ``chosen`` settles
         yield from old_log_probs_settings.problems(select, config)
     yield from optimizer_problems(select, config)
@@ -187,6 +183,7 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     wanted |= precision.wanted(config)
     select = _selector(verl_config)
     wanted |= rollout_ranks.wanted(select, config)
+    wanted |= routes_settings.wanted(config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
     wanted |= fused.wanted(select, config)

@@ -115,11 +115,15 @@ def _table(job: Job, results: list[dict[str, Any]]) -> Any:
 
     title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
     table = Table(title=title, caption="Δ: log-prob of a sampled token, trainer minus rollout")
-    for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
+    routed = any(r["route_mismatch"] is not None for r in results)
+    columns = ["precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"]
+    for column in columns + ["routes differ"] * routed:
         table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
     for r in results:
         figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
-        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
+        share = r["route_mismatch"]
+        routes = ["–" if share is None else f"{share:.3%}"] if routed else []
+        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}", *routes)
     return table
 
 

@@ -24,6 +24,7 @@ KEYS = {
     "logp_abs_diff_max",
     "k3_kl",
     "bit_equal_fraction",
+    "route_mismatch",
 }
 
 
