@@ -20,7 +20,7 @@ from jetrl_patch.gate import while_config
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["ROUTES", "attach", "forward_step", "hand_over", "metrics"]
+__all__ = ["ROUTES", "attach", "forward_step", "metrics", "report"]
 
 #: key of what was compared in a worker's report: routes, and how many differ
 ROUTES = "routes"
@@ -94,11 +94,12 @@ def compared(input_ids: Any, routed_experts: Any, chosen: Mapping[int, Tensor], 
 
 def metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the step's metric from the workers' reports; empty if nothing was compared."""
-    compared, differ = (sum(report[ROUTES][i] for report in reports) for i in (0, 1))
+    parts = [report[ROUTES] for report in reports if ROUTES in report]
+    compared, differ = (sum(part[i] for part in parts) for i in (0, 1))
     return {"jetrl/route_mismatch": differ / compared, "jetrl/routes": float(compared)} if compared else {}
 
 
-def hand_over() -> tuple[int, int]:
-    """At a weight sync, return what was compared since the last one: routes, and how many differ."""
+def report() -> dict[str, tuple[int, int]]:
+    """At a weight sync, report what was compared since the last one: routes, and how many differ; empty if nothing was."""
     found, WORKER.routes = WORKER.routes, []
-    return sum(compared for compared, _ in found), sum(differ for _, differ in found)
+    return {ROUTES: (sum(compared for compared, _ in found), sum(differ for _, differ in found))} if found else {}

@@ -167,7 +167,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             **sync_report(WORKER.stats or SyncStats(), start),
             LOSS: _measured(self.actor.engine),
             old_log_probs.AUDIT: _audited(self.actor.engine),
-            routes.ROUTES: routes.hand_over(),
+            **routes.report(),
             **precision.figures(),
             **monitored(self.actor.engine),
         }
