@@ -101,6 +101,8 @@ def _measure(jobs: list[Job], verbose: bool, may_lack: bool) -> list[dict[str, A
     if not results:
         raise JetrlError(lacking[0])
     console.print(_table(jobs[0], results))
+    if routes := _routes(results):
+        console.print(routes, highlight=False, soft_wrap=True)
     if jobs[0].cost:
         console.print(_costs(results))
     for line in lacking:
@@ -115,16 +117,22 @@ def _table(job: Job, results: list[dict[str, Any]]) -> Any:
 
     title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
     table = Table(title=title, caption="Δ: log-prob of a sampled token, trainer minus rollout")
-    routed = any(r["route_mismatch"] is not None for r in results)
-    columns = ["precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"]
-    for column in columns + ["routes differ"] * routed:
+    for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
         table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
     for r in results:
         figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
-        share = r["route_mismatch"]
-        routes = ["–" if share is None else f"{share:.3%}"] if routed else []
-        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}", *routes)
+        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
     return table
+
+
+def _routes(results: list[dict[str, Any]]) -> str:
+    """A line with each mode's share of different routes, if the model is a mixture; "" else."""
+    shares = [
+        f"{r['precision']}{'' if r['align'] == 'none' else '/' + r['align']} {r['route_mismatch']:.3%}"
+        for r in results
+        if r["route_mismatch"] is not None
+    ]
+    return f"other experts in trainer and rollout, of all tokens and blocks: {', '.join(shares)}" if shares else ""
 
 
 def _costs(results: list[dict[str, Any]]) -> Any:

@@ -110,7 +110,7 @@ def test_prompts(tmp_path: Path) -> None:
 
 def result(job: Job, **figures: Any) -> dict[str, Any]:
     """A stand-in for the result of a mode's process, since testing the exit status needs no engine."""
-    found = dict.fromkeys(KEYS, 0.0)
+    found: dict[str, Any] = dict.fromkeys(KEYS, 0.0) | {"route_mismatch": None}
     found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10, "cut_layers": []}
     return found | {"bit_equal_fraction": 1.0, **figures}
 
@@ -127,8 +127,13 @@ def test_the_exit_status_is_one_when_a_promise_breaks(
     assert cli.main(arguments) == 0
     monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else apart)))
     assert cli.main(arguments) == 0  # the other modes promise nothing
+    assert "other experts" not in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
     assert [(r["precision"], r["align"]) for r in written] == modes(choose([], []))
+    share = {"route_mismatch": 0.0521}
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else share)))
+    assert cli.main(arguments) == 0  # a mixture
+    assert "blocks: bf16 5.210%, fp8-rollout 5.210%, fp8-unified/linear 5.210%\n" in capsys.readouterr().out
     monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **(apart if job.config.exact else {})))
     assert cli.main(arguments) == 1
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
