@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | stability | sanity | official | test | test-all | test-pins | anchors | vision | lint | docs | bench | bench-gpu | clean
+# make demo | demo-openrlhf | compare | compare-moe | stability | sanity | official | test | test-all | test-pins | anchors | vision | lint | docs | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
@@ -30,7 +30,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare stability sanity faults official test test-engines test-others test-all test-pins anchors vision lint docs \
+.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults official test test-engines test-others test-all test-pins anchors vision lint docs \
         bench bench-gpu venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -46,6 +46,10 @@ demo-openrlhf: $(SELF)
 
 compare: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
+
+# the same modes with a small mixture of experts, which the first run makes, and its routes; ARGS="--modes fp8-unified/exact" runs one
+compare-moe: $(READY)
+	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) --experts 8 --seeds 0 --steps 20 --out outputs/compare-moe $(ARGS)
 
 # long runs in miniature, on two cores: which precisions and corrections keep what the model has learned
 stability: $(SELF)

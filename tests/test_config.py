@@ -42,6 +42,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "monitor_sqnr": 20.0,
         "monitor_underflow": 0.1,
         "monitor_action": "warn",
+        "measure_routes": False,
         "guard_sqnr": None,
         "correction": "none",
         "correction_bounds": None,

@@ -71,6 +71,9 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
                 fix="set fp8_all_gather=False",
             )
         )
+    if config.measure_routes:
+        required, runs = "verl, whose samples carry the rollout's routes", "OpenRLHF, whose samples do not"
+        yield ConfigError(explain("measure_routes=True", required=required, found=runs, fix="set measure_routes=False"))
     yield from extensions.abandoned()
     rules = RULES
     if config.optimizer_states != "fp32":

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.monitor.routes import Recorder, Routes, compare
 from jetrl_patch.parity.sample import Scored
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from jetrl_patch.parity.modes import Job
     from jetrl_patch.parity.sample import Sample
@@ -37,9 +38,24 @@ def score(job: Job, samples: Sequence[Sample]) -> Scored:
     if job.stock is None:
         prepare_model(model, job.config, job.tp, device, job.ep)
     batches = [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
+    recorder, routes, found = Recorder(model), Routes(), []
     with torch.no_grad():
-        log_probs = torch.cat([_log_probs(model, batch, job.temperature) for batch in batches]).cpu()
-    return Scored(log_probs, _speed(model, batches, job.temperature) if job.cost else None)
+        for batch in batches:
+            with recorder.recording() as chosen:
+                found.append(_log_probs(model, batch, job.temperature))
+            routes += _compared(batch, chosen)
+    speed = _speed(model, batches, job.temperature) if job.cost else None
+    return Scored(torch.cat(found).cpu(), speed, routes if routes.compared else None)
+
+
+def _compared(samples: Sequence[Sample], chosen: Mapping[int, Tensor]) -> Routes:
+    """Compare the routes of one right-padded batch, prompts included."""
+    lengths = [len(s.prompt) + len(s.response) - 1 for s in samples]
+    rows = [row * max(lengths) + torch.arange(length) for row, length in enumerate(lengths)]
+    given = [(s.routes, own) for s, own in zip(samples, rows, strict=True) if s.routes is not None]
+    if not given:
+        return Routes()
+    return compare(torch.cat([routes for routes, _ in given]), chosen, torch.cat([own for _, own in given]))
 
 
 def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float) -> float:

@@ -19,6 +19,7 @@ from jetrl_patch.adapters.verl import (
     model,
     precision,
     programs,
+    routes,
     scaling,
     seeing,
     settings,
@@ -339,6 +340,16 @@ SAME_WEIGHTS = Patch(
 )
 
 
+ROUTES = Patch(
+    module=_ENGINE,
+    attr="FSDPEngineWithLMHead.forward_step",
+    make=routes.forward_step,
+    reason="verl's FSDP engine ignores the experts that the rollout returned for its tokens, so nothing says how many routes "
+    "differ. Other engines are not covered",
+    remove_when="verl's FSDP engine compares routes",
+)
+
+
 ANSWERS = Patch(
     module="verl.workers.rollout.vllm_rollout.vllm_async_server",
     attr="vLLMHttpServer.collective_rpc",
@@ -361,6 +372,8 @@ class VerlAdapter(Adapter):
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
         if config.fp8_train:
             patches += (SAME_WEIGHTS,)
+        if config.measure_routes:
+            patches += (ROUTES,)
         if config.sync == "delta":
             patches += (ANSWERS,)
         return patches + correction_patches(config)

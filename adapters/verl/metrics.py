@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import delta, old_log_probs, versions
+from jetrl_patch.adapters.verl import delta, old_log_probs, routes, versions
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
@@ -182,6 +182,7 @@ def note_sync(results: Sequence[Any]) -> None:
         found, corrected, counts = audited
         note(found, corrected)
         DRIVER.metrics.update(counts)
+    DRIVER.metrics.update(routes.metrics(reports))
     DRIVER.metrics.update(sync_metrics(reports))
     for line in reports[0]["lines"]:
         print(f"jetrl_patch: WARNING: {line}", flush=True)  # like verl's console logger: verl's TaskRunner shows no warnings

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fused, precision, seeing, ulysses
+from jetrl_patch.adapters.verl import fused, precision, routes, seeing, ulysses
 from jetrl_patch.adapters.verl.gather import mark_layers
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
@@ -38,6 +38,7 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
         module = original(self)
         if self.model_config.model_type == "language_model":
             precision.check_model(module)
+            routes.attach(self, module)
             self._jetrl = prepare(module, runtime.active_config(), self)
             fused.attach(self, module, self._jetrl)
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())

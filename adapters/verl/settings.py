@@ -17,6 +17,7 @@ from jetrl_patch.adapters.verl import (
     old_log_probs_settings,
     precision,
     rollout_ranks,
+    routes_settings,
     seeing,
     ulysses,
 )
@@ -24,7 +25,7 @@ from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
 from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
 from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
-from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, model_folder, named
 from jetrl_patch.adapters.verl.rollout_ranks import expert_parallel, tensor_parallel
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
@@ -51,7 +52,6 @@ _TP_ONLY = "a rollout with tensor parallelism alone"
 _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2 or megatron"
 _FRESH = "samples of this run, with the log-probs of its weights"
-_REPLAY = "routes that each side computes itself"
 _TRANSFERS = "naive or nccl, which send tensors as they are"
 _APART = "a rollout that stays on its own devices"
 
@@ -82,11 +82,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.pipeline_model_parallel_size", more_than_one, _TP_ONLY, "set it to 1", "quantized"),
     Rule(f"{ROLLOUT}.mtp.enable", is_set, "no speculative decoding", _FALSE, "quantized"),
     Rule(f"{ROLLOUT}.full_determinism", is_set, "the plugin's own kernels, not vLLM's batch-invariant ones", _FALSE, "quantized"),
-    Rule(f"{ROLLOUT}.enable_rollout_routing_replay", is_set, _REPLAY, _FALSE, "quantized"),
-    *(
-        Rule(f"{ACTOR}.{engine}.router_replay.mode", other_than("disabled"), _REPLAY, "set it to disabled", "quantized")
-        for engine in ("fsdp_config", "megatron")
-    ),
     Rule(f"{ROLLOUT}.dtype", _dtype_other_than_bf16, "bfloat16", "set it to bfloat16", "quantized"),
     Rule(f"{ACTOR}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
     Rule(f"{REF}.fsdp_config.mixed_precision.param_dtype", _dtype_other_than_bf16, "bf16", "set it to bf16", "quantized"),
@@ -125,6 +120,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from lora.problems(select, config)
     yield from beside.problems(select, config)
     yield from ulysses.problems(select)
+    yield from routes_settings.problems(select, config)
     if config.old_log_probs != "auto":  # which ``chosen`` settles
         yield from old_log_probs_settings.problems(select, config)
     yield from optimizer_problems(select, config)
@@ -167,8 +163,7 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
 
 def _checkpoint(select: Callable[[str], Any], config: Config) -> tuple[Any, Config, int, int]:
     """Return the model's folder, the settings, and the rollout's tensor-parallel and expert-parallel sizes."""
-    path = select(f"{MODEL}.hf_config_path") or select(f"{MODEL}.path")
-    return path, config, tensor_parallel(select), expert_parallel(select)
+    return model_folder(select), config, tensor_parallel(select), expert_parallel(select, config)
 
 
 def complete(verl_config: Any, config: Config) -> list[str]:
@@ -181,6 +176,8 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
     select = _selector(verl_config)
+    wanted |= rollout_ranks.wanted(select, config)
+    wanted |= routes_settings.wanted(config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
     wanted |= fused.wanted(select, config)
@@ -189,10 +186,11 @@ def complete(verl_config: Any, config: Config) -> list[str]:
     wanted |= optimizer_settings(select, config)
     wanted |= beside.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
     changes = [*fused.notes(select, config), *cut_note(*_checkpoint(select, config))]
+    why = {rollout_ranks.EXPERTS: f": {rollout_ranks.reason(select)}"}
     for path, value in wanted.items():
         found = select(path)
         if found != value:
-            changes.append(f"{path}={value!r}, which was {found!r}")
+            changes.append(f"{path}={value!r}, which was {found!r}{why.get(path, '')}")
             _update(verl_config, path, value)
     return changes
 

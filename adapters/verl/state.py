@@ -27,12 +27,14 @@ class WorkerState(state.Worker):
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
+        routes: with ``measure_routes``, what was compared since the last sync: routes, and how many differ.
         audit: with ``old_log_probs="rollout"``, what the losses compared (``old_log_probs``).
     """
 
     measuring: bool = False
     compared: bool = False
     measured: list[Any] = field(default_factory=list)
+    routes: list[tuple[int, int]] = field(default_factory=list)
     audit: Audit = field(default_factory=Audit)
     rollout_tp: int = 1
     rollout_ep: int = 1

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import delta, old_log_probs, precision
+from jetrl_patch.adapters.verl import delta, old_log_probs, precision, routes
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
@@ -167,6 +167,7 @@ def worker_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
             **sync_report(WORKER.stats or SyncStats(), start),
             LOSS: _measured(self.actor.engine),
             old_log_probs.AUDIT: _audited(self.actor.engine),
+            **routes.report(),
             **precision.figures(),
             **monitored(self.actor.engine),
         }

@@ -18,6 +18,7 @@ __all__ = [
     "backends_per_kind",
     "normalize_in_processor",
     "paged_keys_and_values",
+    "returns_routes",
     "sequence_parallel",
 ]
 
@@ -51,6 +52,18 @@ DIFFERENCES = (
         changed_in="0.28",
         added=True,
         handled="older versions normalize images in the processor",
+    ),
+    Difference(
+        "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
+        changed_in="0.28",
+        added=True,
+        handled="an older engine asks no module for its experts: `measure_routes` is refused, `jetrl parity` has no routes",
+    ),
+    Difference(
+        "vllm.config.ModelConfig.enable_return_routed_experts",
+        changed_in="0.31",
+        added=False,
+        handled="only the newer model runner returns experts since, and a CPU lacks it; as in versions before 0.28",
     ),
 )
 
@@ -87,6 +100,15 @@ def normalize_in_processor(args: EngineArgs) -> None:
 def backends_per_kind(attention_config: Any) -> list[Any]:
     """Return the attention backends that are set for single kinds of layers."""
     return list(getattr(attention_config, "backend_per_kind", {}).values())
+
+
+def returns_routes() -> bool:
+    """Whether vLLM returns the experts that a module of ours has chosen, from every device's model runner."""
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    asks = hasattr(routed_experts_capturer, "RoutedExpertsCaptureSource")
+    return asks and hasattr(ModelConfig, "enable_return_routed_experts")
 
 
 def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:

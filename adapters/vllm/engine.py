@@ -8,17 +8,17 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.vllm.compat import normalize_in_processor, sequence_parallel
+from jetrl_patch.adapters.vllm.compat import normalize_in_processor, returns_routes, sequence_parallel
 from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, VersionError, explain
 from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.fp8.ranks import ExpertSplit
-from jetrl_patch.structure import EXPERTS, check_device, check_structure
+from jetrl_patch.structure import check_device, check_structure, experts_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -35,11 +35,18 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     Raises:
         ConflictError: another quantization or attention backend, LoRA, speculative decoding or the like is set.
         ConfigError: a dtype other than BF16 is set.
+        VersionError: this vLLM does not return the experts that the plugin has chosen.
     """
     set_arguments(args, config)
     normalize_in_processor(args)
     if not config.quantized_rollout:
         return
+    if args.enable_return_routed_experts and not returns_routes():
+        from vllm import __version__
+
+        required, fix = "vLLM 0.28 to 0.30, which asks a module for its experts", "set measure_routes=False"
+        what = "enable_return_routed_experts with a quantized rollout"
+        raise VersionError(explain(what, required=required, found=f"vLLM {__version__}", fix=fix))
     ours = quantization_name(config)
     if args.quantization not in (None, ours) or args.quantization_config is not None:
         raise ConflictError(
@@ -145,9 +152,9 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
         )
     tp = parallel.tensor_parallel_size
     split = ExpertSplit.of(tp, tp if parallel.enable_expert_parallel else 1)
-    experts = next(int(count) for name in EXPERTS if (count := getattr(hf_config, name, None)))
-    width = getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size
-    split.check(f"the experts of {family.causal_lm}", experts, int(width))
+    sizes = experts_of(hf_config)
+    if sizes is not None:
+        split.check(f"the experts of {family.causal_lm}", *sizes)
 
 
 def _refuse_batch_invariance() -> None:

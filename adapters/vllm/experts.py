@@ -73,6 +73,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self.scale_format = quant_config.config.scale_format
         #: factor of the routing weights, where the model has one; see ``routing``
         self.scale = 1.0
+        #: takes the experts [T, k] of each forward pass, where the engine returns them; see ``runner``
+        self.capture: Callable[[torch.Tensor], None] | None = None
         self._unwritten: set[tuple[str, int, str]] = set()
         _check(layer, self.exact)
         parallel, self.experts = layer.moe_config.moe_parallel_config, layer.moe_config.num_experts
@@ -241,6 +243,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         def operands(expert: int) -> Operands:
             return Operands(*(self._operand(layer, expert, shard_id) for shard_id in _SHARDS))
 
+        if self.capture is not None:
+            self.capture(ids_Tk)
         quantized = backend.quantize_activation(x_TH, form)
         kernels = backend.grouped(x_TH)
         if kernels is None:

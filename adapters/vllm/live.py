@@ -1,8 +1,12 @@
-"""Keep the BF16 linears of vLLM on CPU open to weight updates.
+"""Keep the BF16 linears and experts of vLLM on CPU open to weight updates.
 
 After loading, vLLM on CPU packs a BF16 weight into its kernel's layout and, except for ``lm_head``, frees the original.
 A later update then fails or has no effect. Here the weight is kept, and a write through its loader makes the layer pack
 again at its next use: same kernel, same bits.
+
+Experts keep their weight, but vLLM packs it once. When it processes the weights of a later load, as verl has it do after each
+sync, it leaves them as they were loaded, and the kernel takes them for packed ones (seen in 0.30: every log-prob is wrong,
+without an error).
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["keep_live_weight"]
+__all__ = ["keep_live_experts", "keep_live_weight"]
 
 
 def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
@@ -45,3 +49,24 @@ def _watch(layer: Any, weight: Any, pack: Callable[..., None]) -> None:
         return layer.cpu_linear(x, live, bias)
 
     weight.weight_loader = load_and_mark
+
+
+def keep_live_experts(model: Any) -> None:
+    """Let the BF16 experts of a loaded model be packed again whenever vLLM processes new weights; nothing to do off the CPU."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    for module in model.modules():
+        method: Any = getattr(module, "quant_method", None)
+        kernel = getattr(getattr(method, "moe_kernel", None), "fused_experts", None)
+        if hasattr(kernel, "process_weights_after_loading") and hasattr(method, "_setup_kernel"):
+            method._setup_kernel = _packing(method._setup_kernel, kernel)
+
+
+def _packing(original: Callable[..., None], kernel: Any) -> Callable[..., None]:
+    def _setup_kernel(layer: Any, w13: Any, w2: Any) -> None:
+        original(layer, w13, w2)
+        kernel.process_weights_after_loading(layer)
+
+    return _setup_kernel

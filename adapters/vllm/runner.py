@@ -4,9 +4,15 @@ vLLM adds the routed and the shared experts of each rank in BF16 and reduces the
 complete, and rounded once, before they are added, as in the trainer: the experts method and ``JetrlRowParallelLinear`` gather
 the ranks' FP32 sums. So the down projection of shared experts, which vLLM builds without a reduction of its own, gets one, and
 the runner loses its own.
+
+vLLM returns the experts of each token (``enable_return_routed_experts``) from its own routers, or from a module with a
+``capture_fn``. The runner is such a module, because in exact mode the experts method routes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
@@ -20,6 +26,18 @@ __all__ = ["finish"]
 
 class CompleteRunner(MoERunner):
     """Adds routed and shared experts that are the same on every rank."""
+
+    routed_experts: Any
+
+    @property
+    def capture_fn(self) -> Callable[[torch.Tensor], None] | None:
+        """Takes the experts [T, k] that the method computes with."""
+        found: Callable[[torch.Tensor], None] | None = self.routed_experts.quant_method.capture
+        return found
+
+    @capture_fn.setter
+    def capture_fn(self, capture: Callable[[torch.Tensor], None] | None) -> None:
+        self.routed_experts.quant_method.capture = capture
 
     def _maybe_reduce_final_output(
         self, states: torch.Tensor, trunc_size: int | None, output_is_reduced: bool | None = None

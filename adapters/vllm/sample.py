@@ -7,10 +7,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.errors import ConfigError
+import torch
+
+from jetrl_patch.adapters.vllm import compat
+from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.parity.prompts import make_prompts
 from jetrl_patch.parity.sample import Sample, Sampled
 from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.structure import experts_of
 
 if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
@@ -78,7 +82,10 @@ def build_engine(job: Job, max_model_len: int) -> Any:
     }
     if _on_cpu():
         settings["kv_cache_memory_bytes"] = 1 << 29
-    settings.update(STOCK[job.stock].engine if job.stock else ())
+    stock = STOCK[job.stock].engine if job.stock else ()
+    if not stock and experts_of(_config(job.model)) is not None and compat.returns_routes():
+        settings["enable_return_routed_experts"] = True
+    settings.update(stock)
     settings.update(job.engine)
     return LLM(**settings)
 
@@ -93,8 +100,19 @@ def generate(engine: Any, prompts: list[list[int]], length: int, temperature: fl
     for prompt, output in zip(prompts, outputs):
         response = list(output.outputs[0].token_ids)
         log_probs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response)]
-        samples.append(Sample(prompt, response, log_probs))
+        samples.append(Sample(prompt, response, log_probs, _routes(output.outputs[0], len(prompt) + len(response) - 1)))
     return samples
+
+
+def _routes(output: Any, tokens: int) -> torch.Tensor | None:
+    """Return the experts [tokens, layers, k] of one request; None if the engine was not asked for them."""
+    found = output.routed_experts
+    if found is None:
+        return None
+    if len(found) != tokens:
+        fix = "pass --engine '{\"enable_return_routed_experts\": false}'"
+        raise ModelError(explain("vLLM's routed experts", required=f"{tokens} tokens", found=str(len(found)), fix=fix))
+    return torch.from_numpy(found.astype("int64"))
 
 
 def _config(model: str) -> Any:

@@ -30,6 +30,7 @@ def attach(worker: Any, config: Config) -> None:
     """
     from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
     from jetrl_patch.adapters.vllm.install import VllmInstaller
+    from jetrl_patch.adapters.vllm.live import keep_live_experts
     from jetrl_patch.adapters.vllm.postload import check_layers
     from jetrl_patch.adapters.vllm.runner import finish
     from jetrl_patch.adapters.vllm.warm import warm_up
@@ -47,6 +48,8 @@ def attach(worker: Any, config: Config) -> None:
         check_layers(model)
         check_eager(model, worker.vllm_config.model_config.enforce_eager)
         finish(model)
+    else:
+        keep_live_experts(model)
     if config.exact:
         from jetrl_patch.adapters.vllm.exact import finish_model, try_ops
 

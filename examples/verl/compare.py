@@ -1,6 +1,7 @@
 """Four modes on the same data and seeds: BF16, FP8 rollout, unified FP8 with shared linears, unified FP8 exact.
 
-Run it by ``make compare`` or ``python -m examples.verl.compare``.
+Run it by ``make compare`` or ``python -m examples.verl.compare``. ``make compare-moe`` runs them with a mixture of experts, which
+its first run makes in a few minutes, and measures its routes.
 """
 
 from __future__ import annotations
@@ -8,7 +9,9 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from examples.common.recipe import Arm
@@ -27,21 +30,35 @@ def main() -> int:
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
+    parser.add_argument("--experts", type=int, default=0, help="train a mixture with this many experts in each block")
+    parser.add_argument("--warm-start", type=int, default=400, help="steps of supervised training that make the mixture")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
     # The exact ops have not run on a GPU yet.
     modes = [MODES[name] for name in args.modes if args.device == "cpu" or MODES[name][1] != "exact"]
     arms = [Arm(precision=p, align=a, seed=seed) for p, a in modes for seed in args.seeds]
+    out = args.out.resolve()
     recipe = Recipe(steps=args.steps, device=args.device)
+    if args.experts:
+        model = mixture(out.parent / f"words-{args.experts}-experts", args.experts, args.warm_start)
+        recipe = replace(recipe, model=model, measure_routes=True, prompts=8, held_out=128, validate_every=args.steps)
+    kind = f"a mixture of {args.experts} experts, " if args.experts else ""
     subtitle = (
-        f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: sums in words, {recipe.steps} steps, "
+        f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: {kind}sums in words, {recipe.steps} steps, "
         f"{len(args.seeds)} seeds, the same questions in every arm."
     )
-    out = args.out.resolve()
     status = run_all(recipe, arms, out, "Unified FP8 and its alternatives", subtitle)
     if status == 0:
         print_passes(out / "metrics.jsonl")
     return status
+
+
+def mixture(folder: Path, experts: int, steps: int) -> Path:
+    """Return the folder of a mixture that imitates the authors of the task, made there by the first call."""
+    if not (folder / "warm_start.json").exists():
+        made = ["--out", str(folder), "--experts", str(experts), "--steps", str(steps)]
+        subprocess.run([sys.executable, "-m", "examples.words.warm_start", *made], check=True)
+    return folder
 
 
 def print_passes(metrics: Path) -> None:

@@ -133,6 +133,11 @@ class Fields:
         "warn", "monitor", "beyond a threshold, `warn` once per layer and figure or `stop` the run",
         choices=get_args(MonitorAction),
     )
+    measure_routes: bool = setting(
+        False, "monitor",
+        "of a mixture of experts in verl, log the share of routes (token and block) in which the trainer chooses other experts "
+        "than the rollout. The rollout keeps and sends the experts of every token: layers × experts per token, in bytes",
+    )
     guard_sqnr: float | None = setting(
         None, "monitor",
         "SQNR in dB below which a layer switches to BF16 on both sides from the next step on. `None`: no guard",

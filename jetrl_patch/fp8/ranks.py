@@ -45,6 +45,16 @@ class ExpertSplit:
             raise ConfigError(explain(what, required=f"1, or its tensor parallel size {tp}", found=ep, fix=fix))
         return cls(tp, "experts" if ep > 1 else "columns")
 
+    @classmethod
+    def chosen(cls, tp: int, experts: int, width: int) -> ExpertSplit:
+        """Return the split by columns, or by experts where columns would cut a block and the ranks divide the experts."""
+        columns = cls(tp)
+        return cls(tp, "experts") if columns.cuts(width) and experts % tp == 0 else columns
+
+    def cuts(self, width: int) -> bool:
+        """Whether a part ends inside a block of an expert's intermediate size ``width``."""
+        return self.by == "columns" and self.ranks > 1 and width % (self.ranks * BLOCK) != 0
+
     def __str__(self) -> str:
         """The split as trainer and rollout compare it; empty if there is none."""
         return f"{self.ranks} ranges of {self.by}" if self.ranks > 1 else ""
@@ -61,7 +71,7 @@ class ExpertSplit:
             required = f"a number that {self.ranks} expert parallel ranks divide"
             fix = f"change the rollout's expert parallel size, or use {UNQUANTIZED}"
             raise ModelError(explain(what, required=required, found=f"{experts} experts", fix=fix))
-        if self.by == "columns" and self.ranks > 1 and width % (self.ranks * BLOCK):
+        if self.cuts(width):
             required = f"an intermediate size of which each of {self.ranks} tensor parallel ranks holds whole blocks of {BLOCK}"
             fix = "use expert parallelism in the rollout, which keeps experts whole, or a smaller tensor parallel size"
             raise ModelError(explain(what, required=required, found=width, fix=fix))

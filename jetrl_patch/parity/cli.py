@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ from jetrl_patch.parity.run import run_mode
 from jetrl_patch.parity.stock import STOCK, chosen
 from jetrl_patch.places import check_target, writing
 from jetrl_patch.support import require_torch
-from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
 __all__ = ["main"]
+
+#: vLLM's argument for whole experts on each of its tensor-parallel ranks
+_EP = "enable_expert_parallel"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,6 +57,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for way, config in [*((way, STOCK[way].config()) for way in stock), *((None, config) for config in configs)]
     ]
+    if any(_splits_experts(job) for job in jobs):
+        print(f"{_EP}: tensor parallel size {options.tp} would cut a block of the experts, which now stay whole")
+        jobs = [replace(job, engine=(*job.engine, (_EP, True))) for job in jobs]
     for job in jobs if options.tp > 1 else ():
         if not job.stock:
             check_checkpoint(job.model, job.config, job.tp, job.ep)
@@ -68,6 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"{1 - result['bit_equal_fraction']:.2%} of the tokens differ, by up to {result['logp_abs_diff_max']:.3g}"
         )
     return 1 if broken else 0
+
+
+def _splits_experts(job: Job) -> bool:
+    """Whether a mode needs whole experts on each rank and the user has not said how to split them."""
+    return not job.stock and _EP not in dict(job.engine) and needed_ep(job.model, job.config, job.tp) > 1
 
 
 def _measure(jobs: list[Job], verbose: bool, may_lack: bool) -> list[dict[str, Any]]:
@@ -89,6 +101,8 @@ def _measure(jobs: list[Job], verbose: bool, may_lack: bool) -> list[dict[str, A
     if not results:
         raise JetrlError(lacking[0])
     console.print(_table(jobs[0], results))
+    if routes := _routes(results):
+        console.print(routes, highlight=False, soft_wrap=True)
     if jobs[0].cost:
         console.print(_costs(results))
     for line in lacking:
@@ -109,6 +123,16 @@ def _table(job: Job, results: list[dict[str, Any]]) -> Any:
         figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
         table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
     return table
+
+
+def _routes(results: list[dict[str, Any]]) -> str:
+    """A line with each mode's share of different routes, if the model is a mixture; "" else."""
+    shares = [
+        f"{r['precision']}{'' if r['align'] == 'none' else '/' + r['align']} {r['route_mismatch']:.3%}"
+        for r in results
+        if r["route_mismatch"] is not None
+    ]
+    return f"other experts in trainer and rollout, of all tokens and blocks: {', '.join(shares)}" if shares else ""
 
 
 def _costs(results: list[dict[str, Any]]) -> Any:

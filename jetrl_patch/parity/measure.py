@@ -23,8 +23,9 @@ def measure(job: Job) -> dict[str, Any]:
     """Enable the mode (a stock one needs nothing enabled), sample, score and compare; the process stays enabled.
 
     Returns:
-        ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction`` and, for
-        reference, ``scale_format``, ``tp``, ``backend`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With
+        ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``route_mismatch`` (the
+        share of token and block with other experts on the two sides; None without a mixture) and, for reference,
+        ``scale_format``, ``tp``, ``backend`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With
         ``job.cost`` also ``rollout_tokens_per_second`` and ``trainer_tokens_per_second``.
     """
     import torch
@@ -52,6 +53,7 @@ def measure(job: Job) -> dict[str, Any]:
         "logp_abs_diff_max": found.logp_abs_diff_max,
         "k3_kl": found.k3_kl,
         "bit_equal_fraction": found.bit_equal_fraction,
+        "route_mismatch": None if scored.routes is None else scored.routes.mismatch,
         "scale_format": job.config.scale_format,
         "tp": job.tp,
         "backend": backend,

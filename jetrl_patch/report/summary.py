@@ -12,9 +12,9 @@ from jetrl_patch.report.runs import Points, Run
 __all__ = ["SUMMARY_KEYS", "summarize"]
 
 SUMMARY_KEYS = (
-    "name", "precision", "align", "correction", "seed", "steps", "tokens", "reward_last", "reward_best",
-    "accuracy_first", "accuracy_last", "accuracy_best", "logp_abs_diff_mean", "logp_abs_diff_max",
-    "bit_equal_fraction_min", "ess_mean", "clipped_fraction_mean", "k3_kl_mean", "sync_bytes", "sync_bytes_bf16",
+    "name", "precision", "align", "correction", "seed", "steps", "tokens", "reward_first", "reward_last", "reward_best",
+    "accuracy_first", "accuracy_last", "accuracy_best", "logp_abs_diff_mean", "logp_abs_diff_max", "bit_equal_fraction_min",
+    "route_mismatch_mean", "ess_mean", "clipped_fraction_mean", "k3_kl_mean", "sync_bytes", "sync_bytes_bf16",
     "sync_seconds_mean", "sync_share", "step_seconds_median", "parts", "peak_memory_bytes", "quantized_layers", "versions",
 )  # fmt: skip
 
@@ -36,6 +36,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "seed": run.seed if run.precision else None,
         "steps": len(run.training_steps),
         "tokens": int(sum(finite(tokens))) if tokens else None,
+        "reward_first": _at(run.reward, 0),
         "reward_last": _at(run.reward, -1),
         "reward_best": _best(run.reward),
         "accuracy_first": _at(run.accuracy, 0),
@@ -44,6 +45,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "logp_abs_diff_mean": _token_mean(run, run.series("jetrl/logp_abs_diff_mean")),
         "logp_abs_diff_max": _extreme(max, run, "jetrl/logp_abs_diff_max"),
         "bit_equal_fraction_min": _extreme(min, run, "jetrl/bit_equal_fraction"),
+        "route_mismatch_mean": _token_mean(run, run.series("jetrl/route_mismatch")),
         "ess_mean": _token_mean(run, run.series("jetrl/ess")),
         "clipped_fraction_mean": _token_mean(run, run.corrected("jetrl/clipped_fraction")),
         "k3_kl_mean": _token_mean(run, run.series("jetrl/k3_kl")),

@@ -80,6 +80,10 @@ def _small(value: float) -> str:
     return "0" if value == 0 else f"{value:.1e}"
 
 
+def _routes(value: float) -> str:
+    return f"{100 * value:.3f}%"
+
+
 def _accuracy(summary: dict[str, Any]) -> str:
     first, last = summary.get("accuracy_first"), summary.get("accuracy_last")
     return "–" if first is None or last is None else f"{_percent(first)} → {_percent(last)}"
@@ -113,6 +117,8 @@ COLUMNS = (
     _figure("max |Δ|", "logp_abs_diff_max", _small, "the largest such difference"),
     _figure("bit-equal", "bit_equal_fraction_min", _share,
             "share of tokens with bit-identical log-probs in rollout and trainer, in the worst step"),
+    _figure("routes differ", "route_mismatch_mean", _routes,
+            "of a mixture of experts, the share of token and block with other experts in trainer and rollout", page=True),
     _figure("k3 KL", "k3_kl_mean", _small,
             "KL divergence between rollout and trainer per token, by the estimator r − 1 − log r", wide=True),
     _figure("s/step", "step_seconds_median", "{:.1f}".format, "median wall-clock time of a step, without validation", wide=True),

@@ -11,13 +11,22 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
-from jetrl_patch.structure import check_code, check_structure, sees
+from jetrl_patch.structure import check_code, check_structure, experts_of, sees
 from jetrl_patch.trainer.folders import local_folder
 from jetrl_patch.trainer.rules import raised
 
 logger = logging.getLogger(__name__)
 
-__all__ = ["check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "model_problems", "read_config", "say_share"]
+__all__ = [
+    "check_checkpoint",
+    "check_model",
+    "checkpoint_problems",
+    "cut_note",
+    "model_problems",
+    "needed_ep",
+    "read_config",
+    "say_share",
+]
 
 
 def checkpoint_problems(
@@ -55,6 +64,24 @@ def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> A
     """
     folder = local_folder(path) if config.quantized_rollout else ""
     return _read(folder, trust_remote_code) if folder else None
+
+
+def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: bool = False) -> int:
+    """Return the expert parallel size that keeps experts whole where ``rollout_tp`` ranks would cut a block of them; else 1.
+
+    It is 1 as well for a model that is remote, or wrong in a way that ``check_checkpoint`` reports.
+    """
+    from jetrl_patch.fp8.ranks import ExpertSplit
+
+    if rollout_tp == 1 or not config.fp8_rollout or config.channelwise:
+        return 1
+    try:
+        hf_config = read_config(path, config, trust_remote_code)
+    except JetrlError:
+        return 1
+    sizes = None if hf_config is None else experts_of(hf_config)
+    whole = sizes is not None and ExpertSplit.chosen(rollout_tp, *sizes).by == "experts"
+    return rollout_tp if whole else 1
 
 
 def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> list[str]:

@@ -24,6 +24,7 @@ KEYS = {
     "logp_abs_diff_max",
     "k3_kl",
     "bit_equal_fraction",
+    "route_mismatch",
 }
 
 
@@ -109,7 +110,7 @@ def test_prompts(tmp_path: Path) -> None:
 
 def result(job: Job, **figures: Any) -> dict[str, Any]:
     """A stand-in for the result of a mode's process, since testing the exit status needs no engine."""
-    found = dict.fromkeys(KEYS, 0.0)
+    found: dict[str, Any] = dict.fromkeys(KEYS, 0.0) | {"route_mismatch": None}
     found |= {"precision": job.config.precision, "align": job.config.resolved_align, "tokens": 10, "cut_layers": []}
     return found | {"bit_equal_fraction": 1.0, **figures}
 
@@ -126,8 +127,13 @@ def test_the_exit_status_is_one_when_a_promise_breaks(
     assert cli.main(arguments) == 0
     monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else apart)))
     assert cli.main(arguments) == 0  # the other modes promise nothing
+    assert "other experts" not in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
     assert [(r["precision"], r["align"]) for r in written] == modes(choose([], []))
+    share = {"route_mismatch": 0.0521}
+    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else share)))
+    assert cli.main(arguments) == 0  # a mixture
+    assert "blocks: bf16 5.210%, fp8-rollout 5.210%, fp8-unified/linear 5.210%\n" in capsys.readouterr().out
     monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **(apart if job.config.exact else {})))
     assert cli.main(arguments) == 1
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
@@ -177,7 +183,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 EP = ["--engine", '{"enable_expert_parallel": true}']
 
 
-def test_a_mixture_is_split_as_the_engine_splits_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mixture_is_split_as_the_engine_splits_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     models.config_of("qwen3_moe").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     seen: list[Job] = []
@@ -185,9 +193,13 @@ def test_a_mixture_is_split_as_the_engine_splits_it(tmp_path: Path, monkeypatch:
     arguments = ["--model", str(tmp_path), "--align", "exact", "--tp", "2"]
     assert cli.main([*arguments, *EP]) == 0
     assert [(job.tp, job.ep) for job in seen] == [(2, 2)]
+    by_columns = ["--engine", '{"enable_expert_parallel": false}']
     with pytest.raises(ModelError, match=r"each of 2 tensor parallel ranks holds whole blocks of 128, found 128\. Use expert"):
-        cli.main(arguments)
+        cli.main([*arguments, *by_columns])
     assert [job.ep for job in seen] == [2]
+    assert cli.main([*arguments, "--stock", "bfloat16"]) == 0
+    assert [(job.stock, job.ep) for job in seen[1:]] == [("bfloat16", 2), (None, 2)]
+    assert "enable_expert_parallel: tensor parallel size 2 would cut a block" in capsys.readouterr().out
 
 
 @pytest.mark.e2e

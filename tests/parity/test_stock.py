@@ -17,6 +17,7 @@ from jetrl_patch.parity.stock import STOCK, chosen
 from .. import models
 
 FIGURES = {"tokens": 10, "logp_abs_diff_mean": 0.0, "logp_abs_diff_max": 0.25, "k3_kl": 0.0, "bit_equal_fraction": 0.5}
+FIGURES |= {"route_mismatch": None}
 SPEED = {"rollout_tokens_per_second": 1234.4, "trainer_tokens_per_second": 5678.6}
 
 

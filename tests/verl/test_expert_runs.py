@@ -14,8 +14,21 @@ from tests.verl.test_e2e import TIMEOUT, finish
 @pytest.mark.parametrize("strategy", ["fsdp2", "fsdp"])
 def test_a_mixture_of_experts_is_exact(tmp_path, strategy):
     task = make_task(tmp_path, "qwen3_moe")
-    run = Run(task, "trainer.use_v1=False", strategy=strategy, steps=3, environ={"JETRL_PRECISION": "fp8-unified"})
-    assert_exact(finish(run, 3))
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_MEASURE_ROUTES": "1"}
+    steps = finish(Run(task, "trainer.use_v1=False", strategy=strategy, steps=3, environ=environ), 3)
+    assert_exact(steps)
+    for step in steps:  # three blocks, and of each sample its prompt and all tokens but the last
+        assert step["jetrl/route_mismatch"] == 0.0 and step["jetrl/routes"] > 3 * step["jetrl/tokens"]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_routes_differ_where_each_side_computes_by_itself(tmp_path):
+    """V1, whose batches travel by the TransferQueue, with the pass for old log-probs."""
+    environ = {"JETRL_PRECISION": "fp8-rollout", "JETRL_MEASURE_ROUTES": "1"}
+    steps = finish(Run(make_task(tmp_path, "qwen3_moe"), steps=2, environ=environ), 2)
+    assert all(0 < step["jetrl/route_mismatch"] < 0.5 and step["jetrl/routes"] > 3 * step["jetrl/tokens"] for step in steps)
 
 
 @pytest.mark.e2e

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 from jetrl_patch.adapters.verl import settings
@@ -21,21 +19,6 @@ LINEAR = Config(precision="fp8-unified", align="linear")
 ROLLOUT = Config(precision="fp8-rollout")
 BF16 = Config(precision="bf16")
 FP16 = Config(precision="fp16")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    config_of("qwen3").save_pretrained(path)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        yield lambda *extra: compose(
-            "ppo_trainer",
-            [
-                f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=1", f"actor_rollout_ref.model.path={path}",
-                "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1", *extra,
-            ],
-        )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [EXACT, LINEAR, ROLLOUT, BF16])
@@ -129,10 +112,44 @@ def test_experts_may_be_split_over_the_ranks_of_an_engine(base, tmp_path):
     for config in (EXACT, LINEAR, ROLLOUT):
         for sizes in ((f"{tp}=2",), (f"{tp}=2", f"{ep}=2")):
             settings.check(base(model, "trainer.device=cpu", *sizes), config)
-    with pytest.raises(ModelError, match=r"4 tensor parallel ranks holds whole blocks of 128, found 256\. Use expert"):
-        settings.check(base(model, "trainer.device=cpu", f"{tp}=4"), LINEAR)
     with pytest.raises(ModelError, match=r"3 expert parallel ranks divide, found 8 experts"):
         settings.check(base(model, "trainer.device=cpu", f"{tp}=3", f"{ep}=3"), LINEAR)
+
+
+#: sizes with which four ranks cut no block of the attention
+FOR_FOUR_RANKS = {"hidden_size": 512, "num_attention_heads": 4, "head_dim": 128}
+
+
+def test_experts_that_tensor_parallelism_would_cut_stay_whole(base, tmp_path):
+    """As in verl's run_qwen3_30b_a3b_fsdp.sh: experts of width 768 on 4 ranks."""
+    config_of("qwen3_moe", moe_intermediate_size=768, **FOR_FOUR_RANKS).save_pretrained(tmp_path)
+    model, tp, ep = f"{M}.path={tmp_path}", f"{R}.tensor_model_parallel_size", f"{R}.expert_parallel_size"
+    why = "tensor parallel size 4 would cut a block of the experts, which now stay whole"
+    chosen = [f"{ep}=4, which was 1: {why}"]
+    for config in (EXACT, LINEAR, ROLLOUT):
+        verl_config = base(model, f"{tp}=4")
+        settings.check(verl_config, config)
+        assert [change for change in settings.complete(verl_config, config) if "expert" in change] == chosen
+        assert verl_config.actor_rollout_ref.rollout.expert_parallel_size == 4
+        settings.check(verl_config, config)  # the trainer loop repeats it
+        assert not any("expert" in change for change in settings.complete(verl_config, config))
+    for sizes in ((f"{tp}=2",), (f"{tp}=2", f"{ep}=2"), (f"{tp}=4", f"{ep}=4")):  # whole blocks, or the user's own choice
+        verl_config = base(model, *sizes)
+        settings.check(verl_config, LINEAR)
+        assert not any("expert" in change for change in settings.complete(verl_config, LINEAR))
+    with pytest.raises(ConfigError, match=r"expert_parallel_size.* found 2\. Set it to one of the two"):
+        settings.check(base(model, f"{tp}=4", f"{ep}=2"), LINEAR)
+    measured = base(model, f"{tp}=4")
+    settings.complete(measured, BF16)
+    assert measured.actor_rollout_ref.rollout.expert_parallel_size == 1
+
+
+def test_experts_that_the_ranks_do_not_divide_are_refused(base, tmp_path):
+    config_of("qwen3_moe", moe_intermediate_size=256, num_experts=6, **FOR_FOUR_RANKS).save_pretrained(tmp_path)
+    verl_config = base(f"{M}.path={tmp_path}", f"{R}.tensor_model_parallel_size=4")
+    with pytest.raises(ModelError, match=r"4 tensor parallel ranks holds whole blocks of 128, found 256\. Use expert"):
+        settings.check(verl_config, LINEAR)
+    assert not any("expert" in change for change in settings.complete(verl_config, LINEAR))
 
 
 def test_experts_are_accepted_on_both_devices(base, tmp_path):

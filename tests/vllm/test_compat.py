@@ -9,8 +9,10 @@ import pytest
 
 import jetrl_patch
 from jetrl_patch import ModelError
-from jetrl_patch.adapters.vllm.compat import SEQUENCE_PARALLEL, backends_per_kind, sequence_parallel
-from jetrl_patch.adapters.vllm.engine import check_engine
+from jetrl_patch.adapters.vllm.compat import SEQUENCE_PARALLEL, backends_per_kind, returns_routes, sequence_parallel
+from jetrl_patch.adapters.vllm.engine import check_engine, prepare_arguments
+from jetrl_patch.config import Config
+from jetrl_patch.errors import VersionError
 
 
 @pytest.mark.parametrize(("path", "name"), SEQUENCE_PARALLEL)
@@ -39,3 +41,18 @@ def test_a_version_without_the_switches_has_nothing_to_refuse() -> None:
     compilation = SimpleNamespace(pass_config=SimpleNamespace())
     assert sequence_parallel(SimpleNamespace(compilation_config=compilation, parallel_config=SimpleNamespace())) == []
     assert backends_per_kind(SimpleNamespace()) == []
+
+
+def test_a_version_that_asks_no_module_for_its_experts(
+    checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from vllm.engine.arg_utils import EngineArgs
+
+    args = EngineArgs(model=checkpoint("qwen3_moe"), skip_tokenizer_init=True, enable_return_routed_experts=True)
+    config = Config(align="linear")
+    assert returns_routes()
+    prepare_arguments(args, config)
+    monkeypatch.setattr("jetrl_patch.adapters.vllm.engine.returns_routes", lambda: False)
+    with pytest.raises(VersionError, match=r"enable_return_routed_experts .* required vLLM 0\.28 to 0\.30.*Set measure_routes"):
+        prepare_arguments(args, config)
+    prepare_arguments(args, Config(precision="bf16"))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.correction.mismatch import Mismatch, mismatch
+from jetrl_patch.monitor.routes import Routes
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.parity.sample import Sample
 
@@ -27,15 +29,21 @@ def prompts_of(count: int, lengths: tuple[int, int], seed: int = 0) -> list[list
     return [[generator.randrange(2, 384) for _ in range(generator.randint(*lengths))] for _ in range(count)]
 
 
-def apart(job: Job, samples: Sequence[Sample]) -> Mismatch:
+def scored_apart(job: Job, samples: Sequence[Sample]) -> tuple[Mismatch, Routes | None]:
     from jetrl_patch.adapters.transformers.score import score
 
-    rollout = torch.tensor([value for s in samples for value in s.log_probs])
-    return mismatch(score(job, samples).log_probs, rollout, torch.ones_like(rollout))
+    rollout, scored = torch.tensor([value for s in samples for value in s.log_probs]), score(job, samples)
+    return mismatch(scored.log_probs, rollout, torch.ones_like(rollout)), scored.routes
+
+
+def apart(job: Job, samples: Sequence[Sample]) -> Mismatch:
+    return scored_apart(job, samples)[0]
 
 
 def assert_equal(job: Job, samples: Sequence[Sample], tokens: int) -> None:
-    found = apart(job, samples)
+    found, routes = scored_apart(job, samples)
+    if any(s.routes is not None for s in samples):  # a mixture of experts
+        assert routes is not None and routes.compared > tokens and routes.differ == 0
     assert found.tokens >= tokens
     assert found.logp_abs_diff_max == 0.0
     assert found.bit_equal_fraction == 1.0
@@ -74,7 +82,12 @@ def test_families_of_one_record(checkpoint: Callable[..., str], engine: Callable
 def test_mixtures_of_experts(checkpoint: Callable[..., str], engine: Callable[..., Any], variant: str) -> None:
     jetrl_patch.enable(precision="fp8-unified")
     job = Job(model=checkpoint(variant), config=jetrl_patch.status().config)
-    assert_equal(job, run(engine, job, [(1, 2), (7, 1), (32, 1)], 12), tokens=480)
+    samples = run(engine, job, [(1, 2), (7, 1), (32, 1)], 12)
+    assert_equal(job, samples, tokens=480)
+    k = samples[0].routes.shape[-1]
+    assert {tuple(s.routes.shape) for s in samples} == {(len(s.prompt) + 11, 3, k) for s in samples}
+    _, routes = scored_apart(job, [*samples[1:], replace(samples[0], routes=samples[0].routes.flip(0))])
+    assert routes is not None and 0 < routes.mismatch < 0.1  # one of 41 samples
 
 
 @pytest.mark.parametrize("variant", ["olmoe-odd", "qwen2_moe-odd", "mixtral-odd", "glm4_moe"])

@@ -17,7 +17,7 @@ from jetrl_patch.sync.stream import SyncStats
 
 from ..models import corrections
 from .test_exact import assert_equal, prompts_of
-from .test_weights import push, worker_of
+from .test_weights import push, weights_of, worker_of
 
 pytestmark = pytest.mark.e2e
 LOST = "model.layers.2.mlp.experts.3.up_proj.weight_scale_inv"
@@ -82,3 +82,25 @@ def test_a_trained_mixture_serves_the_trainers_bits(
             push(worker, [item for item in items if item[0] != name])
     push(worker, items)
     assert_equal(Job(model=str(tmp_path), config=config), generate(llm, prompts_of(2, (3, 9)), 8, 1.0), tokens=16)
+
+
+def test_bf16_experts_are_packed_again(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    """As verl's own sync does it: a plain load, then vLLM's processing of what was loaded."""
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    from jetrl_patch.adapters.vllm.sample import generate
+
+    def said(llm: Any) -> list[tuple[list[int], list[float]]]:
+        return [(s.response, s.log_probs) for s in generate(llm, [[5, 6, 7, 8], [9, 10]], 6, 0.0)]
+
+    first, second = checkpoint("qwen3_moe"), checkpoint("qwen3_moe", seed=1)
+    jetrl_patch.enable(precision="bf16")
+    config = jetrl_patch.status().config
+    fresh = said(engine(Job(model=second, config=config)))
+    llm = engine(Job(model=first, config=config))
+    worker = worker_of(llm)
+    for path in (first, second, second):
+        worker.model_runner.get_model().load_weights(weights_of(path).items())
+        process_weights_after_loading(worker.model_runner.get_model(), worker.vllm_config.model_config, worker.device)
+        llm.reset_prefix_cache()
+        assert (said(llm) == fresh) == (path == second)
