@@ -11,9 +11,8 @@ from jetrl_patch.adapters.verl.seeing import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from tests import seeing
-from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT, base
+from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT
 
-__all__ = ["base"]
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
 MEGATRON = Config(precision="fp8-unified", align="linear", backend="te")
 
