@@ -124,7 +124,7 @@ class Finished:
     def weights(self) -> list[torch.Tensor]:
         assert self.rc == 0, self.text[-6000:]
         found = plain(shards(self.out, self.ranks))
-        assert len(found) > 100
+        assert len(found) > 90
         return found
 
 
