@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl import fused, ulysses
 from jetrl_patch.adapters.verl.paths import named
-from jetrl_patch.errors import JetrlError, ModelError, explain
+from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.structure import sees
 from jetrl_patch.trainer.rules import raised
@@ -24,12 +24,19 @@ if TYPE_CHECKING:
 
 __all__ = ["along_tokens", "check_whole", "check_worker", "fix_position_ids", "input_embeds", "problems"]
 
+#: false in the one-step-off and the fully asynchronous program; a choice in V1's separate_async
+_HYBRID = "actor_rollout_ref.hybrid_engine"
+
 
 def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
     """Yield an error for each setting that no run of a model that sees has shown to be right."""
     for size, path in ulysses.sizes(select).items():
         yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
     yield from raised(lambda: fused.check_setting(select, hf_config))
+    if sees(hf_config) and select(_HYBRID) is False:
+        required = "True for a model that sees (the one-step-off and the fully asynchronous program have not run with one)"
+        fix = "set it to true and start verl.trainer.main_ppo"
+        yield ConfigError(explain(named(_HYBRID), required=required, found="False", fix=fix))
 
 
 def check_worker(hf_config: Any, engine: Any) -> None:

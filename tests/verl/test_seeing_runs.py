@@ -10,6 +10,7 @@ import pytest
 
 from tests import seeing
 from tests.verl.run_verl import A, M, R, Run
+from tests.verl.test_async_runs import APART
 from tests.verl.test_e2e import TIMEOUT, finish
 
 BF16, LINEAR, ROLLOUT = (
@@ -84,6 +85,8 @@ V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
         ("qwen2_5_vl", ROLLOUT, (V1, f"{A}.use_kl_loss=True"), {}),
         ("qwen3_vl", LINEAR, (V1, f"{M}.use_remove_padding=True"), {"strategy": "fsdp"}),
         ("qwen3_vl", ROLLOUT, (V0, EQUAL), {}),
+        ("qwen3_vl", LINEAR, (V1, "trainer.v1.trainer_mode=colocate_async"), {}),
+        ("qwen2_5_vl", LINEAR, (V1, *APART), {}),
     ],
 )
 def test_grpo_on_images_and_text(
@@ -104,4 +107,5 @@ def test_grpo_on_images_and_text(
         assert step["jetrl/quantized_layers"] == (0 if environ is BF16 else 2 * 7)
         assert step["jetrl/sync_bytes_total"] == sent
         assert step["jetrl/tokens"] >= 16
-        assert 0 < step["jetrl/logp_abs_diff_mean"] < most
+        if step["jetrl/stale_fraction"] < 1:  # asynchronous trainers use samples of older weights too
+            assert 0 < step["jetrl/logp_abs_diff_mean"] < most

@@ -46,6 +46,7 @@ def test_what_official_scripts_set_is_accepted(base, model, config):
             (f"{M}.use_fused_kernels=True", f"{M}.fused_kernel_options.impl_backend=triton"),
             r"use_fused_kernels with model_type='qwen2_5_vl': required the implementation torch, found .*='triton'\. Set",
         ),
+        (LINEAR, ("actor_rollout_ref.hybrid_engine=False",), r"hybrid_engine: required True for a model that .*found False"),
         (LINEAR, (f"{R}.tensor_model_parallel_size=4",), r"cuts a block of 128 in 2 layers: model\.language_model\.layers\.0"),
         (LINEAR, (f"+{R}.engine_kwargs.vllm.mm_encoder_attn_dtype=fp8",), r"mm_encoder_attn_dtype .*found 'fp8'\. Remove it"),
         (
