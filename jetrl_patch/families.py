@@ -49,6 +49,12 @@ _SEEING: dict[Part, str] = {
 #: stand-in for a family without a record, where only the layout of its layers matters
 LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron"), "it has no record"))
 
+
+def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
+    common: dict[str, Any] = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture()}
+    return Family(model_type, classes, title, uncovered=_EXPERTS, settings=(*SETTINGS, *settings), **common | fields)
+
+
 _RECORDS = (
     Family("qwen2", "Qwen2", "Qwen2/2.5"),
     Family(
@@ -111,73 +117,47 @@ _RECORDS = (
         ),
         logits_divisor="logits_scaling",
     ),
-    Family(
+    _with_experts(
         "qwen3_moe",
         "Qwen3Moe",
         "Qwen3-MoE",
-        readers=_BEFORE_ATTENTION,
+        Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
+        *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
         merged=(QKV,),
-        row_parallel=_OUTPUT,
-        uncovered=_EXPERTS,
-        settings=(
-            *SETTINGS,
-            Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
-            *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
-        ),
-        mixture=Mixture(),
     ),
-    Family(
+    _with_experts(
         "olmoe",
         "Olmoe",
         "OLMoE",
-        readers=_BEFORE_ATTENTION,
+        Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+        Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
+        Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
+        Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
+        Setting("tie_word_embeddings", (False,), _NOT_TIED),
         merged=(QKV,),
-        row_parallel=_OUTPUT,
-        uncovered=_EXPERTS,
-        settings=(
-            *SETTINGS,
-            Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
-            Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
-            Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
-            Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
-            Setting("tie_word_embeddings", (False,), _NOT_TIED),
-        ),
-        mixture=Mixture(),
     ),
-    Family(
+    _with_experts(
         "qwen2_moe",
         "Qwen2Moe",
         "Qwen2-MoE",
-        readers=_BEFORE_ATTENTION,
+        Setting("qkv_bias", (True,), "vLLM always has a bias in q, k and v"),
         row_parallel={**_OUTPUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
-        uncovered=_EXPERTS,
-        settings=(*SETTINGS, Setting("qkv_bias", (True,), "vLLM always has a bias in q, k and v")),
-        mixture=Mixture(),
     ),
-    Family(
+    _with_experts(
         "mixtral",
         "Mixtral",
         "Mixtral",
-        readers=_BEFORE_ATTENTION,
+        Setting("sliding_window", (None,), WINDOW),
+        Setting("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
         merged=(QKV,),
-        row_parallel=_OUTPUT,
-        uncovered=_EXPERTS,
-        settings=(
-            *SETTINGS,
-            Setting("sliding_window", (None,), WINDOW),
-            Setting("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
-        ),
-        mixture=Mixture(),
         stored={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
     ),
-    Family(
+    _with_experts(
         "glm4_moe",
         "Glm4Moe",
         "GLM-4-MoE",
-        readers=_BEFORE_ATTENTION,
+        Setting("tie_word_embeddings", (False,), _NOT_TIED),
         row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
-        uncovered=_EXPERTS,
-        settings=(*SETTINGS, Setting("tie_word_embeddings", (False,), _NOT_TIED)),
         mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
         partial_rotary=True,
     ),

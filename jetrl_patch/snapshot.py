@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jetrl_patch.config import Config
+from jetrl_patch.units import units
 
 __all__ = ["PatchStatus", "Status"]
 
@@ -78,7 +79,7 @@ class Status:
         if self.cut:
             lines.insert(-1, f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
         if self.guarded:
-            lines.insert(-1, f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(self.guarded)}")
+            lines.insert(-1, f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(units(self.guarded))}")
         width = max((len(patch.target) for patch in self.patches), default=0)
         for patch in self.patches:
             lines.append(f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}")

@@ -7,8 +7,8 @@ from typing import Any
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.fp8.expert_layers import ATTRIBUTE, expert_modules
-from jetrl_patch.fp8.experts import Experts, experts_forward
+from jetrl_patch.fp8.expert_layers import expert_modules, experts_of
+from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.structure import check_device
 
 __all__ = ["EXPERTS", "check_registered", "fp8_experts", "use_fp8_experts"]
@@ -22,7 +22,7 @@ def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_wei
 
     Raises ModelError for a module that ``prepare_model`` has not seen.
     """
-    own: Experts | None = getattr(self, ATTRIBUTE, None)
+    own = experts_of(self)
     if own is None:
         fix = "leave experts_implementation unset: the plugin sets it"
         found = f"a {type(self).__name__} that was not"
@@ -50,6 +50,6 @@ def check_registered(model: Any, device_type: str) -> None:
 
 
 def use_fp8_experts(model: Any) -> None:
-    """Let the experts of a converted model, if it has any, compute in FP8."""
+    """Let the experts of a converted model, if it has any, compute as they were prepared: in FP8, or in BF16."""
     if expert_modules(model):
         model.config._experts_implementation = EXPERTS

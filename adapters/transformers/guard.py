@@ -9,6 +9,7 @@ from torch import nn
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import modules
+from jetrl_patch.fp8.expert_layers import experts_of
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear
@@ -21,15 +22,20 @@ def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
     fused activation before it may still read.
 
     Args:
-        layers: ``Fp8Linear`` by name.
+        layers: ``Fp8Linear`` by name, and modules of experts.
         exact: whether they get the batch-invariant GEMM of exact mode, with their splits of K, or ``nn.Linear``'s.
 
     Raises:
-        ModelError: a layer is not an ``Fp8Linear``, or its weight is gathered in FP8 and has no BF16 value.
+        ModelError: a layer is neither, or its weight is gathered in FP8 and has no BF16 value.
     """
     for name, layer in layers.items():
-        _check(name, layer)
+        if experts_of(layer) is None:
+            _check(name, layer)
     for layer in layers.values():
+        experts = experts_of(layer)
+        if experts is not None:
+            experts.to_bf16(exact)
+            continue
         splits = layer.fp8.splits
         layer.__class__ = nn.Linear
         if exact:

@@ -66,7 +66,7 @@ def prepare_model(
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
     backend = choose_backend(config.backend, device_type)
-    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep)
+    swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     use_fp8_experts(model)
     if config.fp32_head:
         widen_head(model, config)  # before the swaps below, which then leave it alone

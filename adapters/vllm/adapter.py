@@ -15,6 +15,7 @@ from typing import Any
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_live_weight
+from jetrl_patch.adapters.vllm.queues import wait_until_ready
 
 __all__ = ["ADAPTER", "VllmAdapter"]
 
@@ -55,7 +56,7 @@ class VllmAdapter(Adapter):
             REGISTRIES.filled = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Patch engine settings, the worker's load and step, BF16 linears on CPU, and compilation in the transformers backend."""
+        """Patch engine settings, the worker's load and step, its queues, BF16 linears on CPU, and the transformers backend."""
         return (
             Patch(
                 module="vllm.engine.arg_utils",
@@ -87,6 +88,14 @@ class VllmAdapter(Adapter):
                 reason="vLLM on CPU packs BF16 weights after loading and frees the originals: later weight updates fail or "
                 "have no effect; only CPU builds call it",
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
+            ),
+            Patch(
+                module="vllm.distributed.device_communicators.shm_broadcast",
+                attr="MessageQueue.wait_until_ready",
+                make=wait_until_ready,
+                reason="Ray ends engines by SIGKILL, after which the memory of their queues stays in /dev/shm",
+                upstream="https://github.com/vllm-project/vllm/issues/8933",
+                remove_when="vLLM removes the name of a queue's memory once its readers have it",
             ),
             *([_LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
         )

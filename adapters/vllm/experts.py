@@ -1,8 +1,9 @@
-"""The experts method: it loads, routes and multiplies a mixture's experts as the trainer does.
+"""The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16.
 
 vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
-each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears. Of several ranks each
-holds either a range of the experts, or a range of every expert's intermediate size: rows of gate and up, columns of down.
+each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears; experts that ``exclude``
+names, or that the precision guard moved, are BF16 and have none. Of several ranks each holds either a range of the experts, or a
+range of every expert's intermediate size: rows of gate and up, columns of down.
 """
 
 from __future__ import annotations
@@ -26,39 +27,47 @@ from jetrl_patch.fp8.expert_trial import require_expert_equality
 from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
 from jetrl_patch.fp8.formats import BLOCK, FP8, groups
 from jetrl_patch.fp8.grouped import Stacks, run_grouped
+from jetrl_patch.fp8.plain import PlainProducts
 from jetrl_patch.fp8.ranks import ExpertSplit, added
+from jetrl_patch.units import matrices_of
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
     from jetrl_patch.fp8.backends import Backend
 
-__all__ = ["Piece", "QuantizedExpertsMethod", "expert_modules"]
+__all__ = ["Piece", "QuantizedExpertsMethod", "check_eager", "expert_modules"]
 
 #: vLLM's names of an expert's matrices: w1 and w3 lie in ``w13``, one below the other
 _SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
 
 
 class Piece(NamedTuple):
-    """What this rank holds of one matrix of one expert: e4m3 [N, K], scales FP32 [N, ceil(K/128)], and what it is."""
+    """What this rank holds of one matrix of one expert: e4m3 [N, K], scales FP32 [N, ceil(K/128)], or BF16, and what it is."""
 
     weight: torch.Tensor
-    scale: torch.Tensor
+    scale: torch.Tensor | None
     shard: Shard
 
 
 class QuantizedExpertsMethod(FusedMoEMethodBase):
-    """Experts in FP8. In exact mode it chooses them too; else it takes the choice of vLLM's router.
+    """Experts in FP8, or in BF16 beside others. In exact mode it chooses them too; else it takes the choice of vLLM's router.
+
+    Args:
+        quantized: whether they are FP8.
+
+    Attributes:
+        plain: the products of experts in BF16; None in FP8.
 
     Raises:
         ModelError: a router, activation or split that the trainer does not share.
     """
 
-    #: the parameters whose completeness ``missing`` tells
-    parameters = tuple(f"{name}_{kind}" for name in ("w13", "w2") for kind in ("weight", "weight_scale_inv"))
-
-    def __init__(self, quant_config: JetrlQuantConfig, layer: RoutedExperts, prefix: str) -> None:
+    def __init__(
+        self, quant_config: JetrlQuantConfig, layer: RoutedExperts, prefix: str, quantized: bool = True
+    ) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
+        self.plain = None if quantized else PlainProducts(quant_config.config.exact)
         self.exact = quant_config.config.exact
         self.format = format_of(quant_config.config)
         self.scale_format = quant_config.config.scale_format
@@ -87,20 +96,48 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
-        """Register ``w13_weight``, ``w2_weight`` (e4m3) and their ``_scale_inv`` (FP32, per row).
+        """Register ``w13_weight``, ``w2_weight`` (e4m3) and their ``_scale_inv`` (FP32, per row), or the weights in BF16.
 
         Raises ModelError for a split that is not equal, or cuts a block.
         """
         self.split.check(f"the experts of {self.prefix}", self.experts, intermediate_size_per_partition * self.parts)
         wide = 2 * intermediate_size_per_partition
         for name, n, k in (("w13", wide, hidden_size), ("w2", hidden_size, intermediate_size_per_partition)):
-            weight = torch.nn.Parameter(torch.empty(num_experts, n, k, dtype=FP8), requires_grad=False)
-            scale = torch.nn.Parameter(torch.ones(num_experts, n, groups(k), dtype=torch.float32), requires_grad=False)
-            weight.weight_loader = self._weight_loader(layer)
-            scale.weight_loader = self._scale_loader(layer)
-            setattr(layer, f"{name}_weight", weight)
-            setattr(layer, f"{name}_weight_scale_inv", scale)
+            weight = torch.empty(num_experts, n, k, dtype=FP8 if self.plain is None else torch.bfloat16)
+            self._register(layer, f"{name}_weight", weight)
+            if self.plain is None:
+                self._register(layer, f"{name}_weight_scale_inv", torch.ones(num_experts, n, groups(k), dtype=torch.float32))
         self.expect(layer)
+
+    def _register(self, layer: RoutedExperts, name: str, value: torch.Tensor) -> None:
+        parameter = torch.nn.Parameter(value, requires_grad=False)
+        load = self._scale_loader if name.endswith("_scale_inv") else self._weight_loader
+        parameter.weight_loader = load(layer)
+        setattr(layer, name, parameter)
+
+    @torch.no_grad()
+    def room_in_bf16(self, layer: RoutedExperts) -> dict[str, torch.Tensor]:
+        """Return BF16 tensors for the weights, for ``to_bf16``. Nothing has changed if there is no memory for them."""
+        names = ("w13_weight", "w2_weight")
+        return {name: torch.empty_like(getattr(layer, name).data, dtype=torch.bfloat16) for name in names}
+
+    def to_bf16(self, layer: RoutedExperts, room: dict[str, torch.Tensor]) -> None:
+        """Leave FP8 for good, as ``exclude`` would have. The weights are uninitialized until loaded."""
+        self.plain = PlainProducts(self.exact)
+        for name, value in room.items():
+            delattr(layer, name)
+            delattr(layer, f"{name}_scale_inv")
+            self._register(layer, name, value)
+        self.expect(layer)
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return ("weight", "weight_scale_inv") if self.plain is None else ("weight",)
+
+    @property
+    def parameters(self) -> tuple[str, ...]:
+        """The parameters whose completeness ``missing`` tells."""
+        return tuple(f"{name}_{kind}" for name in ("w13", "w2") for kind in self._kinds)
 
     def pieces(self, layer: RoutedExperts) -> Iterator[Piece]:
         """Yield this rank's matrices, expert by expert, under the names of their checkpoint."""
@@ -112,9 +149,10 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         """Return views of one matrix and its scales. ``expert`` counts all ranks' and is one of ``held``."""
         name, half = ("w2", None) if shard_id == "w2" else ("w13", shard_id)
         at = expert - self.held.start
-        weight, scale = (getattr(layer, f"{name}_{kind}").data[at] for kind in ("weight", "weight_scale_inv"))
+        held = [getattr(layer, f"{name}_{kind}").data[at] for kind in self._kinds]
         if half is not None:
-            (weight, scale) = (t.chunk(2, 0)[half == "w3"] for t in (weight, scale))
+            held = [t.chunk(2, 0)[half == "w3"] for t in held]
+        weight, scale = (*held, None)[:2]
         n, k = weight.shape
         rows, row0, col0 = (n, 0, self.part * k) if half is None else (n * self.parts, self.part * n, 0)
         whole = f"{self.prefix}.{expert}.{_SHARDS[shard_id]}"
@@ -122,13 +160,13 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def layers(self) -> list[str]:
         """Return the Hugging Face names of all ranks' matrices."""
-        return [f"{self.prefix}.{expert}.{part}" for expert in range(self.experts) for part in PARTS]
+        return matrices_of(self.prefix, self.experts)
 
     def expect(self, layer: RoutedExperts) -> None:
         """Note that every matrix of this rank and its scales are about to be written."""
         self._unwritten = {
             (kind, expert, shard_id)
-            for kind in ("weight", "weight_scale_inv")
+            for kind in self._kinds
             for expert in self.held
             for shard_id in _SHARDS
         }
@@ -147,11 +185,13 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if its rows are not independent here, or a matrix is missing."""
-        missing, every = self.missing(), 2 * len(_SHARDS) * len(self.held)
+        missing, every = self.missing(), len(self._kinds) * len(_SHARDS) * len(self.held)
         if 0 < len(missing) < every:  # all of them: dummy weights, which a sync will replace
             found, fix = f"{len(missing)} tensors less: {', '.join(missing[:3])}", "use a complete checkpoint"
             raise ModelError(explain(f"experts of {self.prefix}", required=f"{every} tensors", found=found, fix=fix))
         backend = self.format.backend(layer.w2_weight.device)
+        if self.plain is not None:
+            return
         if backend.grouped(layer.w2_weight) is None and layer.w2_weight.device.type == "cpu":
             return  # expert by expert, with products whose rows the tests prove
         self.check_grouped(layer, backend)
@@ -198,12 +238,13 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     def _mix(
         self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
     ) -> torch.Tensor:
+        backend, form, alone = self.plain or self.format.backend(x_TH.device), self.scale_format, self.split.ranks == 1
+
         def operands(expert: int) -> Operands:
-            return Operands(*(self.piece(layer, expert, shard_id)[:2] for shard_id in _SHARDS))
+            return Operands(*(self._operand(layer, expert, shard_id) for shard_id in _SHARDS))
 
         if self.capture is not None:
             self.capture(ids_Tk)
-        backend, form, alone = self.format.backend(x_TH.device), self.scale_format, self.split.ranks == 1
         quantized = backend.quantize_activation(x_TH, form)
         kernels = backend.grouped(x_TH)
         if kernels is None:
@@ -216,6 +257,13 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         y_TH, _ = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, form, part=not alone)
         return y_TH if alone else sum_over_ranks(y_TH)
 
+    def _operand(self, layer: RoutedExperts, expert: int, shard_id: str) -> tuple[torch.Tensor, torch.Tensor]:
+        weight, scale, _ = self.piece(layer, expert, shard_id)
+        if self.plain is not None:
+            return self.plain.quantize_activation(weight, self.scale_format)
+        assert scale is not None
+        return weight, scale
+
     def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
         def load_weight(
             param: torch.Tensor, loaded_weight: torch.Tensor, weight_name: str, shard_id: str, expert_id: int, **_: Any
@@ -224,7 +272,9 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
                 return False
             piece = self.piece(layer, expert_id, shard_id)
             shard, scales = piece.shard, None
-            if loaded_weight.dtype != FP8:  # the whole matrix, so that its bytes do not depend on the split
+            if self.plain is not None:
+                loaded_weight = finite_bf16(shard.name, loaded_weight)
+            elif loaded_weight.dtype != FP8:  # the whole matrix, so that its bytes do not depend on the split
                 bf16_NK = finite_bf16(shard.name, loaded_weight).to(param.device).contiguous()
                 loaded_weight, scales = self.format.quantize(bf16_NK)
             self._copy(f"{shard.name}.weight", piece.weight, loaded_weight, shard, shard.col0)
@@ -248,9 +298,10 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
 
     def _load_scale(self, layer: RoutedExperts, scales: torch.Tensor, shard_id: str, expert_id: int) -> None:
         piece = self.piece(layer, expert_id, shard_id)
-        shard = piece.shard
+        shard, place = piece.shard, piece.scale
+        assert place is not None
         rows = self.format.scales.per_row(scales, shard.rows, shard.name)
-        self._copy(f"{shard.name}.weight_scale_inv", piece.scale, rows, shard, shard.col0 // BLOCK)
+        self._copy(f"{shard.name}.weight_scale_inv", place, rows, shard, shard.col0 // BLOCK)
         self._unwritten.discard(("weight_scale_inv", expert_id, shard_id))
 
     def _copy(self, name: str, place: torch.Tensor, whole: torch.Tensor, shard: Shard, col0: int) -> None:
@@ -300,10 +351,20 @@ def _check(layer: RoutedExperts, exact: bool) -> None:
 
 
 def expert_modules(model: torch.nn.Module) -> list[tuple[RoutedExperts, QuantizedExpertsMethod]]:
-    """Return the quantized experts of a built vLLM model with their methods, in module order."""
+    """Return the experts of a built vLLM model with their methods, those in BF16 among them, in module order."""
     return [
         (module, method)
         for module in model.modules()
         if isinstance(module, RoutedExperts)
         and isinstance(method := getattr(module, "quant_method", None), QuantizedExpertsMethod)
     ]
+
+
+def check_eager(model: torch.nn.Module, eager: bool) -> None:
+    """Raise ModelError for experts in BF16 on a GPU that is to replay graphs: they run one by one, as many as have tokens."""
+    for layer, method in expert_modules(model):
+        if method.plain is not None and layer.w2_weight.device.type != "cpu" and not eager:
+            fix = "set enforce_eager=True without decode_graphs, or do not exclude experts"
+            raise ModelError(
+                explain(f"{method.prefix} in BF16 on a GPU", required="an eager engine", found="captured graphs", fix=fix)
+            )

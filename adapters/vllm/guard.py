@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import (
     UnquantizedLinearMethod,
 )
 
+from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod, expert_modules
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.errors import AuditError
@@ -31,35 +32,65 @@ class _Change:
     method: LinearMethodBase
     weight: torch.nn.Parameter
 
+    def carry_out(self) -> None:
+        layer = self.layer
+        del layer.weight, layer.weight_scale_inv
+        layer.weight = self.weight
+        layer.quant_method = self.method
+        layer.jetrl_guarded = self.names
+        self.method.process_weights_after_loading(layer)  # where vLLM packs weights, later loads are packed again
+
+
+@dataclass(frozen=True)
+class _Experts:
+    """Experts and the room for their BF16 weights. They keep their method."""
+
+    layer: Any
+    method: QuantizedExpertsMethod
+    room: dict[str, torch.Tensor]
+
+    def carry_out(self) -> None:
+        self.method.to_bf16(self.layer, self.room)
+
 
 def to_bf16(model: torch.nn.Module, wanted: Collection[str]) -> None:
-    """Move FP8 linears to BF16, as ``exclude`` would have. Their weights are uninitialized until loaded.
+    """Move FP8 linears and experts to BF16, as ``exclude`` would have. Their weights are uninitialized until loaded.
 
     Args:
         wanted: Hugging Face module names.
 
     Raises:
-        AuditError: a name is not an FP8 layer here, or only part of a fused one. Nothing has changed then.
+        AuditError: a name is not an FP8 layer here, or only part of a fused one, or of the experts of a block. Nothing has
+            changed then.
     """
     missing = set(wanted)
-    changes = []
+    changes: list[_Change | _Experts] = []
     for layer, method in quantized_modules(model):
-        inside = [name for name in method.names if name in missing]
-        missing -= set(inside)
-        if inside and len(inside) != len(method.names):
-            raise AuditError(
-                f"the precision guard takes {', '.join(inside)} out of FP8, but vLLM fuses {', '.join(method.names)} into one "
-                f"layer: they must change together. Leave guard_sqnr unset, or exclude all of them."
-            )
-        if inside:
+        if _takes(method.names, missing):
             changes.append(_prepare(layer, method))
+    for experts, own in expert_modules(model):
+        if own.plain is None and _takes(own.layers(), missing):
+            changes.append(_Experts(experts, own, own.room_in_bf16(experts)))
     if missing:
         raise AuditError(
             f"the precision guard takes {', '.join(sorted(missing)[:3])} ({len(missing)} in total) out of FP8, but they are not "
             f"FP8 layers in this engine. Use the same model and JETRL_EXCLUDE on both sides."
         )
     for change in changes:
-        _carry_out(change)
+        change.carry_out()
+
+
+def _takes(layers: list[str], missing: set[str]) -> bool:
+    """Whether all of these layers are to change, and take them off the list. Raises AuditError if only some are."""
+    inside = [name for name in layers if name in missing]
+    missing -= set(inside)
+    if inside and len(inside) != len(layers):
+        raise AuditError(
+            f"the precision guard takes {', '.join(inside[:3])} ({len(inside)} in total) out of FP8, but vLLM computes all of "
+            f"{', '.join(layers[:3])} ({len(layers)} in total) in one layer: they must change together. Leave guard_sqnr unset, "
+            f"or exclude all of them."
+        )
+    return bool(inside)
 
 
 def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]]:
@@ -78,12 +109,3 @@ def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedL
             weight_loader=layer.weight_loader_v2,
         )  # fmt: skip
     return _Change(layer, list(method.names), made, holder.weight)
-
-
-def _carry_out(change: _Change) -> None:
-    layer = change.layer
-    del layer.weight, layer.weight_scale_inv
-    layer.weight = change.weight
-    layer.quant_method = change.method
-    layer.jetrl_guarded = change.names
-    change.method.process_weights_after_loading(layer)  # where vLLM packs weights, later loads are packed again

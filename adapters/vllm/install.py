@@ -34,7 +34,8 @@ class VllmInstaller:
     def quantized_layers(self) -> list[str]:
         """Return the Hugging Face names of the quantized layers, those of experts last, also of experts on other ranks."""
         linears = [name for _, method in quantized_modules(self.model) for name in method.names]
-        return linears + [name for _, method in expert_modules(self.model) for name in method.layers()]
+        experts = (method for _, method in expert_modules(self.model) if method.plain is None)
+        return linears + [name for method in experts for name in method.layers()]
 
     @torch.no_grad()
     def to_bf16(self, layers: Sequence[str]) -> None:
@@ -81,7 +82,8 @@ class VllmInstaller:
     def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:
         """Return digests of what is in this rank's memory, under Hugging Face's names and coordinates.
 
-        These are the quantized weights, their scales and the guarded weights, and of ``plain`` what is held as it was sent.
+        These are the quantized weights, their scales, the guarded weights and experts in BF16, and of ``plain`` what is held as
+        it was sent.
         """
         pieces = Pieces()
         add_plain(pieces, self.model, plain)
@@ -93,7 +95,8 @@ class VllmInstaller:
         for experts, method in expert_modules(self.model):
             for piece in method.pieces(experts):
                 _add_weight(pieces, piece.shard, piece.weight)
-                method.format.scales.add_to(pieces, piece.shard, piece.scale)
+                if piece.scale is not None:
+                    method.format.scales.add_to(pieces, piece.shard, piece.scale)
         for layer, names in guard.guarded_modules(self.model):
             for shard in shards_of(layer, names):
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)

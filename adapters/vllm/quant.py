@@ -25,7 +25,7 @@ from jetrl_patch.adapters.vllm.shards import hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
-from jetrl_patch.fp8.layers import is_cut, is_quantized
+from jetrl_patch.fp8.layers import experts_quantized, is_cut, is_quantized
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
@@ -99,7 +99,8 @@ class JetrlQuantConfig(QuantizationConfig):
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
         if isinstance(layer, RoutedExperts):
-            return QuantizedExpertsMethod(self, layer, name)
+            quantized = experts_quantized(name, layer.moe_config.num_experts, self.config.exclude)
+            return QuantizedExpertsMethod(self, layer, name, quantized)
         return None
 
     def _leaves_in_bf16(self, layer: RowParallelLinear, name: str) -> bool:

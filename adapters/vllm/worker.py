@@ -25,9 +25,10 @@ def attach(worker: Any, config: Config) -> None:
 
     Raises:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
-        ModelError: vLLM transforms a layer after loading, or the ops of exact mode are not exact on this device.
+        ModelError: vLLM transforms a layer after loading, experts in BF16 meet captured graphs, or the ops of exact mode are not
+            exact on this device.
     """
-    from jetrl_patch.adapters.vllm.experts import expert_modules
+    from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
     from jetrl_patch.adapters.vllm.install import VllmInstaller
     from jetrl_patch.adapters.vllm.live import keep_live_experts
     from jetrl_patch.adapters.vllm.postload import check_layers
@@ -45,6 +46,7 @@ def attach(worker: Any, config: Config) -> None:
         )
     if config.quantized_rollout:
         check_layers(model)
+        check_eager(model, worker.vllm_config.model_config.enforce_eager)
         finish(model)
     else:
         keep_live_experts(model)

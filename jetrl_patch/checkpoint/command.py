@@ -96,4 +96,4 @@ def _say(done: Exported, settings: Config, console: Any) -> None:
             f"{len(done.layers)} layers in FP8 (blocks of 128x128, {settings.scale_format} scales), "
             f"worst SQNR {done.sqnr[worst]:.1f} dB in {worst}"
         )
-        console.print(f"{len(done.left)} linear layers in BF16: {', '.join(done.left)}")
+        console.print(f"{len(done.left)} layers in BF16: {', '.join(done.left)}")

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from jetrl_patch.checkpoint.formats import (
     SCALE_SUFFIX,
+    Chosen,
     Format,
     check_error,
-    choose_layers,
+    choose,
     convert,
     quantization_config,
 )
@@ -39,7 +40,7 @@ class Exported:
 
     Attributes:
         layers: layers in FP8.
-        left: linear layers in BF16.
+        left: linear layers, routers and modules of experts in BF16.
         sqnr: SQNR in dB of each FP8 layer against its BF16 value.
     """
 
@@ -83,15 +84,14 @@ def export(
     check_free(out)
     source = open_source(checkpoint)
     model = empty_model(source)
-    chosen, left = choose_layers(model, exclude) if format == "fp8" else ([], [])
-    layers = frozenset(chosen)
+    chosen = choose(model, format, exclude)
     out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
-        done = Exported(out, layers=chosen, left=left)
-        _write(source, unfinished, layers, scale_format, shard_bytes, done)
-        _write_config(source, unfinished, left if format == "fp8" else None)
-        _read_again(source, unfinished, layers, scale_format, done)
+        done = Exported(out, layers=list(chosen.layers), left=chosen.left)
+        _write(source, unfinished, chosen, scale_format, shard_bytes, done)
+        _write_config(source, unfinished, chosen.left if format == "fp8" else None)
+        _read_again(source, unfinished, chosen, scale_format, done)
         unfinished.chmod(0o755)
         if out.exists():
             out.rmdir()
@@ -103,7 +103,7 @@ def export(
 
 
 def _write(
-    source: Source, folder: Path, layers: frozenset[str], scale_format: ScaleFormat, shard_bytes: int, done: Exported
+    source: Source, folder: Path, chosen: Chosen, scale_format: ScaleFormat, shard_bytes: int, done: Exported
 ) -> None:
     from safetensors.torch import save_file
 
@@ -118,7 +118,7 @@ def _write(
 
     size = 0
     for name, tensor in source.tensors():
-        new = convert(name, tensor, layers, scale_format)
+        new = convert(name, tensor, chosen, scale_format)
         added = sum(t.numel() * t.element_size() for _, t in new)
         if size + added > shard_bytes:
             flush()
@@ -152,13 +152,13 @@ def _write_config(source: Source, folder: Path, left: Sequence[str] | None) -> N
 
 
 def _read_again(
-    source: Source, folder: Path, layers: frozenset[str], scale_format: ScaleFormat, done: Exported
+    source: Source, folder: Path, chosen: Chosen, scale_format: ScaleFormat, done: Exported
 ) -> None:
     """Compare every tensor on disk with a fresh conversion of its source, bit for bit, and FP8 values with their source."""
     places = {name: shard for shard in done.shards for name in _keys(folder / shard)}
     seen = 0
     for name, tensor in source.tensors():
-        for written, expected in convert(name, tensor, layers, scale_format):
+        for written, expected in convert(name, tensor, chosen, scale_format):
             found = _tensor(folder / places[written], written) if written in places else None
             if found is None or found.dtype != expected.dtype or not _same(found, expected):
                 raise ModelError(
@@ -167,10 +167,10 @@ def _read_again(
                     )
                 )
             seen += 1
-        if name.removesuffix(".weight") in layers:
+        if name.removesuffix(".weight") in chosen.layers:
             q, s = (_tensor(folder / places[n], n) for n in (name, name + SCALE_SUFFIX))
             done.sqnr[name.removesuffix(".weight")] = check_error(name, tensor, q, s)
-    if seen != len(places) or set(done.sqnr) != layers:
+    if seen != len(places) or set(done.sqnr) != set(chosen.layers):
         raise ModelError(
             explain("the export on disk", required=f"{seen} tensors", found=len(places), fix="check the disk")
         )

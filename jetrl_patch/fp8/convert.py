@@ -25,7 +25,7 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     Raises:
         ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, a layer is neither a plain
             ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), or a block holds stacked matrices that are no
-            experts, or experts that ``exclude`` takes out of FP8.
+            experts, or experts of which ``exclude`` takes out some.
     """
     experts = expert_modules(model)
     _refuse_stacks(model, experts)
@@ -116,6 +116,7 @@ def swap_linears(
     k_splits: int = 1,
     names: Sequence[str] | None = None,
     rollout_ep: int = 1,
+    exact: bool = False,
 ) -> list[str]:
     """Turn every selected layer into an ``Fp8Linear``, and give experts their state. Parameters and names do not change.
 
@@ -128,6 +129,7 @@ def swap_linears(
         k_splits: the rollout's tensor-parallel size.
         names: the layers to turn; by default those that ``select_layers`` chooses.
         rollout_ep: the rollout's expert-parallel size.
+        exact: whether experts that stay in BF16 have products with independent rows.
 
     Returns:
         The names of the FP8 modules.
@@ -141,7 +143,7 @@ def swap_linears(
     check_splits(((name, getattr(module, "in_features", 0)) for name, module in modules.items()), k_splits)
     if left_alone(modules, scale_format, backend):
         return names
-    attach_experts(model, scale_format, backend, ExpertSplit.of(k_splits, rollout_ep))
+    attach_experts(model, names, scale_format, backend, ExpertSplit.of(k_splits, rollout_ep), exact)
     for name, module in modules.items():
         module.__class__ = Fp8Linear
         module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.families import FAMILIES
-from jetrl_patch.fp8.experts import PARTS, Experts, Matrix
+from jetrl_patch.fp8.experts import Experts, Matrix
 from jetrl_patch.fp8.formats import ScaleFormat
-from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.layers import experts_quantized
 from jetrl_patch.fp8.linear import Fp8State
+from jetrl_patch.fp8.plain import PlainProducts
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
+from jetrl_patch.units import PARTS, matrices_of, units
 
 __all__ = [
     "attach_experts",
@@ -27,9 +28,11 @@ __all__ = [
     "expert_matrices",
     "expert_modules",
     "expert_states",
+    "experts_of",
     "layers_of",
     "per_expert",
     "shapes_per_expert",
+    "stored_buffers",
     "whole_shape",
 ]
 
@@ -43,9 +46,14 @@ def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
     return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
 
 
+def experts_of(module: Any) -> Experts | None:
+    """What ``attach_experts`` gave a module; None for every other one."""
+    return getattr(module, ATTRIBUTE, None)
+
+
 def layers_of(name: str, module: Any) -> list[str]:
     """The names of the layers that a module of experts stands for."""
-    return [f"{name}.{expert}.{part}" for expert in range(whole_shape(module.gate_up_proj)[0]) for part in PARTS]
+    return matrices_of(name, whole_shape(module.gate_up_proj)[0])
 
 
 def whole_shape(parameter: Any) -> tuple[int, ...]:
@@ -54,28 +62,43 @@ def whole_shape(parameter: Any) -> tuple[int, ...]:
 
 
 def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit = WHOLE) -> None:
-    """Raise ModelError if experts are partly or wholly excluded from FP8, or the rollout cannot split them so over its ranks."""
+    """Check the experts of all blocks.
+
+    Raises:
+        ModelError: ``exclude`` takes some experts of a block out of FP8 and not all, or the rollout cannot split them so over its
+            ranks.
+    """
     for name, module in expert_modules(model).items():
-        out = [layer for layer in layers_of(name, module) if not is_quantized(layer, tuple(exclude))]
-        if out:
-            found = f"exclude={list(exclude)}, which takes out {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
-            raise ModelError(explain("experts", required="all of them in FP8", found=found, fix="exclude other layers"))
         experts, _, width = whole_shape(module.down_proj)
+        experts_quantized(name, experts, tuple(exclude))
         split.check(f"the experts of {type(model).__name__}", experts, width)
 
 
-def attach_experts(model: nn.Module, scale_format: ScaleFormat, backend: str, split: ExpertSplit = WHOLE) -> None:
-    """Give each module of experts its settings and its cache of quantized weights. Reads no weight."""
-    for module in expert_modules(model).values():
+def attach_experts(
+    model: nn.Module,
+    names: Iterable[str],
+    scale_format: ScaleFormat,
+    backend: str,
+    split: ExpertSplit = WHOLE,
+    exact: bool = False,
+) -> None:
+    """Give each module of experts its settings and its cache of quantized weights. Reads no weight.
+
+    Args:
+        names: the FP8 layers. Experts that are not among them get BF16 products, with independent rows if ``exact``.
+    """
+    fp8 = units(names)
+    for name, module in expert_modules(model).items():
         count = whole_shape(module.gate_up_proj)[0]
-        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split))
+        plain = None if name in fp8 else PlainProducts(exact)
+        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split, plain))
 
 
 def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
-    """The matrices of all experts that ``attach_experts`` has seen, by layer name."""
+    """The matrices of all experts in FP8 that ``attach_experts`` has seen, by layer name."""
     found: dict[str, Matrix] = {}
     for name, module in expert_modules(model).items():
-        own = getattr(module, ATTRIBUTE, None)
+        own = experts_of(module)
         if own is not None:
             found.update((f"{name}.{leaf}", matrix) for leaf, matrix in own.matrices())
     return found
@@ -84,9 +107,19 @@ def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
 def expert_states(model: nn.Module) -> Iterator[Fp8State]:
     """Yield what may hold quantized weights of the experts that ``attach_experts`` has seen."""
     for module in expert_modules(model).values():
-        own = getattr(module, ATTRIBUTE, None)
+        own = experts_of(module)
         if own is not None:
             yield from own.states()
+
+
+def stored_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The floating buffers that a checkpoint holds, as module and attribute, by name: a router's correction bias, in FP32."""
+    found = {}
+    for name, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                found[f"{name}.{leaf}"] = (module, leaf)
+    return found
 
 
 def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:

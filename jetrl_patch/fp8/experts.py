@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,13 @@ from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.fp8.grouped import Stacks, grouped_experts_forward
 from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight
 from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sums
+from jetrl_patch.fp8.plain import PlainProducts
 from jetrl_patch.fp8.quantize import dequantize_activation
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
+from jetrl_patch.fp8.watched import Watch, Watched
+from jetrl_patch.units import PARTS, Part
 
 __all__ = ["PARTS", "Experts", "Matrix", "Operands", "experts_forward", "run_experts"]
-
-Part = Literal["gate_proj", "up_proj", "down_proj"]
-#: the matrices of an expert, as checkpoints name them
-PARTS: tuple[Part, ...] = ("gate_proj", "up_proj", "down_proj")
 
 
 class Matrix(NamedTuple):
@@ -115,17 +114,24 @@ def run_experts(
 class Experts:
     """The quantization settings of a layer's experts, and their last quantized weights. Not part of the state dict.
 
-    ``split`` is the rollout's.
+    Attributes:
+        split: the rollout's.
+        plain: the products of experts in BF16, which have no quantized weights; None in FP8.
+        watch: looks at the next forward that autograd records, and at its backward; see ``watched``.
     """
 
     count: int
     scale_format: ScaleFormat
     backend_name: str
     split: ExpertSplit = WHOLE
+    plain: PlainProducts | None = field(default=None, repr=False)
+    watch: Watch | None = field(default=None, repr=False)
     _matrices: dict[tuple[int, Part], Matrix] = field(default_factory=dict, repr=False)
     _stacks: tuple[Fp8State, ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
+        if self.plain is not None:
+            return
         self._stacks = tuple(Fp8State(self.scale_format, self.backend_name) for _ in range(2))
         for expert in range(self.count):
             for part in PARTS:
@@ -133,7 +139,13 @@ class Experts:
 
     @property
     def backend(self) -> Backend:
-        return get_backend(self.backend_name)
+        return self.plain or get_backend(self.backend_name)
+
+    def to_bf16(self, exact: bool) -> None:
+        """Leave FP8 for good, and drop what was quantized."""
+        self.plain, self.watch = PlainProducts(exact), None
+        self._matrices.clear()
+        self._stacks = ()
 
     def matrices(self) -> Iterator[tuple[str, Matrix]]:
         """Yield each matrix with its name below the layer: ``3.gate_proj``."""
@@ -155,6 +167,8 @@ class Experts:
         """The bytes and scales of one expert."""
         width = down_EHI.shape[2]
         weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
+        if self.plain is not None:
+            return _Quantized(*(QuantizedWeight(*self.plain.quantize_weight(w, self.scale_format)) for w in weights))
         states = (self._matrices[expert, part].fp8 for part in PARTS)
         return _Quantized(*(state.quantized(weight, own=True) for state, weight in zip(states, weights, strict=True)))
 
@@ -162,12 +176,20 @@ class Experts:
 class _Mixture(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+        ctx: Any,
+        x_TH: Tensor,
+        gate_up_EFH: Tensor,
+        down_EHI: Tensor,
+        weights_Tk: Tensor,
+        ids_Tk: Tensor,
+        own: Experts,
+        watched: Watched | None,
     ) -> Tensor:
         backend, (E, H, I) = own.backend, down_EHI.shape
         quantized = backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
         P = ids_Tk.numel()
-        kinds = ((I, torch.bfloat16), (I, torch.bfloat16), (I, FP8), (groups(I), torch.float32))
+        stored = FP8 if own.plain is None else torch.bfloat16
+        kinds = ((I, torch.bfloat16), (I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
         saved = _Saved(*(x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds))
 
         def operands(expert: int) -> Operands:
@@ -177,7 +199,9 @@ class _Mixture(torch.autograd.Function):
         form = own.scale_format
         parts_RTH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, form, saved, own.split)
         ctx.save_for_backward(*quantized, *saved, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
-        ctx.own, ctx.x_dtype = own, x_TH.dtype
+        ctx.own, ctx.x_dtype, ctx.watched = own, x_TH.dtype, watched
+        if watched is not None:
+            watched.forward(x_TH, saved.a_PI, saved.b_PI)
         return added(parts_RTH)
 
     @staticmethod
@@ -191,6 +215,7 @@ class _Mixture(torch.autograd.Function):
         dgate_up = torch.zeros_like(gate_up_EFH) if wants_gate_up else None
         ddown = torch.zeros_like(down_EHI) if wants_down else None
         dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
+        through: list[tuple[Tensor, Tensor]] = []
         for group in groups_of(ids_Tk, E):
             w, at, tokens, expert = own.quantized(group.expert, gate_up_EFH, down_EHI), group.span, group.tokens, group.expert
             dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, group.slots].float().unsqueeze(-1)
@@ -200,6 +225,8 @@ class _Mixture(torch.autograd.Function):
                 weighted_nH = (weight_n1 * dy_nH).to(torch.bfloat16)
                 ddown[expert] = backend.wgrad(weighted_nH, qh_PI[at], sh_PG[at], form, ddown.dtype)
             da_nI, db_nI = _through_activation(a_PI[at], b_PI[at], (weight_n1 * u_nI).to(torch.bfloat16))
+            if ctx.watched is not None:
+                through.append((da_nI, db_nI))
             if dx_TH is not None:
                 dx_nH = backend.dgrad(da_nI, w.gate.q, w.gate.s_blocks, form, torch.float32)
                 dx_nH = dx_nH + backend.dgrad(db_nI, w.up.q, w.up.s_blocks, form, torch.float32)
@@ -208,8 +235,10 @@ class _Mixture(torch.autograd.Function):
                 q, s = q_TH[tokens], s_TG[tokens]
                 dgate_up[expert, :I] = backend.wgrad(da_nI, q, s, form, dgate_up.dtype)
                 dgate_up[expert, I:] = backend.wgrad(db_nI, q, s, form, dgate_up.dtype)
+        if ctx.watched is not None and through:
+            ctx.watched.backward(dy_TH, *(torch.cat(parts) for parts in zip(*through, strict=True)))
         dx = None if dx_TH is None else dx_TH.to(ctx.x_dtype)
-        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None
+        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None, None
 
 
 def _through_activation(a_nI: Tensor, b_nI: Tensor, dh_nI: Tensor) -> tuple[Tensor, Tensor]:
@@ -235,5 +264,6 @@ def experts_forward(
     """
     if own.backend.grouped(x_TH) is not None:
         return grouped_experts_forward(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
-    result: Tensor = _Mixture.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
+    watched = Watched.begin(own, ids_Tk)
+    result: Tensor = _Mixture.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own, watched)
     return result

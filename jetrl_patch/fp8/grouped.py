@@ -20,6 +20,7 @@ from torch import Tensor
 from jetrl_patch.fp8.backends.gpu import written
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat, groups
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
+from jetrl_patch.fp8.watched import Watched
 
 if TYPE_CHECKING:
     from jetrl_patch.fp8.experts import Experts
@@ -50,7 +51,6 @@ def run_grouped(
     ids_Tk: Tensor,
     stacks: Stacks,
     scale_format: ScaleFormat,
-    out_dtype: torch.dtype = torch.bfloat16,
     split: ExpertSplit = WHOLE,
     part: bool = False,
 ) -> tuple[Tensor, Saved]:
@@ -61,9 +61,8 @@ def run_grouped(
     Args:
         kernels: ``Backend.grouped``.
         quantized: the tokens, e4m3 [T, H] with scales [T, G].
-        out_dtype: FP32 for the unrounded sum.
         split: the parts of the sum, all of which are computed here and added as a rollout's ranks add theirs, in BF16.
-        part: compute a rank's part, in FP32; an index beyond the experts is another rank's.
+        part: compute a rank's part, the unrounded sum in FP32; an index beyond the experts is another rank's.
 
     Returns:
         [T, H], NaN for a token with an index beyond the experts, unless it is a part.
@@ -76,7 +75,7 @@ def run_grouped(
     if split.ranks > 1:
         return added(torch.stack([*_parts(kernels, saved, weights, stacks.down, split)])), saved
     out_PH = kernels.grouped(qh_PI, sh_PG, *stacks.down, plan, torch.float32)
-    return kernels.combine(out_PH, plan, weights, torch.float32 if part else out_dtype, part), saved
+    return kernels.combine(out_PH, plan, weights, torch.float32 if part else torch.bfloat16, part), saved
 
 
 def _parts(
@@ -101,14 +100,23 @@ def _parts(
 class _Grouped(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+        ctx: Any,
+        x_TH: Tensor,
+        gate_up_EFH: Tensor,
+        down_EHI: Tensor,
+        weights_Tk: Tensor,
+        ids_Tk: Tensor,
+        own: Experts,
+        watched: Watched | None,
     ) -> Tensor:
         kernels = own.backend.grouped(x_TH)
         quantized = own.backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
         stacks = own.stacks(gate_up_EFH, down_EHI)
         y_TH, saved = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, own.scale_format, split=own.split)
         ctx.save_for_backward(*quantized, *saved[1:], gate_up_EFH, down_EHI, weights_Tk, *saved.plan.tensors())
-        ctx.own, ctx.x_dtype = own, x_TH.dtype
+        ctx.own, ctx.x_dtype, ctx.watched = own, x_TH.dtype, watched
+        if watched is not None:
+            watched.forward(x_TH, *saved.ab_PF.chunk(2, 1))
         return y_TH
 
     @staticmethod
@@ -127,6 +135,8 @@ class _Grouped(torch.autograd.Function):
             *kernels.quantize_rows(dy_TH, form), *_turned(kernels, stacks.down), plan, torch.float32, tokens=True
         )
         dab_PF, dweights_Tk = kernels.pair_backward(u_PI, ab_PF, qh_PI, sh_PG, weights, plan)
+        if ctx.watched is not None:
+            ctx.watched.backward(dy_TH, *dab_PF.chunk(2, 1))
         dx = dgate_up = ddown = None
         if wants_down:
             g = kernels.group_tokens(dy_TH, plan, form, weights)
@@ -142,7 +152,7 @@ class _Grouped(torch.autograd.Function):
             g = kernels.group_tokens(dab_PF, plan, form)
             x = kernels.regroup(q_TH, s_TG, plan, form, tokens=True)
             dgate_up = kernels.grouped_wgrad(g, x, plan, written(gate_up_EFH.dtype)).to(gate_up_EFH.dtype)
-        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None
+        return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None, None
 
 
 def _turned(kernels: Any, stack: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -154,5 +164,6 @@ def grouped_experts_forward(
     x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
 ) -> Tensor:
     """As ``experts.experts_forward``, for a backend with grouped products."""
-    result: Tensor = _Grouped.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own)
+    watched = Watched.begin(own, ids_Tk)
+    result: Tensor = _Grouped.apply(x_TH, gate_up_EFH, down_EHI, weights_Tk, ids_Tk, own, watched)
     return result

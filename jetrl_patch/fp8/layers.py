@@ -10,9 +10,10 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-from jetrl_patch.errors import ModelError
+from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.families import ROW_PARALLEL, TOWERS
 from jetrl_patch.fp8.formats import BLOCK
+from jetrl_patch.units import matrices_of
 
 #: Matches linear layers inside a transformer block; all others (embedding, lm_head, value heads) stay in BF16.
 _IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
@@ -35,6 +36,22 @@ def is_quantized(name: str, exclude: Sequence[str]) -> bool:
     if not _IN_BLOCK.search(name) or parts[-1] in _ROUTERS or not TOWERS.isdisjoint(parts):
         return False
     return not any(matches(name, pattern) for pattern in exclude)
+
+
+def experts_quantized(name: str, count: int, exclude: Sequence[str]) -> bool:
+    """Whether the experts of the module ``name`` are quantized. Trainer and rollout both decide by this function.
+
+    Raises:
+        ModelError: patterns take out some of them and not all.
+    """
+    layers = matrices_of(name, count)
+    out = [layer for layer in layers if not is_quantized(layer, exclude)]
+    if out and len(out) != len(layers):
+        found = f"exclude={list(exclude)}, which takes out {out[0]}" + (f" and {len(out) - 1} more" if out[1:] else "")
+        required = f"all {len(layers)} matrices of {name} in FP8 or none, because one operation computes them"
+        fix = f"exclude {'.'.join(name.split('.')[-2:])!r} with the number of its block, or other layers"
+        raise ModelError(explain("experts of a block", required=required, found=found, fix=fix))
+    return not out
 
 
 def is_row_parallel(name: str) -> bool:

@@ -36,6 +36,13 @@ from jetrl_patch.kernels.tiles import store_tokens
 COLUMNS = 64
 
 
+@triton.jit
+def own_tokens(groups, group):  # type: ignore[no-untyped-def]
+    """Positions of the 128 tokens of a group, and which of them there are."""
+    p = tl.load(groups + group * 3 + 1) + tl.arange(0, 128)
+    return p, p < tl.load(groups + group * 3 + 2)
+
+
 @triton.jit(do_not_specialize=["E"])
 def group_tokens_kernel(  # type: ignore[no-untyped-def]
     x, weights, order, groups, group_first, q, s, E, W, k, x_r, pitch,
@@ -45,8 +52,7 @@ def group_tokens_kernel(  # type: ignore[no-untyped-def]
     columns = tl.cdiv(W, COLUMNS)
     group = tl.program_id(0) // columns
     if group < tl.load(group_first + E):
-        p = tl.load(groups + group * 3 + 1) + tl.arange(0, 128)
-        there = p < tl.load(groups + group * 3 + 2)
+        p, there = own_tokens(groups, group)
         n = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
         inside = there[:, None] & (n < W)[None, :]
         if TOKENS:
@@ -69,8 +75,7 @@ def regroup_kernel(  # type: ignore[no-untyped-def]
     columns = tl.cdiv(W, COLUMNS)
     group = tl.program_id(0) // columns
     if group < tl.load(group_first + E):
-        p = tl.load(groups + group * 3 + 1) + tl.arange(0, 128)
-        there = p < tl.load(groups + group * 3 + 2)
+        p, there = own_tokens(groups, group)
         n0 = (tl.program_id(0) % columns) * COLUMNS
         n = n0 + tl.arange(0, COLUMNS)
         source = p

@@ -11,13 +11,13 @@ from torch import Tensor
 
 __all__ = ["MOST", "Codes", "sample"]
 
-MOST = 1 << 16  # codes kept per layer
+MOST = 1 << 16  # codes kept per layer; the experts of a block are one
 
 
-def sample(q_NK: Tensor) -> Tensor:
-    """About ``MOST`` bytes of ``q`` [N, K] at fixed, evenly spaced positions; every byte of a small tensor."""
+def sample(q_NK: Tensor, most: int = MOST) -> Tensor:
+    """About ``most`` bytes of ``q`` [N, K] at fixed, evenly spaced positions; every byte of a small tensor."""
     flat = q_NK.detach().contiguous().view(torch.uint8).flatten()
-    step = flat.numel() // MOST | 1  # odd, so that the sample visits every column of a weight of even width
+    step = flat.numel() // most | 1  # odd, so that the sample visits every column of a weight of even width
     return flat[::step].clone()
 
 
@@ -27,15 +27,15 @@ class Codes:
     def __init__(self) -> None:
         self._last: dict[str, Tensor] = {}
 
-    def compare(self, layer: str, q_NK: Tensor) -> Tensor | None:
+    def compare(self, layer: str, q_NK: Tensor, most: int = MOST) -> Tensor | None:
         """Share of codes unchanged since the last ``compare`` or ``keep``, FP64; None if there was none."""
-        last, now = self._last.get(layer), sample(q_NK)
+        last, now = self._last.get(layer), sample(q_NK, most)
         self._last[layer] = now
         return None if last is None else (last.to(now.device) == now).double().mean()
 
-    def keep(self, layer: str, q_NK: Tensor) -> None:
+    def keep(self, layer: str, q_NK: Tensor, most: int = MOST) -> None:
         """Remember the codes for the next sync."""
-        self._last[layer] = sample(q_NK)
+        self._last[layer] = sample(q_NK, most)
 
     def drop(self) -> None:
         """Forget every sample; the next sync is not compared."""

@@ -8,6 +8,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.families import MERGED
 from jetrl_patch.monitor.figures import Figures
+from jetrl_patch.units import matrix_name
 
 __all__ = ["below", "check_guard", "with_partners"]
 
@@ -30,7 +31,9 @@ def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, s
     reasons: dict[str, list[str]] = {}
     for (kind, layer), figures in found.items():
         if figures.worst_db < floor:
-            reasons.setdefault(layer, []).append(f"{kind} {figures.worst_db:.1f} dB")
+            inside = figures.at.get(figures.worst_figure)
+            where = "" if inside is None else f" in {matrix_name(inside)}"
+            reasons.setdefault(layer, []).append(f"{kind} {figures.worst_db:.1f} dB{where}")
     return {layer: ", ".join(texts) for layer, texts in reasons.items()}
 
 

@@ -9,12 +9,16 @@ sync 0 (weights only), step 1, and every ``monitor_every``-th step after it:
     sync n:        without the guard, weights are measured as they are sent; codes are compared with sync n-1
     sync n ends:   the statistics of all ranks become metrics and warnings, or stop the run
 
+The experts of a block count as one layer (``units``): every matrix is measured, and the worst of each statistic is kept, with the
+matrix that it is of. All of them reach the host in one transfer.
+
 Every rank calls ``begin`` and ``end``. Both are collective in sampled syncs and reach the same decision on every rank.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -24,10 +28,11 @@ from jetrl_patch.config import Config
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.quantize import expand_weight_scale
 from jetrl_patch.monitor import guard, ranks, summary
-from jetrl_patch.monitor.codes import Codes
-from jetrl_patch.monitor.figures import Figures, measure, worst
+from jetrl_patch.monitor.codes import MOST, Codes
+from jetrl_patch.monitor.figures import Figures, measure, worst, worst_of
 from jetrl_patch.monitor.observe import Observer
 from jetrl_patch.monitor.thresholds import Watch
+from jetrl_patch.units import matrix_number, unit_of, units
 
 __all__ = ["Monitor", "show"]
 
@@ -37,10 +42,14 @@ class Monitor:
 
     Args:
         config: ``monitor_*`` and ``guard_sqnr`` apply.
-        layers: names of the FP8 layers in model order; metrics refer to a layer by its index here.
-        modules: the layers by name.
+        layers: names of the FP8 layers in model order.
+        modules: the layers by name, those of experts by the name of their module.
         rollout: the rollout's quantization, if the trainer's layers are BF16; the monitor then measures with it.
         gather: takes one object per rank and returns those of all ranks, in rank order.
+
+    Attributes:
+        layers: the units of these layers; metrics refer to one by its index here.
+        matrices: of each unit, the layers that are sent.
     """
 
     def __init__(
@@ -52,13 +61,14 @@ class Monitor:
         gather: Callable[[Any], list[Any]] = ranks.everybody,
     ) -> None:
         self.config = config
-        self.layers = tuple(layers)
+        self.matrices = units(layers)
+        self.layers = tuple(self.matrices)
         self._gather = gather
         self._rollout = rollout
         self._observer = Observer(modules, rollout)
         self._codes = Codes()
         self._watch = Watch()
-        self._weights: dict[tuple[str, str], Tensor] = {}
+        self._weights: dict[str, Tensor] = {}  # by the name of the matrix, as ``_shares``
         self._shares: dict[str, Tensor] = {}
         self._found: dict[tuple[str, str], Figures] | None = None
         self._lines: list[str] = []
@@ -77,7 +87,7 @@ class Monitor:
         return self.config.guard_sqnr is not None and self.sampled(self.syncs)
 
     def begin(self) -> list[str]:
-        """Return the layers to move to BF16 now, in model order and with their fused partners. Collective.
+        """Return the units to move to BF16 now, in model order and with their fused partners. Collective.
 
         Call it before a sync sends anything, and after ``show`` if ``decides``.
         """
@@ -101,18 +111,18 @@ class Monitor:
 
     def see_weight(self, layer: str, w_NK: Tensor, q_NK: Tensor, s_blocks: Tensor) -> None:
         """Record a layer's BF16 weight [N, K] and its quantized form; repeated calls in one sync are ignored."""
-        if self.sampled(self.syncs) and ("weight", layer) not in self._weights:
-            figures = measure(w_NK, q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]))
-            self._weights["weight", layer] = figures
-            share = self._codes.compare(layer, q_NK)
+        most = max(1, MOST // len(self.matrices[unit_of(layer)]))
+        if self.sampled(self.syncs) and layer not in self._weights:
+            self._weights[layer] = measure(w_NK, q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]))
+            share = self._codes.compare(layer, q_NK, most)
             if share is not None:
                 self._shares[layer] = share
         elif self.sampled(self.syncs + 1) and not self.sampled(self.syncs):
-            self._codes.keep(layer, q_NK)
+            self._codes.keep(layer, q_NK, most)
 
     def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Pass the stream of full weights through; if the rollout quantizes them itself, measure them on the way."""
-        names = {f"{layer}.weight": layer for layer in self.layers}
+        names = {f"{layer}.weight": layer for matrices in self.matrices.values() for layer in matrices}
         looks = self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1))
         for name, weight in weights:
             if looks and name in names and self._rollout is not None:
@@ -139,7 +149,7 @@ class Monitor:
         if self.sampled(self.syncs):
             self._observer.arm(self.layers)
         else:
-            self._observer.figures = {}
+            self._observer.clear()
             if not self.sampled(self.syncs + 1):
                 self._codes.drop()
         return metrics
@@ -150,7 +160,12 @@ class Monitor:
         return lines
 
     def _report(self, found: Mapping[tuple[str, str], Figures]) -> dict[str, float]:
-        shares = {layer: float(share) for layer, share in self._shares.items()}
+        of_matrices = dict(zip(self._shares, _to_host(list(self._shares.values())), strict=True))
+        shares = {
+            unit: fmean(known)
+            for unit, matrices in self.matrices.items()
+            if (known := [of_matrices[name] for name in matrices if name in of_matrices])
+        }
         metrics = summary.summary(found, self.layers) | summary.unchanged(shares)
         if self.config.monitor_layers:
             metrics |= summary.per_layer(found, shares)
@@ -158,8 +173,9 @@ class Monitor:
 
     def _merge(self) -> dict[tuple[str, str], Figures]:
         """The worst of each statistic over all ranks, ordered by kind, then layer."""
-        mine = {key: tensor.tolist() for key, tensor in (self._weights | self._observer.figures).items()}
-        everybody = [{key: Figures(*values) for key, values in other.items()} for other in self._gather(mine)]
+        measured = self._of_weights() | self._observer.figures
+        mine = dict(zip(measured, _to_host(list(measured.values())), strict=True))
+        everybody = [{key: Figures.of(row) for key, row in other.items()} for other in self._gather(mine)]
         merged = {}
         for kind in summary.KINDS:
             for layer in self.layers:
@@ -167,6 +183,27 @@ class Monitor:
                 if seen:
                     merged[kind, layer] = worst(seen)
         return merged
+
+    def _of_weights(self) -> dict[tuple[str, str], Tensor]:
+        found = {}
+        for unit, matrices in units(self._weights).items():
+            numbers = [number for name in matrices if (number := matrix_number(name)) is not None]
+            rows = [self._weights[name] for name in matrices]
+            found["weight", unit] = worst_of(torch.stack(rows), numbers) if numbers else rows[0]
+        return found
+
+
+def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
+    """The values of FP64 tensors of one or no dimension, in one transfer."""
+    if not tensors:
+        return []
+    sizes = [tensor.numel() for tensor in tensors]
+    values = torch.cat([tensor.reshape(-1).to(tensors[0].device) for tensor in tensors]).tolist()
+    found, start = [], 0
+    for tensor, size in zip(tensors, sizes, strict=True):
+        found.append(values[start : start + size] if tensor.dim() else values[start])
+        start += size
+    return found
 
 
 def show(
@@ -177,7 +214,12 @@ def show(
     Args:
         quantize: calls ``see_weight``; None on a rank that only takes part in the gather.
     """
-    names = {f"{layer}.weight": layer for layer in monitor.layers if layer not in monitor.guarded}
+    names = {
+        f"{layer}.weight": layer
+        for unit, matrices in monitor.matrices.items()
+        if unit not in monitor.guarded
+        for layer in matrices
+    }
     for name, weight in weights:
         if name in names and quantize is not None:
             quantize(names[name], weight.detach().to(torch.bfloat16))

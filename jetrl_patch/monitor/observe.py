@@ -2,18 +2,24 @@
 
 A hook measures the first forward of its layer that autograd records, on at most ``MOST_ROWS`` tokens, and then removes
 itself. The layer's own results are untouched, bit for bit.
+
+Experts count as one layer. What their products read is seen by a watch inside them (``fp8.watched``), on as many pairs of token
+and expert. Where the rollout alone is FP8, the trainer's experts are another code: a hook sees their tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.fp8.expert_layers import expert_modules, experts_of, whole_shape
+from jetrl_patch.fp8.experts import Experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.monitor.figures import measure
+from jetrl_patch.monitor.figures import measure, measure_each, worst_of
+from jetrl_patch.units import PARTS
 
 __all__ = ["MOST_ROWS", "Observer"]
 
@@ -24,7 +30,8 @@ class Observer:
     """Statistics of one rank, keyed by (kind, layer); the kinds are "activation" and "gradient".
 
     Args:
-        modules: layers by name; without ``rollout``, those that are not (or no longer) ``Fp8Linear`` are skipped.
+        modules: layers by name, those of experts by the name of their module; without ``rollout``, those that are not (or no
+            longer) in FP8 are skipped.
         rollout: the rollout's quantization, if the trainer's layers are BF16; only activations are measured then.
     """
 
@@ -32,44 +39,103 @@ class Observer:
         self._modules = modules
         self._rollout = rollout
         self._handles: dict[str, Any] = {}
-        self.figures: dict[tuple[str, str], Tensor] = {}
+        self._watched: list[Experts] = []
+        self._figures: dict[tuple[str, str], Tensor] = {}
+        self._of_experts: dict[tuple[str, str], list[Tensor]] = {}
+
+    @property
+    def figures(self) -> dict[tuple[str, str], Tensor]:
+        """Rows of ``measure``, and of experts those of ``worst_of``."""
+        numbers = {key: torch.cat([rows[:, 8] for rows in found]) for key, found in self._of_experts.items()}
+        return self._figures | {
+            key: worst_of(torch.cat([rows[:, :8] for rows in found]), numbers[key])
+            for key, found in self._of_experts.items()
+        }
+
+    def clear(self) -> None:
+        """Forget the statistics."""
+        self._figures, self._of_experts = {}, {}
 
     def arm(self, names: Iterable[str]) -> None:
         """Clear the statistics and wait for the next forward of these layers."""
         self.disarm()
-        self.figures = {}
+        self.clear()
         for name in names:
             module = self._modules.get(name)
+            own = None if module is None else experts_of(module)
+            if own is not None and own.plain is None:
+                own.watch = self._watch(name, own)
+                self._watched.append(own)
+                continue
             state = module.fp8 if isinstance(module, Fp8Linear) else self._rollout
-            if module is not None and state is not None:
-                self._handles[name] = module.register_forward_hook(self._hook(name, state))
+            if module is not None and state is not None and own is None:
+                see = self._see_tokens if expert_modules(module) else self._see
+                self._handles[name] = module.register_forward_hook(self._once(name, see, state))
 
     def disarm(self) -> None:
         """Remove the hooks."""
         for handle in self._handles.values():
             handle.remove()
-        self._handles = {}
+        for own in self._watched:
+            own.watch = None
+        self._handles, self._watched = {}, []
 
-    def _hook(self, name: str, state: Fp8State) -> Any:
-        def see(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    def _once(self, name: str, see: Callable[..., None], state: Fp8State) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
             if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name not in self._handles:
                 return
             self._handles.pop(name).remove()
-            self.figures["activation", name] = _figures(arguments[0], state, slices=True)
-            if output.requires_grad and isinstance(module, Fp8Linear):
-                output.register_hook(lambda grad: self._keep(name, grad, state))
+            see(name, state, module, arguments, output)
 
-        return see
+        return hook
+
+    def _see(self, name: str, state: Fp8State, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        self._figures["activation", name] = _figures(arguments[0], state, slices=True)
+        if output.requires_grad and isinstance(module, Fp8Linear):
+            output.register_hook(lambda grad: self._keep(name, grad, state))
 
     def _keep(self, name: str, grad: Tensor, state: Fp8State) -> None:
         """Measure the gradient as DGrad quantizes it, in groups of 128 along N."""
-        self.figures["gradient", name] = _figures(grad, state, slices=False)
+        self._figures["gradient", name] = _figures(grad, state, slices=False)
+
+    @torch.no_grad()
+    def _see_tokens(self, name: str, state: Fp8State, module: Any, arguments: tuple[Any, ...], output: Tensor) -> None:
+        """Measure the tokens of each expert, of experts that the trainer computes in BF16: tokens [T, H], experts [T, k]."""
+        x_TH, ids_Tk = arguments[:2]
+        experts_P, order_P = ids_Tk.reshape(-1).sort(stable=True)
+        tokens_P, count = order_P // ids_Tk.shape[1], whole_shape(module.down_proj)[0]
+        rows = _each(lambda at: x_TH[tokens_P[at]], experts_P, count, 0, state, slices=True)
+        self._of_experts.setdefault(("activation", name), []).append(rows)
+
+    def _watch(self, name: str, own: Experts) -> Any:
+        def see(kind: str, part: Any, experts_P: Tensor, take: Callable[[Tensor], Tensor]) -> None:
+            rows = _each(take, experts_P, own.count, PARTS.index(part), own, slices=kind == "activation")
+            self._of_experts.setdefault((kind, name), []).append(rows)
+
+        return see
 
 
 @torch.no_grad()
 def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
     x_MK = x.detach().reshape(-1, x.shape[-1])
     if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so rows can be dropped
-        x_MK = x_MK[torch.linspace(0, x_MK.shape[0] - 1, MOST_ROWS, device=x.device).round().long()]
+        x_MK = x_MK[_some(x_MK.shape[0], x.device)]
     x_MK = x_MK.to(torch.bfloat16).contiguous()
     return measure(x_MK, *state.backend.quantize_activation(x_MK, state.scale_format), slices=slices)
+
+
+def _each(
+    take: Callable[[Tensor], Tensor], experts_P: Tensor, count: int, part: int, state: Fp8State | Experts, slices: bool
+) -> Tensor:
+    """Rows of ``measure_each`` and the number of each expert's matrix, FP64 [E, 9]."""
+    rows = _some(experts_P.shape[0], experts_P.device)
+    x_MK = take(rows).detach().to(torch.bfloat16).contiguous()
+    quantized = state.backend.quantize_activation(x_MK, state.scale_format)
+    found = measure_each(x_MK, *quantized, experts_P[rows].long(), count, slices)
+    numbers = len(PARTS) * torch.arange(count, device=found.device, dtype=found.dtype) + part
+    return torch.cat([found, numbers.unsqueeze(1)], 1)
+
+
+def _some(rows: int, device: torch.device) -> Tensor:
+    """At most ``MOST_ROWS`` evenly spaced rows."""
+    return torch.linspace(0, rows - 1, min(rows, MOST_ROWS), device=device).round().long()

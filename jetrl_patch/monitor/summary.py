@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 
-from jetrl_patch.monitor.figures import Figures, Reduce
+from jetrl_patch.monitor.figures import FIELDS, Figures, Reduce
+from jetrl_patch.units import matrix_expert
 
 __all__ = ["KINDS", "PREFIX", "per_layer", "summary", "unchanged"]
 
@@ -19,14 +19,15 @@ Found = Mapping[tuple[str, str], Figures]
 def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
     """``jetrl/scale/{kind}_{figure}_{min,mean,max}`` over layers, and the worst layer's index in ``layers``.
 
-    A statistic that is NaN for every layer is left out.
+    In a mixture also the index of the layer with the worst expert, and the expert's. A statistic that is NaN for every layer is
+    left out.
     """
     metrics: dict[str, float] = {}
     for kind in KINDS:
         of_kind = {layer: figures for (k, layer), figures in found.items() if k == kind}
         columns = {
             name: _known([getattr(figures, name) for figures in of_kind.values()])
-            for name in ("amax", "saturated", "underflow", "sqnr", "slice_sqnr", "scale_min", "scale_max", "nonfinite")
+            for name in FIELDS
         }
         wanted = (
             ("sqnr", "min"), ("sqnr", "mean"), ("slice_sqnr", "min"), ("slice_sqnr", "mean"), ("underflow", "mean"),
@@ -40,6 +41,10 @@ def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
         lowest = _lowest(of_kind)
         if lowest is not None:
             metrics[f"{PREFIX}{kind}_worst_layer"] = float(layers.index(lowest))
+        lowest = _lowest({layer: figures for layer, figures in of_kind.items() if figures.at})
+        if lowest is not None:
+            metrics[f"{PREFIX}{kind}_worst_experts"] = float(layers.index(lowest))
+            metrics |= _worst_expert(f"{PREFIX}{kind}", of_kind[lowest])
     return metrics
 
 
@@ -50,14 +55,21 @@ def unchanged(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def per_layer(found: Found, shares: Mapping[str, float]) -> dict[str, float]:
-    """``jetrl/scale/{layer}/{kind}_{figure}`` of every layer."""
+    """``jetrl/scale/{layer}/{kind}_{figure}`` of every layer, and of experts the one with the lowest SQNR."""
     metrics = {
         f"{PREFIX}{layer}/{kind}_{name}": value
         for (kind, layer), figures in found.items()
-        for name, value in asdict(figures).items()
-        if not math.isnan(value)
+        for name in FIELDS
+        if not math.isnan(value := getattr(figures, name))
     }
+    for (kind, layer), figures in found.items():
+        metrics |= _worst_expert(f"{PREFIX}{layer}/{kind}", figures)
     return metrics | {f"{PREFIX}{layer}/weight_unchanged": share for layer, share in shares.items()}
+
+
+def _worst_expert(name: str, figures: Figures) -> dict[str, float]:
+    at = figures.at.get(figures.worst_figure)
+    return {} if at is None else {f"{name}_worst_expert": float(matrix_expert(at))}
 
 
 def _lowest(of_kind: Mapping[str, Figures]) -> str | None:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jetrl_patch.config import Config
 from jetrl_patch.errors import PrecisionError
 from jetrl_patch.monitor.figures import Figures
+from jetrl_patch.units import matrix_name
 
 __all__ = ["Finding", "Watch", "findings"]
 
@@ -16,31 +17,43 @@ Found = Mapping[tuple[str, str], Figures]
 
 
 class Finding(NamedTuple):
-    """A statistic that crosses its threshold."""
+    """A statistic that crosses its threshold.
+
+    Attributes:
+        matrix: of experts, the one with the worst value: ``17.up_proj``.
+    """
 
     layer: str
     kind: str
     figure: str
     value: float
     threshold: float
+    matrix: str = ""
 
     def __str__(self) -> str:
         sign = "<" if self.figure == "sqnr" else ">"
         unit = " dB" if self.figure == "sqnr" else ""
-        return f"{self.layer}: {self.kind} {self.figure} {self.value:.4g}{unit} {sign} {self.threshold:g}{unit}"
+        name = f"{self.layer}.{self.matrix}" if self.matrix else self.layer
+        return f"{name}: {self.kind} {self.figure} {self.value:.4g}{unit} {sign} {self.threshold:g}{unit}"
 
 
 def findings(found: Found, config: Config) -> Iterator[Finding]:
     """Every statistic that crosses its threshold, in the order of ``found``."""
     for (kind, layer), figures in found.items():
-        if figures.worst_db < config.monitor_sqnr:
-            yield Finding(layer, kind, "sqnr", figures.worst_db, config.monitor_sqnr)
-        if figures.underflow > config.monitor_underflow:
-            yield Finding(layer, kind, "underflow", figures.underflow, config.monitor_underflow)
-        if figures.saturated > 0:  # scales follow the values, so nothing should ever saturate
-            yield Finding(layer, kind, "saturated", figures.saturated, 0.0)
-        if figures.nonfinite > 0:
-            yield Finding(layer, kind, "nonfinite", figures.nonfinite, 0.0)
+        for figure, value, threshold in _crossed(figures, config):
+            number = figures.at.get(figures.worst_figure if figure == "sqnr" else figure)
+            yield Finding(layer, kind, figure, value, threshold, "" if number is None else matrix_name(number))
+
+
+def _crossed(figures: Figures, config: Config) -> Iterator[tuple[str, float, float]]:
+    if figures.worst_db < config.monitor_sqnr:
+        yield "sqnr", figures.worst_db, config.monitor_sqnr
+    if figures.underflow > config.monitor_underflow:
+        yield "underflow", figures.underflow, config.monitor_underflow
+    if figures.saturated > 0:  # scales follow the values, so nothing should ever saturate
+        yield "saturated", figures.saturated, 0.0
+    if figures.nonfinite > 0:
+        yield "nonfinite", figures.nonfinite, 0.0
 
 
 class Watch:

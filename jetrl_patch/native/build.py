@@ -24,7 +24,8 @@ from jetrl_patch.errors import JetrlError, explain
 
 _REPAIR = 'repair the compiler, or use backend="torch" (slower, the same contract)'
 _HASH = hashlib.sha256
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "digest.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "digest.c"))
+HEADER = Path(__file__).with_name("numbers.h")
 # The compiler contracts a * b + c to FMA. That is fixed at compile time, so every caller gets the same bits.
 FLAGS = (
     "-O3",
@@ -133,7 +134,7 @@ def _fingerprint(cc: str) -> str:
     if wrong:
         what = "C compiler for the native CPU kernels"
         raise JetrlError(explain(what, required="one that works", found=wrong, fix=_REPAIR))
-    sources = (source.read_text() for source in SOURCES)
+    sources = (source.read_text() for source in (*SOURCES, HEADER))
     parts = (*sources, " ".join(FLAGS), run.stdout, platform.machine(), _processor())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

@@ -10,31 +10,8 @@
  * BF16 values are passed as uint16_t, e4m3fn bytes as uint8_t.
  */
 #include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
-#ifdef _OPENMP
-#include <omp.h>
-#endif
 
-#define LANES 16
-#define GROUP 128
-
-typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t i16 __attribute__((vector_size(64), aligned(4), may_alias));
-
-static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-
-static inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
-static inline uint32_t as_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
-
-static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
-
-static inline uint16_t to_bf16(float f) {  /* round to nearest even; NaN stays NaN */
-    uint32_t b = as_bits(f);
-    uint32_t r = (b + 0x7fffu + ((b >> 16) & 1u)) >> 16;
-    return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)r;
-}
+#include "numbers.h"
 
 static inline float lane_sum(v16 a) {  /* a fixed summation tree */
     float t[8], u[4];
@@ -42,8 +19,6 @@ static inline float lane_sum(v16 a) {  /* a fixed summation tree */
     for (int i = 0; i < 4; i++) u[i] = t[i] + t[i + 4];
     return (u[0] + u[2]) + (u[1] + u[3]);
 }
-
-/* ---- e4m3fn ------------------------------------------------------------------------------- */
 
 static inline uint8_t encode_e4m3(float y) {  /* saturating round to nearest even; NaN -> 0x7f */
     uint32_t b = as_bits(y), sign = (b >> 24) & 0x80u, a = b & 0x7fffffffu;
@@ -53,14 +28,6 @@ static inline uint8_t encode_e4m3(float y) {  /* saturating round to nearest eve
     code = a >= 0x43e00000u ? 0x7eu : code;  /* 448 and above */
     code = a > 0x7f800000u ? 0x7fu : code;
     return (uint8_t)(sign | code);
-}
-
-static inline float decode_e4m3(uint8_t q) {
-    uint32_t a = q & 0x7fu;
-    /* No intermediate is an FP32 subnormal: some libraries disable those for the whole process. */
-    float v = a < 8u ? (float)(int32_t)a * 0x1p-9f : as_float((a << 20) + (120u << 23));
-    v = a == 0x7fu ? as_float(0x7fc00000u) : v;
-    return q & 0x80u ? -v : v;
 }
 
 static inline float scale_of(uint32_t amax_bits, int pow2) {
@@ -185,168 +152,6 @@ uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
         h = (h ^ tail[i]) * 0xc4ceb9fe1a85ec53ull; h ^= h >> 32;
     }
     return h;
-}
-
-/* ---- GEMM: Y [M,N] = X [M,K] * W [N,K]^T ---------------------------------------------------
- * A SIMD lane is an output column. For each column tile, the weights of one group of K are widened to FP32 and
- * transposed to [k][column]. Then dot += x[m][k] * w[k][lane] over ascending k, one FMA each. After the group,
- * total = fma(dot, sX * sW, total) for FP8; for BF16 one dot runs over all groups. Every element is summed in the
- * order k = 0, 1, 2, ..., whatever its tile. */
-
-#define MR 8      /* rows of the register tile */
-#define NT 32     /* columns of a tile: two vectors */
-#define MTILE 256 /* rows whose operands and sums are kept in scratch at a time */
-
-typedef uint8_t b16 __attribute__((vector_size(16), aligned(1), may_alias));
-typedef uint16_t h16 __attribute__((vector_size(32), aligned(2), may_alias));
-
-#define LOW(n) {0, n, 1, n + 1, 2, n + 2, 3, n + 3, 4, n + 4, 5, n + 5, 6, n + 6, 7, n + 7}
-#define HIGH(n) {8, n + 8, 9, n + 9, 10, n + 10, 11, n + 11, 12, n + 12, 13, n + 13, 14, n + 14, 15, n + 15}
-
-static inline v16 decode16(b16 q) {
-    const i16 u = __builtin_convertvector(q, i16), a = u & 127;
-    const v16 normal = (v16)((a << 20) + (120 << 23)), small = __builtin_convertvector(a, v16) * 0x1p-9f;
-    const i16 is_small = a < 8, is_nan = a == 127;
-    i16 bits = ((i16)small & is_small) | ((i16)normal & ~is_small);
-    bits = (bits & ~is_nan) | (0x7fc00000 & is_nan);
-    return (v16)(bits | ((u & 128) << 24));
-}
-
-static inline v16 widen16(h16 x) { return (v16)(__builtin_convertvector(x, i16) << 16); }
-
-/* 16x16 transpose: four rounds of interleaving row i with row i + 8. */
-static inline void transpose_bytes(b16 r[16]) {
-    b16 t[16];
-    for (int round = 0; round < 4; round++) {
-        for (int i = 0; i < 8; i++) {
-            t[2 * i] = __builtin_shuffle(r[i], r[i + 8], (b16)LOW(16));
-            t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 8], (b16)HIGH(16));
-        }
-        memcpy(r, t, sizeof t);
-    }
-}
-static inline void transpose_halves(h16 r[16]) {
-    h16 t[16];
-    for (int round = 0; round < 4; round++) {
-        for (int i = 0; i < 8; i++) {
-            t[2 * i] = __builtin_shuffle(r[i], r[i + 8], (h16)LOW(16));
-            t[2 * i + 1] = __builtin_shuffle(r[i], r[i + 8], (h16)HIGH(16));
-        }
-        memcpy(r, t, sizeof t);
-    }
-}
-
-/* Widen up to NT columns of W for k in [k0, k0 + 16) to wt[k][column] in FP32, with zeros outside N and K. */
-static void widen_weights(const void *w, int64_t ldw, int64_t n, int64_t k0, int64_t k_end, int fp8, float *wt) {
-    for (int half = 0; half < NT; half += 16) {
-        const int64_t k_count = k_end - k0 < 16 ? k_end - k0 : 16;
-        if (fp8) {
-            b16 r[16];
-            memset(r, 0, sizeof r);
-            for (int j = 0; j < 16 && half + j < n; j++) memcpy(&r[j], (const uint8_t *)w + (half + j) * ldw + k0, (size_t)k_count);
-            transpose_bytes(r);
-            for (int k = 0; k < 16; k++) *(v16 *)(wt + k * NT + half) = decode16(r[k]);
-        } else {
-            h16 r[16];
-            memset(r, 0, sizeof r);
-            for (int j = 0; j < 16 && half + j < n; j++) memcpy(&r[j], (const uint16_t *)w + (half + j) * ldw + k0, (size_t)k_count * 2);
-            transpose_halves(r);
-            for (int k = 0; k < 16; k++) *(v16 *)(wt + k * NT + half) = widen16(r[k]);
-        }
-    }
-}
-
-/* rows x NT columns over one group of K. FP8: dot starts at zero and is scaled into `total`; BF16: dot continues `total`. */
-static inline __attribute__((always_inline)) void tile(
-    const int rows, const float *x, int64_t ldx, const float *wt, int64_t k_count, const float *sx, int64_t ldsx,
-    const float *sw, float *total) {
-    v16 a[MR], b[MR];
-    for (int i = 0; i < rows; i++) {
-        a[i] = sx ? (v16){0} : *(v16 *)(total + i * NT);
-        b[i] = sx ? (v16){0} : *(v16 *)(total + i * NT + 16);
-    }
-    for (int64_t k = 0; k < k_count; k++) {
-        const v16 w0 = *(const v16 *)(wt + k * NT), w1 = *(const v16 *)(wt + k * NT + 16);
-        for (int i = 0; i < rows; i++) {
-            const float v = x[i * ldx + k];
-            a[i] += w0 * v;
-            b[i] += w1 * v;
-        }
-    }
-    for (int i = 0; i < rows; i++) {
-        v16 *t0 = (v16 *)(total + i * NT), *t1 = t0 + 1;
-        if (sx) {
-            const float s = sx[i * ldsx];
-            *t0 += a[i] * (*(const v16 *)sw * s);
-            *t1 += b[i] * (*(const v16 *)(sw + 16) * s);
-        } else {
-            *t0 = a[i];
-            *t1 = b[i];
-        }
-    }
-}
-
-/* X: e4m3 with scales sx [M,G] (fp8 = 1) or bf16 (fp8 = 0); W likewise with per-row scales sw [N,G].
- * `splits` > 1 adds the partial sums of `splits` equal ranges of K in ascending order, as the ranks of a
- * tensor-parallel rollout do. out: FP32 (bf16 = 0) or BF16, rounded once. Returns 0, or 1 if out of memory. */
-int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64_t ldw, const float *sw,
-               int64_t ldsw, int64_t M, int64_t N, int64_t K, int fp8, int splits, int bf16, void *out,
-               int threads) {
-    const int64_t G = (K + GROUP - 1) / GROUP, step = splits > 1 ? K / splits : K;
-    const int64_t mtile = M < MTILE ? M : MTILE;
-    float *xf = aligned_alloc(64, (size_t)round_up(mtile * K * 4, 64));
-    if (!xf) return 1;
-    int failed = 0;
-    for (int64_t m0 = 0; m0 < M; m0 += MTILE) {
-        const int64_t rows = M - m0 < MTILE ? M - m0 : MTILE;
-#pragma omp parallel num_threads(threads) if (threads > 1)
-        {
-#pragma omp for
-            for (int64_t r = 0; r < rows; r++) {
-                float *restrict row = xf + r * K;
-                const uint8_t *restrict x8 = (const uint8_t *)x + (m0 + r) * ldx;
-                const uint16_t *restrict x16 = (const uint16_t *)x + (m0 + r) * ldx;
-                if (fp8) for (int64_t k = 0; k < K; k++) row[k] = decode_e4m3(x8[k]);
-                else for (int64_t k = 0; k < K; k++) row[k] = from_bf16(x16[k]);
-            }
-            float *wt = aligned_alloc(64, (size_t)((GROUP + 1 + 2 * mtile) * NT * 4));
-            if (!wt) failed = 1;
-            float *sg = wt + GROUP * NT, *acc = sg + NT, *part = acc + mtile * NT;
-#pragma omp for schedule(dynamic, 1)
-            for (int64_t n0 = 0; n0 < N; n0 += NT) {
-                if (!wt) continue;
-                const int64_t cols = N - n0 < NT ? N - n0 : NT;
-                const void *wn = fp8 ? (const void *)((const uint8_t *)w + n0 * ldw) : (const void *)((const uint16_t *)w + n0 * ldw);
-                for (int split = 0; split < splits; split++) {
-                    const int64_t k1 = (split + 1) * step;
-                    float *total = split ? part : acc;
-                    memset(total, 0, (size_t)(rows * NT * 4));
-                    for (int64_t k0 = split * step; k0 < k1; k0 += GROUP) {
-                        const int64_t count = k1 - k0 < GROUP ? k1 - k0 : GROUP;
-                        for (int64_t k = 0; k < count; k += 16) widen_weights(wn, ldw, cols, k0 + k, k1, fp8, wt + k * NT);
-                        for (int64_t j = 0; fp8 && j < NT; j++) sg[j] = j < cols ? sw[(n0 + j) * ldsw + k0 / GROUP] : 0.0f;
-                        for (int64_t i = 0; i < rows; i += MR) {
-                            const float *xi = xf + i * K + k0, *si = fp8 ? sx + (m0 + i) * G + k0 / GROUP : 0;
-                            if (rows - i >= MR) tile(MR, xi, K, wt, count, si, G, sg, total + i * NT);
-                            else
-                                for (int64_t r = 0; i + r < rows; r++)
-                                    tile(1, xi + r * K, K, wt, count, si ? si + r * G : 0, G, sg, total + (i + r) * NT);
-                        }
-                    }
-                    if (split)
-                        for (int64_t i = 0; i < rows * NT; i++) acc[i] += part[i];
-                }
-                for (int64_t r = 0; r < rows; r++) {
-                    const int64_t at = (m0 + r) * N + n0;
-                    if (bf16) for (int64_t j = 0; j < cols; j++) ((uint16_t *)out)[at + j] = to_bf16(acc[r * NT + j]);
-                    else memcpy((float *)out + at, acc + r * NT, (size_t)cols * 4);
-                }
-            }
-            free(wt);
-        }
-    }
-    free(xf);
-    return failed;
 }
 
 /* ---- ops between the linears -------------------------------------------------------------- */

@@ -40,6 +40,8 @@ _FIGURES = {
     "nonfinite": ("NaN and Inf", "number of values that are not finite", "count"),
     "unchanged": ("codes unchanged", "share of FP8 codes that the last step left as they were", "share"),
     "worst layer": ("worst layer", "position of the layer with the lowest SQNR, in the model's order", "count"),
+    "worst experts": ("layer of the worst expert", "position of the layer whose experts have the lowest SQNR", "count"),
+    "worst expert": ("worst expert", "number of the expert with the lowest SQNR, at the step where it was lowest", "count"),
 }
 _NAME = re.compile(rf"(weight|activation|gradient) ({'|'.join(_FIGURES)})(?: (min|mean|max))?")
 _OVER = {"min": ", lowest layer", "max": ", highest layer", "mean": ", mean of the layers"}

@@ -23,6 +23,8 @@ ALL_LAYERS = "all layers together"
 _LAYER = re.compile(r".*(\.|\d).*")
 _TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # the most informative first
 _HEADLINE = re.compile(r"(?<!slice )(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
+_EXPERT = " worst expert"
+_PLACE = re.compile(r" worst (layer|experts?)$")
 _MOST = 12  # charts
 _LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
 
@@ -42,11 +44,23 @@ class Scales:
     series: dict[tuple[int, str, str], Points] = field(default_factory=dict)
 
     def worst(self, run: int, what: str, layer: str) -> float | None:
-        """The worst value over the steps: the largest, for a signal-to-noise ratio the smallest; any NaN gives NaN."""
+        """The worst value over the steps: the largest, for a signal-to-noise ratio the smallest; any NaN gives NaN.
+
+        The number of an expert is that of the step with the layer's worst signal-to-noise ratio.
+        """
+        if what.endswith(_EXPERT):
+            return self._worst_expert(run, what, layer)
         values = [value for _, value in self.series.get((run, what, layer), [])]
         if any(math.isnan(value) for value in values):
             return math.nan
         return (min if less_is_worse(what) else max)(values, default=None)
+
+    def _worst_expert(self, run: int, what: str, layer: str) -> float | None:
+        kind = what.removesuffix(_EXPERT)
+        ratios = (self.series.get((run, f"{kind} {figure}", layer), []) for figure in ("sqnr", "slice sqnr"))
+        numbers = dict(self.series.get((run, what, layer), []))
+        known = [(value, step) for points in ratios for step, value in points if step in numbers and not math.isnan(value)]
+        return numbers[min(known)[1]] if known else None
 
     def worst_layer(self, run: int, what: str) -> Points:
         """The value of the worst layer at each step."""
@@ -67,7 +81,7 @@ class Scales:
         """The statistics that get a chart by default."""
         found = [what for what in self.whats if not self.per_layer(what) and _HEADLINE.search(what)]
         silent = self.silent
-        return [what for what in found or self.whats if what not in silent][:_MOST]
+        return [what for what in found or self.whats if what not in silent and not _PLACE.search(what)][:_MOST]
 
     @property
     def silent(self) -> list[str]:

@@ -76,14 +76,31 @@ class State(enum.Enum):
 
 @dataclass
 class _Sync:
-    """One sync in progress."""
+    """One sync in progress.
+
+    Attributes:
+        expected: shape and dtype of every tensor, by name.
+        required: the tensors that must be in memory byte for byte: quantized weights, their scales and guarded weights.
+            Empty if BF16 was sent and is quantized here, because there are no trainer's bytes to compare with.
+        plain: those of ``expected`` that an engine may hold as they were sent, and need not.
+    """
 
     manifest: Manifest
-    expected: dict[str, tuple[tuple[int, ...], str]]
+    expected: dict[str, tuple[tuple[int, ...], str]] = field(init=False)
+    required: list[str] = field(init=False, default_factory=list)
+    plain: dict[str, tuple[tuple[int, ...], str]] = field(init=False)
     arrived: dict[str, Pending] = field(default_factory=dict)
     digests: dict[str, int] = field(default_factory=dict)  # those of ``arrived``, read at the commit
     nbytes: int = 0
     committed: bool = False
+
+    def __post_init__(self) -> None:
+        manifest = self.manifest
+        self.expected, weights = manifest.expected(), weights_of(manifest.layers)
+        if manifest.terms.quantized:
+            self.required = [*weights, *(name + SCALE_SUFFIX for name in weights), *weights_of(manifest.guarded)]
+        others = {*self.required, *weights}
+        self.plain = {name: announced for name, announced in self.expected.items() if name not in others}
 
 
 class Receiver:
@@ -213,7 +230,7 @@ class Receiver:
         audit(manifest.terms, self.terms, set(manifest.layers), here - guarded)
         if self.base is not None:
             self.base.begin(manifest.base)
-        self._sync = _Sync(manifest, manifest.expected())
+        self._sync = _Sync(manifest)
         self.state = State.RECEIVING
         if guarded & here:
             self.installer.to_bf16(sorted(guarded & here))
@@ -250,14 +267,14 @@ class Receiver:
                 "the weight sync ended before the commit of the trainer. See the trainer's log for the cause."
             )
         self.installer.finish()
-        return list(self.installer.installed(_plain(self._sync)))
+        return list(self.installer.installed(self._sync.plain))
 
     def _compare(self, rects: list[Rect], sync: _Sync) -> None:
         """Compare the memory of all ranks with what the trainer sent."""
         held: dict[str, list[Rect]] = {}
         for rect in rects:
             held.setdefault(rect.name, []).append(rect)
-        for tensor in (*_required(sync.manifest), *(name for name in _plain(sync) if name in held)):
+        for tensor in (*sync.required, *(name for name in sync.plain if name in held)):
             rows, columns = as_2d(torch.empty(sync.expected[tensor][0], device="meta")).shape
             check_tiling(tensor, (rows, columns), sync.digests[tensor], held.get(tensor, ()))
 
@@ -273,23 +290,6 @@ class Receiver:
             self.error.__cause__ = error
         if touched:
             self.installer.poison()
-
-
-def _required(manifest: Manifest) -> list[str]:
-    """Return the tensors that must be in memory byte for byte: quantized weights, their scales and guarded weights.
-
-    If BF16 was sent and quantized here, there are no trainer's bytes to compare with.
-    """
-    if not manifest.terms.quantized:
-        return []
-    weights = weights_of(manifest.layers)
-    return [*weights, *(name + SCALE_SUFFIX for name in weights), *weights_of(manifest.guarded)]
-
-
-def _plain(sync: _Sync) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Return shape and dtype of the tensors that an engine may hold as they were sent, and need not."""
-    others = {*_required(sync.manifest), *weights_of(sync.manifest.layers)}
-    return {name: announced for name, announced in sync.expected.items() if name not in others}
 
 
 def _release(error: BaseException | None) -> None:

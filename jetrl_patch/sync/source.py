@@ -12,8 +12,7 @@ import torch
 from jetrl_patch import active, registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, SyncError, explain
-from jetrl_patch.fp8.expert_layers import expert_matrices, expert_modules, per_expert, shapes_per_expert
-from jetrl_patch.fp8.experts import Matrix
+from jetrl_patch.fp8.expert_layers import expert_matrices, expert_modules, per_expert, shapes_per_expert, stored_buffers
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
 from jetrl_patch.fp8.transformer_engine import is_te_linear
@@ -26,6 +25,7 @@ from jetrl_patch.structure import check_structure
 from jetrl_patch.sync.base import Sent
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
+from jetrl_patch.units import unit_of, units
 
 __all__ = ["Source", "convert"]
 
@@ -37,12 +37,12 @@ class Source:
     Attributes:
         layers: Hugging Face names of the quantized layers, also if only the rollout quantizes them.
         modules: the converted layers, and the matrices of experts; sharding keeps the objects.
+        experts: the modules of experts, by name.
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
         smoother: moves activation outliers into the weights that are sent, or None.
         monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
         guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
-        stacked: whether the model keeps experts in one parameter, which a sync sends one by one.
         base: what the last sync sent, with ``sync="delta"``; else None.
         buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, also where the
             framework yields parameters alone.
@@ -55,7 +55,7 @@ class Source:
     smoother: Smoother | None = None
     monitor: Monitor | None = None
     guarded: list[str] = field(default_factory=list)
-    stacked: bool = False
+    experts: Mapping[str, Any] = field(default_factory=dict)
     base: Sent | None = None
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
@@ -65,7 +65,7 @@ class Source:
             self.smoother.observer.agree()
 
     def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
-        """Carry out the guard's decision before the first byte of a sync, on every rank. Returns the layers it moved.
+        """Carry out the guard's decision before the first byte of a sync, on every rank. Returns the units it moved.
 
         Args:
             weights: yields the full weights once more; called only if the guard decides at this sync.
@@ -77,7 +77,7 @@ class Source:
         if self.monitor is None:
             return []
         if self.monitor.decides:
-            show(self.monitor, weights(), self.quantize if quantizes else None)
+            show(self.monitor, self._apart(weights()), self.quantize if quantizes else None)
         new = self.monitor.begin()
         self.to_bf16(new)
         return new
@@ -91,27 +91,38 @@ class Source:
         return [] if self.monitor is None else self.monitor.take_lines()
 
     def to_bf16(self, names: Iterable[str]) -> None:
-        """Move layers to BF16 for good: all of them, or none and raise SyncError."""
-        new = [name for name in names if name in self.modules]
+        """Move layers to BF16 for good, experts with all others of their block: all of them, or none and raise SyncError.
+
+        Args:
+            names: of layers, or of units.
+        """
+        have = units(self.modules)
+        new = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit in have]
         if not new:
             return
         try:
-            registry.models().to_bf16({name: self.modules[name] for name in new}, exact=self.terms.align == "exact")
+            modules = {unit: self.experts[unit] if unit in self.experts else self.modules[unit] for unit in new}
+            registry.models().to_bf16(modules, exact=self.terms.align == "exact")
         except Exception as error:
             raise SyncError(
                 f"the precision guard could not take {', '.join(new)} out of FP8: {type(error).__name__}: {error}; "
                 f"nothing was synced. Exclude these layers, or leave guard_sqnr unset"
             ) from error
-        for name in new:
-            del self.modules[name]
-        self.layers = [name for name in self.layers if name not in new]
-        self.guarded += new
-        active.register_guarded(new)
+        moved = [layer for unit in new for layer in have[unit]]
+        for layer in moved:
+            del self.modules[layer]
+        gone = set(moved)
+        self.layers = [name for name in self.layers if name not in gone]
+        self.guarded += moved
+        active.register_guarded(moved)
+
+    def _apart(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+        """The weights with stacked experts one by one."""
+        return chain.from_iterable(per_expert(name, weight) for name, weight in weights) if self.experts else weights
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
         """Yield the protocol of one sync over full weights; see ``quantized_stream``. Stacked experts are sent one by one."""
-        if self.stacked:
-            weights = chain.from_iterable(per_expert(name, weight) for name, weight in weights)
+        weights = self._apart(weights)
         if self.buffers:
             own = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
             weights = chain((item for item in weights if item[0] not in self.buffers), own)
@@ -133,7 +144,7 @@ class Source:
         if is_te_linear(self.modules[layer]):
             return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
         own = self.modules[layer].fp8.quantized(weight)
-        if self.monitor is not None and not isinstance(self.modules[layer], Matrix):
+        if self.monitor is not None:
             self.monitor.see_weight(layer, weight, own.q, own.s_blocks)
         return own.q, own.s_blocks
 
@@ -174,32 +185,22 @@ def convert(
     backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
     if backend:
         active.register_backend(backend)
-    stacked = bool(expert_modules(model))
-    buffers = _stored_buffers(model) if stacked else {}
+    experts = expert_modules(model)
+    buffers = stored_buffers(model) if experts else {}
     shapes = {**shapes, **{name: tuple(getattr(*place).shape) for name, place in buffers.items()}}
     named = dict(model.named_modules())
-    linears = [name for name in layers if name in named]
-    modules = {name: named[name] for name in linears} if config.fp8_train else {}
+    modules = {name: named[name] for name in layers if name in named} if config.fp8_train else {}
     return Source(
         layers=layers,
         modules=modules | expert_matrices(model),
-        monitor=make_monitor(config, linears, named, device_type),
-        shapes=shapes_per_expert(shapes) if stacked else shapes,
-        terms=Terms.of(config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if stacked else WHOLE),
+        experts=experts,
+        monitor=make_monitor(config, layers, named, device_type),
+        shapes=shapes_per_expert(shapes) if experts else shapes,
+        terms=Terms.of(config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if experts else WHOLE),
         smoother=smoother,
-        stacked=stacked,
         base=Sent() if config.sync == "delta" else None,
         buffers=buffers,
     )
-
-
-def _stored_buffers(model: Any) -> dict[str, tuple[Any, str]]:
-    found = {}
-    for name, module in model.named_modules():
-        for leaf, buffer in module.named_buffers(recurse=False):
-            if leaf not in module._non_persistent_buffers_set and buffer.is_floating_point():
-                found[f"{name}.{leaf}"] = (module, leaf)
-    return found
 
 
 def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
@@ -210,7 +211,7 @@ def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], 
     Raises:
         ConfigError: a guard is set, but TransformerEngine layers cannot leave FP8 one by one.
     """
-    theirs = [name for name in layers if is_te_linear(modules[name])]
+    theirs = [name for name in layers if name in modules and is_te_linear(modules[name])]
     if theirs and config.guard_sqnr is not None:
         raise ConfigError(
             explain(

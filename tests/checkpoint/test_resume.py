@@ -7,6 +7,7 @@ everything that follows from the samples must then be equal.
 
 from __future__ import annotations
 
+import itertools
 import re
 import sys
 from pathlib import Path
@@ -68,13 +69,19 @@ def figures(text: str) -> dict[int, dict[str, str]]:
     return found
 
 
-def shards(folder: Path) -> list[torch.Tensor]:
-    """Weights and optimizer states of a single-rank checkpoint."""
+def shards(folder: Path, ranks: int = 1) -> list[torch.Tensor]:
+    """What each rank holds of the weights and optimizer states of a checkpoint."""
     found = []
-    for kind in ("model", "optim"):
-        content = torch.load(folder / f"{kind}_world_size_1_rank_0.pt", weights_only=False)
+    for kind, rank in itertools.product(("model", "optim"), range(ranks)):
+        content = torch.load(folder / f"{kind}_world_size_{ranks}_rank_{rank}.pt", weights_only=False)
         found += [t for t in pytree.tree_leaves(content) if isinstance(t, torch.Tensor)]
-    return [t.to_local() if hasattr(t, "to_local") else t for t in found]
+    return [part for tensor in found for part in _local(tensor)]
+
+
+def _local(tensor: torch.Tensor) -> list[torch.Tensor]:
+    if hasattr(tensor, "local_shards"):  # of FSDP1
+        return [shard.tensor for shard in tensor.local_shards()]
+    return [tensor.to_local() if hasattr(tensor, "to_local") else tensor]
 
 
 @pytest.mark.e2e

@@ -1,7 +1,7 @@
-"""Run the campaign: ``make faults``, or ``python -m tests.faults [verl|openrlhf] [PART OF A CELL'S NAME]``.
+"""Run the campaign: ``make faults``, or ``python -m tests.faults [runs] [verl|openrlhf] [PART OF A CELL'S NAME]``.
 
-What has been judged is kept in build/faults.json: a later call goes on there. Remove the file to begin anew. Exit status 1 if a
-cell is red.
+With ``runs``, faults strike whole runs of a framework, otherwise weight syncs. What has been judged is kept in
+build/faults.json: a later call goes on there. Remove the file to begin anew. Exit status 1 if a cell is red.
 """
 
 from __future__ import annotations
@@ -10,29 +10,40 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.faults.cells import TIMEOUT, Cell, cells
-from tests.faults.judge import QUESTIONS, Stage
+from tests.faults.judge import QUESTIONS, Stage, Verdict
+from tests.faults.runs import RunCell, Setting, judge, run_cells
 
 DONE = Path(__file__).parents[2] / "build" / "faults.json"
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "JETRL_SYNC_TIMEOUT": str(TIMEOUT)}
 
 
-def judged(framework: str, chosen: list[Cell], model: str) -> Iterator[tuple[Cell, dict[str, Any]]]:
-    import jetrl_patch
-
-    stage = Stage(framework, model, jetrl_patch.status().config, {**SETTINGS, "PYTHONPATH": os.getcwd()})
-    for cell in chosen:
-        verdict = stage.judge(cell)
-        yield cell, {**vars(verdict), "good": verdict.good}
-
-
-def run(chosen: list[Cell], done: dict[str, Any]) -> None:
-    import ray
+def keep(verdicts: Iterator[tuple[Cell | RunCell, Verdict]], title: str, total: int, done: dict[str, Any]) -> None:
+    """Write each verdict to the disk as soon as it is there."""
     from rich.progress import track
+
+    for cell, verdict in track(verdicts, title, total=total):
+        done[cell.name] = {**vars(verdict), "good": verdict.good}
+        DONE.parent.mkdir(exist_ok=True)
+        DONE.write_text(json.dumps(done, indent=1))
+        if not verdict.good:
+            print(f"RED {cell.name}: {'; '.join(verdict.why)}", flush=True)
+
+
+def judge_runs(chosen: list[RunCell], done: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory(prefix="jf", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        for framework in dict.fromkeys(cell.framework for cell in chosen):
+            mine = [cell for cell in chosen if cell.framework == framework]
+            setting = Setting(framework, Path(folder) / framework)
+            keep(((cell, judge(setting, cell)) for cell in mine), f"runs of {framework}", len(mine), done)
+
+
+def judge_syncs(chosen: list[Cell], done: dict[str, Any]) -> None:
+    import ray
 
     import jetrl_patch
     from tests import models
@@ -45,22 +56,19 @@ def run(chosen: list[Cell], done: dict[str, Any]) -> None:
         try:
             for framework in dict.fromkeys(cell.framework for cell in chosen):
                 mine = [cell for cell in chosen if cell.framework == framework]
-                for cell, verdict in track(judged(framework, mine, model), framework, total=len(mine)):
-                    done[cell.name] = verdict
-                    DONE.parent.mkdir(exist_ok=True)
-                    DONE.write_text(json.dumps(done, indent=1))
-                    if not verdict["good"]:
-                        print(f"RED {cell.name}: {'; '.join(verdict['why'])}", flush=True)
+                stage = Stage(framework, model, jetrl_patch.status().config, {**SETTINGS, "PYTHONPATH": os.getcwd()})
+                keep(((cell, stage.judge(cell)) for cell in mine), framework, len(mine), done)
         finally:
             ray.shutdown()
 
 
-def table(chosen: list[Cell], done: dict[str, Any]) -> list[str]:
+def table(chosen: Sequence[Cell | RunCell], done: dict[str, Any]) -> list[str]:
     """Rows of Markdown: of each framework, point and fault how it ended."""
     rows = ["| framework | point | fault | seconds | outcome |", "| --- | --- | --- | ---: | --- |"]
     for cell in chosen:
         verdict = done[cell.name]
-        outcome = " ".join((verdict["error"] or "the sync succeeds").split())[:160]
+        fine = "the sync succeeds" if isinstance(cell, Cell) else "the run goes on"
+        outcome = " ".join((verdict["error"] or fine).split())[:160]
         red = "" if verdict["good"] else f"**{'; '.join(q for q in QUESTIONS if not verdict['answers'].get(q))}** "
         rows.append(f"| {cell.framework} | {cell.point} | {cell.fault} | {verdict['seconds']:.1f} | {red}{outcome} |")
     return rows
@@ -68,12 +76,13 @@ def table(chosen: list[Cell], done: dict[str, Any]) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     frameworks = [word for word in arguments if word in ("verl", "openrlhf")] or ["verl", "openrlhf"]
-    parts = [word for word in arguments if word not in ("verl", "openrlhf")]
-    chosen = [cell for framework in frameworks for cell in cells(framework) if all(part in cell.name for part in parts)]
+    runs, make = "runs" in arguments, run_cells if "runs" in arguments else cells
+    parts = [word for word in arguments if word not in ("verl", "openrlhf", "runs")]
+    chosen: list[Any] = [cell for framework in frameworks for cell in make(framework) if all(part in cell.name for part in parts)]
     done: dict[str, Any] = json.loads(DONE.read_text()) if DONE.exists() else {}
     left = [cell for cell in chosen if cell.name not in done]
     if left:
-        run(left, done)
+        (judge_runs if runs else judge_syncs)(left, done)
     print("\n".join(table(chosen, done)))
     red = [cell for cell in chosen if not done[cell.name]["good"]]
     slowest = max(done[cell.name]["seconds"] for cell in chosen)

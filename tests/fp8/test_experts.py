@@ -7,45 +7,19 @@ import torch
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.experts import Experts, experts_forward
+from jetrl_patch.fp8.experts import experts_forward
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.mixture import groups_of
 
 from ..dispatched import dispatched
-from .thresholds import SAVED_BYTES_RATIO, SQNR_EXPERTS, sqnr
-
-BF16 = torch.bfloat16
+from .mixture import BF16, Layer
+from .thresholds import SAVED_BYTES_RATIO, SQNR_EXPERTS, SQNR_EXPERTS_BF16, sqnr
 
 
 @pytest.fixture(params=["native", "torch"])
 def backend(request):
     with dispatched(request.param):
         yield request.param
-
-
-class Layer:
-    """Random experts, and tokens routed to ``k`` of them."""
-
-    def __init__(self, tokens, experts=6, hidden=320, width=200, k=3, dtype=BF16, scale_format="pow2", backend="native"):
-        g = torch.Generator().manual_seed(0)
-        self.gate_up = (torch.randn(experts, 2 * width, hidden, generator=g) * hidden**-0.5).to(dtype).requires_grad_()
-        self.down = (torch.randn(experts, hidden, width, generator=g) * width**-0.5).to(dtype).requires_grad_()
-        self.x = torch.randn(tokens, hidden, generator=g).to(dtype).requires_grad_()
-        self.weights, self.ids = ops.route(torch.randn(tokens, experts, generator=g), k, True)
-        self.weights = self.weights.detach().requires_grad_()
-        self.own = Experts(experts, scale_format, backend)
-
-    def run(self, rows=slice(None)):
-        return experts_forward(self.x[rows], self.gate_up, self.down, self.weights[rows], self.ids[rows], self.own)
-
-    def exact(self, x, gate_up, down, weights):
-        """The same sum over experts in FP64, from unquantized operands."""
-        width, y = down.shape[2], torch.zeros_like(x)
-        for group in groups_of(self.ids, down.shape[0]):
-            a, b = (x[group.tokens] @ gate_up[group.expert].t()).split(width, -1)
-            out = (torch.nn.functional.silu(a) * b) @ down[group.expert].t()
-            y = y.index_add(0, group.tokens, weights[group.tokens, group.slots, None] * out)
-        return y
 
 
 @pytest.mark.parametrize(("hidden", "width"), [(256, 128), (320, 200), (128, 96)])
@@ -174,3 +148,87 @@ def test_an_index_beyond_the_experts():
     layer.ids[3, 1] = 6
     with pytest.raises(ModelError, match="required indices below 6, found 6"):
         layer.run()
+
+
+def test_a_watch_sees_the_operands_of_every_product_once():
+    """Row by row with their experts, as a test forms them: expert by expert, tokens ascending."""
+    layer, seen = Layer(40), {}
+
+    def watch(kind, part, experts_P, take):
+        seen[kind, part] = (experts_P.tolist(), take(torch.arange(len(experts_P))))
+
+    layer.own.watch = watch
+    with torch.no_grad():
+        layer.run()
+    Layer(0).run()
+    assert layer.own.watch is watch and not seen
+    dy = torch.randn(40, 320, generator=torch.Generator().manual_seed(5)).to(BF16)
+    layer.run().backward(dy)
+    expected: dict = {key: [] for key in seen}
+    backend, experts = layer.own.backend, []
+    for group in groups_of(layer.ids, 6):
+        experts += [group.expert] * len(group.tokens)
+        w = layer.own.quantized(group.expert, layer.gate_up, layer.down)
+        x, g = layer.x.detach()[group.tokens], dy[group.tokens]
+        a, b = (backend.fprop(x, m.q, m.s_rows, "pow2").requires_grad_() for m in (w.gate, w.up))
+        h = ops.silu_mul(a, b)
+        u = backend.dgrad(g, w.down.q, w.down.s_blocks, "pow2", torch.float32)
+        weight = layer.weights.detach()[group.tokens, group.slots, None]
+        da, db = torch.autograd.grad(h, (a, b), (weight * u).to(BF16))
+        rows = {("activation", "gate_proj"): x, ("activation", "down_proj"): h}
+        rows |= {("gradient", "gate_proj"): da, ("gradient", "up_proj"): db, ("gradient", "down_proj"): g}
+        assert rows.keys() == seen.keys()
+        for key, value in rows.items():
+            expected[key].append(value.detach())
+    for key, (found, values) in seen.items():
+        assert found == experts and torch.equal(values, torch.cat(expected[key])), key
+    layer.run()
+    assert layer.own.watch is None
+
+
+class Plain(Layer):
+    """The same experts after they left FP8."""
+
+    def __init__(self, tokens, exact=True, **options):
+        super().__init__(tokens, **options)
+        self.own.to_bf16(exact)
+
+
+def test_experts_in_bf16_have_the_same_bits_in_every_company(backend):
+    layer = Plain(150, backend=backend)
+    whole = layer.run()
+    assert whole.dtype == BF16 and not torch.equal(whole, Layer(150, backend=backend).run())
+    for rows in (slice(0, 1), slice(149, 150), slice(3, 10), slice(40, 72), torch.arange(149, -1, -1)):
+        assert torch.equal(layer.run(rows), whole[rows])
+    rows = []
+    for t in range(150):
+        total, x = torch.zeros(320), layer.x.detach()[t : t + 1]
+        for expert, weight in sorted(zip(layer.ids[t].tolist(), layer.weights[t].tolist(), strict=True)):
+            a, b = (ops.linear(x, layer.gate_up[expert, at]) for at in (slice(0, 200), slice(200, None)))
+            total = total + torch.tensor(weight) * ops.partial_sum(ops.silu_mul(a, b), layer.down[expert])[0]
+        rows.append(total.detach().to(BF16))
+    assert torch.equal(whole, torch.stack(rows))
+
+
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_value_and_gradients_in_bf16(dtype, exact):
+    layer = Plain(100, exact=exact, dtype=dtype)
+    g = torch.randn(100, 320, generator=torch.Generator().manual_seed(5)).to(BF16)
+    sources = (layer.x, layer.gate_up, layer.down, layer.weights)
+    y = layer.run()
+    found = torch.autograd.grad(y, sources, g)
+    exactly = [t.detach().double().requires_grad_() for t in sources]
+    expected_y = layer.exact(*exactly)
+    expected = torch.autograd.grad(expected_y, exactly, g.double())
+    assert [t.dtype for t in found] == [dtype, dtype, dtype, torch.float32]
+    for ours, theirs in zip((y, *found), (expected_y, *expected), strict=True):
+        assert sqnr(ours.detach(), theirs.detach()) > SQNR_EXPERTS_BF16
+
+
+def test_experts_that_left_fp8_keep_no_bytes():
+    layer = Layer(20)
+    layer.run()
+    assert any(state._cached is not None for state in layer.own.states())
+    layer.own.to_bf16(True)
+    assert not list(layer.own.states()) and not list(layer.own.matrices())

@@ -7,6 +7,8 @@ import torch
 
 from jetrl_patch.fp8 import quantize, reference
 from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.formats import FP8
+from jetrl_patch.native import build, ops
 
 from .thresholds import NATIVE_EQUALS_ORACLE, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
 
@@ -59,6 +61,27 @@ def test_a_row_depends_on_itself_alone(backend, out_dtype):
         for start in (0, 1, 130, 257 - size):
             part = b.fprop(x[start : start + size], q, rows, "fp32", out_dtype)
             assert torch.equal(part, whole[start : start + size])
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (9, 33, 131)])
+def test_two_products_in_one_instruction_change_no_bit(shape):
+    """Over all codes, NaN too."""
+    pairs = build.library().jetrl_pairs
+    if not pairs(1):
+        pytest.skip("this processor has no such instruction")
+    (M, N, K), g = shape, torch.Generator().manual_seed(0)
+    q, w = (torch.randint(0, 256, (rows, K), generator=g, dtype=torch.uint8).view(FP8) for rows in (M, N))
+    s, rows = (torch.rand(size, -(-K // 128), generator=g) + 0.1 for size in (M, N))
+    w.view(torch.uint8)[: N // 2] &= 0xFE  # no NaN among them
+    q.view(torch.uint8)[: (M + 1) // 2] &= 0xFE
+    found = ops.fp8_gemm(q, s, w, rows, torch.float32)
+    pairs(0)
+    try:
+        expected = ops.fp8_gemm(q, s, w, rows, torch.float32)
+    finally:
+        pairs(1)
+    assert torch.equal(found.isnan(), expected.isnan()) and (~found.isnan()).any()
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])

@@ -11,7 +11,7 @@ from jetrl_patch.fp8.experts import Experts, Operands, run_experts
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
 
 from ..dispatched import dispatched
-from .test_experts import BF16, Layer
+from .mixture import BF16, Layer
 from .thresholds import SQNR_EXPERTS, sqnr
 
 WIDTH = 512

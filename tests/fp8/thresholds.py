@@ -16,6 +16,8 @@ SQNR_UNQUANTIZED = {
 #: minimum SQNR in dB of a mixture's experts (three quantized products) and of its gradients against FP64, from unquantized
 #: operands; the gradient of a routing weight is one number a token, so that errors average less
 SQNR_EXPERTS = {"y": 22.5, "x": 21.5, "gate_up": 21.5, "down": 22.5, "weights": 19.0}
+#: the same of experts in BF16
+SQNR_EXPERTS_BF16 = 40.0
 #: minimum SQNR in dB of the gradients of a whole mixture in exact mode against FP64, with the same routes: its experts, routers,
 #: shared experts, and all together; and of its routers' gradients of the auxiliary loss alone against BF16, with its own routes
 SQNR_MIXTURE = {"experts": 11.0, "router": 10.0, "shared": 11.0, "": 11.0, "auxiliary": 7.0}

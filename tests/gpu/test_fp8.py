@@ -15,7 +15,7 @@ from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from ..dispatched import dispatched
-from ..fp8.test_experts import Layer
+from ..fp8.mixture import Layer
 from ..fp8.thresholds import SQNR_EXPERTS, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
 
 pytestmark = pytest.mark.gpu

@@ -28,11 +28,16 @@ SPECS = [
 LOOPS = {"grouped_gate_up_bf16": (260, 12), "grouped_down_fp32": (260, 12), "grouped_gate_up_dgrad_fp32": (280, 12)}
 
 
-@pytest.mark.parametrize("which", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
-def test_in_the_interpreter(which: str):
+@pytest.mark.parametrize(
+    ("file", "which"),
+    [
+        *((file, "not slow") for file in ("interpreted_grouped", "interpreted_routes", "interpreted_experts")),
+        pytest.param("interpreted_experts", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_in_the_interpreter(file: str, which: str):
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    cases = "tests/kernels/interpreted_grouped.py"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, cases]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, f"tests/kernels/{file}.py"]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jetrl_patch.fp8.quantize import expand_weight_scale, quantize_activation, quantize_weight
 from jetrl_patch.monitor import figures
-from jetrl_patch.monitor.figures import MOST_DB, Figures, measure, worst
+from jetrl_patch.monitor.figures import MOST_DB, Figures, measure, measure_each, worst, worst_of
 
 
 def by_hand(x: np.ndarray, q: np.ndarray, s: np.ndarray) -> dict[str, float]:
@@ -61,6 +61,9 @@ def found(x: torch.Tensor, q: torch.Tensor, s: torch.Tensor, **options: Any) -> 
 
 def assert_same(ours: Figures, wanted: dict[str, float]) -> None:
     for name, value in wanted.items():
+        if name == "at":
+            assert ours.at == value
+            continue
         assert getattr(ours, name) == pytest.approx(value, rel=1e-9, abs=1e-12, nan_ok=True), (name, ours, wanted)
 
 
@@ -162,3 +165,54 @@ def test_the_worst_of_several_ranks() -> None:
     assert worst([one, two]) == worst([two, one]) == Figures(3.0, 0.1, 0.2, 29.0, 12.0, 0.5, 4.0, 1.0)
     assert worst([one, two]).worst_db == 12.0
     assert math.isnan(worst([one]).slice_sqnr) and one.worst_db == 30.0
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5),
+    columns=st.integers(1, 300),
+    seed=st.integers(0, 10_000),
+    chunk=st.sampled_from([1, 500, 1 << 20]),
+    slices=st.booleans(),
+)
+def test_figures_of_each_expert_are_those_of_its_rows(
+    kind: str, counts: list[int], columns: int, seed: int, chunk: int, slices: bool
+) -> None:
+    expert = torch.repeat_interleave(torch.tensor(counts))
+    expert = expert[torch.randperm(len(expert), generator=torch.Generator().manual_seed(seed))]
+    x = make(kind, max(1, len(expert)), columns, seed)[: len(expert)]
+    q, s = quantize_activation(x, "pow2")
+    whole, figures._CHUNK = figures._CHUNK, chunk
+    try:
+        ours = measure_each(x, q, s, expert, len(counts), slices)
+    finally:
+        figures._CHUNK = whole
+    assert ours.shape == (len(counts), 8) and ours.dtype == torch.float64
+    for index, row in enumerate(ours.tolist()):
+        at = expert == index
+        assert_same(Figures.of(row), vars(found(x[at], q[at], s[at], slices=slices)) | {"at": {}})
+
+
+def test_the_worst_of_the_matrices_of_a_block_and_which_they_are() -> None:
+    nan = math.nan
+    rows = torch.tensor(
+        [
+            [1.0, 0.0, 0.2, 30.0, nan, 0.5, 2.0, 0.0],
+            [3.0, 0.1, 0.1, 29.0, 12.0, nan, 4.0, 1.0],
+            [2.0, 0.0, 0.3, 31.0, 25.0, 0.1, 3.0, 0.0],
+        ],
+        dtype=torch.float64,
+    )
+    ours = Figures.of(worst_of(rows, [5, 7, 52]).tolist())
+    assert ours == Figures(
+        3.0, 0.1, 0.3, 29.0, 12.0, 0.1, 4.0, 1.0,
+        {"amax": 7, "saturated": 7, "underflow": 52, "sqnr": 7, "slice_sqnr": 7, "scale_min": 52, "scale_max": 7, "nonfinite": 7},
+    )  # fmt: skip
+    assert (ours.worst_figure, ours.worst_db) == ("slice_sqnr", 12.0)
+    other = Figures(9.0, 0.0, 0.0, 8.0, 13.0, nan, 5.0, 0.0, {"amax": 1, "sqnr": 2, "slice_sqnr": 3})
+    both = worst([ours, other])
+    assert both.at["amax"] == 1 and both.at["sqnr"] == 2 and both.at["slice_sqnr"] == 7 and both.at["scale_min"] == 52
+    assert (both.worst_figure, both.worst_db) == ("sqnr", 8.0)
+    unknown = Figures.of(worst_of(torch.full((2, 8), nan, dtype=torch.float64), [0, 1]).tolist())
+    assert math.isnan(unknown.worst_db) and unknown.at == {}

@@ -309,7 +309,7 @@ def test_all_ranks_decide_from_the_worst_of_all() -> None:
     ]
     for mine in everybody:
         monitor = Monitor(Config(monitor_every=1, guard_sqnr=20), layers, {}, gather=lambda _: everybody)
-        monitor._observer.figures = {key: torch.tensor(values) for key, values in mine.items()}
+        monitor._observer._figures = {key: torch.tensor(values) for key, values in mine.items()}
         taken.append(monitor.begin())
         said.append(monitor.take_lines())
     assert taken == [layers[:2], layers[:2]] and said[0] == said[1] and len(said[0]) == 1

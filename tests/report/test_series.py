@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch import Config
-from jetrl_patch.monitor.figures import Figures
+from jetrl_patch.monitor.figures import FIELDS
 from jetrl_patch.report.charts import draw, steady
 from jetrl_patch.report.described import describe
 from jetrl_patch.report.runs import Run
@@ -151,9 +150,24 @@ def test_the_monitors_figures_say_what_they_are() -> None:
     for name, threshold in (("weight sqnr min", config.monitor_sqnr), ("activation underflow max", config.monitor_underflow)):
         assert [limit.value for limit in describe(name).limits] == [threshold]
     assert describe("weight sqnr min").style == "db" and describe("gradient saturated max").style == "share"
-    logged = {f.name.replace("_", " ") for f in fields(Figures)} | {"unchanged", "worst layer"}
+    logged = {name.replace("_", " ") for name in FIELDS} | {"unchanged", "worst layer", "worst experts", "worst expert"}
     assert all(describe(f"weight {name}").help for name in logged)  # a new figure of the monitor needs an explanation
     assert describe("something else").title == "something else"
+
+
+def test_the_worst_expert_is_that_of_the_worst_step() -> None:
+    name = "model.layers.3.mlp.experts"
+
+    def data(sqnr: float, slices: float, expert: float) -> dict[str, float]:
+        found = {"sqnr": sqnr, "slice_sqnr": slices, "worst_expert": expert}
+        of_all = {"jetrl/scale/weight_worst_expert": expert, "jetrl/scale/weight_worst_experts": 7.0}
+        return {f"jetrl/scale/{name}/weight_{figure}": value for figure, value in found.items()} | of_all
+
+    scales = read_scales([Run("", "", 0, {1: data(30, 29, 90), 2: data(29, 12, 17), 3: data(28, math.nan, 4), 4: {}})])
+    assert scales.layers == [name] and scales.worst(0, "weight worst expert", name) == 17
+    assert scales.worst(0, "weight worst expert", "another") is None
+    assert not any("worst" in what for what in scales.headline)
+    assert describe("weight worst expert").style == "count"
 
 
 def test_a_statistic_that_is_always_0_is_silent() -> None:

@@ -17,8 +17,8 @@ from jetrl_patch.sync.stream import SyncStats
 from tests.models import build
 
 
-def trainer() -> tuple[Any, Source]:
-    jetrl_patch.enable(precision="fp8-unified")
+def trainer(**settings: Any) -> tuple[Any, Source]:
+    jetrl_patch.enable(**{"precision": "fp8-unified", **settings})
     model = build("qwen3_moe")
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     return model, convert(model, jetrl_patch.status().config, shapes, rollout_tp=1, device_type="cpu")
@@ -56,11 +56,21 @@ def test_a_framework_that_sends_experts_one_by_one_sends_the_same() -> None:
     assert all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
-def test_a_nan_names_the_expert() -> None:
-    model, source = trainer()
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(("part", "row"), [("gate_proj", 3), ("up_proj", 131), ("down_proj", 3)])
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"exclude": ("layers.2.mlp.experts",)}, {"precision": "fp8-rollout"}, {"sync": "delta"}, {"guard_sqnr": 5.0}],
+    ids=["fp8", "left in BF16", "quantized in the rollout", "delta", "guard"],
+)
+def test_a_value_that_is_not_finite_names_the_expert(settings: dict[str, Any], part: str, row: int, value: str) -> None:
+    model, source = trainer(**settings)
+    experts = model.model.layers[2].mlp.experts
     with torch.no_grad():
-        model.model.layers[2].mlp.experts.down_proj[7, 3, 4] = float("nan")
-    with pytest.raises(SyncError, match=r"model\.layers\.2\.mlp\.experts\.7\.down_proj\.weight holds NaN or Inf"):
+        (experts.down_proj if part == "down_proj" else experts.gate_up_proj)[7, row, 4] = float(value)
+    says = rf"^model\.layers\.2\.mlp\.experts\.7\.{part}\.weight holds NaN or Inf, so the sync was stopped"
+    source.begin_sync(lambda: weights(model))
+    with pytest.raises(SyncError, match=says):
         list(source.stream(weights(model), SyncStats()))
 
 
@@ -68,10 +78,3 @@ def test_experts_are_not_gathered_in_fp8() -> None:
     model, source = trainer()
     with pytest.raises(ModelError, match=r"experts\.0\.gate_proj\. Set fp8_all_gather=False"):
         gather_in_fp8(model, source.layers, 2)
-
-
-def test_the_monitor_looks_at_linear_layers() -> None:
-    model, source = trainer()
-    assert source.monitor is not None and len(source.monitor.layers) == 3 * 4
-    list(source.stream(weights(model), SyncStats()))
-    assert source.end_sync()

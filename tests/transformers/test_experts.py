@@ -14,7 +14,7 @@ from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.fp8.convert import select_layers
-from jetrl_patch.fp8.expert_layers import expert_matrices, per_expert
+from jetrl_patch.fp8.expert_layers import expert_matrices, experts_of, per_expert
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
 from ..models import VARIANTS, build, config_of
@@ -132,8 +132,8 @@ def test_linear_mode_keeps_transformers_router():
         ({"rollout_tp": 2}, r"experts of Qwen3MoeForCausalLM: .* each of 2 tensor parallel ranks .* found 128"),
         ({"rollout_tp": 3, "rollout_ep": 3}, r"experts of Qwen3MoeForCausalLM: .* 3 expert parallel ranks .* found 8 experts"),
         ({"device_type": "npu"}, r"required a CPU or a CUDA device .*found npu"),
-        ({"exclude": ("layers.0",)}, r"required all of them in FP8.*experts\.0\.gate_proj and 23 more"),
-        ({"exclude": ("experts.3",)}, r"required all of them in FP8.*experts\.3\.gate_proj and 2 more"),
+        ({"exclude": ("experts.3",)}, r"required all 24 matrices of .*0\.mlp\.experts .*experts\.3\.gate_proj and 2 more"),
+        ({"exclude": ("layers.1.mlp.experts.*.up_proj",)}, r"matrices of model\.layers\.1\.mlp\.experts .*0\.up_proj and 7 more"),
     ],
 )
 def test_what_is_refused_before_any_change(options, says):
@@ -153,6 +153,22 @@ def test_an_implementation_that_is_not_registered_or_not_prepared():
     model.config._experts_implementation = EXPERTS
     with pytest.raises(ModelError, match=r"required a prepared model, found a Qwen3MoeExperts that was not"):
         model(input_ids=torch.ones(1, 3, dtype=torch.long), use_cache=False)
+
+
+@pytest.mark.parametrize("pattern", ["layers.1.mlp.experts", "layers.1.mlp", "model.layers.1"])
+@torch.no_grad()
+def test_a_pattern_that_matches_all_experts_of_a_block_leaves_them_in_bf16(pattern):
+    jetrl_patch.enable(precision="fp8-unified")
+    model, names = prepared("qwen3_moe-odd", Config(precision="fp8-unified", exclude=(pattern,)).resolved())
+    assert not any(".1.mlp.experts." in name for name in names) and len(expert_matrices(model)) == 2 * 5 * 3
+    experts = model.model.layers[1].mlp.experts
+    assert experts_of(experts).plain.exact and experts_of(model.model.layers[0].mlp.experts).plain is None
+    fp8, _ = prepared("qwen3_moe-odd")
+    x, ids = torch.randn(40, 320, generator=torch.Generator().manual_seed(0)).bfloat16(), torch.arange(80).view(40, 2) % 5
+    weights = torch.full((40, 2), 0.5)
+    whole, before = experts(x, ids, weights), fp8.model.layers[1].mlp.experts(x, ids, weights)
+    assert torch.equal(experts(x[3:4], ids[3:4], weights[3:4]), whole[3:4])
+    assert 20 < sqnr(before, whole) < 30
 
 
 def test_enable_and_disable_leave_the_registry_as_it_was():

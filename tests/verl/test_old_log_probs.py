@@ -1,4 +1,4 @@
-"""``old_log_probs="rollout"`` in verl: the loss compares before it trains, and the trainer loops leave the pass out."""
+"""``old_log_probs="rollout"`` in the driver: the trainer loops leave the pass out, or take a share of the samples through it."""
 
 from __future__ import annotations
 
@@ -8,22 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_module
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import correction_bypass, metrics, old_log_probs, old_log_probs_settings, settings, state
-from jetrl_patch.adapters.verl.state import DRIVER, WORKER
+from jetrl_patch.adapters.verl import metrics, old_log_probs, state
+from jetrl_patch.adapters.verl.state import DRIVER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConfigError
 from jetrl_patch.trainer.audit import Audit
+from tests.verl.audited import GO_ON, STOP, nested, one_ulp_off
 
-STOP = Config(old_log_probs="rollout").resolved()
-RECOMPUTE = Config(old_log_probs="recompute").resolved()
-GO_ON = STOP.replace(on_mismatch="recompute")
-PROMPTS, RESPONSES, WIDTH = [2, 3, 2, 4], [5, 3, 4, 1], 6
+WIDTH = 6
 
 
 @pytest.fixture
@@ -38,157 +34,6 @@ def mode(monkeypatch):
     set_mode(STOP)
     yield set_mode
     state.reset()
-
-
-def nested(rows: list[torch.Tensor]) -> torch.Tensor:
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def one_ulp_off(values: torch.Tensor, row: int, position: int) -> torch.Tensor:
-    changed = values.clone()
-    changed.view(torch.int32)[row, position] += 1
-    return changed
-
-
-# the worker: verl's own loss over one micro-batch
-
-
-class MicroBatch:
-    """Four samples as verl's engine passes them to the loss. A token in the middle of a response does not count (a tool's)."""
-
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.mask = torch.zeros(4, max(RESPONSES), dtype=torch.long)
-        for row, length in enumerate(RESPONSES):
-            self.mask[row, :length] = 1
-        self.mask[0, 2] = 0
-        total = sum(PROMPTS) + sum(RESPONSES)
-        self.model = -torch.rand(total, generator=generator) * 4
-        self.advantages = torch.randn(self.mask.shape, generator=generator)
-        self.pass_ = torch.zeros(self.mask.shape)  # what the pass gives
-        end = 0
-        for row, (before, length) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-            end += before + length
-            self.pass_[row, :length] = self.model[end - length - 1 : end - 1]
-        self.rollout = torch.where(self.mask.bool(), self.pass_, 0.0)
-
-    def loss(self, old: torch.Tensor, loss_mode: str = "vanilla", shift: float = 0.0) -> tuple[Any, torch.Tensor, Any]:
-        """Loss, log-probs with their gradient, and metrics of verl's ``ppo_loss``; the weights have moved by ``shift``."""
-        from verl.utils import tensordict_utils as tu
-        from verl.workers.config import ActorConfig, PolicyLossConfig
-        from verl.workers.utils.losses import ppo_loss
-
-        config = ActorConfig(
-            strategy="fsdp2", rollout_n=2, ppo_micro_batch_size_per_gpu=4, policy_loss=PolicyLossConfig(loss_mode=loss_mode)
-        )
-
-        def rows(padded: torch.Tensor) -> torch.Tensor:
-            return nested([padded[i, :n] for i, n in enumerate(RESPONSES)])
-
-        data = TensorDict(
-            {
-                "prompts": nested([torch.ones(n, dtype=torch.long) for n in PROMPTS]),
-                "responses": rows(torch.ones_like(self.mask)),
-                "response_mask": rows(self.mask),
-                "old_log_probs": rows(old),
-                "advantages": rows(self.advantages),
-            },
-            batch_size=4,
-        )
-        tu.assign_non_tensor(data, dp_size=1, batch_num_tokens=int(self.mask.sum()), global_batch_size=4)
-        weights = (self.model + shift).requires_grad_()
-        loss, logged = ppo_loss(config, {"log_probs": weights}, data)
-        return loss, weights, {name: getattr(value, "values", value) for name, value in logged.items()}
-
-
-LOSSES = ["vanilla", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "cispo"]
-
-
-@pytest.fixture
-def patched():
-    state.reset()
-
-    def enable(config: Config) -> None:
-        runtime.enable(config)
-
-    yield enable
-    runtime.disable()
-    state.reset()
-
-
-@pytest.mark.parametrize("loss_mode", LOSSES)
-@pytest.mark.parametrize("shift", [0.0, 0.3])
-def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, shift):
-    """In the first update and in later ones, whatever stands where no token counts."""
-    batch = MicroBatch()
-    expected, weights, metrics_of_pass = batch.loss(batch.pass_, loss_mode, shift)
-    expected.backward()
-    patched(STOP)
-    for padding in (0.0, float("nan"), -1e30):
-        correction_bypass.hand_over()
-        WORKER.measuring = not shift
-        old = torch.where(batch.mask.bool(), batch.rollout, padding)
-        found, ours, logged = batch.loss(old, loss_mode, shift)
-        found.backward()
-        assert torch.equal(found, expected) and torch.equal(ours.grad, weights.grad) and ours.grad.isfinite().all()
-        assert repr(logged) == repr(metrics_of_pass)
-        sums = state.WORKER.audit.report()["sums"]
-        assert (sums["tokens"], sums["equal"]) == (12, 12) if not shift else sums is None
-
-
-def test_one_ulp_stops_before_the_backward_pass(patched):
-    patched(STOP)
-    batch = MicroBatch()
-    correction_bypass.hand_over()
-    with pytest.raises(AuditError, match=r"response token 1 of sample 2: .*1 of 12 tokens differ"):
-        batch.loss(one_ulp_off(batch.rollout, 2, 1))
-    assert state.WORKER.audit.report()["differed"]
-
-
-def test_or_the_micro_batch_takes_its_own(patched):
-    batch = MicroBatch()
-    expected, weights, _ = batch.loss(batch.pass_)
-    expected.backward()
-    patched(GO_ON)
-    correction_bypass.hand_over()
-    wrong = batch.rollout - 0.5  # far outside the clip range
-    found, ours, _ = batch.loss(wrong)
-    found.backward()
-    assert torch.equal(found, expected) and torch.equal(ours.grad, weights.grad)
-    assert state.WORKER.audit.report() | {"sums": None} == {"sums": None, "differed": True}
-
-
-def test_only_the_mini_batch_of_the_weights_that_sampled_is_compared(patched):
-    patched(STOP)
-    batch = MicroBatch()
-    train_batch = correction_bypass.train_batch(lambda self, *calls: [batch.loss(*call) for call in calls])
-    same, moved = (batch.rollout,), (batch.rollout, "vanilla", 0.1)
-    train_batch(None, moved)  # before the first sync
-    assert state.WORKER.audit.report()["sums"] is None
-    correction_bypass.hand_over()
-    train_batch(None)  # a critic's
-    train_batch(None, same, same)
-    train_batch(None, moved)
-    assert state.WORKER.audit.report()["sums"]["tokens"] == 24
-    correction_bypass.hand_over()
-    with pytest.raises(AuditError):
-        train_batch(None, moved)
-
-
-def test_bypass_mode_and_other_settings_keep_verls_loss(patched):
-    from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
-    from verl.workers.utils import losses
-
-    patched(STOP)
-    assert losses.get_policy_loss_fn("bypass_mode") is POLICY_LOSS_REGISTRY["bypass_mode"]
-    assert losses.get_policy_loss_fn("vanilla") is not POLICY_LOSS_REGISTRY["vanilla"]
-    held = losses.get_policy_loss_fn
-    runtime.disable()
-    runtime.enable(RECOMPUTE)
-    assert losses.get_policy_loss_fn("vanilla") is held("vanilla") is POLICY_LOSS_REGISTRY["vanilla"]
-
-
-# the trainer loops
 
 
 class Trainer:
@@ -438,56 +283,3 @@ def test_v1_runs_the_pass_for_samples_of_other_weights(v1, name, step):
     metrics.note_sync([report()])
     v1.step(Trainer())
     assert v1.passes == [ALL] and v1.logged
-
-
-# settings
-
-
-@pytest.fixture(scope="module")
-def base():
-    GlobalHydra.instance().clear()
-    with initialize_config_module("verl.trainer.config", version_base=None):
-        own = ["actor_rollout_ref.rollout.name=vllm", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1"]
-        yield lambda *extra: compose("ppo_trainer", [*own, *extra])
-
-
-REFUSED = [
-    ("actor_rollout_ref.actor.calculate_sum_pi_squared=True", "calculate_sum_pi_squared"),
-    ("++actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2", "router_replay.mode"),
-    ("distillation.enabled=True", "distillation.enabled"),
-    ("actor_rollout_ref.rollout.checkpoint_engine.backend=nccl", "checkpoint_engine.backend"),
-    ("trainer.v1.trainer_mode=colocate_async", "trainer_mode"),
-    ("++actor_rollout_ref.actor.strategy=megatron", "actor.strategy"),
-]
-
-
-@pytest.mark.parametrize(("override", "path"), REFUSED)
-def test_options_of_verl_that_need_the_pass_are_refused(base, override, path):
-    select = settings._selector(base(override))
-    found = list(old_log_probs_settings.problems(select, STOP))
-    assert len(found) == 1 and isinstance(found[0], ConfigError)
-    text = str(found[0])
-    assert path in text and "with old_log_probs='rollout': required" in text and "or use old_log_probs='recompute'." in text
-    assert not list(old_log_probs_settings.problems(select, RECOMPUTE))
-    assert any(str(problem) == text for problem in settings.problems(base(override), STOP))
-
-
-@pytest.mark.parametrize(("override", "path"), REFUSED)
-def test_the_pass_stays_where_options_of_verl_need_it_and_nobody_asked(base, override, path):
-    asked = Config()
-    found = settings.chosen(base(override), asked)
-    assert asked.skips_old_pass and not found.skips_old_pass
-    assert not any("old_log_probs" in str(problem) for problem in settings.problems(base(override), found.resolved()))
-    assert settings.chosen(base(override), STOP).old_log_probs == "rollout" or path == "actor.strategy"
-    with pytest.raises(ConfigError, match="with old_log_probs='rollout'"):  # a driver that settled nothing
-        settings.check_settled(base(override), asked.resolved())
-
-
-def test_the_pass_is_left_out_by_default_in_exact_mode_alone(base):
-    assert settings.chosen(base(), Config()) == Config() and Config().skips_old_pass
-    assert not Config(align="linear").skips_old_pass and not Config(precision="bf16").skips_old_pass
-    settings.check_settled(base(), Config().resolved())
-
-
-def test_verls_defaults_are_accepted(base):
-    assert not list(old_log_probs_settings.problems(settings._selector(base()), STOP))

@@ -60,28 +60,70 @@ def _(module):
     module.ReplayBuffer._materialize_batch = _materialize_batch
 """
 
+#: a trainer made wrong after its weights were sent, and a line for each of its updates
+WRONG = """
+@wrapt.when_imported("verl.workers.engine_workers")
+def _(module):
+    original = module.ActorRolloutRefWorker.update_actor
+    @functools.wraps(original)
+    def update_actor(self, data):
+        make_wrong(self.actor.engine.module, os.environ.get("WRONG_TRAINER"), data)
+        return original(self, data)
+    module.ActorRolloutRefWorker.update_actor = update_actor
+
+def make_wrong(model, what, data):
+    import dataclasses, torch
+    from verl.utils import tensordict_utils
+    if what == "norm":
+        weight = model.get_parameter("model.layers.1.input_layernorm.weight")
+        shard = getattr(weight, "_local_tensor", weight)
+        assert shard.dtype == torch.float32
+        shard.data.view(torch.int32)[3] += 1 << 16  # one ulp of BF16
+    elif what == "scale":
+        state = model.get_submodule("model.layers.0.mlp.down_proj").fp8
+        quantized = state.quantized
+        def changed(*args, **kwargs):
+            found = quantized(*args, **kwargs)
+            scales = found.s_blocks.clone()
+            scales.view(torch.int32)[0, 0] ^= 1 << 23  # powers of two have no other bits
+            return dataclasses.replace(found, s_blocks=scales)
+        state.quantized = changed
+    elif what == "temperature":
+        tensordict_utils.assign_non_tensor(data, temperature=1.01)
+
+@wrapt.when_imported("verl.workers.engine.fsdp.transformer_impl")
+def _(module):
+    original = module.FSDPEngine.optimizer_step
+    def optimizer_step(self):
+        print("AN UPDATE", flush=True)
+        return original(self)
+    module.FSDPEngine.optimizer_step = optimizer_step
+"""
+
 
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
-    return make_seeded_task(tmp_path_factory.mktemp("task"), HOOK)
+    return make_seeded_task(tmp_path_factory.mktemp("task"), HOOK + WRONG)
 
 
 class Finished:
     """A run to its end: the samples of each pass, the metrics of each step, and the weights and optimizer states."""
 
-    def __init__(self, task: Path, out: Path, *extra: str, steps: int = STEPS, processes: int = 1, **environ: str) -> None:
+    def __init__(
+        self, task: Path, out: Path, *extra: str, processes: int = 1, strategy: str = "fsdp2", **environ: str
+    ) -> None:
         environ = {"JETRL_PRECISION": "fp8-unified", "PYTHONPATH": str(task / "hook"), **environ}
-        save = [f"trainer.default_local_dir={out}", f"trainer.save_freq={steps}"]
-        run = Run(task, *save, *extra, steps=steps, processes=processes, environ=environ)
+        save = [f"trainer.default_local_dir={out}", f"trainer.save_freq={STEPS}"]
+        run = Run(task, *save, *extra, steps=STEPS, processes=processes, strategy=strategy, environ=environ)
         self.rc = run.wait(TIMEOUT)
         self.text = run.text
         self.passes = [int(count) for count in re.findall(r"PASS OVER (\d+) SAMPLES", self.text)]
         self.steps = run.metrics()
-        self.out = out / f"global_step_{steps}" / "actor"
+        self.out, self.ranks = out / f"global_step_{STEPS}" / "actor", processes
 
     def weights(self) -> list[torch.Tensor]:
         assert self.rc == 0, self.text[-6000:]
-        found = plain(shards(self.out))
+        found = plain(shards(self.out, self.ranks))
         assert len(found) > 100
         return found
 
@@ -113,7 +155,7 @@ def recomputed(task, tmp_path_factory):
 def test_no_pass_runs_and_every_token_is_compared(task, tmp_path):
     found = Finished(task, tmp_path, V0)  # the default
     assert_checked(found)
-    assert found.passes == []
+    assert found.passes == [] and found.text.count("AN UPDATE") == STEPS
 
 
 @pytest.mark.e2e
@@ -135,6 +177,19 @@ def test_v1_ends_with_the_same_weights(task, tmp_path):
     found = Finished(task, tmp_path / "rollout", V1, **ROLLOUT)
     assert_checked(found)
     assert expected.passes == [16] * STEPS and found.passes == [] and same(found, expected)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(2 * TIMEOUT + 100)
+@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+def test_two_ranks_end_with_the_same_weights(task, tmp_path, strategy):
+    """The rollout has two ranks too."""
+    two = {"processes": 2, "strategy": strategy}
+    expected = Finished(task, tmp_path / "recomputed", V0, **two, **RECOMPUTE)
+    found = Finished(task, tmp_path / "rollout", V0, **two, **ROLLOUT)
+    assert_checked(found)
+    assert expected.passes and not found.passes and same(found, expected)
 
 
 @pytest.mark.e2e
@@ -175,3 +230,14 @@ def test_one_ulp_on_one_of_two_ranks_stops_both(task, tmp_path):
     """The other rank waits in a collective; Ray ends it with the run."""
     found = Finished(task, tmp_path, V0, processes=2, ONE_ULP_IN_STEP="2", **ROLLOUT)
     assert found.rc != 0 and len(found.steps) == 1 and "AuditError: log-prob of response token 0" in found.text
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize("what", ["norm", "scale", "temperature"])
+def test_a_trainer_that_is_wrong_stops_at_the_first_step(task, tmp_path, what):
+    """One weight off by one ulp, one bit of one scale, another temperature: none of them makes an update."""
+    found = Finished(task, tmp_path, V0, WRONG_TRAINER=what, **ROLLOUT)
+    assert found.rc != 0 and not found.steps and "AN UPDATE" not in found.text, found.text[-6000:]
+    assert re.search(r"AuditError: log-prob of response token \d+ of sample \d+: required the rollout's", found.text)

@@ -14,10 +14,10 @@ from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.exact import ops
 from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.experts import Experts, Operands, experts_forward, run_experts
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.fp8.experts import Experts, experts_forward, run_experts
 from jetrl_patch.fp8.ranks import added
 from jetrl_patch.sync.digest import Pieces, digest
+from tests.fp8.mixture import operands_of
 from tests.models import config_of
 
 NAME = "model.layers.0.mlp.experts"
@@ -57,10 +57,11 @@ def empty_layer(**changes: Any) -> Any:
     return layer
 
 
-def method_of(layer: Any) -> Any:
+def method_of(layer: Any, quantized: bool = True) -> Any:
     from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 
-    method = QuantizedExpertsMethod(SimpleNamespace(config=jetrl_patch.status().config), layer, NAME)  # type: ignore[arg-type]
+    config: Any = SimpleNamespace(config=jetrl_patch.status().config)
+    method = QuantizedExpertsMethod(config, layer, NAME, quantized)
     method.create_weights(layer, E, H, I, torch.bfloat16)
     return method
 
@@ -108,6 +109,53 @@ def test_the_rollout_computes_the_trainers_bits(quantized: bool) -> None:
     assert torch.equal(method.apply_monolithic(layer, x[7:8], logits[7:8]), expected[7:8])
 
 
+@pytest.mark.parametrize("guarded", [False, True], ids=["left in BF16", "moved by the guard"])
+def test_experts_in_bf16_compute_the_trainers_bits(guarded: bool) -> None:
+    from jetrl_patch.adapters.vllm.install import _add_weight
+
+    layer = empty_layer()
+    method, own = method_of(layer, quantized=guarded), Experts(E, "pow2", "native")
+    own.to_bf16(exact=True)
+    if guarded:
+        method.to_bf16(layer, method.room_in_bf16(layer))
+    assert {tensor.dtype for tensor in layer.parameters()} == {torch.bfloat16}
+    held = {name for name, _ in layer.named_parameters()}
+    assert held == set(method.parameters) == {"w13_weight", "w2_weight"} and len(method.missing()) == 3 * E
+    tensors = per_matrix()
+    for name, weight in tensors.items():
+        load(layer, name, weight)
+    assert method.missing() == []
+    method.process_weights_after_loading(layer)
+    g = torch.Generator().manual_seed(1)
+    x, logits = torch.randn(150, H, generator=g).to(torch.bfloat16), torch.randn(150, E, generator=g).to(torch.bfloat16)
+    expected = experts_forward(x, *weights().values(), *ops.route(logits, K, True), own)
+    assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
+    assert torch.equal(method.apply_monolithic(layer, x[7:8], logits[7:8]), expected[7:8])
+    pieces = Pieces()
+    for piece in method.pieces(layer):
+        assert piece.scale is None
+        _add_weight(pieces, piece.shard, piece.weight)
+    found: dict[str, int] = {}
+    for rect in pieces.read():
+        found[rect.name] = (found.get(rect.name, 0) + rect.digest) % 2**64
+    assert found == {name: digest(weight) for name, weight in tensors.items()}
+    with pytest.raises(SyncError, match=r"experts\.4\.up_proj\.weight holds NaN or Inf"):
+        load(layer, f"{NAME}.4.up_proj.weight", torch.full((I, H), float("inf")))
+
+
+def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from jetrl_patch.adapters.vllm import experts as module
+
+    layer = empty_layer()
+    method = method_of(layer, quantized=False)
+    on_gpu = SimpleNamespace(w2_weight=SimpleNamespace(device=torch.device("cuda", 0)))
+    module.check_eager(torch.nn.Module(), eager=False)
+    monkeypatch.setattr(module, "expert_modules", lambda model: [(on_gpu, method)])
+    module.check_eager(torch.nn.Module(), eager=True)
+    with pytest.raises(ModelError, match=rf"{NAME} in BF16 on a GPU: required an eager engine, found captured graphs"):
+        module.check_eager(torch.nn.Module(), eager=False)
+
+
 def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are tested elsewhere: here the loop multiplies the matrices that they would get."""
     from jetrl_patch.adapters.vllm import experts
@@ -126,12 +174,7 @@ def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.Monkey
     def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: bool) -> Any:
         assert kernels is grouped and not part
         assert {t.untyped_storage().data_ptr() for pair in stacks for t in pair} == storages  # views, renewed by every sync
-
-        def operands(expert: int) -> Operands:
-            places = ((stacks.gate_up, 2 * expert), (stacks.gate_up, 2 * expert + 1), (stacks.down, expert))
-            return Operands(*((q[i], expand_weight_scale(s[i], q.shape[1])) for (q, s), i in places))
-
-        return added(run_experts(quantized, chosen, ids, operands, (E, H), own.backend, scale_format)), None
+        return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
 
     monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: grouped)
     monkeypatch.setattr(experts, "run_grouped", run)
@@ -273,8 +316,9 @@ RANKS = {
 }
 
 
+@pytest.mark.parametrize("fp8", [True, False], ids=["FP8", "BF16"])
 @pytest.mark.parametrize("kind", ["tp", "ep"])
-def test_ranks_load_route_and_add_as_the_trainer(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks without an engine: their rectangles tile what the trainer sends, their sums added are the trainer's bits."""
     from jetrl_patch.adapters.vllm import experts as module
     from jetrl_patch.adapters.vllm.install import _add_weight
@@ -290,6 +334,9 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, monkeypatch: pytest.
     }
     matrices = dict(itertools.chain.from_iterable(per_expert(*item) for item in stacked.items()))
     sent: dict[str, torch.Tensor] = {}
+    if not fp8:
+        own.to_bf16(exact=True)
+        sent |= matrices
     for name, state in own.matrices():
         made = state.fp8.quantized(matrices[f"{NAME}.{name}.weight"])
         sent |= {f"{NAME}.{name}.weight": made.q, f"{NAME}.{name}.weight_scale_inv": made.s_blocks}
@@ -299,7 +346,8 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, monkeypatch: pytest.
     monkeypatch.setattr(module, "sum_over_ranks", lambda mine: sums.append(mine) or mine)
     for quantized, (changes, held, part) in itertools.product((True, False), RANKS[kind]):
         layer = empty_layer(**changes)
-        method = module.QuantizedExpertsMethod(SimpleNamespace(config=jetrl_patch.status().config), layer, NAME)  # type: ignore[arg-type]
+        settings: Any = SimpleNamespace(config=jetrl_patch.status().config)
+        method = module.QuantizedExpertsMethod(settings, layer, NAME, fp8)
         method.create_weights(layer, len(held), H, part, torch.bfloat16)
         pieces = Pieces()
         for name, tensor in (sent if quantized else matrices).items():
@@ -311,7 +359,8 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, monkeypatch: pytest.
         method.process_weights_after_loading(layer)
         for piece in method.pieces(layer):
             _add_weight(pieces, piece.shard, piece.weight)
-            method.format.scales.add_to(pieces, piece.shard, piece.scale)
+            if piece.scale is not None:
+                method.format.scales.add_to(pieces, piece.shard, piece.scale)
         rects += pieces.read()
         method.apply_monolithic(layer, x, logits)
     for name, tensor in sent.items():

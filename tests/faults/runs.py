@@ -1,0 +1,227 @@
+"""Faults in whole runs of verl and OpenRLHF: where they strike, what must come of it, and the five questions.
+
+Each cell is a run of three steps with a checkpoint after each, over samples that are the same in every run. A run that ends is
+resumed, and must reach the end of an undisturbed one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.checkpoint.test_resume import plain
+from tests.faults.hook import write_hook
+from tests.faults.judge import QUESTIONS, Verdict
+from tests.openrlhf import run_openrlhf
+from tests.openrlhf.test_old_log_probs_runs import HOOK as SEEDED_OPENRLHF
+from tests.process_run import ProcessRun
+from tests.verl import run_verl
+from tests.verl.seeded import SEEDS
+
+STEPS = 3
+#: seconds of a whole run, and from the stroke to the end of a run that it ends
+WHOLE, BOUND = 1200.0, 180.0
+#: seconds within which the processes of an ended run are gone
+GONE = 30.0
+SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC_TIMEOUT": "30", "CUDA_VISIBLE_DEVICES": ""}
+
+_ENGINE = ("vllm.v1.engine.core", "EngineCore.__init__", 1)
+_DECODING = ("vllm.v1.engine.core", "EngineCore.step", 60)
+_RECEIVER = ("jetrl_patch.sync.receive", "Receiver.on_bucket", 3)
+_VERL = "verl.workers.engine_workers"
+_OPENRLHF = "openrlhf.trainer.ray.ppo_actor"
+#: framework -> point -> module, function, the call that is struck
+POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
+    "verl": {
+        "start of the trainer": (_VERL, "ActorRolloutRefWorker.init_model", 1),
+        "start of the engine": _ENGINE,
+        "rollout, engine": _DECODING,
+        "rollout, agent loop": ("verl.experimental.agent_loop.agent_loop", "AgentLoopWorker._run_agent_loop", 20),
+        "driver": ("verl.trainer.ppo.ray_trainer", "compute_advantage", 2),
+        "training step": (_VERL, "ActorRolloutRefWorker.update_actor", 2),
+        "optimizer step": ("verl.workers.engine.fsdp.transformer_impl", "FSDPEngine.optimizer_step", 2),
+        "weight sync, trainer": (_VERL, "ActorRolloutRefWorker.update_weights", 3),
+        "weight sync, engine": _RECEIVER,
+        "checkpoint": (_VERL, "ActorRolloutRefWorker.save_checkpoint", 2),
+    },
+    "openrlhf": {
+        "start of the trainer": (_OPENRLHF, "PolicyModelActor.init_model_from_pretrained", 1),
+        "start of the engine": _ENGINE,
+        "rollout, engine": _DECODING,
+        "driver": ("openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience", 2),
+        "training step": (_OPENRLHF, "ActorPPOTrainer.training_step", 3),
+        "weight sync, trainer": (_OPENRLHF, "ActorPPOTrainer.broadcast_to_vllm", 2),
+        "weight sync, engine": _RECEIVER,
+        "checkpoint": (_OPENRLHF, "PolicyModelActor.save_checkpoint", 2),
+    },
+}
+_DEAD = r"died|dead|killed|SIGKILL|crashed|was lost|unexpected|exited|terminated"
+#: fault -> what the log says of it; None if the run must go on as if nothing had happened
+FAULTS: dict[str, str | None] = {
+    "raises": "injected by the test",
+    "killed": _DEAD,
+    "frozen briefly": None,
+    "out of memory": rf"MemoryError|Cannot allocate|bad_alloc|out of memory|{_DEAD}",
+    "SIGINT": "KeyboardInterrupt|SIGINT",
+    "SIGTERM": "SIGTERM|Terminated|SystemExit",
+}
+
+
+@dataclass(frozen=True)
+class RunCell:
+    """One fault at one point of a run."""
+
+    framework: str
+    point: str
+    fault: str
+
+    @property
+    def name(self) -> str:
+        return f"run of {self.framework} / {self.point} / {self.fault}"
+
+    def spec(self, mark: Path) -> str:
+        return "|".join((*map(str, POINTS[self.framework][self.point]), self.fault, str(mark)))
+
+
+def run_cells(framework: str) -> Iterator[RunCell]:
+    for point in POINTS[framework]:
+        for fault in ("raises", "killed", "frozen briefly", "out of memory"):
+            yield RunCell(framework, point, fault)
+    for point in ("rollout, engine", "training step"):  # the driver gets the signal then
+        for fault in ("SIGINT", "SIGTERM"):
+            yield RunCell(framework, point, fault)
+
+
+class Setting:
+    """A framework's task, and the checkpoints of a run that nothing disturbs."""
+
+    def __init__(self, framework: str, folder: Path) -> None:
+        self.framework, self.folder = framework, folder
+        folder.mkdir(parents=True, exist_ok=True)
+        make, seeds = {"verl": (run_verl.make_task, SEEDS), "openrlhf": (run_openrlhf.make_task, SEEDED_OPENRLHF)}[framework]
+        make(folder)
+        write_hook(folder, seeds)
+        out = folder / "undisturbed"
+        run = self.run(out)
+        assert run.wait(WHOLE) == 0, run.text[-4000:]
+        self.expected = {step: self.checkpoint(out, step) for step in range(1, STEPS + 1)}
+        assert all(self.expected.values())
+
+    def run(self, out: Path, **environ: str) -> Any:
+        environ = {**SETTINGS, "PYTHONPATH": f"{self.folder / 'hook'}:{os.getcwd()}", **environ}
+        if self.framework == "verl":
+            save = [f"trainer.default_local_dir={out}", "trainer.save_freq=1", "trainer.use_v1=False"]
+            return run_verl.Run(self.folder, *save, "trainer.resume_mode=auto", environ=environ, steps=STEPS)
+        save = ["--ckpt.output_dir", str(out / "model"), "--ckpt.path", str(out), "--ckpt.save_steps", "1", "--ckpt.load_enable"]
+        return run_openrlhf.Run(self.folder, *save, environ=environ, steps=STEPS, checkpoints=True)
+
+    def completed(self, out: Path) -> int:
+        """The last step whose checkpoint the framework calls complete; 0 without one."""
+        name = "latest_checkpointed_iteration.txt" if self.framework == "verl" else "_actor/latest"
+        try:
+            return int(re.sub(r"\D", "", (out / name).read_text()))
+        except OSError:
+            return 0
+
+    def checkpoint(self, out: Path, step: int) -> list[torch.Tensor]:
+        """Weights and optimizer states after a step."""
+        folder = out / (f"global_step_{step}/actor" if self.framework == "verl" else f"_actor/global_step{step}")
+        found = [torch.load(file, weights_only=False) for file in sorted(folder.glob("*.pt")) if "extra" not in file.name]
+        leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        return plain([leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in leaves])
+
+    def same(self, out: Path, step: int) -> bool:
+        found = self.checkpoint(out, step)
+        return len(found) == len(self.expected[step]) and all(map(torch.equal, found, self.expected[step]))
+
+
+def judge(setting: Setting, cell: RunCell) -> Verdict:
+    verdict, out = Verdict(), setting.folder / re.sub(r"\W+", "-", cell.name)
+    mark, before = out / "struck", shared_memory()
+    out.mkdir()
+    run = setting.run(out, FAULT_AT=cell.spec(mark))
+    Path(f"{mark}.driver").write_text(str(run.process.pid))
+    code = ended(run, mark)
+    text, goes_on = run.text, FAULTS[cell.fault] is None
+    if not mark.exists():
+        verdict.answer(QUESTIONS[0], False, "the fault never struck")
+        run.stop()
+        return verdict
+    verdict.seconds = time.time() - float(mark.read_text().split()[1])
+    verdict.answer(QUESTIONS[0], code is not None, f"still there after {verdict.seconds:.0f} s")
+    left = wait_until_gone(str(out))
+    run.stop()
+    verdict.answer(QUESTIONS[4], not left, f"processes {left}")
+    leaks = shared_memory() - before
+    verdict.answer(QUESTIONS[4], not leaks, ", ".join(sorted(leaks)))
+    verdict.error = cause(text, FAULTS[cell.fault])
+    good = code == 0 if goes_on else code not in (0, None) and bool(verdict.error)
+    verdict.answer(QUESTIONS[1], good, f"exit status {code}: {text[-300:]!r}")
+    steps = [step["jetrl/bit_equal_fraction"] for step in run.metrics()]
+    verdict.answer(QUESTIONS[2], all(share == 1.0 for share in steps), f"bit-equal {steps}")
+    done = setting.completed(out)
+    whole = (done == STEPS or not goes_on) and all(setting.same(out, step) for step in range(1, done + 1))
+    verdict.answer(QUESTIONS[2], whole, f"checkpoints up to step {done} differ from those of an undisturbed run")
+    if goes_on:
+        verdict.answer(QUESTIONS[3], whole, "it did not go on")
+    else:
+        again = setting.run(out)
+        ok = again.wait(WHOLE) == 0 and setting.completed(out) == STEPS and setting.same(out, STEPS)
+        verdict.answer(QUESTIONS[3], ok, f"resumed after step {done}: {again.text[-300:]!r}")
+    return verdict
+
+
+def ended(run: ProcessRun, mark: Path) -> int | None:
+    """The exit status of a run, which ends within BOUND of the stroke, or is not ended: None."""
+    end = time.monotonic() + WHOLE
+    while (code := run.process.poll()) is None and time.monotonic() < end:
+        if mark.exists() and time.time() - mark.stat().st_mtime > BOUND:
+            return None
+        time.sleep(0.5)
+    return code
+
+
+def cause(text: str, pattern: str | None) -> str:
+    """The last line of a log that names the cause."""
+    if pattern is None:
+        return ""
+    lines = [line for line in text.splitlines() if re.search(pattern, line)]
+    named = [line for line in lines if re.search(r"\w(Error|Exception|Interrupt)\b", line)]
+    return (named or lines or [""])[-1].strip()
+
+
+def wait_until_gone(mark: str) -> list[str]:
+    """Wait for the processes whose environment names the run. Returns those that stay."""
+    end = time.monotonic() + GONE
+    while (found := processes(mark)) and time.monotonic() < end:
+        time.sleep(0.5)
+    return found
+
+
+def processes(mark: str) -> list[str]:
+    found = []
+    for place in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (place / "environ").read_bytes():
+                found.append((place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:60])
+        except OSError:  # ended meanwhile, or another user's
+            continue
+    return [name for name in found if name]
+
+
+def shared_memory() -> set[str]:
+    """Files of shared memory that no process has mapped."""
+    found = set(os.listdir("/dev/shm"))
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with contextlib.suppress(OSError):  # ended meanwhile, or another user's
+            found -= set(re.findall(r"/dev/shm/(\S+)", maps.read_text()))
+    return found

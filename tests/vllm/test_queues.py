@@ -1,0 +1,65 @@
+"""A queue of vLLM keeps working after its name is gone from ``/dev/shm``, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jetrl_patch
+
+#: a writer that is killed, with its reader in a thread
+KILLED = """
+import os, signal, threading
+from multiprocessing import resource_tracker
+import jetrl_patch
+jetrl_patch.enable()
+from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+writer = MessageQueue(1, 1, max_chunk_bytes=1024, max_chunks=2)
+reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+thread = threading.Thread(target=reader.wait_until_ready)
+thread.start()
+writer.wait_until_ready()
+thread.join()
+for i in range(5):
+    writer.enqueue(["message", i, "x" * 2000])  # too long for the shared memory
+    writer.enqueue(i)
+    assert reader.dequeue(timeout=10) == ["message", i, "x" * 2000] and reader.dequeue(timeout=10) == i
+print("worked", flush=True)
+os.kill(resource_tracker._resource_tracker._pid, signal.SIGKILL)  # it would clean up; Ray ends it too
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def shared_memory() -> set[str]:
+    return {name for name in os.listdir("/dev/shm") if name.startswith("psm_")}
+
+
+def test_a_killed_writer_leaves_no_shared_memory(tmp_path: Path) -> None:
+    before = shared_memory()
+    done = subprocess.run([sys.executable, "-c", KILLED], capture_output=True, text=True, timeout=300)
+    assert "worked" in done.stdout and done.returncode == -9, done.stderr[-3000:]
+    assert not shared_memory() - before
+
+
+def test_a_writer_that_ends_removes_the_name_once() -> None:
+    import threading
+
+    jetrl_patch.enable(precision="fp8-unified")
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    writer = MessageQueue(1, 1, max_chunk_bytes=1024, max_chunks=2)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    name = writer.buffer.shared_memory.name
+    assert name in os.listdir("/dev/shm")
+    thread = threading.Thread(target=reader.wait_until_ready)
+    thread.start()
+    writer.wait_until_ready()
+    thread.join()
+    assert name not in os.listdir("/dev/shm")
+    writer.enqueue(7)
+    assert reader.dequeue(timeout=10) == 7
+    del writer, reader
+    gc.collect()  # an error in a finalizer is a failure of the suite
