@@ -200,3 +200,20 @@ def test_the_same_seed_gives_the_same_weights() -> None:
         torch.set_num_threads(threads)
     assert all(torch.equal(first[name], again[name]) for name in first)
     assert not torch.equal(first["lm_head.weight"], other["lm_head.weight"])
+
+
+def test_a_mixture_for_the_comparison(tmp_path: Path) -> None:
+    """``make compare-moe``: the experts keep blocks of 128 whole, and every arm measures its routes."""
+    from examples.common.recipe import Arm
+    from examples.verl.compare import mixture
+    from examples.verl.recipe import Recipe
+
+    config = build_model(TOKENIZER, seed=0, experts=8).config
+    assert (config.model_type, config.num_experts, config.moe_intermediate_size % 128) == ("qwen3_moe", 8, 0)
+    (tmp_path / "made").mkdir()
+    (tmp_path / "made" / "warm_start.json").write_text("{}")
+    recipe = Recipe(model=mixture(tmp_path / "made", 8, 1), measure_routes=True, held_out=8)
+    launch = recipe.launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
+    assert launch.env["JETRL_MEASURE_ROUTES"] == "1" and f"actor_rollout_ref.model.path={tmp_path / 'made'}" in launch.command
+    dense = Recipe(held_out=8).launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
+    assert dense.env["JETRL_MEASURE_ROUTES"] == "0"
