@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -18,13 +18,13 @@ class Sample:
     """One request: token ids of prompt and response, and the response's log-probs as the rollout returned them.
 
     ``routes`` are the experts of a mixture, [tokens, layers, k] int64, of every token but the last, which the rollout never
-    computed with; None if the engine did not return them.
+    computed with; None if the engine did not return them. Samples are equal by the rest.
     """
 
     prompt: list[int]
     response: list[int]
     log_probs: list[float]
-    routes: Tensor | None = None
+    routes: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError
 from jetrl_patch.optim import settings as module
 from tests.openrlhf.test_settings import arguments
-from tests.verl.test_settings import base  # noqa: F401
+from tests.verl.conftest import base  # noqa: F401
 
 ACTOR, CRITIC = "actor_rollout_ref.actor", "critic"
 STATES = Config(precision="bf16", optimizer_states="8bit")

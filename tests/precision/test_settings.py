@@ -13,7 +13,7 @@ from jetrl_patch.adapters.vllm import precision
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from tests.openrlhf.test_settings import arguments
-from tests.verl.test_settings import base  # noqa: F401
+from tests.verl.conftest import base  # noqa: F401
 
 A, R = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 FP16 = Config(precision="fp16")

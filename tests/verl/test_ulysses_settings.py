@@ -14,9 +14,8 @@ from jetrl_patch.adapters.verl import settings, ulysses
 from jetrl_patch.errors import ConfigError, ModelError
 from tests.fp8.thresholds import SQNR_ATTENTION, sqnr
 from tests.models import build
-from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT, base
+from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT
 
-__all__ = ["base"]
 A, REF = "actor_rollout_ref.actor", "actor_rollout_ref.ref"
 REFERENCE = f"{A}.use_kl_loss=True"
 PADDED = "actor_rollout_ref.model.use_remove_padding"
