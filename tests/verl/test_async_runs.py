@@ -154,9 +154,11 @@ def _youngest(title: str, mark: str) -> int:
     return max(found)
 
 
+@pytest.mark.parametrize("mode", ["separate_async", "one_step_off", "fully_async"])
 @pytest.mark.parametrize("victim", ["ray::WorkerDict", "VLLM::EngineCore"], ids=["trainer", "rollout"])
-def test_a_killed_process_ends_the_run_with_an_error(task, tmp_path, victim):
-    program, extra = MODES["separate_async"]
+def test_a_killed_process_ends_the_run_with_an_error(task, tmp_path, victim, mode):
+    program, extra = MODES[mode]
+    extra = [word.replace(f"total_rollout_steps={4 * STEPS}", "total_rollout_steps=800") for word in extra]
     environ = {**UNIFIED, "JETRL_SYNC_TIMEOUT": "20", "SAMPLES": str(tmp_path), "PYTHONPATH": str(task / "hook")}
     found = Run(task, f"trainer.default_local_dir={tmp_path}", *extra, environ=environ, steps=200, program=program)
     found.wait_for(lambda text: "step:2 " in text, TIMEOUT)
