@@ -14,7 +14,7 @@ from jetrl_patch.families import FAMILIES
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "experts_of", "require_text", "sees"]
+__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "expert_sizes", "require_text", "sees"]
 
 #: keys that hold the number of a mixture's experts, as vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -28,7 +28,7 @@ def sees(hf_config: Any) -> bool:
     return family is not None and bool(family.tower)
 
 
-def experts_of(hf_config: Any) -> tuple[int, int] | None:
+def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
     """Return how many experts a block has and their intermediate size; None if the model is no mixture that is handled.
 
     Args:

@@ -18,7 +18,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelErr
 from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.fp8.ranks import ExpertSplit
-from jetrl_patch.structure import check_device, check_structure, experts_of
+from jetrl_patch.structure import check_device, check_structure, expert_sizes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -152,7 +152,7 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
         )
     tp = parallel.tensor_parallel_size
     split = ExpertSplit.of(tp, tp if parallel.enable_expert_parallel else 1)
-    sizes = experts_of(hf_config)
+    sizes = expert_sizes(hf_config)
     if sizes is not None:
         split.check(f"the experts of {family.causal_lm}", *sizes)
 

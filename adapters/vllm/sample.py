@@ -14,7 +14,7 @@ from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.parity.prompts import make_prompts
 from jetrl_patch.parity.sample import Sample, Sampled
 from jetrl_patch.parity.stock import STOCK
-from jetrl_patch.structure import experts_of
+from jetrl_patch.structure import expert_sizes
 
 if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
@@ -83,7 +83,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
     if _on_cpu():
         settings["kv_cache_memory_bytes"] = 1 << 29
     stock = STOCK[job.stock].engine if job.stock else ()
-    if not stock and experts_of(_config(job.model)) is not None and compat.returns_routes():
+    if not stock and expert_sizes(_config(job.model)) is not None and compat.returns_routes():
         settings["enable_return_routed_experts"] = True
     settings.update(stock)
     settings.update(job.engine)

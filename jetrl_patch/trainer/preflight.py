@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
-from jetrl_patch.structure import check_code, check_structure, experts_of, sees
+from jetrl_patch.structure import check_code, check_structure, expert_sizes, sees
 from jetrl_patch.trainer.folders import local_folder
 from jetrl_patch.trainer.rules import raised
 
@@ -79,7 +79,7 @@ def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: 
         hf_config = read_config(path, config, trust_remote_code)
     except JetrlError:
         return 1
-    sizes = None if hf_config is None else experts_of(hf_config)
+    sizes = None if hf_config is None else expert_sizes(hf_config)
     whole = sizes is not None and ExpertSplit.chosen(rollout_tp, *sizes).by == "experts"
     return rollout_tp if whole else 1
 
