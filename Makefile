@@ -1,4 +1,5 @@
-# make demo | demo-openrlhf | compare | compare-moe | stability | sanity | official | test | test-all | test-pins | anchors | vision | lint | docs | bench | bench-gpu | clean
+# make demo | demo-openrlhf | compare | compare-moe | stability | sanity | faults | soak | official | test | test-all | test-pins
+#      anchors | vision | lint | docs | bench | bench-gpu | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
@@ -30,7 +31,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults official test test-engines test-others test-all test-pins anchors vision lint docs \
+.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins anchors vision lint docs \
         bench bench-gpu venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -63,6 +64,10 @@ sanity: $(SELF)
 # stopped; ARGS="verl scales" runs those cells alone
 faults: $(SELF)
 	$(QUIET) $(PY) -m tests.faults $(ARGS)
+
+# a thousand steps of each framework, watched for what grows, then killed and resumed three times: hours. ARGS="verl --steps 200"
+soak: $(SELF)
+	$(QUIET) $(PY) -m tests.soak $(ARGS)
 
 # judges the example scripts in checkouts of verl or OpenRLHF, SCRIPTS="DIR DIR", and writes docs/official-scripts.md (about two
 # minutes). RUN=1 runs one accepted script of each class for real, shrunk to a CPU; RUN=TEXT those whose path has the text

@@ -72,7 +72,7 @@ class ProcessRun:
             if code == 0 or not self._started_again():
                 return code
 
-    def wait_for(self, seen: Callable[[str], bool], timeout: float) -> None:
+    def wait_for(self, seen: Callable[[str], object], timeout: float) -> None:
         end = time.monotonic() + timeout
         while not seen(self.text):
             assert self.process.poll() is None or self._started_again(), self.text[-4000:]

@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 HOOK = '''
 def _arm(spec):
     import functools, inspect, os, signal, subprocess, time
@@ -65,11 +63,3 @@ import os
 if os.environ.get("FAULT_AT"):
     _arm(os.environ["FAULT_AT"])
 '''
-
-
-def write_hook(folder: Path, before: str = "") -> Path:
-    """Write ``sitecustomize.py`` into ``folder/hook``, after what another hook of the test does."""
-    place = folder / "hook"
-    place.mkdir(exist_ok=True)
-    (place / "sitecustomize.py").write_text(before + HOOK)
-    return place

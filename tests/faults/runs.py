@@ -16,23 +16,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from tests.checkpoint.test_resume import plain
-from tests.faults.hook import write_hook
+from tests.faults.hook import HOOK
 from tests.faults.judge import QUESTIONS, Verdict
-from tests.openrlhf import run_openrlhf
-from tests.openrlhf.test_old_log_probs_runs import HOOK as SEEDED_OPENRLHF
 from tests.process_run import ProcessRun
-from tests.verl import run_verl
-from tests.verl.seeded import SEEDS
+from tests.seeded_runs import SeededRuns
 
 STEPS = 3
 #: seconds of a whole run, and from the stroke to the end of a run that it ends
 WHOLE, BOUND = 1200.0, 180.0
 #: seconds within which the processes of an ended run are gone
 GONE = 30.0
-SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_SYNC_TIMEOUT": "30", "CUDA_VISIBLE_DEVICES": ""}
 
 _ENGINE = ("vllm.v1.engine.core", "EngineCore.__init__", 1)
 _DECODING = ("vllm.v1.engine.core", "EngineCore.step", 60)
@@ -101,43 +95,19 @@ def run_cells(framework: str) -> Iterator[RunCell]:
             yield RunCell(framework, point, fault)
 
 
-class Setting:
+class Setting(SeededRuns):
     """A framework's task, and the checkpoints of a run that nothing disturbs."""
 
     def __init__(self, framework: str, folder: Path) -> None:
-        self.framework, self.folder = framework, folder
-        folder.mkdir(parents=True, exist_ok=True)
-        make, seeds = {"verl": (run_verl.make_task, SEEDS), "openrlhf": (run_openrlhf.make_task, SEEDED_OPENRLHF)}[framework]
-        make(folder)
-        write_hook(folder, seeds)
+        super().__init__(framework, folder, STEPS, save_every=1, hook=HOOK)
         out = folder / "undisturbed"
         run = self.run(out)
         assert run.wait(WHOLE) == 0, run.text[-4000:]
         self.expected = {step: self.checkpoint(out, step) for step in range(1, STEPS + 1)}
         assert all(self.expected.values())
 
-    def run(self, out: Path, **environ: str) -> Any:
-        environ = {**SETTINGS, "PYTHONPATH": f"{self.folder / 'hook'}:{os.getcwd()}", **environ}
-        if self.framework == "verl":
-            save = [f"trainer.default_local_dir={out}", "trainer.save_freq=1", "trainer.use_v1=False"]
-            return run_verl.Run(self.folder, *save, "trainer.resume_mode=auto", environ=environ, steps=STEPS)
-        save = ["--ckpt.output_dir", str(out / "model"), "--ckpt.path", str(out), "--ckpt.save_steps", "1", "--ckpt.load_enable"]
-        return run_openrlhf.Run(self.folder, *save, environ=environ, steps=STEPS, checkpoints=True)
-
-    def completed(self, out: Path) -> int:
-        """The last step whose checkpoint the framework calls complete; 0 without one."""
-        name = "latest_checkpointed_iteration.txt" if self.framework == "verl" else "_actor/latest"
-        try:
-            return int(re.sub(r"\D", "", (out / name).read_text()))
-        except OSError:
-            return 0
-
-    def checkpoint(self, out: Path, step: int) -> list[torch.Tensor]:
-        """Weights and optimizer states after a step."""
-        folder = out / (f"global_step_{step}/actor" if self.framework == "verl" else f"_actor/global_step{step}")
-        found = [torch.load(file, weights_only=False) for file in sorted(folder.glob("*.pt")) if "extra" not in file.name]
-        leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
-        return plain([leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in leaves])
+    def run(self, out: Path, *extra: str, **environ: str) -> Any:
+        return super().run(out, *extra, JETRL_SYNC_TIMEOUT="30", **environ)
 
     def same(self, out: Path, step: int) -> bool:
         found = self.checkpoint(out, step)

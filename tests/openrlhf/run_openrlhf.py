@@ -15,10 +15,10 @@ from tests.verl.run_verl import make_task as make_verl_task
 _STATUS = re.compile(r"Global step (\d+): (\{.*\})")
 
 
-def make_task(folder: Path, family: str = "qwen3", **options: object) -> Path:
-    """Write a model with a tokenizer, prompts and a reward in OpenRLHF's form into ``folder``."""
+def make_task(folder: Path, family: str = "qwen3", prompts: int = 64, **options: object) -> Path:
+    """Write a model with a tokenizer, prompts that differ and a reward in OpenRLHF's form into ``folder``."""
     make_verl_task(folder, family, **options)  # type: ignore[arg-type]
-    rows = [{"input": f"{i % 10}+{i // 10}=", "label": "1"} for i in range(64)]
+    rows = [{"input": f"{i % 10}+{i // 10}=", "label": "1"} for i in range(prompts)]
     (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "reward_func.py").write_text(
         "def reward_func(queries, prompts, labels):\n"

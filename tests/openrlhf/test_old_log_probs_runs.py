@@ -7,7 +7,6 @@ the trainer in the order in which they are finished.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from pathlib import Path
@@ -76,9 +75,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT
 @pytest.fixture(scope="module")
 def task(tmp_path_factory):
     """A task with other prompts in every step."""
-    folder = make_task(tmp_path_factory.mktemp("task"))
-    rows = [{"input": f"{i % 10}+{i // 10}=", "label": "1"} for i in range(4 * STEPS)]
-    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = make_task(tmp_path_factory.mktemp("task"), prompts=4 * STEPS)
     (folder / "hook").mkdir()
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
     return folder

@@ -1,0 +1,64 @@
+"""Whole runs of verl and OpenRLHF whose samples are the same each time: an interrupted one can end as an undisturbed one."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from tests.checkpoint.test_resume import plain
+from tests.openrlhf import run_openrlhf
+from tests.openrlhf.test_old_log_probs_runs import HOOK as SEEDED_OPENRLHF
+from tests.verl import run_verl
+from tests.verl.seeded import SEEDS
+
+SETTINGS = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": ""}
+
+
+class SeededRuns:
+    """A framework's task in a folder, of so many steps, with a checkpoint after every ``save_every``.
+
+    ``hook`` is a script that each process of a run loads at its start, after what seeds the samples.
+    """
+
+    def __init__(self, framework: str, folder: Path, steps: int, save_every: int, hook: str = "") -> None:
+        self.framework, self.folder, self.steps, self.save_every = framework, folder, steps, save_every
+        folder.mkdir(parents=True, exist_ok=True)
+        if framework == "verl":
+            run_verl.make_task(folder)
+        else:
+            run_openrlhf.make_task(folder, prompts=4 * steps)
+        seeds = {"verl": SEEDS, "openrlhf": SEEDED_OPENRLHF}[framework]
+        (folder / "hook").mkdir()
+        (folder / "hook" / "sitecustomize.py").write_text(seeds + hook)
+
+    def run(self, out: Path, *extra: str, **environ: str) -> Any:
+        """Start a run, or go on with the one whose checkpoints are in ``out``."""
+        environ = {**SETTINGS, "PYTHONPATH": f"{self.folder / 'hook'}:{os.getcwd()}", "TESTED_RUN": str(out), **environ}
+        if self.framework == "verl":
+            save = [f"trainer.default_local_dir={out}", f"trainer.save_freq={self.save_every}", "trainer.use_v1=False"]
+            long = ["trainer.resume_mode=auto", f"trainer.total_epochs={self.steps}"]
+            return run_verl.Run(self.folder, *save, *long, *extra, environ=environ, steps=self.steps)
+        save = ["--ckpt.output_dir", str(out / "model"), "--ckpt.path", str(out), "--ckpt.save_steps", str(self.save_every)]
+        return run_openrlhf.Run(
+            self.folder, *save, "--ckpt.load_enable", *extra, environ=environ, steps=self.steps, checkpoints=True
+        )
+
+    def completed(self, out: Path) -> int:
+        """The last step whose checkpoint the framework calls complete; 0 without one."""
+        name = "latest_checkpointed_iteration.txt" if self.framework == "verl" else "_actor/latest"
+        try:
+            return int(re.sub(r"\D", "", (out / name).read_text()))
+        except OSError:
+            return 0
+
+    def checkpoint(self, out: Path, step: int) -> list[torch.Tensor]:
+        """Weights and optimizer states after a step."""
+        folder = out / (f"global_step_{step}/actor" if self.framework == "verl" else f"_actor/global_step{step}")
+        found = [torch.load(file, weights_only=False) for file in sorted(folder.glob("*.pt")) if "extra" not in file.name]
+        leaves = [leaf for leaf in pytree.tree_leaves(found) if isinstance(leaf, torch.Tensor)]
+        return plain([leaf.to_local() if hasattr(leaf, "to_local") else leaf for leaf in leaves])

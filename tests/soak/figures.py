@@ -1,0 +1,94 @@
+"""From the samples of a run to its figures: growth of each, a table and a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.soak.slopes import Growth, growth
+
+#: steps over which the processor's seconds are taken together
+WINDOW = 10
+#: figure -> what one of it is called in a table, and how many of its unit that is
+UNITS = {
+    "memory": ("MiB", 2**20), "shared": ("MiB", 2**20), "files": ("", 1), "threads": ("", 1),
+    "seconds of a step": ("s", 1), "processor seconds of a step": ("s", 1),
+}  # fmt: skip
+
+
+def growths(watched: Mapping[str, Any]) -> Iterator[tuple[str, Growth]]:
+    """Yield for each role, and for the whole run, how its figures grew."""
+    samples = watched["samples"]
+    roles = sorted({sample["role"] for sample in samples})
+    for name in roles:
+        mine = [sample for sample in samples if sample["role"] == name]
+        late = [sample for sample in mine if sample["step"] > 0.8 * samples[-1]["step"]]
+        if len(late) < 3:  # its processes end with the start of the run
+            continue
+        for figure in ("memory", "files", "threads"):
+            yield name, growth(figure, [sample["step"] for sample in mine], [sample[figure] for sample in mine])
+    moments = totals(samples)
+    yield "whole run", growth("shared", [moment["step"] for moment in moments], [moment["shared"] for moment in moments])
+    arrivals = {int(step): seconds for step, seconds in watched["arrivals"].items()}
+    steps = sorted(step for step in arrivals if step - 1 in arrivals)
+    yield "whole run", growth("seconds of a step", steps, [arrivals[step] - arrivals[step - 1] for step in steps])
+    yield "whole run", growth("processor seconds of a step", *processor(moments))
+
+
+def totals(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
+    """Sum the roles of each moment."""
+    moments: dict[float, dict[str, float]] = {}
+    for sample in samples:
+        moment = moments.setdefault(sample["seconds"], {"step": sample["step"], "shared": sample["shared"], "cpu": 0.0})
+        moment["cpu"] += sample["cpu"]
+    return list(moments.values())
+
+
+def processor(moments: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
+    """Steps, and the processor's seconds for each, as means over windows."""
+    steps, seconds, before = [], [], None
+    for moment in moments:
+        if moment["step"] < 1:
+            continue
+        before = before or moment
+        if moment["step"] - before["step"] >= WINDOW:
+            steps.append(moment["step"])
+            seconds.append((moment["cpu"] - before["cpu"]) / (moment["step"] - before["step"]))
+            before = moment
+    return steps, seconds
+
+
+def rows(found: Sequence[tuple[str, Growth]]) -> list[str]:
+    """Return a table in Markdown."""
+    lines = ["| process | figure | early | late | |", "| --- | --- | ---: | ---: | --- |"]
+    for name, one in found:
+        unit, size = UNITS[one.figure]
+        early, late = (f"{value / size:.{2 if unit == 's' else 0}f} {unit}".strip() for value in (one.early, one.late))
+        lines.append(f"| {name} | {one.figure} | {early} | {late} | {'flat' if one.flat else '**grows**'} |")
+    return lines
+
+
+def picture(watched: Mapping[str, Any], title: str, file: Path) -> None:
+    """Draw memory of each role and the seconds of each step over the steps."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6))
+    samples = watched["samples"]
+    for name in sorted({sample["role"] for sample in samples}):
+        mine = [sample for sample in samples if sample["role"] == name]
+        above.plot([sample["step"] for sample in mine], [sample["memory"] / 2**20 for sample in mine], label=name, linewidth=1)
+    above.set(ylabel="private memory [MiB]", title=title, ylim=(0, None))
+    above.legend(fontsize=7, ncols=2)
+    arrivals = {int(step): seconds for step, seconds in watched["arrivals"].items()}
+    steps = sorted(step for step in arrivals if step - 1 in arrivals)
+    below.plot(steps, [arrivals[step] - arrivals[step - 1] for step in steps], linewidth=0.6, label="wall clock")
+    below.plot(*processor(totals(samples)), linewidth=1, label="processor, all processes")
+    below.set(xlabel="step", ylabel="seconds of a step", ylim=(0, None))
+    below.legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,46 @@
+"""Whether a figure grows over a run: the last fifth of its steps beside the second fifth, as medians."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+#: figure -> growth over a run that is no slope: bytes, numbers, and shares of what it was
+LIMITS: dict[str, tuple[float, float]] = {
+    "memory": (32 * 2**20, 0.02),
+    "shared": (8 * 2**20, 0.02),
+    "files": (4, 0.0),
+    "threads": (4, 0.0),
+    "seconds of a step": (0.0, 0.05),
+    "processor seconds of a step": (0.0, 0.05),
+}
+
+
+@dataclass(frozen=True)
+class Growth:
+    """The medians of a figure early and late in a run."""
+
+    figure: str
+    early: float
+    late: float
+
+    @property
+    def flat(self) -> bool:
+        """Whether the growth is within what the figure's limit allows. Less is never a slope."""
+        least, share = LIMITS[self.figure]
+        return self.late - self.early <= max(least, share * self.early)
+
+
+def growth(figure: str, steps: Sequence[float], values: Sequence[float]) -> Growth:
+    """Compare the second fifth of the steps with the last. The first belongs to caches, which fill.
+
+    Raises:
+        ValueError: one of the two has no value.
+    """
+    last = max(steps)
+    early = [value for step, value in zip(steps, values, strict=True) if 0.2 * last < step <= 0.4 * last]
+    late = [value for step, value in zip(steps, values, strict=True) if 0.8 * last < step]
+    if not early or not late:
+        raise ValueError(f"{figure}: too few values to see a slope in {len(values)}")
+    return Growth(figure, median(early), median(late))

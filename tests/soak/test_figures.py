@@ -1,0 +1,84 @@
+"""What the soak calls a slope, and how it reads its samples."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from tests.soak.figures import growths, picture, processor, rows, totals
+from tests.soak.slopes import LIMITS, growth
+from tests.soak.watch import Sample, Watch, role
+
+STEPS = list(range(1, 1001))
+
+
+def noisy(slope: float, level: float) -> list[float]:
+    draw = random.Random(0)
+    return [level * (1 + 0.3 * draw.random()) + slope * step for step in STEPS]
+
+
+@pytest.mark.parametrize("figure", LIMITS)
+def test_noise_is_no_slope_and_growth_is(figure):
+    least, share = LIMITS[figure]
+    level = 100.0 * max(least, 1.0)
+    assert growth(figure, STEPS, noisy(0.0, level)).flat
+    assert growth(figure, STEPS, noisy(-level / 1000, level)).flat  # less is no leak
+    assert not growth(figure, STEPS, noisy(3 * (least + share * level) / 1000 + level * 0.05 / 1000, level)).flat
+
+
+def test_a_cache_that_fills_in_the_first_fifth_is_no_slope():
+    assert growth("memory", STEPS, [min(step, 200) * 2**20 for step in STEPS]).flat
+
+
+def test_too_few_values_are_an_error():
+    with pytest.raises(ValueError, match="too few"):
+        growth("memory", [1, 2], [1.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("ray::WorkerDict.actor_rollout_update_actor()", "WorkerDict"), ("ray::IDLE", "Ray's idle workers"),
+        ("VLLM::EngineCore", "vLLM"), ("/x/ray/core/src/ray/raylet/raylet --a", "raylet"),
+        ("/x/bin/python -m verl.trainer.main_ppo a=b", "driver"), ("", "?"),
+    ],
+)  # fmt: skip
+def test_processes_are_called_by_what_they_do(command, name):
+    assert role(command) == name
+
+
+def watched(leak: int) -> dict[str, Any]:
+    samples = [
+        vars(Sample(step, 2.0 * step, name, 1, 10**9 + leak * step, 40, 20, 10**6, 0.75 * step))
+        for step in range(0, 201)
+        for name in ("WorkerDict", "vLLM")
+    ]
+    return {"samples": samples, "arrivals": {str(step): 2.0 * step for step in range(1, 201)}}
+
+
+def test_a_leak_in_one_role_is_found_and_drawn(tmp_path):
+    assert all(one.flat for _, one in growths(watched(0)))
+    grows = [(name, one.figure) for name, one in growths(watched(2**20)) if not one.flat]
+    assert grows == [("WorkerDict", "memory"), ("vLLM", "memory")]
+    assert "| vLLM | memory | " in "\n".join(rows(list(growths(watched(2**20)))))
+    picture(watched(0), "title", tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 1000
+
+
+def test_processor_seconds_are_those_of_all_roles():
+    steps, seconds = processor(totals(watched(0)["samples"]))
+    assert steps[0] == 11 and set(seconds) == {1.5}
+
+
+def test_steps_are_read_once_from_a_log_that_grows(tmp_path):
+    class Run:
+        log = tmp_path / "log"
+
+    watch = Watch(Run(), "mark", r"Global step (\d+): \{")
+    Run.log.write_bytes(b"Global step 1: {}\nGlobal ste")
+    watch._read_steps(1.0)
+    Run.log.write_bytes(b"Global step 1: {}\nGlobal step 2: {}\n")
+    watch._read_steps(2.0)
+    assert watch.arrivals == {1: 1.0, 2: 2.0}
