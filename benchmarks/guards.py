@@ -1,0 +1,112 @@
+"""What the guards cost in a step: ``python -m benchmarks.guards`` runs the demo and times them in each of its processes.
+
+A guard is whatever only finds faults: digests of what is sent and of what serves, messages around a sync, the comparison of
+log-probs, checks that the engine may serve and that the other side lives.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from benchmarks.__main__ import shown
+
+#: guard -> module and functions that are nothing else
+GUARDS: dict[str, tuple[tuple[str, str], ...]] = {
+    "digests": tuple(("jetrl_patch.sync.digest", name) for name in ("start", "read", "Pieces.add", "Pieces.read")),
+    "messages": tuple(("jetrl_patch.sync.manifest", name) for name in ("Manifest.encode", "encode_json", "decode_json", "audit")),
+    "what arrives": tuple(("jetrl_patch.sync.receive", f"Receiver.{name}") for name in ("_check_arrival", "_compare")),
+    "may serve": (("jetrl_patch.sync.receive", "Receiver.check_serving"),),
+    "the other side lives": (("jetrl_patch.adapters.verl.transport", "Peer.check"),),
+    "log-probs": (("jetrl_patch.trainer.audit", "Audit.compare"), ("jetrl_patch.trainer.mismatch", "Compared.add")),
+}
+_HOOK = '''
+import functools, mmap, os, struct, threading, time
+import wrapt
+
+_inside = threading.local()
+_page = []
+
+def _add(index, seconds):
+    if not _page:
+        with open(os.path.join(os.environ["TIMED_GUARDS"], str(os.getpid())), "w+b") as file:
+            file.truncate(4096)
+            _page.append(mmap.mmap(file.fileno(), 4096))
+    sum_, calls = struct.unpack_from("dd", _page[0], 16 * index)
+    struct.pack_into("dd", _page[0], 16 * index, sum_ + seconds, calls + 1)
+
+def _timed(index, function):
+    @functools.wraps(function)
+    def timed(*args, **kwargs):
+        if getattr(_inside, "guard", False):
+            return function(*args, **kwargs)
+        _inside.guard, start = True, time.perf_counter()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _inside.guard = False
+            _add(index, time.perf_counter() - start)
+    return timed
+
+def _arm(index, module_name, path):
+    @wrapt.when_imported(module_name)
+    def _(module):
+        owner, name = module, path
+        if "." in path:
+            owner, name = getattr(module, path.split(".")[0]), path.split(".")[1]
+        setattr(owner, name, _timed(index, getattr(owner, name)))
+
+if os.environ.get("TIMED_GUARDS"):
+    for _guard in GUARDS:
+        _arm(*_guard)
+'''
+
+
+def timed(folder: Path) -> Iterator[dict[str, object]]:
+    """Yield seconds and calls of each guard over all processes."""
+    pages = [torch.frombuffer(bytearray(file.read_bytes()), dtype=torch.float64).view(-1, 2) for file in folder.iterdir()]
+    total = torch.stack(pages).sum(0)
+    for index, name in enumerate(GUARDS):
+        yield {"guard": name, "calls": int(total[index, 1]), "seconds": total[index, 0].item()}
+
+
+def run(steps: int, out: Path) -> list[dict[str, object]]:
+    """Run the demo, and return a row for each guard and one for all of them, with its share of the steps' seconds."""
+    with tempfile.TemporaryDirectory() as temporary:
+        hook, folder = Path(temporary) / "hook", Path(temporary) / "timed"
+        hook.mkdir()
+        folder.mkdir()
+        guards = [(index, *function) for index, functions in enumerate(GUARDS.values()) for function in functions]
+        (hook / "sitecustomize.py").write_text(f"GUARDS = {guards!r}\n{_HOOK}")
+        environ = {**os.environ, "PYTHONPATH": f"{hook}:{os.getcwd()}", "TIMED_GUARDS": str(folder)}
+        subprocess.run(
+            [sys.executable, "-m", "examples.verl.demo", "--steps", str(steps), "--out", str(out)], env=environ, check=True
+        )
+        rows = list(timed(folder))
+    lines = map(json.loads, (out / "metrics.jsonl").read_text().splitlines())
+    seconds = sum(line["data"].get("timing_s/step", 0.0) for line in lines if "data" in line)
+    rows.append({"guard": "all", **{name: sum(row[name] for row in rows) for name in ("calls", "seconds")}})  # type: ignore[misc]
+    for row in rows:
+        row["share of the steps"] = f"{100 * row['seconds'] / seconds:.2f}%"  # type: ignore[operator]
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--out", type=Path, default=Path("outputs/guards"))
+    options = parser.parse_args()
+    for row in run(options.steps, options.out.resolve()):
+        print("  ".join(f"{name}: {shown(value)}" for name, value in row.items()))
+
+
+if __name__ == "__main__":
+    main()
