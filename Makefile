@@ -65,7 +65,8 @@ sanity: $(SELF)
 faults: $(SELF)
 	$(QUIET) $(PY) -m tests.faults $(ARGS)
 
-# a thousand steps of each framework, watched for what grows, then killed and resumed three times: hours. ARGS="verl --steps 200"
+# a thousand steps of each framework, watched for what grows; the last of them again, killed three times and resumed: hours.
+# ARGS="verl --steps 200" is shorter
 soak: $(SELF)
 	$(QUIET) $(PY) -m tests.soak $(ARGS)
 

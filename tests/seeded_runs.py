@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,7 @@ class SeededRuns:
             long = ["trainer.resume_mode=auto", f"trainer.total_epochs={self.steps}"]
             return run_verl.Run(self.folder, *save, *long, *extra, environ=environ, steps=self.steps)
         save = ["--ckpt.output_dir", str(out / "model"), "--ckpt.path", str(out), "--ckpt.save_steps", str(self.save_every)]
+        save += ["--ckpt.max_num", str(self.steps)]
         return run_openrlhf.Run(
             self.folder, *save, "--ckpt.load_enable", *extra, environ=environ, steps=self.steps, checkpoints=True
         )
@@ -55,6 +57,17 @@ class SeededRuns:
             return int(re.sub(r"\D", "", (out / name).read_text()))
         except OSError:
             return 0
+
+    def rewind(self, whole: Path, out: Path, step: int) -> None:
+        """Copy the checkpoints of a run, as they were when it had completed ``step``."""
+        verl = self.framework == "verl"
+        checkpoints, names = (out, "global_step_{}") if verl else (out / "_actor", "global_step{}")
+        shutil.copytree(whole, out)
+        for later in range(step + 1, self.steps + 1):
+            shutil.rmtree(checkpoints / names.format(later), ignore_errors=True)
+        pointer = checkpoints / ("latest_checkpointed_iteration.txt" if verl else "latest")
+        pointer.write_text(str(step) if verl else names.format(step))
+        assert self.completed(out) == step and self.checkpoint(out, step)
 
     def checkpoint(self, out: Path, step: int) -> list[torch.Tensor]:
         """Weights and optimizer states after a step."""
