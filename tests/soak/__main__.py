@@ -1,8 +1,8 @@
 """Run the soak: ``make soak``, or ``python -m tests.soak [verl|openrlhf] [--steps N]``.
 
-A run of a thousand steps with a weight sync each, watched from outside; then the last three tenths again, killed after three random
-steps and resumed each time. What is measured goes to build/soak, as JSON and as pictures; a framework that is there is not run again.
-Exit status 1 if a figure grows, a token differs, or the resumed run ends with other weights.
+A run of a thousand steps with a weight sync each, watched from outside; then the last three tenths again, killed after three
+random steps and resumed each time. What is measured goes to build/soak, as JSON and as pictures; a framework that is there is
+not run again. Exit status 1 if a figure grows, a token differs, or the resumed run ends with other weights.
 """
 
 from __future__ import annotations
