@@ -1,12 +1,14 @@
 """Faults in whole runs of verl and OpenRLHF: where they strike, what must come of it, and the five questions.
 
 Each cell is a run of three steps with a checkpoint after each, over samples that are the same in every run. A run that ends is
-resumed, and must reach the end of an undisturbed one.
+resumed, and must reach the end of an undisturbed one. Where it left the same files, byte for byte, as another that has been
+resumed, that one's answer counts.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 import time
@@ -105,9 +107,20 @@ class Setting(SeededRuns):
         assert run.wait(WHOLE) == 0, run.text[-4000:]
         self.expected = {step: self.checkpoint(out, step) for step in range(1, STEPS + 1)}
         assert all(self.expected.values())
+        #: what a run left -> whether it could go on from there; from nothing it can
+        self.goes_on = {left_on_disk(folder / "none"): (True, "")}
 
     def run(self, out: Path, *extra: str, **environ: str) -> Any:
         return super().run(out, *extra, JETRL_SYNC_TIMEOUT="30", **environ)
+
+    def resumed(self, out: Path) -> tuple[bool, str]:
+        """Whether the run in ``out`` goes on and reaches the undisturbed end. From the same files that is tried once."""
+        left, done = left_on_disk(out), self.completed(out)
+        if left not in self.goes_on:
+            again = self.run(out)
+            good = again.wait(WHOLE) == 0 and self.completed(out) == STEPS and self.same(out, STEPS)
+            self.goes_on[left] = good, f"resumed after step {done}: {again.text[-300:]!r}"
+        return self.goes_on[left]
 
     def same(self, out: Path, step: int) -> bool:
         found = self.checkpoint(out, step)
@@ -144,10 +157,18 @@ def judge(setting: Setting, cell: RunCell) -> Verdict:
     if goes_on:
         verdict.answer(QUESTIONS[3], whole, "it did not go on")
     else:
-        again = setting.run(out)
-        ok = again.wait(WHOLE) == 0 and setting.completed(out) == STEPS and setting.same(out, STEPS)
-        verdict.answer(QUESTIONS[3], ok, f"resumed after step {done}: {again.text[-300:]!r}")
+        verdict.answer(QUESTIONS[3], *setting.resumed(out))
     return verdict
+
+
+def left_on_disk(out: Path) -> str:
+    """A digest of every file that a run left, with its name."""
+    files = sorted(file for file in out.rglob("*") if file.is_file() and not file.name.startswith("struck"))
+    found = hashlib.sha256()
+    for file in files:
+        found.update(f"{file.relative_to(out)}\0{file.stat().st_size}\0".encode())
+        found.update(file.read_bytes())
+    return found.hexdigest()
 
 
 def ended(run: ProcessRun, mark: Path) -> int | None:
