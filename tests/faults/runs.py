@@ -64,11 +64,11 @@ _DEAD = r"died|dead|killed|SIGKILL|crashed|was lost|unexpected|exited|terminated
 #: fault -> what the log says of it; None if the run must go on as if nothing had happened
 FAULTS: dict[str, str | None] = {
     "raises": "injected by the test",
+    "SIGINT": "KeyboardInterrupt|SIGINT",
+    "SIGTERM": "SIGTERM|Terminated|SystemExit",
     "killed": _DEAD,
     "frozen briefly": None,
     "out of memory": rf"MemoryError|Cannot allocate|bad_alloc|out of memory|{_DEAD}",
-    "SIGINT": "KeyboardInterrupt|SIGINT",
-    "SIGTERM": "SIGTERM|Terminated|SystemExit",
 }
 
 
@@ -89,11 +89,9 @@ class RunCell:
 
 
 def run_cells(framework: str) -> Iterator[RunCell]:
-    for point in POINTS[framework]:
-        for fault in ("raises", "killed", "frozen briefly", "out of memory"):
-            yield RunCell(framework, point, fault)
-    for point in ("rollout, engine", "training step"):  # the driver gets the signal then
-        for fault in ("SIGINT", "SIGTERM"):
+    for fault in FAULTS:
+        to_driver = fault.startswith("SIG")  # while the others work
+        for point in ("rollout, engine", "training step") if to_driver else POINTS[framework]:
             yield RunCell(framework, point, fault)
 
 
