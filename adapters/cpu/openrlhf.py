@@ -134,13 +134,13 @@ def _update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wait(original: Callable[..., Any]) -> Callable[..., Any]:
-    def collective(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def gather(self: Any, *args: Any, **kwargs: Any) -> Any:
         handle = original(self, *args, **kwargs)
         if handle is not None and hasattr(handle, "wait"):
             handle.wait()
         return handle
 
-    return collective
+    return gather
 
 
 def _executor(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -183,15 +183,12 @@ HOOKS = (
 )
 
 _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
-_COLLECTIVES = (
-    "all_gather",
-    "all_gather_coalesced",
-    "all_gather_into_tensor",
-    "all_reduce",
-    "broadcast",
-    "reduce_scatter_tensor",
+#: what DeepSpeed gathers ZeRO-3 weights by, one call for each weight
+_GATHERS = ("all_gather", "all_gather_into_tensor")
+_ASYNC = (
+    "of many gathers DeepSpeed waits for the last alone. NCCL ends them in order, gloo's threads do not, so weights are read "
+    "before they have arrived: with two ZeRO-3 ranks they are randomly wrong"
 )
-_ASYNC = "with two ZeRO-3 ranks, weights are randomly wrong unless each gloo collective is waited for"
 
 FOR_OPENRLHF = (
     Patch(
@@ -256,9 +253,10 @@ FOR_OPENRLHF = (
             attr=f"TorchBackend.{name}",
             make=_wait,
             reason=_ASYNC,
-            remove_when="the cause is known",
+            upstream="https://github.com/deepspeedai/DeepSpeed/pull/8539",
+            remove_when="the oldest supported DeepSpeed has the change",
         )
-        for name in _COLLECTIVES
+        for name in _GATHERS
     ),
     Patch(
         module="vllm.engine.arg_utils",

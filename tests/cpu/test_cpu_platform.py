@@ -139,18 +139,23 @@ def test_verl_uses_the_platform():
 
 
 @pytest.mark.slow
-def test_a_platform_that_verl_has_chosen_already_is_a_conflict():
+def test_the_platform_that_verl_fell_back_to_is_replaced_and_one_that_works_is_a_conflict():
     out = python("""
         import verl.plugin.platform.platform_manager as manager
-        manager.get_platform()
+        fallen = manager.get_platform()
         import jetrl_patch
+        jetrl_patch.enable(precision="bf16", platform="cpu")
+        assert manager.get_platform().device_name == "cpu"
+        jetrl_patch.disable()
+        assert manager.get_platform() is fallen
+        type(fallen).is_available = lambda self: True
         try:
             jetrl_patch.enable(precision="bf16", platform="cpu")
         except jetrl_patch.ConflictError as error:
             print(error)
         assert not jetrl_patch.status().enabled
     """)
-    assert "call jetrl_patch.enable() before verl is used" in out
+    assert "Call jetrl_patch.enable() before verl is used" in out
 
 
 # A shim that is no longer needed has to go: these fail then.
