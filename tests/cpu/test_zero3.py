@@ -15,6 +15,7 @@ pytest.importorskip("openrlhf")
 
 
 @pytest.mark.e2e
+@pytest.mark.slow
 def test_no_weight_is_read_before_it_has_arrived():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
