@@ -31,6 +31,20 @@ def _arm(spec):
             used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
             resource.setrlimit(resource.RLIMIT_AS, (used, used))
             bytearray(1 << 32)
+        elif kind == "full disk":  # of the test's own, at the place of the mark
+            try:
+                with open(mark + ".fill", "wb") as fill:
+                    while True:
+                        fill.write(bytes(1 << 20))
+            except OSError:
+                pass
+        elif kind == "clock jumps":
+            now = time.time
+            time.time = lambda: now() + 86400.0
+        elif kind == "node lost":
+            import psutil
+            raylet = next(parent for parent in psutil.Process().parents() if "raylet" in parent.name())
+            raylet.kill()
         elif kind in ("SIGINT", "SIGTERM"):
             os.kill(int(open(mark + ".driver").read()), getattr(signal, kind))
 

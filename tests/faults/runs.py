@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+import subprocess
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,7 +70,17 @@ FAULTS: dict[str, str | None] = {
     "killed": _DEAD,
     "frozen briefly": None,
     "out of memory": rf"MemoryError|Cannot allocate|bad_alloc|out of memory|{_DEAD}",
+    "node lost": rf"raylet|[Nn]ode|{_DEAD}",
+    "clock jumps": None,
+    "full disk": r"No space left|errno 28|\[enforce fail at inline_container|PytorchStreamWriter",
 }
+_WORKING = ("rollout, engine", "training step")
+#: fault -> where it strikes; the others strike everywhere
+ONLY_AT = {
+    "SIGINT": _WORKING, "SIGTERM": _WORKING,  # the driver gets the signal while the others work
+    "node lost": _WORKING, "clock jumps": (*_WORKING, "weight sync, trainer"), "full disk": ("checkpoint",),
+}  # fmt: skip
+DISK = 512 * 2**20
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,7 @@ class RunCell:
 
 def run_cells(framework: str) -> Iterator[RunCell]:
     for fault in FAULTS:
-        to_driver = fault.startswith("SIG")  # while the others work
-        for point in ("rollout, engine", "training step") if to_driver else POINTS[framework]:
+        for point in ONLY_AT.get(fault, POINTS[framework]):
             yield RunCell(framework, point, fault)
 
 
@@ -129,6 +139,13 @@ def judge(setting: Setting, cell: RunCell) -> Verdict:
     verdict, out = Verdict(), setting.folder / re.sub(r"\W+", "-", cell.name)
     mark, before = out / "struck", shared_memory()
     out.mkdir()
+    with small_disk(out) if cell.fault == "full disk" else contextlib.nullcontext():
+        answer(verdict, setting, cell, out, mark, before)
+    return verdict
+
+
+def answer(verdict: Verdict, setting: Setting, cell: RunCell, out: Path, mark: Path, before: set[str]) -> None:
+    """Run the cell, and answer the five questions."""
     run = setting.run(out, FAULT_AT=cell.spec(mark))
     Path(f"{mark}.driver").write_text(str(run.process.pid))
     code = ended(run, mark)
@@ -136,7 +153,7 @@ def judge(setting: Setting, cell: RunCell) -> Verdict:
     if not mark.exists():
         verdict.answer(QUESTIONS[0], False, "the fault never struck")
         run.stop()
-        return verdict
+        return
     verdict.seconds = time.time() - float(mark.read_text().split()[1])
     verdict.answer(QUESTIONS[0], code is not None, f"still there after {verdict.seconds:.0f} s")
     left = wait_until_gone(str(out))
@@ -155,8 +172,18 @@ def judge(setting: Setting, cell: RunCell) -> Verdict:
     if goes_on:
         verdict.answer(QUESTIONS[3], whole, "it did not go on")
     else:
+        Path(f"{mark}.fill").unlink(missing_ok=True)
         verdict.answer(QUESTIONS[3], *setting.resumed(out))
-    return verdict
+
+
+@contextlib.contextmanager
+def small_disk(place: Path) -> Iterator[None]:
+    """Mount a disk of DISK bytes there, which needs root."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(place)], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 def left_on_disk(out: Path) -> str:
