@@ -3,77 +3,21 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jetrl_patch.checkpoint import export as module
 from jetrl_patch.checkpoint import record
 from jetrl_patch.checkpoint.command import command
 from jetrl_patch.checkpoint.export import export
-from jetrl_patch.checkpoint.formats import check_error
 from jetrl_patch.checkpoint.source import INDEX, SINGLE
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.quantize import dequantize_weight, quantize_weight
+from jetrl_patch.fp8.quantize import quantize_weight
+from tests.checkpoint.exported import Lines, config, straightforward, tensors
 from tests.fp8.thresholds import sqnr
 from tests.models import save
-
-
-class Lines:
-    """A console that records its lines."""
-
-    def __init__(self) -> None:
-        self.text = ""
-
-    def print(self, line: str) -> None:
-        self.text += line + "\n"
-
-
-@pytest.fixture(scope="module")
-def qwen3(tmp_path_factory) -> Path:
-    return Path(save(tmp_path_factory.mktemp("models") / "qwen3", "qwen3", steps=1))
-
-
-@pytest.fixture
-def copy(qwen3, tmp_path) -> Path:
-    return Path(shutil.copytree(qwen3, tmp_path / "copy"))
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        new = load_file(file)
-        assert not set(new) & set(found)
-        found |= new
-    return found
-
-
-def config(folder: Path) -> dict:
-    return json.loads((folder / "config.json").read_text())
-
-
-def straightforward(w: torch.Tensor, scale_format: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """A plain Python quantizer, block by block."""
-    rows, columns = -(-w.shape[0] // 128), -(-w.shape[1] // 128)
-    q, s = torch.empty(w.shape, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
-    for i in range(rows):
-        for j in range(columns):
-            at = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
-            block = w[at].to(torch.bfloat16).float()
-            scale = block.abs().max().clamp(min=1e-10) / 448
-            if scale_format == "pow2":
-                mantissa, exponent = torch.frexp(scale)
-                scale = torch.ldexp(torch.tensor(1.0), exponent - (mantissa == 0.5).int())
-            s[i, j] = scale
-            q[at] = (block / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
-    return q, s
 
 
 @pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
@@ -210,94 +154,6 @@ def test_a_run_s_record_decides_unless_the_command_line_does(copy, tmp_path):
     assert len(command(copy, tmp_path / "b", "fp8", "pow2", ["o_proj"], lines).layers) == 18
 
 
-def test_what_is_there_is_not_overwritten(qwen3, tmp_path):
-    (tmp_path / "empty").mkdir()
-    export(qwen3, tmp_path / "empty", "bf16")
-    with pytest.raises(ConfigError, match="required a new or empty folder, found a folder with files"):
-        export(qwen3, tmp_path / "empty", "fp8")
-    assert "quantization_config" not in config(tmp_path / "empty")
-
-
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 3.4e38])
-@pytest.mark.parametrize("format", ["bf16", "fp8"])
-def test_a_value_that_is_not_finite_is_named_and_nothing_is_left(copy, tmp_path, bad, format):
-    """3.4e38 is finite in FP32 but not in BF16."""
-    found = {name: value.float() for name, value in tensors(copy).items()}
-    found["model.layers.1.mlp.up_proj.weight"][3, 5] = bad
-    save_file(found, copy / SINGLE, metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"tensor model\.layers\.1\.mlp\.up_proj\.weight: .* found 1 NaN or Inf"):
-        export(copy, tmp_path / "out", format)
-    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-def cut(folder):
-    data = (folder / SINGLE).read_bytes()
-    (folder / SINGLE).write_bytes(data[: len(data) // 2])
-
-
-def lose(folder):
-    found = tensors(folder)
-    del found["model.layers.2.mlp.down_proj.weight"]
-    save_file(found, folder / SINGLE)
-
-
-def add(folder):
-    save_file(tensors(folder) | {"model.extra.weight": torch.zeros(2)}, folder / SINGLE)
-
-
-def reshape(folder):
-    found = tensors(folder)
-    found["model.norm.weight"] = torch.zeros(3)
-    save_file(found, folder / SINGLE)
-
-
-def change(**changes):
-    def apply(folder):
-        (folder / "config.json").write_text(json.dumps(config(folder) | changes))
-
-    return apply
-
-
-BROKEN = [
-    (cut, ConfigError, "model.safetensors: required a complete safetensors file"),
-    (lose, ModelError, "1 missing, such as model.layers.2.mlp.down_proj.weight"),
-    (add, ModelError, "1 unknown, such as model.extra.weight"),
-    (reshape, ModelError, r"model.norm.weight of .*required shape \[256\], found \[3\]"),
-    (lambda f: (f / "config.json").unlink(), ConfigError, r"required a Hugging Face checkpoint \(config.json"),
-    (lambda f: (f / SINGLE).unlink(), ConfigError, ", found no weights"),
-    (lambda f: (f / SINGLE).rename(f / "pytorch_model.bin"), ConfigError, ", found pytorch_model.bin"),
-    (lambda f: (f / "config.json").write_text("{"), ConfigError, "config.json: required a JSON object"),
-    (lambda f: (f / "lora_train_meta.json").write_text("{}"), ConfigError, "required full weights, found adapters"),
-    (change(quantization_config={"quant_method": "awq"}), ConfigError, "quant_method='awq'"),
-    (change(model_type="nobodys"), ModelError, "required a causal language model"),
-    (change(intermediate_size=640), ModelError, r"required shape \[256, 640\], found \[256, 512\]"),
-]
-
-
-@pytest.mark.parametrize(("harm", "error", "says"), BROKEN)
-def test_what_is_no_whole_checkpoint_is_one_clear_error(copy, tmp_path, harm, error, says):
-    harm(copy)
-    with pytest.raises(error, match=says):
-        command(copy, tmp_path / "out", "fp8", None, None, Lines())
-    assert [path.name for path in tmp_path.iterdir()] == ["copy"]
-
-
-def test_a_shard_that_is_lost_is_named(qwen3, tmp_path):
-    done = export(qwen3, tmp_path / "a", "bf16", shard_bytes=400_000)
-    (tmp_path / "a" / done.shards[1]).unlink()
-    with pytest.raises(ConfigError, match=f"{done.shards[1]}: required a complete safetensors file"):
-        export(tmp_path / "a", tmp_path / "b", "fp8")
-
-
-def test_what_vllm_could_not_merge_is_refused(qwen3, tmp_path):
-    with pytest.raises(ConfigError, match=r"all or none of them in FP8.*--exclude q_proj --exclude k_proj"):
-        export(qwen3, tmp_path / "out", "fp8", exclude=("k_proj",))
-    narrow = Path(save(tmp_path / "narrow", "qwen3", steps=0, num_key_value_heads=1))
-    with pytest.raises(ConfigError, match=r"k_proj: required a multiple of 128 rows.* found 64 rows"):
-        export(narrow, tmp_path / "out", "fp8")
-    export(narrow, tmp_path / "out", "fp8", exclude=("q_proj", "k_proj", "v_proj"))
-
-
 def test_tied_embeddings_and_odd_widths(tmp_path):
     options = {"tie_word_embeddings": True, "hidden_size": 320, "intermediate_size": 1000, "num_key_value_heads": 1}
     odd = Path(save(tmp_path / "odd", "llama", steps=0, **options))
@@ -305,36 +161,6 @@ def test_tied_embeddings_and_odd_widths(tmp_path):
     after = tensors(tmp_path / "out")
     assert "lm_head.weight" not in after
     assert after[done.layers[0] + ".weight_scale_inv"].shape == (3, 8)  # down_proj: 320 x 1000
-
-
-def test_another_value_on_disk_is_found(qwen3, tmp_path, monkeypatch):
-    """Verification detects a shard that was written incorrectly."""
-    import safetensors.torch
-
-    def save_wrongly(held, path, **options):
-        wrong = {name: value.clone() for name, value in held.items()}
-        wrong["model.layers.1.mlp.up_proj.weight"].view(torch.uint8)[5, 6] ^= 1
-        save_file(wrong, path, **options)
-
-    monkeypatch.setattr(safetensors.torch, "save_file", save_wrongly)
-    for format in ("bf16", "fp8"):
-        with pytest.raises(
-            ModelError, match=r"model\.layers\.1\.mlp\.up_proj\.weight on disk: required the tensor as written"
-        ):
-            export(qwen3, tmp_path / "out", format)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_quantizer_that_is_off_is_found(qwen3, tmp_path, monkeypatch):
-    w = torch.randn(200, 300)
-    q, s = quantize_weight(w, "fp32")
-    assert 25 < check_error("w", w, q, s) < 60
-    s[1, 2] *= 1.01
-    with pytest.raises(ModelError, match="within half a step of e4m3"):
-        check_error("w", w, q, s)
-    assert check_error("zeros", torch.zeros(3, 4), *quantize_weight(torch.zeros(3, 4), "pow2")) == float("inf")
-    monkeypatch.setattr(module, "check_error", lambda name, *_: 30.0 if "layers.0" in name else float("nan"))
-    assert set(export(qwen3, tmp_path / "out", "fp8").sqnr) == set(export(qwen3, tmp_path / "two", "fp8").layers)
 
 
 def test_the_command_line(qwen3, tmp_path, monkeypatch, capsys):
@@ -353,101 +179,3 @@ def test_the_command_line(qwen3, tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main()
     assert "--format 'fp4' must be 'bf16' or 'fp8'" in capsys.readouterr().err
-
-
-MIXTURES = ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"]
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory):
-    root = tmp_path_factory.mktemp("mixtures")
-    return lambda family: root / family if (root / family).exists() else Path(save(root / family, family, steps=0))
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_a_mixture_keeps_its_names_and_its_fp32_buffers_in_bf16(mixture, tmp_path, family):
-    export(mixture(family), tmp_path / "bf16", "bf16")
-    written, before = tensors(tmp_path / "bf16"), tensors(mixture(family))
-    assert set(written) == set(before) and all(torch.equal(written[name], before[name]) for name in before)
-    biases = [name for name in written if name.endswith("e_score_correction_bias")]
-    assert len(biases) == (2 if family == "glm4_moe" else 0) and all(written[name].dtype == torch.float32 for name in biases)
-
-
-@pytest.mark.parametrize("family", MIXTURES)
-def test_a_mixture_in_fp8_as_transformers_reads_it(mixture, tmp_path, family):
-    """Each expert's matrices by the names of the family's checkpoints, quantized by the trainer's quantizer."""
-    from transformers import AutoModelForCausalLM, FineGrainedFP8Config
-
-    folder, exclude = mixture(family), ("layers.1.mlp.experts", "o_proj")
-    done = export(folder, tmp_path / "out", "fp8", exclude=exclude)
-    before, after = tensors(folder), tensors(tmp_path / "out")
-    record = FAMILIES[family]
-    matrices = {name for name in before if ".experts." in name}
-    quantized = {name for name in matrices if ".layers.1." not in name}
-    assert len(matrices) == (2 if family == "glm4_moe" else 3) * 8 * 3
-    assert quantized == {f"{name}.weight" for name in done.layers if ".experts." in name}
-    assert set(after) == set(before) | {f"{name}.weight_scale_inv" for name in done.layers}
-    for name, value in before.items():
-        if name.removesuffix(".weight") in done.layers:
-            q, s = straightforward(value, "pow2")
-            assert torch.equal(after[name].view(torch.uint8), q.view(torch.uint8)) and torch.equal(after[f"{name}_scale_inv"], s)
-        else:
-            assert torch.equal(after[name], value), name
-    routers = {f"model.layers.{layer}.{part}" for layer in (1, 2) for part in ("mlp.gate", record.to_stored("mlp.gate"))}
-    assert routers <= set(done.left) and "model.layers.1.mlp.experts" in done.left
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
-    )
-    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
-    for name, value in loaded.state_dict().items():
-        expected = plain[name]
-        parts = [own.removesuffix(".weight") for own, _ in per_expert(name, expected)]
-        if record.to_stored(parts[0]) in done.layers:
-            made = [dequantize_weight(*quantize_weight(m, "pow2"), torch.bfloat16) for _, m in per_expert(name, expected)]
-            expected = made[0] if len(made) == 1 else torch.stack(made).reshape(expected.shape)
-        assert torch.equal(value, expected), name
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
-def test_vllms_own_fp8_experts_want_these_names_and_shapes(mixture, tmp_path, monkeypatch, family):
-    fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
-    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
-    from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
-
-    export(mixture(family), tmp_path / "out", "fp8", exclude=("layers.1.mlp.experts",))
-    parsed, record = fp8.Fp8Config.from_config(config(tmp_path / "out")["quantization_config"]), FAMILIES[family]
-    for layer in (1, 2):
-        for name, skipped in (("mlp.gate", True), ("mlp.experts", layer == 1)):  # the names of vLLM's own modules
-            assert is_layer_skipped(f"model.layers.{layer}.{record.to_stored(name)}", parsed.ignored_layers) == skipped
-    monkeypatch.setattr("vllm.distributed.get_tensor_model_parallel_world_size", lambda: 1)
-    method = fp8.Fp8MoEMethod.__new__(fp8.Fp8MoEMethod)
-    method.quant_config, method.block_quant, method.weight_block_size = parsed, True, [128, 128]
-    method.moe_block_shape, method.weight_scale_refine, method.weight_scale_name = [128, 128], None, "weight_scale_inv"
-    method.moe = SimpleNamespace(w13_num_shards=2, has_bias=False)
-    layer = torch.nn.Module()
-    method.create_weights(layer, 8, 256, 128, torch.bfloat16, weight_loader=lambda *_: None)
-    wanted = {name: (tuple(p.shape), p.dtype) for name, p in layer.named_parameters()}
-    parts = [record.to_stored(part) for part in ("gate_proj", "down_proj", "up_proj")]
-    after, prefix = tensors(tmp_path / "out"), f"model.layers.2.{record.to_stored('mlp.experts')}."
-    found: dict[str, list[torch.Tensor]] = {}
-    mapping = RoutedExperts.build_expert_params_mapping(*parts, 8, routed_experts_prefix="routed_experts")
-    names = [name.removeprefix(prefix) for name in after if name.startswith(prefix)]
-    for name in names:
-        ((ours, theirs),) = [(p, w) for p, w, _, _ in mapping if name.startswith(w.removeprefix("experts."))]
-        found.setdefault(name.replace(theirs.removeprefix("experts."), ours.rpartition(".")[2]), []).append(after[prefix + name])
-    assert len(names) == 8 * 3 * 2 and set(found) == set(wanted)
-    for name, pieces in found.items():
-        (count, rows, columns), dtype = wanted[name]
-        assert {(tuple(t.shape), t.dtype) for t in pieces} == {((rows * count // len(pieces), columns), dtype)}
-
-
-def test_an_expert_that_ends_inside_a_block_is_refused_or_left_out(tmp_path):
-    folder = Path(save(tmp_path / "odd", "qwen3_moe", steps=0, moe_intermediate_size=200))
-    says = r"mlp\.experts: required a multiple of 128 rows of gate and up.*found 200 rows\. .*--exclude experts"
-    with pytest.raises(ConfigError, match=says):
-        export(folder, tmp_path / "fp8", "fp8")
-    assert not (tmp_path / "fp8").exists()
-    done = export(folder, tmp_path / "fp8", "fp8", exclude=("experts",))
-    assert len(done.layers) == 3 * 4
-    with pytest.raises(ModelError, match=r"required all 24 matrices of model\.layers\.0\.mlp\.experts in FP8 or none"):
-        export(folder, tmp_path / "some", "fp8", exclude=("experts.3",))

@@ -20,7 +20,7 @@ from jetrl_patch.checkpoint import record
 from jetrl_patch.checkpoint.command import command
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.quantize import quantize_weight
-from tests.checkpoint.test_export import Lines, tensors
+from tests.checkpoint.exported import Lines, tensors
 from tests.openrlhf.run_openrlhf import arguments
 from tests.openrlhf.run_openrlhf import make_task as make_openrlhf_task
 from tests.process_run import ProcessRun

@@ -19,7 +19,7 @@ from jetrl_patch.checkpoint.command import command
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.quantize import quantize_weight
-from tests.checkpoint.test_export import Lines, tensors
+from tests.checkpoint.exported import Lines, tensors
 from tests.models import save
 
 SCRIPT = Path(__file__).with_name("verl_script.py")
