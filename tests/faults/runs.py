@@ -31,6 +31,12 @@ WHOLE, BOUND = 1200.0, 180.0
 #: seconds within which the processes of an ended run are gone
 GONE = 30.0
 
+#: what every process of either framework goes through
+_STARTS = {
+    "enable() in the driver": ("jetrl_patch.runtime", "enable", 1),
+    "enable() in a worker": ("jetrl_patch.adapters.ray.worker", "start", 2),
+    "check of the nodes": ("jetrl_patch.adapters.ray.nodes", "require_nodes", 1),
+}
 _ENGINE = ("vllm.v1.engine.core", "EngineCore.__init__", 1)
 _DECODING = ("vllm.v1.engine.core", "EngineCore.step", 60)
 _RECEIVER = ("jetrl_patch.sync.receive", "Receiver.on_bucket", 3)
@@ -49,6 +55,7 @@ POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
         "weight sync, trainer": (_VERL, "ActorRolloutRefWorker.update_weights", 3),
         "weight sync, engine": _RECEIVER,
         "checkpoint": (_VERL, "ActorRolloutRefWorker.save_checkpoint", 2),
+        **_STARTS,
     },
     "openrlhf": {
         "start of the trainer": (_OPENRLHF, "PolicyModelActor.init_model_from_pretrained", 1),
@@ -59,6 +66,7 @@ POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
         "weight sync, trainer": (_OPENRLHF, "ActorPPOTrainer.broadcast_to_vllm", 2),
         "weight sync, engine": _RECEIVER,
         "checkpoint": (_OPENRLHF, "PolicyModelActor.save_checkpoint", 2),
+        **_STARTS,
     },
 }
 _DEAD = r"died|dead|killed|SIGKILL|crashed|was lost|unexpected|exited|terminated"
@@ -74,6 +82,8 @@ FAULTS: dict[str, str | None] = {
     "clock jumps": None,
     "full disk": r"No space left|errno 28|\[enforce fail at inline_container|PytorchStreamWriter",
 }
+#: faults for which the start of a process is no point of its own
+_LATER = ("frozen briefly", "out of memory")
 _WORKING = ("rollout, engine", "training step")
 #: fault -> where it strikes; the others strike everywhere
 ONLY_AT = {
@@ -102,7 +112,8 @@ class RunCell:
 def run_cells(framework: str) -> Iterator[RunCell]:
     for fault in FAULTS:
         for point in ONLY_AT.get(fault, POINTS[framework]):
-            yield RunCell(framework, point, fault)
+            if not (fault in _LATER and point in _STARTS):
+                yield RunCell(framework, point, fault)
 
 
 class Setting(SeededRuns):
