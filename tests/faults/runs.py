@@ -38,10 +38,10 @@ _STARTS = {
     "check of the nodes": ("jetrl_patch.adapters.ray.nodes", "require_nodes", 1),
 }
 _ENGINE = ("vllm.v1.engine.core", "EngineCore.__init__", 1)
-_DECODING = ("vllm.v1.engine.core", "EngineCore.step", 60)
+_DECODING = ("vllm.v1.engine.core", "EngineCore.step", 25)
 _RECEIVER = ("jetrl_patch.sync.receive", "Receiver.on_bucket", 3)
 _VERL = "verl.workers.engine_workers"
-_OPENRLHF = "openrlhf.trainer.ray.ppo_actor"
+_OPENRLHF, _DEEPSPEED = "openrlhf.trainer.ray.ppo_actor", "openrlhf.utils.deepspeed.deepspeed"
 #: framework -> point -> module, function, the call that is struck
 POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
     "verl": {
@@ -58,14 +58,14 @@ POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
         **_STARTS,
     },
     "openrlhf": {
-        "start of the trainer": (_OPENRLHF, "PolicyModelActor.init_model_from_pretrained", 1),
+        "start of the trainer": (_DEEPSPEED, "DeepspeedStrategy.prepare", 1),
         "start of the engine": _ENGINE,
         "rollout, engine": _DECODING,
         "driver": ("openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience", 2),
         "training step": (_OPENRLHF, "ActorPPOTrainer.training_step", 3),
         "weight sync, trainer": (_OPENRLHF, "ActorPPOTrainer.broadcast_to_vllm", 2),
         "weight sync, engine": _RECEIVER,
-        "checkpoint": (_OPENRLHF, "PolicyModelActor.save_checkpoint", 2),
+        "checkpoint": (_DEEPSPEED, "DeepspeedStrategy.save_ckpt", 2),
         **_STARTS,
     },
 }
