@@ -17,6 +17,17 @@ from tests.openrlhf.test_old_log_probs_runs import HOOK as SEEDED_OPENRLHF
 from tests.verl import run_verl
 from tests.verl.seeded import SEEDS
 
+#: OpenRLHF shuffles a step's samples by torch's generator, which its checkpoints do not hold
+SHUFFLED_OPENRLHF = """
+@wrapt.when_imported("openrlhf.trainer.ray.ppo_actor")
+def _(module):
+    original = module.ActorPPOTrainer.ppo_train
+    def ppo_train(self, *args, **kwargs):
+        import torch
+        torch.manual_seed(0)
+        return original(self, *args, **kwargs)
+    module.ActorPPOTrainer.ppo_train = ppo_train
+"""
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "CUDA_VISIBLE_DEVICES": ""}
 
 
@@ -33,7 +44,7 @@ class SeededRuns:
             run_verl.make_task(folder)
         else:
             run_openrlhf.make_task(folder, prompts=4 * steps)
-        seeds = {"verl": SEEDS, "openrlhf": SEEDED_OPENRLHF}[framework]
+        seeds = {"verl": SEEDS, "openrlhf": SEEDED_OPENRLHF + SHUFFLED_OPENRLHF}[framework]
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(seeds + hook)
 
