@@ -34,7 +34,7 @@ GONE = 30.0
 #: what every process of either framework goes through
 _STARTS = {
     "enable() in the driver": ("jetrl_patch.runtime", "enable", 1),
-    "enable() in a worker": ("jetrl_patch.adapters.ray.worker", "start", 2),
+    "enable() in a worker": ("jetrl_patch.adapters.ray.worker", "start", 1),
     "check of the nodes": ("jetrl_patch.adapters.ray.nodes", "require_nodes", 1),
 }
 _ENGINE = ("vllm.v1.engine.core", "EngineCore.__init__", 1)
