@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,7 @@ def keep(verdicts: Iterator[tuple[Cell | RunCell, Verdict]], title: str, total: 
 
 
 def judge_runs(chosen: list[RunCell], done: dict[str, Any]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and so would the runs
     with tempfile.TemporaryDirectory(prefix="jf", dir="/tmp", ignore_cleanup_errors=True) as folder:
         for framework in dict.fromkeys(cell.framework for cell in chosen):
             mine = [cell for cell in chosen if cell.framework == framework]
