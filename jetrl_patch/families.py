@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from jetrl_patch.family import QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
+from jetrl_patch.family import GATE_UP, QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
 
 __all__ = [
     "DENSE_BLOCKS",
@@ -22,6 +22,7 @@ __all__ = [
     "Part",
     "Setting",
     "covering",
+    "family_of",
     "titles",
 ]
 
@@ -46,13 +47,23 @@ _SEEING: dict[Part, str] = {
     **_NOT_MEGATRON,
 }
 
+#: for every family with gated delta nets
+_STATE = "its gated delta nets, whose states pass from token to token, have no ops that both sides share"
+_ONE_PLUS = "its norms multiply by 1 + weight"
+_DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_NOT_MEGATRON}
+#: linear layers that read a delta net's input, where each is apart, and those of them that vLLM merges
+_IN = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
+_IN_MERGED = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+_OUT = {"linear_attn.out_proj": "delta net"}
+
 #: stand-in for a family without a record, where only the layout of its layers matters
 LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron"), "it has no record"))
 
 
 def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
     common: dict[str, Any] = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture()}
-    return Family(model_type, classes, title, uncovered=_EXPERTS, settings=(*SETTINGS, *settings), **common | fields)
+    common |= {"uncovered": _EXPERTS, "settings": (*SETTINGS, *settings)}
+    return Family(model_type, classes, title, **common | fields)
 
 
 _RECORDS = (
@@ -163,6 +174,37 @@ _RECORDS = (
     ),
     Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING, tower="visual"),
     Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
+    Family(
+        "qwen3_5",
+        "Qwen3_5",
+        "Qwen3.5",
+        readers={**READERS, "input_layernorm": (*READERS["input_layernorm"], *_IN)},
+        merged=(QKV, GATE_UP, *_IN_MERGED),
+        row_parallel={**_OUTPUT, **_OUT, "mlp.down_proj": "intermediate_size"},
+        uncovered=_DELTA_NET,
+        tower="visual",
+        delta_net=True,
+    ),
+    _with_experts(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        "Qwen3.5-MoE",
+        readers={"input_layernorm": (*READERS["input_layernorm"], *_IN)},
+        merged=(QKV, GATE_UP, *_IN_MERGED),
+        row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+        uncovered=_DELTA_NET,
+        tower="visual",
+        delta_net=True,
+    ),
+    _with_experts(
+        "qwen3_next",
+        "Qwen3Next",
+        "Qwen3-Next",
+        readers={"input_layernorm": (*READERS["input_layernorm"], "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
+        row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+        uncovered=_DELTA_NET,
+        delta_net=True,
+    ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}
 
@@ -177,6 +219,12 @@ TOWERS = frozenset(family.tower for family in _RECORDS) - {""}
 def covering(part: Part) -> dict[str, Family]:
     """``model_type`` -> family, for the families covered for ``part``."""
     return {name: family for name, family in FAMILIES.items() if family.covers(part)}
+
+
+def family_of(hf_config: Any) -> Family | None:
+    """The family of a model, from its configuration or from that of its language model; None without a record."""
+    model_type = getattr(hf_config, "model_type", None) or ""
+    return FAMILIES.get(model_type) or FAMILIES.get(model_type.removesuffix("_text"))
 
 
 def titles(families: Iterable[Family]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-__all__ = ["GATE_UP", "QKV", "READERS", "SETTINGS", "WINDOW", "Family", "Mixture", "Part", "Setting"]
+__all__ = ["GATE_UP", "QKV", "READERS", "SETTINGS", "WINDOW", "Family", "Mixture", "Part", "Setting", "width"]
 
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
 #: Megatron
@@ -87,8 +87,8 @@ class Family:
         title: the family's name in messages and docs.
         readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
         merged: groups of linears that vLLM merges into one layer, in its order.
-        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention" (number of heads times
-            head width) or a key of the configuration.
+        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention" or "delta net" (number of
+            heads times head width) or a key of the configuration; see ``width``.
         uncovered: part that the family is not covered for -> reason.
         settings: keys of the configuration that decide whether exact mode is bit-equal.
         rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
@@ -100,6 +100,8 @@ class Family:
         text: what the class names of a language model beside a tower have after the prefix.
         tower: the module that sees images and videos, up to the language model's embeddings; empty if there is none. Its
             layers stay in BF16 on both sides.
+        delta_net: whether some blocks have a gated delta net (``linear_attn``) in the place of attention: a state that a
+            sequence's tokens update one after the other. ``layer_types`` of the configuration says which.
     """
 
     model_type: str
@@ -119,6 +121,7 @@ class Family:
     partial_rotary: bool = False
     text: str = ""
     tower: str = ""
+    delta_net: bool = False
 
     @property
     def causal_lm(self) -> str:
@@ -163,6 +166,37 @@ class Family:
 
     def covers(self, part: Part) -> bool:
         return part not in self.uncovered
+
+    def split_layers(self, hf_config: Any) -> dict[str, int]:
+        """The layers that tensor parallelism splits along K, with K, by their names in the model, where the size is known.
+
+        Args:
+            hf_config: the Hugging Face config of the language model.
+        """
+        widths = {layer: k for layer, size in self.row_parallel.items() if (k := width(size, hf_config))}
+        kinds = (getattr(hf_config, "layer_types", None) or []) if self.delta_net else []
+        absent = {"linear_attention": "self_attn.", "full_attention": "linear_attn."}
+        found: dict[str, int] = {}
+        for index in range(getattr(hf_config, "num_hidden_layers", None) or 0):
+            other = absent.get(kinds[index], "") if index < len(kinds) else ""
+            own = {layer: k for layer, k in widths.items() if not other or not layer.startswith(other)}
+            found.update((f"{self.decoder}.layers.{index}.{layer}", k) for layer, k in own.items())
+        return found
+
+
+def width(size: str, hf_config: Any) -> int:
+    """The number behind a size of ``row_parallel``; 0 if the configuration of a language model does not have it."""
+
+    def value(key: str) -> int:
+        found = getattr(hf_config, key, None)
+        return found if isinstance(found, int) else 0
+
+    if size == "delta net":
+        return value("linear_num_value_heads") * value("linear_value_head_dim")
+    if size == "attention":
+        heads = value("num_attention_heads")
+        return heads * (value("head_dim") or (value("hidden_size") // heads if heads else 0))
+    return value(size)
 
 
 def _renamed(name: str, parts: Mapping[str, str]) -> str:

@@ -9,12 +9,22 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.families import FAMILIES, family_of
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
-__all__ = ["EXPERTS", "check_code", "check_device", "check_structure", "expert_sizes", "require_text", "sees"]
+__all__ = [
+    "EXPERTS",
+    "check_code",
+    "check_device",
+    "check_structure",
+    "expert_sizes",
+    "has_delta_nets",
+    "require_attention",
+    "require_text",
+    "sees",
+]
 
 #: keys that hold the number of a mixture's experts, as vLLM looks them up
 EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
@@ -28,13 +38,19 @@ def sees(hf_config: Any) -> bool:
     return family is not None and bool(family.tower)
 
 
+def has_delta_nets(hf_config: Any) -> bool:
+    """Whether some blocks have a gated delta net in the place of attention."""
+    family = family_of(hf_config)
+    return family is not None and family.delta_net
+
+
 def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
     """Return how many experts a block has and their intermediate size; None if the model is no mixture that is handled.
 
     Args:
         hf_config: the Hugging Face config of the language model.
     """
-    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    family = family_of(hf_config)
     if family is None or not family.mixture:
         return None
     count = next((int(count) for name in EXPERTS if (count := getattr(hf_config, name, None))), 0)
@@ -44,6 +60,13 @@ def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
 def require_text(hf_config: Any, what: str, fix: str, required: str = "a text model") -> None:
     """Raise ModelError for a model with a vision tower. ``what``, ``fix`` and ``required`` are those of ``explain``."""
     if sees(hf_config):
+        raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
+
+
+def require_attention(hf_config: Any, what: str, fix: str) -> None:
+    """Raise ModelError for a model with gated delta nets. ``what`` and ``fix`` are those of ``explain``."""
+    if has_delta_nets(hf_config):
+        required = "attention in all blocks (gated delta nets have not run so)"
         raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
 
 
@@ -61,7 +84,7 @@ def check_structure(hf_config: Any, config: Config) -> None:
 
 def check_device(hf_config: Any, device_type: str) -> None:
     """Raise ModelError for a mixture of experts on a device without a product for its experts. ``device_type`` is torch's."""
-    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    family = family_of(hf_config)
     if family is not None and family.mixture and device_type not in ("cpu", "cuda"):
         raise ModelError(
             explain(
@@ -75,6 +98,7 @@ def check_device(hf_config: Any, device_type: str) -> None:
 
 def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is required, and what was found instead."""
+    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
     if parts and not (sees(hf_config) and config.fp8_rollout):
         seeing = [family.model_type for family in FAMILIES.values() if family.tower]
@@ -84,7 +108,7 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         hf_config = hf_config.get_text_config()
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
-    handled = getattr(hf_config, "model_type", None) in mixtures
+    handled = family is not None and family.mixture is not None
     in_blocks = config.fp8_rollout and not config.channelwise
     why = "experts would stay in BF16, and the weight sync would fail after loading"
     if handled and not in_blocks:

@@ -11,6 +11,15 @@ from typing import Any
 
 import torch
 
+#: blocks of which every second has attention; the others have 2 heads for keys and 4 for values, 64 wide
+DELTA_NET: dict[str, Any] = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "full_attention_interval": 2,
+}
+
 #: settings of a family beyond the sizes, where it differs from a model built like Llama
 OF_FAMILY: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None, "head_dim": 128},  # heads wider than hidden / heads, as Mistral-Nemo has them
@@ -40,6 +49,13 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.7,
         "use_qk_norm": True,
     },
+    "qwen3_next": {
+        **DELTA_NET,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+    },
 }
 
 
@@ -60,7 +76,7 @@ def config_of(family: str, **options: Any) -> Any:
         "eos_token_id": 1,
         "pad_token_id": 0,
     }
-    if family in ("qwen3", "llama", "seed_oss", "qwen3_moe", "mixtral", "glm4_moe"):
+    if family in ("qwen3", "llama", "seed_oss", "qwen3_moe", "mixtral", "glm4_moe", "qwen3_next"):
         settings["head_dim"] = 64
     return AutoConfig.for_model(family, **{**settings, **OF_FAMILY.get(family, {}), **options})
 

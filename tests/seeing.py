@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.models import spread
+from tests import models
 
 #: torchvision and what verl needs for images, which `make vision` installs; not in the environment of all tests
 ROOT = Path(__file__).resolve().parents[1]
@@ -42,6 +42,8 @@ _VISION = {
     "temporal_patch_size": 2,
 }  # fmt: skip
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_PARTIAL = {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+_QWEN3_5 = {"patch_size": 16, "num_position_embeddings": 64}
 
 #: family -> what its language model and its tower have beyond the sizes
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -52,6 +54,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "qwen3_vl": (
         {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [12, 10, 10], "mrope_interleaved": True}},
         {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    ),
+    "qwen3_5": ({**models.DELTA_NET, "head_dim": 64, "rope_parameters": _PARTIAL}, _QWEN3_5),
+    "qwen3_5_moe": (
+        {
+            **models.DELTA_NET,
+            "head_dim": 64,
+            "rope_parameters": _PARTIAL,
+            "moe_intermediate_size": 256,
+            "shared_expert_intermediate_size": 256,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+        },
+        _QWEN3_5,
     ),
 }
 
@@ -70,17 +85,18 @@ def build(family: str, seed: int = 0, **text: Any) -> Any:
     """A BF16 model with weights large enough that its next-token distribution is not uniform."""
     from transformers import AutoModelForImageTextToText
 
-    return spread(AutoModelForImageTextToText, config_of(family, **text), seed)
+    return models.spread(AutoModelForImageTextToText, config_of(family, **text), seed)
 
 
 def tokenizer() -> Any:
     """One token for each byte, and those around and in place of images."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = {token: i for i, token in enumerate([*WORDS, *alphabet])}
-    made = Tokenizer(models.BPE(vocab=words, merges=[]))
+    made = Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
@@ -104,7 +120,9 @@ _TEMPLATE = (
 
 _PROCESSORS = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
-    "qwen3_vl": ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_5", "qwen3_5_moe"), ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")
+    ),
 }
 
 

@@ -11,13 +11,18 @@ import pytest
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact.coverage import check_family
-from jetrl_patch.families import FAMILIES, LLAMA_LIKE, MERGED, ROW_PARALLEL, Family, covering, titles
+from jetrl_patch.families import FAMILIES, LLAMA_LIKE, MERGED, ROW_PARALLEL, Family, covering, family_of, titles
+from jetrl_patch.family import width
 
 from .test_boundaries import ROOT, loaded_by, python_files
 
 TABLE = ROOT / "jetrl_patch" / "families.py"
 #: family -> the one other file that names it, because vLLM has a class or verl a module of that name
-NAMED_ELSEWHERE = {"llama": "adapters/vllm/ops.py", "qwen3_vl": "adapters/verl/adapter.py"}
+NAMED_ELSEWHERE = {
+    "llama": "adapters/vllm/ops.py",
+    "qwen3_vl": "adapters/verl/adapter.py",
+    "qwen3_5": "adapters/verl/adapter.py",
+}
 
 
 def names_of(family: Family) -> re.Pattern[str]:
@@ -71,21 +76,30 @@ def test_the_layers_are_the_models(family: Family) -> None:
 
     sizes: dict[str, Any] = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "pad_token_id": None}
     sizes |= {"num_hidden_layers": 1, "vocab_size": 8, "intermediate_size": 64}
+    if family.delta_net:
+        sizes |= {"num_hidden_layers": 2, "full_attention_interval": 2}
     whole = AutoConfig.for_model(family.model_type, **({"text_config": sizes} if family.tower else sizes))
-    config, block = whole.get_text_config(), _on_meta(whole).get_submodule(f"{family.decoder}.layers.0")
-    modules = dict(block.named_modules())
+    config, blocks = whole.get_text_config(), _on_meta(whole).get_submodule(f"{family.decoder}.layers")
+    modules = {name: module for block in blocks for name, module in block.named_modules()}
     linears = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     readers = {reader for found in family.readers.values() for reader in found}
     assert all(type(modules[norm]).__name__ == family.norm for norm in family.readers)
     # a norm before experts has other readers beside shared experts
     beside = {name for name in linears if family.mixture and name.startswith("mlp.")} - set(family.row_parallel)
+    assert family.delta_net == ("linear_attn" in modules)
     assert readers | beside | set(family.row_parallel) == linears
     assert not readers & set(family.row_parallel)
     leaves = [name.rpartition(".")[2] for name in linears]
     assert all(set(group) <= set(leaves) for group in family.merged)
     for layer, size in family.row_parallel.items():
-        width = 2 * block.self_attn.head_dim if size == "attention" else getattr(config, size)
-        assert modules[layer].in_features == width
+        assert modules[layer].in_features == width(size, config), layer
+    split = family.split_layers(config)
+    assert set(split) == {
+        f"{family.decoder}.layers.{index}.{layer}"
+        for index, block in enumerate(blocks)
+        for layer in family.row_parallel
+        if layer in dict(block.named_modules())
+    }
 
 
 def test_one_vllm_model_merges_what_the_record_says() -> None:
@@ -103,11 +117,19 @@ def test_one_vllm_model_merges_what_the_record_says() -> None:
 
 
 def test_unions_and_lists() -> None:
-    assert MERGED == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    assert {"o_proj", "down_proj"} == ROW_PARALLEL
+    assert MERGED[:2] == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+    assert MERGED[2:] == (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+    assert {"o_proj", "down_proj", "out_proj"} == ROW_PARALLEL
     assert not any(LLAMA_LIKE.covers(part) for part in ("exact", "scaling", "fused", "megatron"))
     assert titles(covering("megatron").values()) == "Qwen2/2.5, Qwen3 and Llama"
     assert titles([FAMILIES["phi3"]]) == "Phi-3"
+
+
+def test_a_language_model_is_of_the_family_of_the_whole() -> None:
+    for whole in FAMILIES:
+        for name in (whole, f"{whole}_text"):
+            assert family_of(SimpleNamespace(model_type=name)) is FAMILIES[whole]
+    assert family_of(SimpleNamespace(model_type="bert_text")) is family_of(SimpleNamespace()) is None
 
 
 def test_documents_list_the_families() -> None:

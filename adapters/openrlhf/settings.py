@@ -15,7 +15,7 @@ from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlErr
 from jetrl_patch.gate import while_active
 from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
-from jetrl_patch.structure import require_text
+from jetrl_patch.structure import require_attention, require_text
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
@@ -98,7 +98,9 @@ def check_model(hf_config: Any) -> None:
 
     OpenRLHF trains on images with other families, which no such mode covers.
     """
-    require_text(hf_config, "the model with OpenRLHF and a quantized rollout", f"use {UNQUANTIZED}")
+    what, fix = "the model with OpenRLHF and a quantized rollout", f"use {UNQUANTIZED}"
+    require_text(hf_config, what, fix)
+    require_attention(hf_config, what, fix)
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

@@ -10,6 +10,7 @@ from jetrl_patch.adapters.verl import (
     beside,
     checkpoint,
     delta,
+    delta_nets,
     fused,
     logprob,
     lora,
@@ -254,7 +255,16 @@ SEEING: tuple[Patch, ...] = (
             "the head's gradient is each rank's own. Its Triton forward is not covered; the driver refuses it",
             remove_when="verl's fused forward leaves the head to FSDP2",
         )
-        for name in ("qwen2_vl", "qwen3_vl")
+        for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")
+    ),
+    Patch(
+        module="verl.models.transformers.qwen3_5",
+        attr="_call_accepts_kwarg",
+        make=delta_nets.accepts,
+        reason="verl hands the boundaries of a packed row to a delta rule that drops them (transformers' own, without "
+        "flash-linear-attention): each sequence begins with the state of the one before it. Models of text get none, and "
+        "are refused in packed rows",
+        remove_when="verl asks for a parameter of that name, or transformers' rule takes boundaries",
     ),
 )
 

@@ -22,7 +22,7 @@ from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import require_text
+from jetrl_patch.structure import require_attention, require_text
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
 __all__ = ["build_lora_module", "check_model", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
@@ -77,13 +77,15 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 
 def check_model(hf_config: Any, select: Callable[[str], Any], config: Config) -> None:
-    """Raise ModelError for adapters of a model with a vision tower, which nothing has compared with the rollout."""
+    """Raise ModelError for adapters of a model with a vision tower or delta nets, which nothing has compared with the rollout."""
     if config.quantized_rollout and _is_used(select):
         _check_text(hf_config)
 
 
 def _check_text(hf_config: Any) -> None:
-    require_text(hf_config, "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}")
+    what, fix = "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}"
+    require_text(hf_config, what, fix)
+    require_attention(hf_config, what, fix)
 
 
 def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.verl import fused, ulysses
+from jetrl_patch.adapters.verl import delta_nets, fused, ulysses
 from jetrl_patch.adapters.verl.paths import named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import sees
+from jetrl_patch.structure import has_delta_nets, sees
 from jetrl_patch.trainer.rules import raised
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlErro
     """Yield an error for each setting that no run of a model that sees has shown to be right."""
     for size, path in ulysses.sizes(select).items():
         yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
+    yield from delta_nets.problems(select, hf_config)
     yield from raised(lambda: fused.check_setting(select, hf_config))
     if sees(hf_config) and select(_HYBRID) is False:
         required = "True for a model that sees (the one-step-off and the fully asynchronous program have not run with one)"
@@ -42,14 +43,16 @@ def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlErro
 def check_worker(hf_config: Any, engine: Any) -> None:
     """Raise ModelError as ``problems``, for a model that the driver could not read."""
     check_whole(hf_config, engine.ulysses_sequence_parallel_size)
+    delta_nets.check_packing(hf_config, bool(engine.model_config.use_remove_padding))
     if engine.model_config.use_fused_kernels:
         fused.check_seeing(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
 
 
 def check_whole(hf_config: Any, size: int, what: str = "ulysses_sequence_parallel_size") -> None:
-    """Raise ModelError for a model that sees in slices: ``size`` ranks share each of its sequences."""
-    if sees(hf_config) and size > 1:
-        required = "whole sequences of a model that sees (its slices have not been compared with the rollout)"
+    """Raise ModelError for a model that sees, or has delta nets, in slices: ``size`` ranks share each of its sequences."""
+    if size > 1 and (sees(hf_config) or has_delta_nets(hf_config)):
+        kind = "that sees" if sees(hf_config) else "with gated delta nets"
+        required = f"whole sequences of a model {kind} (its slices have not been compared with the rollout)"
         found = f"model_type={hf_config.model_type!r}"
         raise ModelError(explain(f"{what}={size}", required=required, found=found, fix="set it to 1"))
 

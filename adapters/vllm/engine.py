@@ -15,7 +15,7 @@ from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, VersionError, explain
-from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family
+from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.fp8.ranks import ExpertSplit
 from jetrl_patch.structure import check_device, check_structure, expert_sizes
@@ -108,7 +108,7 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     check_structure(model.hf_config, config)
     _refuse_batch_invariance()
-    family = FAMILIES.get(model.hf_text_config.model_type, LLAMA_LIKE)
+    family = family_of(model.hf_text_config) or LLAMA_LIKE
     if family.mixture:
         _check_experts(vllm_config, model.hf_text_config, family)
         check_device(model.hf_text_config, _device_type())
@@ -199,20 +199,10 @@ def _cut_layers(whole: Any, hf_config: Any, tp: int, exclude: tuple[str, ...]) -
     Args:
         whole, hf_config: the configurations of the model and of its language model.
     """
-    family = FAMILIES.get(whole.model_type, LLAMA_LIKE)
-    keys = ("num_hidden_layers", "num_attention_heads", "hidden_size", *{*family.row_parallel.values()} - {"attention"})
-    sizes = {key: getattr(hf_config, key, None) for key in keys}
-    if tp == 1 or not all(isinstance(size, int) for size in sizes.values()):
+    if tp == 1:
         return []
-    layers, heads, hidden, *_ = (int(size or 0) for size in sizes.values())
-    sizes["attention"] = heads * (getattr(hf_config, "head_dim", None) or hidden // heads)
-    names = []
-    for index in range(layers):
-        for layer, size in family.row_parallel.items():
-            name, k = f"{family.decoder}.layers.{index}.{layer}", int(sizes[size] or 0)
-            if k % tp == 0 and is_cut(name, k, tp) and is_quantized(name, exclude):
-                names.append(name)
-    return names
+    split = FAMILIES.get(whole.model_type, LLAMA_LIKE).split_layers(hf_config)
+    return [name for name, k in split.items() if k % tp == 0 and is_cut(name, k, tp) and is_quantized(name, exclude)]
 
 
 def _on_cpu() -> bool:

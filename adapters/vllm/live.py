@@ -7,6 +7,10 @@ again at its next use: same kernel, same bits.
 Experts keep their weight, but vLLM packs it once. When it processes the weights of a later load, as verl has it do after each
 sync, it leaves them as they were loaded, and the kernel takes them for packed ones (seen in 0.30: every log-prob is wrong,
 without an error).
+
+The weight of a convolution (of gated delta nets) is packed in its place, so that a later update would write plain values where
+the kernel reads packed ones. Here the plain weight is kept beside it; a write through its loader meets the plain one, which is
+then packed.
 """
 
 from __future__ import annotations
@@ -14,7 +18,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["keep_live_experts", "keep_live_weight"]
+__all__ = ["keep_live_experts", "keep_live_weight", "unpacked"]
+
+#: attribute of a layer that convolves: its parameter, which is packed, and the weight as it was loaded
+_CONVOLVES = "jetrl_convolves"
 
 
 def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
@@ -25,6 +32,14 @@ def keep_live_weight(original: Callable[..., None]) -> Callable[..., None]:
 
     def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
+        if getattr(layer, _CONVOLVES, (None,))[0] is weight:
+            return  # its loader has packed it
+        if weight.ndim == 3 and hasattr(weight, "weight_loader") and not weight.is_meta:
+            loaded, place = weight.data.clone(), weight.data_ptr()
+            original(layer, remove_weight)
+            if layer.weight.data_ptr() != place:
+                _watch_convolution(layer, weight, loaded, original)
+            return
         if weight.ndim != 2 or weight.is_meta:
             original(layer, remove_weight)
             return
@@ -49,6 +64,27 @@ def _watch(layer: Any, weight: Any, pack: Callable[..., None]) -> None:
         return layer.cpu_linear(x, live, bias)
 
     weight.weight_loader = load_and_mark
+
+
+def _watch_convolution(layer: Any, weight: Any, loaded: Any, pack: Callable[..., None]) -> None:
+    load = weight.weight_loader
+
+    def load_and_pack(param: Any, *args: Any, **kwargs: Any) -> Any:
+        param.data = loaded.clone()  # vLLM may keep what it packs
+        result = load(param, *args, **kwargs)
+        loaded.copy_(param.data)
+        pack(layer, False)
+        return result
+
+    weight.weight_loader = load_and_pack
+    layer.__dict__[_CONVOLVES] = (weight, loaded)  # not a second registration of the parameter
+
+
+def unpacked(layer: Any) -> Any:
+    """The weight of one of vLLM's linear layers as it was loaded: the plain one of a convolution that is packed."""
+    weight = getattr(layer, "weight", None)
+    held, loaded = getattr(layer, _CONVOLVES, (None, None))
+    return loaded if held is not None and held is weight else weight
 
 
 def keep_live_experts(model: Any) -> None:

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Shard", "hf_names", "shards_of"]
 
+#: weights that fill several parts of a layer in which vLLM fuses them with others -> how many
+_PARTS = {"in_proj_qkv": 3}
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -23,7 +26,8 @@ class Shard:
 
     Attributes:
         name: Hugging Face module name, such as ``model.layers.0.self_attn.q_proj``.
-        shard_id: vLLM's name for it in loaders: ``"q"``, ``0``, or None if nothing is fused.
+        shard_id: vLLM's name for it in loaders: ``"q"``, ``0``, ``(0, 1, 2)`` if the weight fills these parts of a layer that
+            holds others too, or None if nothing is fused.
         rows: N of the whole Hugging Face weight.
         row0, row1: rows of the whole weight that this rank holds.
         col0, col1: columns of the whole weight that this rank holds.
@@ -31,7 +35,7 @@ class Shard:
     """
 
     name: str
-    shard_id: str | int | None
+    shard_id: str | int | tuple[int, ...] | None
     rows: int
     row0: int
     row1: int
@@ -76,20 +80,18 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
         sizes = [(None, layer.output_size, layer.output_size_per_partition, rank)]
     else:
         sizes = [(None, layer.output_size, layer.output_size, 0)]
-    if len(names) == 1 and len(sizes) > 1:
-        return _one_weight(names[0], sizes, k)
-    found, offset = [], 0
-    for name, (shard_id, rows, local, part) in zip(names, sizes, strict=True):
-        found.append(Shard(name, shard_id, rows, part * local, (part + 1) * local, 0, k, offset))
-        offset += local
-    return found
-
-
-def _one_weight(name: str, sizes: Sequence[tuple[str | int | None, int, int, int]], k: int) -> list[Shard]:
-    """Return shards of a weight that Hugging Face fuses too: rectangles of one tensor, stacked by rows."""
-    total, base, found, offset = sum(rows for _, rows, _, _ in sizes), 0, [], 0
-    for shard_id, rows, local, part in sizes:
-        found.append(Shard(name, shard_id, total, base + part * local, base + (part + 1) * local, 0, k, offset))
-        base += rows
-        offset += local
+    found: list[Shard] = []
+    at = offset = 0
+    for name in names:
+        count = len(sizes) if len(names) == 1 else _PARTS.get(name.rpartition(".")[2], 1)
+        parts = sizes[at : at + count]
+        whole = tuple(range(at, at + count)) if 1 < count < len(sizes) else None  # what vLLM's loader gets for all of them
+        rows, base = sum(size for _, size, _, _ in parts), 0
+        for shard_id, size, local, part in parts:
+            row0 = base + part * local
+            found.append(Shard(name, whole or shard_id, rows, row0, row0 + local, 0, k, offset))
+            base, offset = base + size, offset + local
+        at += count
+    if at != len(sizes):
+        raise ValueError(f"{', '.join(names)} fill {at} of the {len(sizes)} parts of {layer.prefix}")
     return found

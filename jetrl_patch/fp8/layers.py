@@ -17,8 +17,8 @@ from jetrl_patch.units import matrices_of
 
 #: Matches linear layers inside a transformer block; all others (embedding, lm_head, value heads) stay in BF16.
 _IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
-#: Router gates stay in BF16.
-_ROUTERS = ("gate", "router", "shared_expert_gate")
+#: Routers stay in BF16, and the projections that gate a delta net's state: one number a head, so that less than a block is left.
+_GATES = ("gate", "router", "shared_expert_gate", "in_proj_b", "in_proj_a", "in_proj_ba")
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -33,7 +33,7 @@ def matches(name: str, pattern: str) -> bool:
 def is_quantized(name: str, exclude: Sequence[str]) -> bool:
     """Whether the linear layer ``name`` (Hugging Face module name) is quantized. Layers of a vision tower are not."""
     parts = name.split(".")
-    if not _IN_BLOCK.search(name) or parts[-1] in _ROUTERS or not TOWERS.isdisjoint(parts):
+    if not _IN_BLOCK.search(name) or parts[-1] in _GATES or not TOWERS.isdisjoint(parts):
         return False
     return not any(matches(name, pattern) for pattern in exclude)
 

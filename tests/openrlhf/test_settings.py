@@ -146,6 +146,15 @@ def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
         settings.check_mark(args, "here")
 
 
+def test_models_with_delta_nets_are_refused_by_name(tmp_path):
+    from tests.models import config_of
+
+    config_of("qwen3_next").save_pretrained(tmp_path)
+    (problem,) = settings.problems(arguments(actor__model_name_or_path=str(tmp_path)), LINEAR)
+    with pytest.raises(ModelError, match=r"with OpenRLHF .*required attention in all blocks .*found model_type='qwen3_next'"):
+        raise problem
+
+
 def test_models_that_see_are_refused_by_name(tmp_path):
     from jetrl_patch.adapters.openrlhf.model import prepare
     from tests import seeing

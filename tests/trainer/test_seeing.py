@@ -22,8 +22,10 @@ from jetrl_patch.trainer.preflight import check_checkpoint
 from tests import seeing
 
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
-#: linears of one block
-LEAVES = {"qwen2_5_vl": 7, "qwen3_vl": 7}
+#: linears that become FP8: in both blocks, of which one may have a delta net, with three of its five
+LINEARS = {"qwen2_5_vl": 7 + 7, "qwen3_vl": 7 + 7, "qwen3_5": 6 + 7, "qwen3_5_moe": 6 + 7}
+#: what one operation computes
+EXPERTS = 2 * 8 * 3
 
 
 def prepared(model: Any, config: Config) -> Any:
@@ -51,7 +53,8 @@ def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: s
     before = {name: type(module) for name, module in model.named_modules()}
     source = prepared(model, LINEAR)
     changed = {name for name, module in model.named_modules() if type(module) is not before[name]}
-    assert changed == set(source.layers) and len(changed) == 2 * LEAVES[family]
+    assert len(changed) == LINEARS[family] and changed <= set(source.layers)
+    assert len(set(source.layers) - changed) == (EXPERTS if family == "qwen3_5_moe" else 0)
     assert all(name.startswith("model.language_model.layers.") for name in changed)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - changed
     assert "lm_head" in linears and any(".merger." in name for name in linears) and any(".blocks." in name for name in linears)
@@ -87,14 +90,17 @@ def test_a_tower_is_known_by_its_name_on_both_sides() -> None:
 @pytest.mark.parametrize("family", seeing.FAMILIES)
 def test_what_is_accepted_by_config_json(tmp_path: Path, family: str) -> None:
     seeing.config_of(family).save_pretrained(tmp_path)
-    for config in (LINEAR, ROLLOUT, Config(precision="fp8-rollout", rollout_granularity="channel")):
+    channel = Config(precision="fp8-rollout", rollout_granularity="channel")
+    for config in (LINEAR, ROLLOUT, *[channel] * (family != "qwen3_5_moe")):
         assert check_checkpoint(tmp_path, config, 1).model_type == family
         assert check_checkpoint(tmp_path, config, 2).model_type == family
-    with pytest.raises(ModelError, match=rf"required one of the model families .*found model_type='{family}' \(its vision tower"):
+    says = rf"required one of the model families .*found model_type='{family}' \(its (vision tower|gated delta nets)"
+    with pytest.raises(ModelError, match=says):
         check_checkpoint(tmp_path, Config(precision="fp8-unified"), 1)
     with pytest.raises(ModelError, match=r"with an FP8 rollout one of qwen2_5_vl, .*found text_config and vision_config\."):
         check_checkpoint(tmp_path, Config(precision="int8-rollout"), 1)
-    with pytest.raises(ModelError, match=r"cuts a block.*model\.language_model\.layers\.0\.self_attn\.o_proj"):
+    says = r"cuts a block.*model\.language_model\.layers\.0\.(self_attn\.o|linear_attn\.out)_proj|the experts of .* found 256"
+    with pytest.raises(ModelError, match=says):
         check_checkpoint(tmp_path, LINEAR, 4)
     with pytest.raises(ModelError, match=r"invariant_scale=1\.5: required one of the model families"):
         check_checkpoint(tmp_path, Config(precision="fp8-rollout", invariant_scale=1.5), 1)

@@ -187,6 +187,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]
     [
         ("fsdp2", "qwen2_5_vl", 2, ["fused"]),
         ("fsdp", "qwen3_vl", 1, []),
+        ("fsdp2", "qwen3_5", 1, []),
+        pytest.param("fsdp2", "qwen3_5", 2, ["fused"], marks=pytest.mark.slow),
+        pytest.param("fsdp", "qwen3_5_moe", 1, [], marks=pytest.mark.slow),
         pytest.param("fsdp2", "qwen3_vl", 2, ["fused"], marks=pytest.mark.slow),
         pytest.param("fsdp2", "qwen3_vl", 1, [], marks=pytest.mark.slow),
         pytest.param("fsdp2", "qwen2_5_vl", 1, [], marks=pytest.mark.slow),

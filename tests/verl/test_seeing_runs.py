@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from jetrl_patch.fp8.layers import is_quantized
 from tests import seeing
 from tests.verl.run_verl import A, M, R, Run
 from tests.verl.test_async_runs import APART
@@ -52,20 +53,20 @@ def start(folder: Path, family: str, *extra: str, environ: dict[str, str], **opt
     return Run(task, *sizes, *extra, steps=2, environ={**environ, **seeing.environ()}, **options)
 
 
-def numbers(model: Path) -> tuple[int, int, int]:
-    """How many numbers the linears of the language model's blocks hold, how many blocks of 128 x 128, and all the rest."""
+def numbers(model: Path) -> tuple[int, int, int, int]:
+    """How many layers are FP8, how many numbers they hold, how many blocks of 128 x 128, and how many numbers all the rest."""
     from safetensors import safe_open
 
-    inside, blocks, rest = 0, 0, 0
+    layers, inside, blocks, rest = 0, 0, 0, 0
     with safe_open(model / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118
-            rows, *columns = file.get_slice(name).get_shape()
-            size = rows * (columns[0] if columns else 1)
-            if ".layers." in name and columns:
-                inside, blocks = inside + size, blocks + -(-rows // 128) * -(-columns[0] // 128)
+            shape = file.get_slice(name).get_shape()
+            if len(shape) == 2 and is_quantized(name.removesuffix(".weight"), ()):
+                layers, inside = layers + 1, inside + shape[0] * shape[1]
+                blocks += -(-shape[0] // 128) * -(-shape[1] // 128)
             else:
                 rest += file.get_tensor(name).numel()
-    return inside, blocks, rest
+    return layers, inside, blocks, rest
 
 
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
@@ -87,6 +88,8 @@ V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
         ("qwen3_vl", ROLLOUT, (V0, EQUAL), {}),
         ("qwen3_vl", LINEAR, (V1, "trainer.v1.trainer_mode=colocate_async"), {}),
         ("qwen2_5_vl", LINEAR, (V1, *APART), {}),
+        ("qwen3_5", LINEAR, (V1, f"{M}.use_remove_padding=True"), {}),
+        ("qwen3_5", ROLLOUT, (V0, f"{M}.use_fused_kernels=True"), {"strategy": "fsdp"}),
     ],
 )
 def test_grpo_on_images_and_text(
@@ -97,14 +100,14 @@ def test_grpo_on_images_and_text(
     verl bans the two tokens in place of images and films in vLLM alone, which adds to the difference.
     """
     run = start(tmp_path, family, *extra, environ=environ, **options)
-    inside, blocks, rest = numbers(tmp_path / "model")
+    layers, inside, blocks, rest = numbers(tmp_path / "model")
     sent, most = {  # in BF16 mode verl sends FP32
         "bf16": (4 * (inside + rest), 0.03),
         "fp8-unified": (inside + 4 * blocks + 2 * rest, 0.1),
         "fp8-rollout": (2 * (inside + rest), 0.2),
     }[environ["JETRL_PRECISION"]]
     for step in finish(run, 2):
-        assert step["jetrl/quantized_layers"] == (0 if environ is BF16 else 2 * 7)
+        assert step["jetrl/quantized_layers"] == (0 if environ is BF16 else layers)
         assert step["jetrl/sync_bytes_total"] == sent
         assert step["jetrl/tokens"] >= 16
         if step["jetrl/stale_fraction"] < 1:  # asynchronous trainers use samples of older weights too

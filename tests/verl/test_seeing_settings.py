@@ -80,7 +80,9 @@ def test_a_remote_model_is_refused_in_the_worker(size, options, says):
     from types import SimpleNamespace
 
     def check(hf_config, size, options):
-        model = SimpleNamespace(use_fused_kernels=options is not None, fused_kernel_options=options)
+        model = SimpleNamespace(
+            use_fused_kernels=options is not None, fused_kernel_options=options, use_remove_padding=True
+        )
         check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=size, model_config=model))
 
     hf_config = seeing.config_of("qwen3_vl")

@@ -40,8 +40,15 @@ def run(*words: str) -> None:
 @seeing.needs_images
 @pytest.mark.e2e
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["linear", "fp8-rollout", "channel"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "mode"),
+    [
+        (family, mode)
+        for family in FAMILIES
+        for mode in ("linear", "fp8-rollout", "channel")
+        if (family, mode) != ("qwen3_5_moe", "channel")  # refused: experts are quantized in blocks
+    ],
+)
 def test_the_language_model_is_fp8_and_the_tower_is_synced_in_bf16(
     checkpoints: Callable[[str, int], str], family: str, mode: str
 ) -> None:

@@ -1,0 +1,111 @@
+"""Gated delta nets in verl: a sequence begins with an empty state, packed or not, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from jetrl_patch import runtime
+from jetrl_patch.adapters.verl import delta_nets, settings
+from jetrl_patch.adapters.verl.seeing import check_worker
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ModelError
+from tests import models, seeing
+from tests.verl.test_settings import BF16, LINEAR, ROLLOUT
+
+A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
+PACKED, PADDED = f"{M}.use_remove_padding=True", f"{M}.use_remove_padding=False"
+SLICES = (f"{A}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", PACKED)
+
+
+@pytest.fixture
+def active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="bf16").resolved())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("delta")
+    for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
+        config = models.config_of(family) if family == "qwen3_next" else seeing.config_of(family)
+        config.save_pretrained(root / family)
+    return {family.name: family for family in root.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("family", "extra"),
+    [("qwen3_5", (PACKED,)), ("qwen3_5", (PADDED,)), ("qwen3_5_moe", (PACKED,)), ("qwen3_next", (PADDED,))],
+)
+@pytest.mark.parametrize("config", [LINEAR, ROLLOUT])
+def test_what_is_accepted(base: Any, folders: dict[str, Path], family: str, extra: tuple[str, ...], config: Any) -> None:
+    assert [str(problem) for problem in settings.problems(base(f"{M}.path={folders[family]}", *extra), config)] == []
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "says"),
+    [
+        ("qwen3_next", (PACKED,), r"use_remove_padding: required one sequence in a row .*model_type='qwen3_next'\. Set it to f"),
+        ("qwen3_next", (PADDED, f"{M}.lora_rank=8"), r"LoRA with .*required attention in all blocks .*model_type='qwen3_next'"),
+        ("qwen3_5", SLICES, r"size=2: required whole sequences of a model that sees .*model_type='qwen3_5'\. Set it to 1"),
+    ],
+)
+def test_what_is_refused(base: Any, folders: dict[str, Path], family: str, extra: tuple[str, ...], says: str) -> None:
+    given = base(f"{M}.path={folders[family]}", *extra)
+    (problem,) = settings.problems(given, LINEAR)
+    with pytest.raises(ModelError, match=says):
+        raise problem
+    assert not list(settings.problems(given, BF16))
+
+
+def test_slices_of_a_text_model_are_refused_too(base: Any, folders: dict[str, Path]) -> None:
+    found = [str(problem) for problem in settings.problems(base(f"{M}.path={folders['qwen3_next']}", *SLICES), LINEAR)]
+    assert len(found) == 2 and "whole sequences of a model with gated delta nets" in found[0] and "one sequence" in found[1]
+
+
+def test_a_remote_model_is_refused_in_the_worker() -> None:
+    def check(hf_config: Any, packed: bool) -> None:
+        model = SimpleNamespace(use_fused_kernels=False, use_remove_padding=packed)
+        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
+
+    with pytest.raises(ModelError, match="required one sequence in a row"):
+        check(models.config_of("qwen3_next"), True)
+    check(models.config_of("qwen3_next"), False)
+    check(seeing.config_of("qwen3_5"), True)
+    check(models.config_of("qwen3_moe"), True)
+
+
+@pytest.mark.usefixtures("active")
+def test_a_sequence_in_a_packed_row_begins_with_an_empty_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet
+    from verl.models.transformers import qwen3_5
+
+    torch.manual_seed(0)
+    config = seeing.config_of("qwen3_5").text_config
+    net = Qwen3_5GatedDeltaNet(config, 0)
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+        rows = [torch.randn(1, length, config.hidden_size) for length in (5, 70, 3)]
+        boundaries = torch.tensor([0, 5, 75, 78])
+        alone = torch.cat([net(row) for row in rows], 1)
+
+        def off() -> float:
+            found = qwen3_5.qwen3_5_gated_delta_net_forward(net, torch.cat(rows, 1), cu_seqlens=boundaries)
+            return float((found - alone).abs().max() / alone.abs().max())
+
+        assert off() > 1e-2  # fails once verl asks another question: then the patch can go
+        monkeypatch.setattr(qwen3_5, "_call_accepts_kwarg", delta_nets.accepts(qwen3_5._call_accepts_kwarg))
+        assert off() < 1e-5
+
+
+@pytest.mark.usefixtures("active")
+def test_a_rule_that_names_boundaries_gets_them() -> None:
+    def rule(q: Any, cu_seqlens: Any = None, **kwargs: Any) -> None: ...
+
+    accepts = delta_nets.accepts(lambda fn, name: True)
+    assert accepts(rule, "cu_seqlens") and not accepts(rule, "cp_context")
