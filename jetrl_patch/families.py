@@ -32,6 +32,7 @@ DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_on
 _NO_BIAS = "the model in transformers has no such bias"
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
 _NOT_TIED = "vLLM gives lm_head a weight of its own"
+_ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
 #: for every family with experts
 _BEFORE_ATTENTION = {"input_layernorm": READERS["input_layernorm"]}
 _OUTPUT = {"self_attn.o_proj": "attention"}
@@ -95,7 +96,7 @@ _RECORDS = (
         merged=(),
         uncovered={
             "exact": "its q, k and v share one weight, and so do gate and up; the shared ops do not split them",
-            "fused": "its gate and up share one weight, which the fused MLP does not split",
+            "fused": _ONE_WEIGHT,
             **_NOT_MEGATRON,
         },
     ),
@@ -204,6 +205,25 @@ _RECORDS = (
         row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
         uncovered=_DELTA_NET,
         delta_net=True,
+    ),
+    _with_experts(
+        "qwen3_vl_moe",
+        "Qwen3VLMoe",
+        "Qwen3-VL-MoE",
+        *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
+        merged=(QKV,),
+        uncovered=_EXPERTS | _SEEING,
+        text="Text",
+        tower="visual",
+    ),
+    Family(
+        "glm4v",
+        "Glm4v",
+        "GLM-4.1V",
+        readers={**_BEFORE_ATTENTION, "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        merged=(QKV,),
+        uncovered={**_SEEING, "fused": _ONE_WEIGHT},
+        tower="visual",
     ),
 )
 FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}

@@ -66,7 +66,7 @@ class Mixture:
     """What the blocks with experts of a family have. transformers keeps the experts of a block in two parameters of one module.
 
     Attributes:
-        experts: what the name of the experts' class has after the family's prefix.
+        experts: what the name of the experts' class has after those of the language model's other classes.
         router: the same of the router.
         chooser: the same of the block that chooses experts by the sigmoid of the router's FP32 logits, with a correction bias
             and groups; empty if the router does it, by the largest of a softmax.
@@ -146,15 +146,15 @@ class Family:
 
     @property
     def experts(self) -> str:
-        return f"{self.prefix}{self.mixture.experts}" if self.mixture else ""
+        return f"{self.prefix}{self.text}{self.mixture.experts}" if self.mixture else ""
 
     @property
     def router(self) -> str:
-        return f"{self.prefix}{self.mixture.router}" if self.mixture else ""
+        return f"{self.prefix}{self.text}{self.mixture.router}" if self.mixture else ""
 
     @property
     def chooser(self) -> str:
-        return f"{self.prefix}{self.mixture.chooser}" if self.mixture and self.mixture.chooser else ""
+        return f"{self.prefix}{self.text}{self.mixture.chooser}" if self.mixture and self.mixture.chooser else ""
 
     def to_stored(self, name: str) -> str:
         """The name of a tensor or module in a checkpoint and in vLLM, from its name in transformers' model."""

@@ -48,13 +48,24 @@ def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
     """Return how many experts a block has and their intermediate size; None if the model is no mixture that is handled.
 
     Args:
-        hf_config: the Hugging Face config of the language model.
+        hf_config: the Hugging Face config of the whole model.
     """
-    family = family_of(hf_config)
-    if family is None or not family.mixture:
+    if not _mixes(hf_config):
         return None
-    count = next((int(count) for name in EXPERTS if (count := getattr(hf_config, name, None))), 0)
-    return (count, int(getattr(hf_config, "moe_intermediate_size", None) or hf_config.intermediate_size)) if count else None
+    text = _text(hf_config)
+    count = next((int(count) for name in EXPERTS if (count := getattr(text, name, None))), 0)
+    return (count, int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)) if count else None
+
+
+def _text(hf_config: Any) -> Any:
+    """The config of the language model. Its ``model_type`` is no key of the families' table where there is a tower beside it."""
+    return hf_config.get_text_config() if sees(hf_config) else hf_config
+
+
+def _mixes(hf_config: Any) -> bool:
+    """Whether the model has experts that its family's record knows."""
+    family = family_of(hf_config)
+    return family is not None and family.mixture is not None
 
 
 def require_text(hf_config: Any, what: str, fix: str, required: str = "a text model") -> None:
@@ -98,17 +109,14 @@ def check_device(hf_config: Any, device_type: str) -> None:
 
 def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is required, and what was found instead."""
-    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
     if parts and not (sees(hf_config) and config.fp8_rollout):
         seeing = [family.model_type for family in FAMILIES.values() if family.tower]
         why = "of other models the vision tower would become FP8, and the two sides name layers differently"
         yield f"one text model, or with an FP8 rollout one of {', '.join(seeing)} ({why})", " and ".join(sorted(parts))
-    elif parts:
-        hf_config = hf_config.get_text_config()
+    handled, hf_config = _mixes(hf_config), _text(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
-    handled = family is not None and family.mixture is not None
     in_blocks = config.fp8_rollout and not config.channelwise
     why = "experts would stay in BF16, and the weight sync would fail after loading"
     if handled and not in_blocks:

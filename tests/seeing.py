@@ -22,17 +22,17 @@ VISION = Path(sys.prefix) / "vision"
 needs_images = pytest.mark.skipif(not VISION.is_dir(), reason=f"needs {VISION}, which `make vision` makes")
 
 WORDS = ("<|endoftext|>", "<|im_end|>", "<|im_start|>")
-#: tokens before, after and in place of an image, and in place of a film
-MEDIA = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
-#: what stands for an image in a prompt
-IMAGE = MEDIA[0] + MEDIA[2] + MEDIA[1]
 FIRST = len(WORDS) + 256  # behind the 256 bytes
-IDS = {
-    "vision_start_token_id": FIRST,
-    "vision_end_token_id": FIRST + 1,
-    "image_token_id": FIRST + 2,
-    "video_token_id": FIRST + 3,
-}
+#: tokens before, after and in place of an image, and in place of a film -> keys of their numbers in the configuration
+_QWEN = {
+    "<|vision_start|>": "vision_start_token_id", "<|vision_end|>": "vision_end_token_id", "<|image_pad|>": "image_token_id",
+    "<|video_pad|>": "video_token_id",
+}  # fmt: skip
+#: the same, and tokens before and after a film
+_GLM = {
+    "<|begin_of_image|>": "image_start_token_id", "<|end_of_image|>": "image_end_token_id", "<|image|>": "image_token_id",
+    "<|video|>": "video_token_id", "<|begin_of_video|>": "video_start_token_id", "<|end_of_video|>": "video_end_token_id",
+}  # fmt: skip
 _TEXT = {
     "vocab_size": 272, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0,
@@ -44,6 +44,12 @@ _VISION = {
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _PARTIAL = {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
 _QWEN3_5 = {"patch_size": 16, "num_position_embeddings": 64}
+_QWEN3 = (
+    {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [12, 10, 10], "mrope_interleaved": True}},
+    {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+)
+#: experts as wide as no other part: its checkpoint holds them transposed, and a square matrix would hide it
+_EXPERTS = {"moe_intermediate_size": 384, "num_experts": 8, "num_experts_per_tok": 3, "norm_topk_prob": True}
 
 #: family -> what its language model and its tower have beyond the sizes
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -51,9 +57,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"rope_parameters": {**_ROPE, "mrope_section": [8, 12, 12]}},
         {"patch_size": 14, "window_size": 56, "fullatt_block_indexes": [1]},
     ),
-    "qwen3_vl": (
-        {"head_dim": 64, "rope_parameters": {**_ROPE, "mrope_section": [12, 10, 10], "mrope_interleaved": True}},
-        {"patch_size": 16, "num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+    "qwen3_vl": _QWEN3,
+    "qwen3_vl_moe": ({**_QWEN3[0], **_EXPERTS, "tie_word_embeddings": False}, _QWEN3[1]),
+    "glm4v": (  # half of a head is rotated
+        {"attention_bias": True, "rope_parameters": {**_ROPE, "mrope_section": [4, 6, 6], "partial_rotary_factor": 0.5}},
+        {"patch_size": 14, "image_size": 112},
     ),
     "qwen3_5": ({**models.DELTA_NET, "head_dim": 64, "rope_parameters": _PARTIAL}, _QWEN3_5),
     "qwen3_5_moe": (
@@ -71,13 +79,30 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
+def media(family: str) -> dict[str, str]:
+    """The tokens around and in place of images and films, numbered from ``FIRST``, and their keys in the configuration."""
+    return _GLM if family == "glm4v" else _QWEN
+
+
+def words(family: str) -> list[str]:
+    """The tokens behind the bytes: those of ``media``, and those that verl looks up to tell a family's turns apart."""
+    return [*media(family), *(("<|observation|>", "<|user|>") if family == "glm4v" else ())]
+
+
+def image(family: str) -> str:
+    """What stands for an image in a prompt."""
+    before, after, place, *_ = media(family)
+    return before + place + after
+
+
 def config_of(family: str, **text: Any) -> Any:
     """A Hugging Face config: 2 blocks of width 256, a tower with 2 blocks of width 128, vocabulary 272."""
     from transformers import AutoConfig
 
     own, vision = FAMILIES[family]
+    ids = {key: FIRST + i for i, key in enumerate(media(family).values())}
     return AutoConfig.for_model(
-        family, text_config={**_TEXT, **own, **text}, vision_config={**_VISION, **vision}, tie_word_embeddings=False, **IDS
+        family, text_config={**_TEXT, **own, **text}, vision_config={**_VISION, **vision}, tie_word_embeddings=False, **ids
     )
 
 
@@ -88,26 +113,27 @@ def build(family: str, seed: int = 0, **text: Any) -> Any:
     return models.spread(AutoModelForImageTextToText, config_of(family, **text), seed)
 
 
-def tokenizer() -> Any:
+def tokenizer(family: str) -> Any:
     """One token for each byte, and those around and in place of images."""
     import tokenizers
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
+    own = words(family)
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {token: i for i, token in enumerate([*WORDS, *alphabet])}
-    made = Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+    vocabulary = {token: i for i, token in enumerate([*WORDS, *alphabet])}
+    made = Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(
         tokenizer_object=made,
         pad_token=WORDS[0],
         eos_token=WORDS[1],
-        additional_special_tokens=[WORDS[2], *MEDIA],
+        additional_special_tokens=[WORDS[2], *own],
         model_max_length=512,
     )
-    assert fast.convert_tokens_to_ids(list(MEDIA)) == list(range(FIRST, FIRST + len(MEDIA)))
-    fast.chat_template = _TEMPLATE.replace("IMAGE", IMAGE)
+    assert fast.convert_tokens_to_ids(own) == list(range(FIRST, FIRST + len(own)))
+    fast.chat_template = _TEMPLATE.replace("IMAGE", image(family))
     return fast
 
 
@@ -121,24 +147,26 @@ _TEMPLATE = (
 _PROCESSORS = {
     "qwen2_5_vl": ("Qwen2_5_VLProcessor", "Qwen2VLImageProcessor", "Qwen2VLVideoProcessor"),
     **dict.fromkeys(
-        ("qwen3_vl", "qwen3_5", "qwen3_5_moe"), ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor")
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        ("Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"),
     ),
+    "glm4v": ("Glm4vProcessor", "Glm4vImageProcessor", "Glm4vVideoProcessor"),
 }
 
 
 def processor(family: str) -> Any:
-    """The family's own processor, for images of 4 to 16 tokens. Needs torchvision."""
+    """The family's own processor, for images of at most 16 tokens. Needs torchvision."""
     import transformers
 
     patch = FAMILIES[family][1]["patch_size"]
     side = 2 * patch
     sizes = {"size": {"shortest_edge": 4 * side * side, "longest_edge": 16 * side * side}, "patch_size": patch}
-    words, whole, images, films = tokenizer(), *_PROCESSORS[family]
+    spoken, whole, images, films = tokenizer(family), *_PROCESSORS[family]
     return getattr(transformers, whole)(
         image_processor=getattr(transformers, images)(**sizes),
-        tokenizer=words,
+        tokenizer=spoken,
         video_processor=getattr(transformers, films)(**sizes),
-        chat_template=words.chat_template,
+        chat_template=spoken.chat_template,
     )
 
 
@@ -160,13 +188,28 @@ def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
     from transformers import GenerationConfig
 
     build(family, seed, **text).save_pretrained(path)
+    if family == "qwen3_vl_moe":
+        _as_on_the_hub(path / "model.safetensors")
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(path)
     if VISION.is_dir():
-        words = [sys.executable, "-m", "tests.seeing", str(path), family]
-        subprocess.run(words, check=True, env={**os.environ, **environ()})
+        command = [sys.executable, "-m", "tests.seeing", str(path), family]
+        subprocess.run(command, check=True, env={**os.environ, **environ()})
     else:
-        tokenizer().save_pretrained(path)
+        tokenizer(family).save_pretrained(path)
     return str(path)
+
+
+def _as_on_the_hub(file: Path) -> None:
+    """Transpose stacked experts: so the hub's checkpoints hold them, and so vLLM reads them.
+
+    transformers 5.10 reads either way by its shape, and saves them as they are in the model.
+    """
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(file)
+    experts = {name: tensor.mT.contiguous() for name, tensor in tensors.items() if ".mlp.experts." in name}
+    if experts:
+        save_file(tensors | experts, file, {"format": "pt"})
 
 
 if __name__ == "__main__":

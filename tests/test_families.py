@@ -22,6 +22,7 @@ NAMED_ELSEWHERE = {
     "llama": "adapters/vllm/ops.py",
     "qwen3_vl": "adapters/verl/adapter.py",
     "qwen3_5": "adapters/verl/adapter.py",
+    "glm4v": "adapters/verl/adapter.py",
 }
 
 

@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.packed import PACKED
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.fp8.layers import in_tower
 from jetrl_patch.services import Exchange
+from jetrl_patch.structure import sees
 
 __all__ = ["share_sequences", "whole_sequences"]
 
@@ -56,22 +58,25 @@ def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[.
 def share_sequences(model: Any, exchange: Exchange) -> None:
     """Let the attention of ``model`` see whole sequences, of which each rank of ``exchange`` holds a slice. In place.
 
+    A vision tower is left alone: each rank sees whole images.
+
     A model in exact mode keeps its attention. ``sdpa`` and ``eager`` are replaced by ``packed_sdpa``.
 
     Raises:
         ModelError: another attention, or one that is not in every layer; nothing has changed.
     """
-    config = model.config
+    config = model.config.get_text_config()
     chosen = config._attn_implementation
-    layers = [module for module in model.modules() if hasattr(module, "num_key_value_groups")]
+    layers = [m for name, m in model.named_modules() if hasattr(m, "num_key_value_groups") and not in_tower(name)]
     what = f"sequence parallelism of {type(model).__name__}"
     if chosen not in (NAME, *_SLICED):
         fix = "set attn_implementation=flash_attention_2"
         raise ModelError(explain(what, required=f"{NAME}, {' or '.join(_SLICED)}", found=repr(chosen), fix=fix))
-    if hasattr(config, "vision_config") or len(layers) != getattr(config, "num_hidden_layers", None):
+    unknown = hasattr(model.config, "vision_config") and not sees(model.config)
+    if unknown or len(layers) != getattr(config, "num_hidden_layers", None):
         found = f"{len(layers)} modules of transformers' attention"
         fix = "set ulysses_sequence_parallel_size=1"
-        raise ModelError(explain(what, required="a text model with one attention per layer", found=found, fix=fix))
+        raise ModelError(explain(what, required="a known model with one attention per layer", found=found, fix=fix))
     for layer in layers:
         setattr(layer, _ATTRIBUTE, exchange)
     if chosen != NAME:

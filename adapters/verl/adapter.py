@@ -246,6 +246,24 @@ SEEING: tuple[Patch, ...] = (
         "ends the step. Micro-batches with one are not changed",
         remove_when="verl unpacks the tower's output for the dummy image too, as in its other models",
     ),
+    Patch(
+        module="verl.models.transformers.glm4v",
+        attr="_get_input_embeds",
+        make=seeing.image_embeds,
+        reason="verl asks the tower's output for its shape and its mean; in transformers 5 it is no tensor, and every "
+        "micro-batch ends the step. Under FSDP2 it ends there too, because the tower reads a table of positions that verl "
+        "shards as a unit of its own. Films have not been tried",
+        remove_when="verl unpacks the tower's output, as in its other models, and does not shard the table by itself",
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        attr="qwen2_5_vl_dedup_image_tokens",
+        make=seeing.one_for_each,
+        reason="verl hands vLLM a prompt with all tokens of an image, of which vLLM replaces the first by all: without an "
+        "error the rollout sees an image's tokens nearly twice, the trainer once. Only for Qwen's image processor does verl "
+        "leave one. Families without a record are not changed",
+        remove_when="verl leaves one token for each image whatever the processor",
+    ),
     *(
         Patch(
             module=f"verl.models.transformers.{name}",
@@ -255,7 +273,7 @@ SEEING: tuple[Patch, ...] = (
             "the head's gradient is each rank's own. Its Triton forward is not covered; the driver refuses it",
             remove_when="verl's fused forward leaves the head to FSDP2",
         )
-        for name in ("qwen2_vl", "qwen3_vl", "qwen3_5")
+        for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
     ),
     Patch(
         module="verl.models.transformers.qwen3_5",

@@ -35,6 +35,7 @@ __all__ = [
     "forward",
     "forward_with_gathered_head",
     "forward_with_torch_backend",
+    "gathered",
     "is_used",
     "notes",
     "wanted",
@@ -126,7 +127,7 @@ def forward_with_torch_backend(original: Callable[..., Any]) -> Callable[..., An
 
 @contextlib.contextmanager
 def gathered(head: Any) -> Iterator[None]:
-    """Gather a head that is an FSDP2 unit of its own, as verl makes it unless it is tied to the embedding.
+    """Gather a head, or an embedding, that is an FSDP2 unit of its own, as verl makes them unless they are tied.
 
     FSDP2 gathers a unit in its forward, which the fused forward never calls. In training the unit stays gathered until the
     end of the backward pass, where FSDP2 reduces its gradient and shards it again.

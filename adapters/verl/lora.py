@@ -22,7 +22,7 @@ from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import require_attention, require_text
+from jetrl_patch.structure import require_attention
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
 __all__ = ["build_lora_module", "check_model", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
@@ -77,15 +77,13 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 
 def check_model(hf_config: Any, select: Callable[[str], Any], config: Config) -> None:
-    """Raise ModelError for adapters of a model with a vision tower or delta nets, which nothing has compared with the rollout."""
+    """Raise ModelError for adapters of a model with delta nets, which nothing has compared with the rollout."""
     if config.quantized_rollout and _is_used(select):
-        _check_text(hf_config)
+        _check_attention(hf_config)
 
 
-def _check_text(hf_config: Any) -> None:
-    what, fix = "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}"
-    require_text(hf_config, what, fix)
-    require_attention(hf_config, what, fix)
+def _check_attention(hf_config: Any) -> None:
+    require_attention(hf_config, "LoRA with a quantized rollout", f"remove {_RANK} and {_PATH}, or use {UNQUANTIZED}")
 
 
 def wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
@@ -123,7 +121,7 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, module)
         from jetrl_patch.trainer.lora import adopt
 
-        _check_text(module.config)
+        _check_attention(module.config)
         built = original(self, module)
         prepared.adapters = adopt(built, merge=config.fp8_train)
         return built

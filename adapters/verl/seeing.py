@@ -1,4 +1,5 @@
-"""What verl 0.9 lacks to train models that see, in every mode: position ids of one length, micro-batches without an image.
+"""What verl 0.9 lacks to train models that see, in every mode: position ids of one length, micro-batches without an image, and
+images in other families than Qwen's.
 
 A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl carries a batch of them
 as a jagged tensor [B, R, j] whose values are [R, sum of lengths] and whose offsets count tokens. It builds that tensor by
@@ -9,20 +10,29 @@ count rows. verl, which loses the number of the jagged dimension between process
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.verl import delta_nets, fused, ulysses
+from jetrl_patch.adapters.verl import delta_nets, fused
 from jetrl_patch.adapters.verl.paths import named
-from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
+from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.gate import while_active
-from jetrl_patch.structure import has_delta_nets, sees
+from jetrl_patch.structure import sees
 from jetrl_patch.trainer.rules import raised
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["along_tokens", "check_whole", "check_worker", "fix_position_ids", "input_embeds", "problems"]
+__all__ = [
+    "along_tokens",
+    "check_worker",
+    "fix_position_ids",
+    "image_embeds",
+    "input_embeds",
+    "one_for_each",
+    "problems",
+]
 
 #: false in the one-step-off and the fully asynchronous program; a choice in V1's separate_async
 _HYBRID = "actor_rollout_ref.hybrid_engine"
@@ -30,8 +40,6 @@ _HYBRID = "actor_rollout_ref.hybrid_engine"
 
 def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
     """Yield an error for each setting that no run of a model that sees has shown to be right."""
-    for size, path in ulysses.sizes(select).items():
-        yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
     yield from delta_nets.problems(select, hf_config)
     yield from raised(lambda: fused.check_setting(select, hf_config))
     if sees(hf_config) and select(_HYBRID) is False:
@@ -42,19 +50,10 @@ def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlErro
 
 def check_worker(hf_config: Any, engine: Any) -> None:
     """Raise ModelError as ``problems``, for a model that the driver could not read."""
-    check_whole(hf_config, engine.ulysses_sequence_parallel_size)
+    delta_nets.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
     delta_nets.check_packing(hf_config, bool(engine.model_config.use_remove_padding))
     if engine.model_config.use_fused_kernels:
         fused.check_seeing(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
-
-
-def check_whole(hf_config: Any, size: int, what: str = "ulysses_sequence_parallel_size") -> None:
-    """Raise ModelError for a model that sees, or has delta nets, in slices: ``size`` ranks share each of its sequences."""
-    if size > 1 and (sees(hf_config) or has_delta_nets(hf_config)):
-        kind = "that sees" if sees(hf_config) else "with gated delta nets"
-        required = f"whole sequences of a model {kind} (its slices have not been compared with the rollout)"
-        found = f"model_type={hf_config.model_type!r}"
-        raise ModelError(explain(f"{what}={size}", required=required, found=found, fix="set it to 1"))
 
 
 def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
@@ -114,6 +113,67 @@ def input_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
         return embeds + 0.0 * _of_nothing(model, embeds), attention_mask
 
     return _get_input_embeds
+
+
+class _Unpacked:
+    """A model whose tower returns what it makes of the images as a tensor; in transformers 5 it returns an output with more.
+
+    The tower's table of positions is gathered for it where FSDP2 has sharded it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @property
+    def visual(self) -> Any:
+        return _Tower(self._model.visual)
+
+
+class _Tower:
+    def __init__(self, tower: Any) -> None:
+        self._tower, self.dtype = tower, tower.dtype
+
+    def __call__(self, pixels: Tensor, **kwargs: Any) -> Tensor:
+        from torch import nn
+        from verl.utils.transformers_compat import unpack_visual_output
+
+        with contextlib.ExitStack() as stack:
+            for module in self._tower.modules():  # verl makes each embedding an FSDP2 unit, and the tower reads the table itself
+                if isinstance(module, nn.Embedding):
+                    stack.enter_context(fused.gathered(module))
+            seen: Tensor = unpack_visual_output(self._tower(pixels, **kwargs))[0]
+        return seen
+
+
+@while_active
+def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``_get_input_embeds`` that takes the tower's output for a tensor, with an image and without one."""
+    embeds = input_embeds(original)
+
+    def _get_input_embeds(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return embeds(_Unpacked(model), *args, **kwargs)
+
+    return _get_input_embeds
+
+
+@while_active
+def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``qwen2_5_vl_dedup_image_tokens``: one token for each image of a prompt, which vLLM replaces by the image's."""
+
+    def dedup(prompt_ids: list[int], processor: Any) -> list[int]:
+        if not sees(getattr(processor, "config", None)):
+            kept: list[int] = original(prompt_ids, processor)
+            return kept
+        from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+
+        places = set(get_vision_placeholder_token_ids(processor))
+        before = [None, *prompt_ids[:-1]]
+        return [token for token, last in zip(prompt_ids, before, strict=True) if token != last or token not in places]
+
+    return dedup
 
 
 def _of_nothing(model: Any, embeds: Tensor) -> Tensor:

@@ -108,10 +108,10 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     check_structure(model.hf_config, config)
     _refuse_batch_invariance()
-    family = family_of(model.hf_text_config) or LLAMA_LIKE
+    family = family_of(model.hf_config) or LLAMA_LIKE
     if family.mixture:
-        _check_experts(vllm_config, model.hf_text_config, family)
-        check_device(model.hf_text_config, _device_type())
+        _check_experts(vllm_config, family)
+        check_device(model.hf_config, _device_type())
     if str(model.dtype) != "torch.bfloat16":
         raise ConfigError(
             explain(
@@ -130,9 +130,9 @@ def check_engine(vllm_config: VllmConfig, config: Config) -> None:
         raise cut_error(cut, parallel.tensor_parallel_size)
 
 
-def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> None:
-    dense = [s.key for s in family.settings if s.key in DENSE_BLOCKS and s.problem(hf_config)]
-    parallel = vllm_config.parallel_config
+def _check_experts(vllm_config: VllmConfig, family: Family) -> None:
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    dense = [s.key for s in family.settings if s.key in DENSE_BLOCKS and s.problem(model.hf_text_config)]
     placement = parallel.expert_placement_strategy
     problems = {
         f"data_parallel_size={parallel.data_parallel_size}": parallel.data_parallel_size > 1,
@@ -152,7 +152,7 @@ def _check_experts(vllm_config: VllmConfig, hf_config: Any, family: Family) -> N
         )
     tp = parallel.tensor_parallel_size
     split = ExpertSplit.of(tp, tp if parallel.enable_expert_parallel else 1)
-    sizes = expert_sizes(hf_config)
+    sizes = expert_sizes(model.hf_config)
     if sizes is not None:
         split.check(f"the experts of {family.causal_lm}", *sizes)
 

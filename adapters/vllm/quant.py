@@ -7,6 +7,7 @@ process that is not patched.
 from __future__ import annotations
 
 import os
+from collections import ChainMap
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,12 +43,27 @@ def quantization_name(config: Config) -> str:
 class JetrlQuantConfig(QuantizationConfig):
     """The plugin's settings inside vLLM. It travels pickled to every worker, whose own settings must be equal."""
 
+    _packed: ChainMap[str, list[str]]
+
     def __init__(self) -> None:
         super().__init__()
         self.config = runtime.active_config()
         self.cut: list[str] = []
         #: of the whole model; models inside it have their own, for names that begin with theirs
         self.mapper: WeightsMapper | None = None
+
+    @property
+    def packed_modules_mapping(self) -> ChainMap[str, list[str]]:
+        """The layers that vLLM merges -> their parts in a checkpoint.
+
+        vLLM sets it for the whole model and then for each model inside it, whose classes may know other checkpoints; the first
+        one counts. The dictionaries are the classes' own, which enter more as they build a model.
+        """
+        return self._packed
+
+    @packed_modules_mapping.setter
+    def packed_modules_mapping(self, found: dict[str, list[str]]) -> None:
+        self._packed = ChainMap(*(*self._packed.maps, found) if hasattr(self, "_packed") else (found,))
 
     def get_name(self) -> str:
         return quantization_name(self.config)

@@ -30,10 +30,14 @@ def matches(name: str, pattern: str) -> bool:
     )
 
 
+def in_tower(name: str) -> bool:
+    """Whether the layer ``name`` belongs to a vision tower."""
+    return not TOWERS.isdisjoint(name.split("."))
+
+
 def is_quantized(name: str, exclude: Sequence[str]) -> bool:
     """Whether the linear layer ``name`` (Hugging Face module name) is quantized. Layers of a vision tower are not."""
-    parts = name.split(".")
-    if not _IN_BLOCK.search(name) or parts[-1] in _GATES or not TOWERS.isdisjoint(parts):
+    if not _IN_BLOCK.search(name) or name.rpartition(".")[2] in _GATES or in_tower(name):
         return False
     return not any(matches(name, pattern) for pattern in exclude)
 

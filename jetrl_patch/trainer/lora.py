@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact.modules import swap
-from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.fp8.layers import in_tower, is_quantized
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.fp8.lora import Fp8LoraLinear, MergedLora, Whole, merged_weight
 
@@ -26,13 +26,14 @@ _BASE = ".base_layer.weight"
 def adopt(model: nn.Module, merge: bool) -> dict[str, float]:
     """Check every adapter of a model that peft has wrapped, and with ``merge`` make them compute with W'.
 
-    All checks run before any change. Parameters keep their names and identity. Call it before the model is sharded.
+    All checks run before any change. Parameters keep their names and identity. Call it before the model is sharded. Layers of a
+    vision tower compute with W' in BF16, as those that ``exclude`` names.
 
     Returns:
         Name of each LoRA layer in the model -> scaling.
 
     Raises:
-        ConfigError: something of peft's other than plain LoRA on linear layers of transformer blocks.
+        ConfigError: something of peft's other than plain LoRA on linear layers of transformer blocks and of a vision tower.
     """
     layers: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -65,7 +66,7 @@ def _adapter(layer: Any) -> str:
 
 def _check(name: str, layer: Any) -> None:
     """Raise ConfigError for an adapter whose merged weight is not bf16(W + scaling * B A), or that has none."""
-    if not is_quantized(name, ()):
+    if not (is_quantized(name, ()) or in_tower(name)):
         _refuse(name, "a layer outside the transformer blocks", "name it in exclude_modules, or drop it from target_modules")
     if list(layer.lora_A) != list(layer.active_adapters) or len(layer.lora_A) != 1:
         _refuse(name, f"adapters {list(layer.lora_A)}", "use a single adapter")

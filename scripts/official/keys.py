@@ -67,6 +67,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.actor.grad_clip": _OPTIMIZER,
         "actor_rollout_ref.model.use_shm": "where the model's files lie while they are read",
         "actor_rollout_ref.model.lora_alpha": "the scaling of adapters; both sides compute with the merged weights",
+        "actor_rollout_ref.model.*_modules": "which layers have adapters; the worker refuses others than it can merge",
         "actor_rollout_ref.rollout.layered_summon": "how verl collects adapters that it does not merge",
         "actor_rollout_ref.model.enable_gradient_checkpointing": _RECOMPUTE,
         "actor_rollout_ref.model.enable_activation_offload": _RECOMPUTE,

@@ -54,7 +54,7 @@ def _other(kind: Kind, model_type: str, architecture: str, **more: Any) -> Model
 
 
 def _seeing(model_type: str, architecture: str, tower: Mapping[str, Any], *shape: int, **more: Any) -> Model:
-    """A dense language model beside a vision tower; ``shape`` as in ``_dense``."""
+    """A language model beside a vision tower; ``shape`` as in ``_dense``."""
     text = _dense(f"{model_type}_text", architecture, *shape, **more).config
     return _other("VL", model_type, architecture, text_config={**text, "architectures": None}, vision_config=tower)
 
@@ -67,6 +67,14 @@ def _qwen3_moe(hidden: int, inner: int, expert: int, layers: int, heads: int) ->
     )  # fmt: skip
 
 
+def _qwen3_vl_moe(hidden: int, inner: int, expert: int, layers: int, heads: int) -> Model:
+    return _seeing(
+        "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {"out_hidden_size": hidden},
+        hidden, inner, layers, heads, 4, 151936, head_dim=128, moe_intermediate_size=expert, num_experts=128,
+        num_experts_per_tok=8, norm_topk_prob=True,
+    )  # fmt: skip
+
+
 _QWEN2_5_7B = _qwen2(3584, 18944, 28, 28, 4, 152064)
 _QWEN2_5_32B = _qwen2(5120, 27648, 64, 40, 8, 152064)
 _QWEN3_4B = _qwen3(2560, 9728, 36, 32, 8, tie_word_embeddings=True)
@@ -74,7 +82,6 @@ _QWEN3_30B = _qwen3_moe(2048, 6144, 768, 48, 32)
 _QWEN3_235B = _qwen3_moe(4096, 12288, 1536, 94, 64)
 _QWEN3_5 = _other("VL", "qwen3_5", "Qwen3_5ForConditionalGeneration")
 _QWEN3_5_MOE = _other("VL", "qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration")
-_QWEN3_VL_MOE = _other("VL", "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration")
 _LLAMA_3_8B = _dense("llama", "LlamaForCausalLM", 4096, 14336, 32, 32, 8, 128256, rope_theta=500000.0)
 
 #: the last part of a hub id -> record
@@ -125,15 +132,17 @@ MODELS: dict[str, Model] = {
     "Qwen3-VL-8B-Instruct": _seeing(
         "qwen3_vl", "Qwen3VLForConditionalGeneration", {"out_hidden_size": 4096}, 4096, 12288, 36, 32, 8, 151936, head_dim=128
     ),
-    "Qwen3-VL-30B-A3B-Instruct": _QWEN3_VL_MOE,
-    "Qwen3-VL-235B-A22B-Instruct": _QWEN3_VL_MOE,
+    "Qwen3-VL-30B-A3B-Instruct": _qwen3_vl_moe(2048, 6144, 768, 48, 32),
+    "Qwen3-VL-235B-A22B-Instruct": _qwen3_vl_moe(4096, 12288, 1536, 94, 64),
     "Qwen3.5-2B": _QWEN3_5,
     "Qwen3.5-4B": _QWEN3_5,
     "Qwen3.5-27B": _QWEN3_5,
     "Qwen3.5-35B-A3B": _QWEN3_5_MOE,
     "Qwen3.5-122B-A10B": _QWEN3_5_MOE,
     "Qwen3.5-397B-A17B": _QWEN3_5_MOE,
-    "GLM-4.1V-9B-Thinking": _seeing("glm4v", "Glm4vForConditionalGeneration", {}, 4096, 13696, 40, 32, 2, 151552),
+    "GLM-4.1V-9B-Thinking": _seeing(
+        "glm4v", "Glm4vForConditionalGeneration", {}, 4096, 13696, 40, 32, 2, 151552, attention_bias=True
+    ),
     "MiniCPM-o-2_6": _other("VL", "minicpmo", "MiniCPMO"),
 }  # fmt: skip
 

@@ -13,19 +13,23 @@ from torch import nn
 import jetrl_patch
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
+from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.convert import select_layers
 from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.fp8.linear import Fp8Linear
 from jetrl_patch.parity.modes import check_model
 from jetrl_patch.sync.source import convert
-from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
+from jetrl_patch.units import unit_of
 from tests import seeing
 
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
-#: linears that become FP8: in both blocks, of which one may have a delta net, with three of its five
-LINEARS = {"qwen2_5_vl": 7 + 7, "qwen3_vl": 7 + 7, "qwen3_5": 6 + 7, "qwen3_5_moe": 6 + 7}
-#: what one operation computes
-EXPERTS = 2 * 8 * 3
+#: FP8 layers of both blocks, of which one may have a delta net, with three of its five
+LAYERS = {
+    "qwen2_5_vl": 2 * 7, "qwen3_vl": 2 * 7, "qwen3_vl_moe": 2 * (4 + 8 * 3), "glm4v": 2 * 6, "qwen3_5": 6 + 7,
+    "qwen3_5_moe": 6 + 7 + 2 * 8 * 3,
+}  # fmt: skip
+MIXTURES = [family for family in seeing.FAMILIES if FAMILIES[family].mixture]
 
 
 def prepared(model: Any, config: Config) -> Any:
@@ -53,9 +57,8 @@ def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: s
     before = {name: type(module) for name, module in model.named_modules()}
     source = prepared(model, LINEAR)
     changed = {name for name, module in model.named_modules() if type(module) is not before[name]}
-    assert len(changed) == LINEARS[family] and changed <= set(source.layers)
-    assert len(set(source.layers) - changed) == (EXPERTS if family == "qwen3_5_moe" else 0)
-    assert all(name.startswith("model.language_model.layers.") for name in changed)
+    assert changed == {name for name in source.layers if unit_of(name) == name} and len(source.layers) == LAYERS[family]
+    assert all(name.startswith("model.language_model.layers.") for name in source.layers)
     linears = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)} - changed
     assert "lm_head" in linears and any(".merger." in name for name in linears) and any(".blocks." in name for name in linears)
 
@@ -91,17 +94,25 @@ def test_a_tower_is_known_by_its_name_on_both_sides() -> None:
 def test_what_is_accepted_by_config_json(tmp_path: Path, family: str) -> None:
     seeing.config_of(family).save_pretrained(tmp_path)
     channel = Config(precision="fp8-rollout", rollout_granularity="channel")
-    for config in (LINEAR, ROLLOUT, *[channel] * (family != "qwen3_5_moe")):
-        assert check_checkpoint(tmp_path, config, 1).model_type == family
-        assert check_checkpoint(tmp_path, config, 2).model_type == family
+    cut = family == "qwen3_vl_moe"  # its experts, by two ranks
+    for config in (LINEAR, ROLLOUT, *[channel] * (family not in MIXTURES)):
+        for tp in (1, 2):
+            ep = needed_ep(tmp_path, config, tp)
+            assert ep == (tp if cut else 1)
+            assert check_checkpoint(tmp_path, config, tp, ep).model_type == family
+    if family in MIXTURES:
+        with pytest.raises(ModelError, match=r"scales per channel does not quantize experts\), found num_experts=8\."):
+            check_checkpoint(tmp_path, channel, 1)
+    if cut:
+        with pytest.raises(ModelError, match=r"the experts of \w+: required .*whole blocks of 128, found 384\. Use expert"):
+            check_checkpoint(tmp_path, LINEAR, 2)
     says = rf"required one of the model families .*found model_type='{family}' \(its (vision tower|gated delta nets)"
     with pytest.raises(ModelError, match=says):
         check_checkpoint(tmp_path, Config(precision="fp8-unified"), 1)
     with pytest.raises(ModelError, match=r"with an FP8 rollout one of qwen2_5_vl, .*found text_config and vision_config\."):
         check_checkpoint(tmp_path, Config(precision="int8-rollout"), 1)
-    says = r"cuts a block.*model\.language_model\.layers\.0\.(self_attn\.o|linear_attn\.out)_proj|the experts of .* found 256"
-    with pytest.raises(ModelError, match=says):
-        check_checkpoint(tmp_path, LINEAR, 4)
+    with pytest.raises(ModelError, match=r"cuts a block.*model\.language_model\.layers\.0\.(self_attn\.o|linear_attn\.out)_proj"):
+        check_checkpoint(tmp_path, LINEAR, 4, needed_ep(tmp_path, LINEAR, 4))
     with pytest.raises(ModelError, match=r"invariant_scale=1\.5: required one of the model families"):
         check_checkpoint(tmp_path, Config(precision="fp8-rollout", invariant_scale=1.5), 1)
 

@@ -1,6 +1,8 @@
 """Run under torchrun: the log-probs of a model that sees in verl's real FSDP engine, beside those of transformers' own forward.
 
-    torchrun --nproc_per_node=N seeing_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR [fused]
+    torchrun --nproc_per_node=N seeing_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR [fused] [shared]
+
+With ``shared`` all ranks share each sequence (Ulysses), which verl does with packed sequences alone.
 
 Batches with and without images, of one length and of several, packed and padded, in micro-batches of every size, and the
 gradients of one of them. All in FP32, so that a wrong position, mask or image stands out from rounding.
@@ -14,11 +16,15 @@ import jetrl_patch
 CLOSE, GRADIENTS_CLOSE = 1e-5, 1e-4
 
 
-def stand_in_for_flash_attention() -> None:
-    """verl's packed attention of Qwen2.5-VL is flash attention's; here the same formula, with verl's own boundaries."""
+def stand_in_for_flash_attention(family: str) -> None:
+    """verl's packed attention of these families is flash attention's; here the same formula, with verl's own boundaries."""
     import torch
     from torch.nn.functional import scaled_dot_product_attention
-    from verl.models.transformers import qwen2_vl
+    from verl.models.transformers import glm4v, qwen2_vl
+
+    module = {"qwen2_5_vl": qwen2_vl, "glm4v": glm4v}.get(family)
+    if module is None:
+        return
 
     def attend(q, k, v):  # [B, T, H, D]
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
@@ -40,11 +46,12 @@ def stand_in_for_flash_attention() -> None:
         "_flash_supports_deterministic": False, "_flash_use_top_left_mask": False,
     }  # fmt: skip
     for name, value in made.items():
-        setattr(qwen2_vl, name, value)
+        setattr(module, name, value)
 
 
 if __name__ == "__main__":
-    strategy, family, model_dir, *fused = sys.argv[1:]
+    strategy, family, model_dir, *more = sys.argv[1:]
+    fused, shared = "fused" in more, "shared" in more
     jetrl_patch.enable(precision="bf16")
 
     import torch
@@ -90,17 +97,17 @@ if __name__ == "__main__":
     expected = {name: tensor.grad for name, tensor in reference.named_parameters()}
     engine = build(
         strategy, model_dir, mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-        model={"use_fused_kernels": bool(fused), "fused_kernel_options": {"impl_backend": "torch"}}, forward_only=False,
+        model={"use_fused_kernels": fused, "fused_kernel_options": {"impl_backend": "torch"}}, forward_only=False,
+        ulysses_sequence_parallel_size=world if shared else 1,
     )  # fmt: skip
     engine._build_model_optimizer()
-    if family == "qwen2_5_vl":
-        stand_in_for_flash_attention()
+    stand_in_for_flash_attention(family)
 
     def batch_from(rows, packed: bool, size: int):
         from tensordict.tensorclass import NonTensorData, NonTensorStack
 
         ids, positions, images, _ = zip(*rows, strict=True)
-        settings = {"micro_batch_size_per_gpu": size, "use_remove_padding": packed, "use_fused_kernels": bool(fused)}
+        settings = {"micro_batch_size_per_gpu": size, "use_remove_padding": packed, "use_fused_kernels": fused}
         batch = batch_of(list(ids), **settings)
         batch["position_ids"] = torch.nested.as_nested_tensor(list(positions), layout=torch.jagged)
         batch["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in images])
@@ -118,7 +125,7 @@ if __name__ == "__main__":
 
     worst = 0.0
     for name, rows in BATCHES.items():
-        for packed in (True, False):
+        for packed in (True, False)[: 1 if shared else 2]:
             for size in (n for n in (1, 2, 4) if len(rows) % n == 0):
                 found = log_probs(rows, packed, size)
                 for i, (ours, row) in enumerate(zip(found, rows, strict=True)):
@@ -128,10 +135,11 @@ if __name__ == "__main__":
     if strategy == "fsdp2":
         with engine.train_mode(disable_auto_offload=True):
             engine.optimizer_zero_grad()
-            mine = BATCHES["of several lengths"][rank::world]
-            engine.forward_backward_batch(batch_from(mine, False, 1), loss, forward_only=False)
+            mine, parts = (slice(None), 1) if shared else (slice(rank, None, world), world)
+            batch = batch_from(BATCHES["of several lengths"][mine], shared, 1)
+            engine.forward_backward_batch(batch, loss, forward_only=False)
             for name, tensor in engine.module.named_parameters():
-                ours, theirs = tensor.grad.full_tensor() * world, expected[name]
+                ours, theirs = tensor.grad.full_tensor() * parts, expected[name]
                 off = float((ours - theirs).abs().max() / theirs.abs().max())
                 assert off < GRADIENTS_CLOSE, (name, off)
                 worst = max(worst, off)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ def make_task(folder: Path, family: str, equal: bool) -> Path:
         return {"bytes": file.getvalue()}
 
     # as wide as the tokenizer: verl bans further tokens in vLLM alone
-    seeing.save(folder / "model", family, vocab_size=seeing.FIRST + len(seeing.MEDIA))
+    seeing.save(folder / "model", family, vocab_size=seeing.FIRST + len(seeing.words(family)))
     rows: list[dict[str, Any]] = [
         {
             "data_source": "toy", "prompt": [{"role": "user", "content": "<image>" * seen + f"{i % 10}?"}], "ability": "math",
@@ -54,21 +55,25 @@ def start(folder: Path, family: str, *extra: str, environ: dict[str, str], **opt
 
 
 def numbers(model: Path) -> tuple[int, int, int, int]:
-    """How many layers are FP8, how many numbers they hold, how many blocks of 128 x 128, and how many numbers all the rest."""
+    """How many FP8 layers a model has, how many numbers they hold, how many blocks of 128 x 128, and all the rest."""
     from safetensors import safe_open
 
     layers, inside, blocks, rest = 0, 0, 0, 0
     with safe_open(model / "model.safetensors", "pt") as file:
         for name in file.keys():  # noqa: SIM118
             shape = file.get_slice(name).get_shape()
-            if len(shape) == 2 and is_quantized(name.removesuffix(".weight"), ()):
-                layers, inside = layers + 1, inside + shape[0] * shape[1]
-                blocks += -(-shape[0] // 128) * -(-shape[1] // 128)
-            else:
+            if ".mlp.experts." not in name and (len(shape) != 2 or not is_quantized(name.removesuffix(".weight"), ())):
                 rest += file.get_tensor(name).numel()
+                continue
+            *experts, n, k = shape
+            count = (2 if name.endswith("experts.gate_up_proj") else 1) * math.prod(experts)
+            layers, inside = layers + count, inside + math.prod(shape)
+            blocks += math.prod(experts) * -(-n // 128) * -(-k // 128)  # no size of an expert leaves a rest
     return layers, inside, blocks, rest
 
 
+#: on all linear layers, as verl's own script has them
+ADAPTERS = (f"{M}.lora_rank=8", f"{M}.lora_alpha=16", f"{M}.target_modules=all-linear")
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
 
 
@@ -90,6 +95,12 @@ V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
         ("qwen2_5_vl", LINEAR, (V1, *APART), {}),
         ("qwen3_5", LINEAR, (V1, f"{M}.use_remove_padding=True"), {}),
         ("qwen3_5", ROLLOUT, (V0, f"{M}.use_fused_kernels=True"), {"strategy": "fsdp"}),
+        ("qwen3_vl_moe", LINEAR, (V1, f"{A}.use_kl_loss=True"), {}),
+        ("qwen3_vl_moe", ROLLOUT, (V0, f"{M}.use_remove_padding=True"), {"processes": 2}),
+        ("glm4v", LINEAR, (V1,), {}),
+        ("glm4v", ROLLOUT, (V1, EQUAL), {}),
+        ("qwen2_5_vl", LINEAR, (V1, *ADAPTERS, f"{A}.use_kl_loss=True", f"{M}.exclude_modules=.*visual.*"), {}),
+        ("qwen2_5_vl", ROLLOUT, (V1, *ADAPTERS), {}),
     ],
 )
 def test_grpo_on_images_and_text(

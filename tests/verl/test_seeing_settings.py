@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_patch.adapters.verl import lora, settings
+from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.seeing import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
@@ -19,8 +19,11 @@ MEGATRON = Config(precision="fp8-unified", align="linear", backend="te")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("seeing")
-    seeing.config_of("qwen2_5_vl").save_pretrained(path)
+    return config_in(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl")
+
+
+def config_in(path: Path, family: str) -> Path:
+    seeing.config_of(family).save_pretrained(path)
     return path
 
 
@@ -28,10 +31,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_official_scripts_set_is_accepted(base, model, config):
     given = base(
         f"{M}.path={model}", f"{M}.use_remove_padding=True", f"{M}.use_fused_kernels=True", f"{A}.freeze_vision_tower=True",
-        f"{A}.use_kl_loss=True",
+        f"{A}.use_kl_loss=True", f"{A}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2",
         f"{R}.tensor_model_parallel_size=2", f"+{R}.engine_kwargs.vllm.mm_processor_cache_gb=0",
     )  # fmt: skip
     assert [str(problem) for problem in settings.problems(given, config)] == []
+
+
+@pytest.mark.parametrize("config", [LINEAR, ROLLOUT])
+def test_adapters_are_accepted_and_sent_as_merged_weights(base, model, config):
+    given = base(f"{M}.path={model}", f"{M}.lora_rank=64", f"{M}.target_modules=all-linear", f"{M}.exclude_modules='.*visual.*'")
+    assert [str(problem) for problem in settings.problems(given, config)] == []
+    assert f"{M}.lora.merge=True, which was False" in settings.complete(given, config)
+
+
+@pytest.mark.parametrize("config", [LINEAR, ROLLOUT])
+def test_experts_beside_a_tower_are_split_whole(base, tmp_path, config):
+    given = base(f"{M}.path={config_in(tmp_path, 'qwen3_vl_moe')}", f"{R}.tensor_model_parallel_size=2")
+    assert [str(problem) for problem in settings.problems(given, config)] == []
+    assert any(f"{R}.expert_parallel_size=2, which was 1" in change for change in settings.complete(given, config))
 
 
 @pytest.mark.parametrize(
@@ -39,8 +56,6 @@ def test_what_official_scripts_set_is_accepted(base, model, config):
     [
         (EXACT, (), r'align="exact": required .*found model_type=\'qwen2_5_vl\' \(its vision tower .*Use align="linear"'),
         (Config(precision="int8-rollout"), (), r"required one text model, or with an FP8 rollout one of qwen2_5_vl"),
-        (LINEAR, (f"{M}.lora_rank=8",), r"LoRA with a quantized rollout: required a text model, found model_type='qwen2_5_vl'"),
-        (ROLLOUT, (f"{M}.lora_adapter_path=x",), r"LoRA with a quantized rollout: required a text model"),
         (
             ROLLOUT,
             (f"{M}.use_fused_kernels=True", f"{M}.fused_kernel_options.impl_backend=triton"),
@@ -49,11 +64,6 @@ def test_what_official_scripts_set_is_accepted(base, model, config):
         (LINEAR, ("actor_rollout_ref.hybrid_engine=False",), r"hybrid_engine: required True for a model that .*found False"),
         (LINEAR, (f"{R}.tensor_model_parallel_size=4",), r"cuts a block of 128 in 2 layers: model\.language_model\.layers\.0"),
         (LINEAR, (f"+{R}.engine_kwargs.vllm.mm_encoder_attn_dtype=fp8",), r"mm_encoder_attn_dtype .*found 'fp8'\. Remove it"),
-        (
-            LINEAR,
-            (f"{A}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", f"{M}.use_remove_padding=True"),
-            r"size=2: required whole sequences of a model that sees \(its slices .*found model_type='qwen2_5_vl'\. Set it to 1",
-        ),
     ],
 )
 def test_what_is_not_handled_is_one_error(base, model, config, extra, says):
@@ -69,35 +79,18 @@ def test_megatron_names_its_families(base, model, monkeypatch):
         megatron.check_model(seeing.config_of("qwen2_5_vl"), 1)
 
 
-@pytest.mark.parametrize(
-    ("size", "options", "says"),
-    [
-        (2, None, r"ulysses_sequence_parallel_size=2: required whole sequences .*model_type='qwen3_vl'"),
-        (1, {"impl_backend": "triton"}, r"required the implementation torch, found .*impl_backend='triton'\. Set .*=torch"),
-    ],
-)
-def test_a_remote_model_is_refused_in_the_worker(size, options, says):
+def test_a_remote_model_is_refused_in_the_worker():
     from types import SimpleNamespace
 
-    def check(hf_config, size, options):
+    def check(hf_config, options):
         model = SimpleNamespace(
             use_fused_kernels=options is not None, fused_kernel_options=options, use_remove_padding=True
         )
-        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=size, model_config=model))
+        check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
 
     hf_config = seeing.config_of("qwen3_vl")
-    with pytest.raises(ModelError, match=says):
-        check(hf_config, size, options)
-    check(hf_config, 1, {"impl_backend": "torch"})
-    check(hf_config.get_text_config(), size, options)
-
-
-def test_adapters_of_a_remote_model_are_refused_in_the_worker(monkeypatch):
-    from types import SimpleNamespace
-
-    from jetrl_patch import runtime
-
-    runtime.enable(LINEAR)
-    build = lora.build_lora_module(lambda self, module: pytest.fail("verl has built them"))
-    with pytest.raises(ModelError, match="required a text model"):
-        build(SimpleNamespace(_jetrl=object()), SimpleNamespace(config=seeing.config_of("qwen3_vl")))
+    with pytest.raises(ModelError, match=r"required the implementation torch, found .*impl_backend='triton'\. Set .*=torch"):
+        check(hf_config, {"impl_backend": "triton"})
+    for options in (None, {"impl_backend": "torch"}):
+        check(hf_config, options)
+    check(hf_config.get_text_config(), {"impl_backend": "triton"})

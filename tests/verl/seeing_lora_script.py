@@ -1,0 +1,127 @@
+"""Run under torchrun: verl's real FSDP engine with LoRA on a model that sees, patched, on the CPU.
+
+    torchrun --nproc_per_node=N seeing_lora_script.py fsdp|fsdp2 FAMILY MODEL_DIR FOLDER PRECISION [EXCLUDE_MODULES]
+
+Adapters on every linear layer, also of the tower unless EXCLUDE_MODULES names it. Trains them on samples with and without
+images, streams the weights, and builds a second engine of a plain checkpoint with the merged weights.
+"""
+
+import sys
+from pathlib import Path
+
+import jetrl_patch
+
+#: mean difference of log-probs between W x + B (A x), which verl's trainer computes in fp8-rollout, and W' x: 2e-3 was seen
+CLOSE = 0.02
+
+if __name__ == "__main__":
+    strategy, family, model_dir, folder, precision, *exclude = sys.argv[1:]
+    unified = precision == "fp8-unified"
+    jetrl_patch.enable(precision=precision, **({"align": "linear"} if unified else {}))
+
+    import torch
+    from fsdp_engine import batch_of, build  # beside this script
+    from seeing_engine_script import stand_in_for_flash_attention
+    from tensordict.tensorclass import NonTensorData, NonTensorStack
+    from torch.distributed.tensor import DTensor
+    from transformers import AutoModelForImageTextToText
+    from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+
+    from jetrl_patch.fp8.lora import merged_weight
+    from jetrl_patch.fp8.quantize import quantize_weight
+    from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX
+    from tests import seeing
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    _, rank, world = initialize_global_process_group()
+    plain = AutoModelForImageTextToText.from_pretrained(model_dir, dtype=torch.bfloat16)
+    tower = plain.config.vision_config
+    width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    generator = torch.Generator().manual_seed(1)
+
+    def sample(length: int, seen: bool):
+        """Token ids [length], verl's position ids [4, length], and an image of 4 tokens."""
+        image = [seeing.FIRST, *[seeing.FIRST + 2] * 4, seeing.FIRST + 1] if seen else []
+        ids = torch.tensor([7, *image, *torch.randint(8, 250, (length - 1 - len(image),), generator=generator).tolist()])
+        grid = torch.tensor([[1, 4, 4]]) if seen else None
+        positions, _ = plain.model.get_rope_index(ids[None], (ids == seeing.FIRST + 2).long()[None], grid)
+        images = {"pixel_values": torch.randn(16, width, generator=generator), "image_grid_thw": grid} if seen else {}
+        return ids, torch.cat([torch.arange(length)[None], positions[:, 0]]), images
+
+    SAMPLES = [sample(20, True), sample(31, False), sample(25, True), sample(17, False)]
+
+    def engine(path, **model):
+        built = build(strategy, path, model=model)
+        built.initialize()
+        return built
+
+    def batch(rows):
+        ids, positions, images = zip(*rows, strict=True)
+        made = batch_of(list(ids))
+        made["position_ids"] = torch.nested.as_nested_tensor(list(positions), layout=torch.jagged)
+        made["multi_modal_inputs"] = NonTensorStack.from_list([NonTensorData(one) for one in images])
+        return made
+
+    def log_probs(model):
+        with model.eval_mode(disable_auto_offload=True):
+            output = model.infer_batch(batch(SAMPLES))
+        # the last label of a sequence comes from its neighbour and has no meaning
+        return torch.cat([t[:-1].clone() for t in output["model_output"]["log_probs"].unbind()])
+
+    def loss(model_output, data, dp_group=None):
+        return -model_output["log_probs"].values().mean(), {}
+
+    def state(model):
+        tensors = model.module.state_dict()
+        return {n: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for n, t in tensors.items()}
+
+    actor = engine(
+        model_dir, lora_rank=8, lora_alpha=16, lora={"merge": True}, target_modules="all-linear",
+        exclude_modules=exclude[0] if exclude else None,
+    )  # fmt: skip
+    stand_in_for_flash_attention(family)
+    before, first = log_probs(actor), state(actor)
+    with actor.train_mode(disable_auto_offload=True):
+        for _ in range(2):
+            actor.train_batch(batch(SAMPLES[rank::world]), loss)
+    after, trained = log_probs(actor), state(actor)
+    assert not torch.equal(before, after), "training changed nothing"
+    changed = {name for name in first if not torch.equal(first[name], trained[name])}
+    adapters = {name for name in first if "lora_" in name}
+    assert changed == adapters and len(adapters) == 2 * len(actor._jetrl.adapters)
+    assert any(".visual." in name for name in adapters) is not bool(exclude)
+
+    # what is sent: W' by hand, under the names of the plain model, of which the language model's layers are FP8
+    stream, peft = actor.get_per_tensor_param(layered_summon=False, base_sync_done=True)
+    sent = {name: tensor.clone() for name, tensor in stream}
+    assert peft is None
+    values = {}
+    for name, tensor in trained.items():
+        if "lora_" not in name:
+            layer = name.removesuffix(".base_layer.weight")
+            a, b = (trained.get(f"{layer}.lora_{f}.default.weight") for f in "AB")
+            value = tensor if a is None else merged_weight(tensor, a, b, 2.0)
+            values[name.replace("base_model.model.", "").replace(".base_layer", "")] = value.to(torch.bfloat16)
+    quantized = {name + ".weight" for name in actor._jetrl.layers} if unified else set()
+    assert values.keys() == plain.state_dict().keys()
+    assert set(sent) == {*values, *(name + SCALE_SUFFIX for name in quantized), MANIFEST, COMMIT}
+    for name, value in values.items():
+        if name in quantized:
+            q, s = quantize_weight(value, "pow2")
+            assert torch.equal(sent[name].view(torch.uint8), q.view(torch.uint8)), name
+            assert torch.equal(sent[name + SCALE_SUFFIX], s), name
+        else:
+            assert torch.equal(sent[name], value), name
+    assert all(torch.equal(a, b) for a, b in zip(state(actor).values(), trained.values(), strict=True)), "the sync wrote to W"
+
+    merged = Path(folder) / "merged"
+    if rank == 0:
+        plain.load_state_dict(values)
+        plain.save_pretrained(merged)
+    torch.distributed.barrier()
+    other = log_probs(engine(str(merged)))
+    off = float((other - after).abs().mean())
+    assert (torch.equal(other, after) and off == 0.0) if unified else off < CLOSE, off
+    print("FINE", len(adapters), off)
+    destroy_global_process_group()
