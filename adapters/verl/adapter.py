@@ -264,6 +264,14 @@ SEEING: tuple[Patch, ...] = (
         "leave one. Families without a record are not changed",
         remove_when="verl leaves one token for each image whatever the processor",
     ),
+    Patch(
+        module="verl.utils.flops_counter",
+        attr="FlopsCounter.__init__",
+        make=seeing.counts_text,
+        reason="verl counts GLM-4.1V's FLOPs by fields of the whole configuration, which transformers 5 keeps in that of the "
+        "language model: the first update ends the run, in every mode. The tower is not counted, as before",
+        remove_when="verl reads the fields of the language model's configuration for every family",
+    ),
     *(
         Patch(
             module=f"verl.models.transformers.{name}",

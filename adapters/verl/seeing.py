@@ -11,6 +11,7 @@ count rows. verl, which loses the number of the jagged dimension between process
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 __all__ = [
     "along_tokens",
     "check_worker",
+    "counts_text",
     "fix_position_ids",
     "image_embeds",
     "input_embeds",
@@ -157,6 +159,22 @@ def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
         return embeds(_Unpacked(model), *args, **kwargs)
 
     return _get_input_embeds
+
+
+@while_active
+def counts_text(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FlopsCounter.__init__``: what is counted as a text model has the language model's configuration."""
+
+    def __init__(self: Any, config: Any) -> None:
+        from verl.utils import flops_counter
+
+        original(self, config)
+        as_text = flops_counter.ESTIMATE_FUNC.get(config.model_type) is flops_counter._estimate_qwen2_flops
+        if as_text and not hasattr(config, "hidden_size"):
+            self.config = copy.copy(config.get_text_config())
+            self.config.model_type = config.model_type
+
+    return __init__
 
 
 @while_active

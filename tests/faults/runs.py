@@ -63,7 +63,7 @@ POINTS: dict[str, dict[str, tuple[str, str, int]]] = {
         "rollout, engine": _DECODING,
         "driver": ("openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience", 2),
         "training step": (_OPENRLHF, "ActorPPOTrainer.training_step", 3),
-        "weight sync, trainer": (_OPENRLHF, "ActorPPOTrainer.broadcast_to_vllm", 2),
+        "weight sync, trainer": ("jetrl_patch.adapters.openrlhf.sync", "send", 2),
         "weight sync, engine": _RECEIVER,
         "checkpoint": (_DEEPSPEED, "DeepspeedStrategy.save_ckpt", 2),
         **_STARTS,

@@ -94,3 +94,17 @@ def test_a_remote_model_is_refused_in_the_worker():
     for options in (None, {"impl_backend": "torch"}):
         check(hf_config, options)
     check(hf_config.get_text_config(), {"impl_backend": "triton"})
+
+
+def test_the_flops_of_a_model_that_sees_are_those_of_its_text():
+    from verl.utils.flops_counter import FlopsCounter
+
+    import jetrl_patch
+
+    jetrl_patch.enable(precision="bf16")
+    config = seeing.config_of("glm4v")
+    text = FlopsCounter(config).estimate_flops([8, 3], 1.0)[0]
+    assert text > 0 and config.model_type == "glm4v" and not hasattr(config, "hidden_size")
+    jetrl_patch.disable()
+    with pytest.raises(AttributeError):
+        FlopsCounter(config).estimate_flops([8, 3], 1.0)
