@@ -37,9 +37,9 @@ SAVED_BYTES_RATIO = 0.55
 GRADIENT_COSINE = 0.9
 #: minimum SQNR in dB of a whole model's gradients against FP64: all layers in FP8, and all but one in BF16
 SQNR_MODEL_GRADIENT = {"fp8": 8.0, "bf16": 25.0}
-#: maximum mean difference of log-probs between an FP8 rollout and the trainer's model without exact mode, by precision; of random
-#: weights, which make FP8's noise large: 0.13 and 0.29 were seen of a mixture, whose routes differ
-MISMATCH = {"fp8-unified": 0.25, "fp8-rollout": 0.45}
+#: maximum mean difference of log-probs between an FP8 rollout and the trainer's model without exact mode: of dense models, and by
+#: precision of mixtures, whose routes differ. Random weights make FP8's noise large: 0.1, and 0.13 and 0.29, were seen
+MISMATCH = {"dense": 0.15, "fp8-unified": 0.25, "fp8-rollout": 0.45}
 
 
 def sqnr(value, reference) -> float:  # type: ignore[no-untyped-def]
