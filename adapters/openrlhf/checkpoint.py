@@ -16,17 +16,29 @@ __all__ = ["load_ckpt", "save_ckpt"]
 
 @while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DeepspeedStrategy.save_ckpt``: rank 0 writes ``jetrl.json`` into the tag's folder."""
+    """Wrap ``DeepspeedStrategy.save_ckpt``: rank 0 writes ``jetrl.json`` into the tag's folder.
+
+    After OpenRLHF has made room, which would remove a folder that is new and has no metric, and before DeepSpeed names the
+    checkpoint as the latest: a run that is killed in between leaves no checkpoint without a record.
+    """
     signature = inspect.signature(original)
 
     def save_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self.is_rank_0():
-            given = signature.bind(self, *args, **kwargs).arguments
-            tag = given.get("tag") or _latest(given["save_dir"])
-            if tag:
-                record.write(os.path.join(given["save_dir"], tag), runtime.active_config())
-        return result
+        given = signature.bind(self, *args, **kwargs).arguments
+        if not self.is_rank_0():
+            return original(self, *args, **kwargs)
+        model, save = given["model"], given["model"].save_checkpoint
+
+        def save_checkpoint(save_dir: str, tag: str | None = None, **more: Any) -> Any:
+            folder = os.path.join(save_dir, tag or f"global_step{model.global_steps}")  # DeepSpeed's own tag
+            record.write(folder, runtime.active_config())
+            return save(save_dir, tag=tag, **more)
+
+        model.save_checkpoint = save_checkpoint
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            del model.save_checkpoint
 
     return save_ckpt
 

@@ -48,9 +48,27 @@ def active(monkeypatch):
     return settings
 
 
-def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None):
-    (save_dir / tag).mkdir(parents=True)
-    (save_dir / "latest").write_text(tag)
+class Engine:
+    """DeepSpeed's: it writes a tag's folder, and names it last."""
+
+    global_steps = 7
+
+    def __init__(self, killed: bool = False) -> None:
+        self.killed = killed
+
+    def save_checkpoint(self, save_dir, tag=None, client_state={}, save_latest=True, exclude_frozen_parameters=False):  # noqa: B006
+        tag = tag or f"global_step{self.global_steps}"
+        (save_dir / tag).mkdir(parents=True, exist_ok=True)
+        if self.killed:
+            raise KeyboardInterrupt
+        assert record.read(save_dir / tag) is not None  # nobody can see the checkpoint without it
+        (save_dir / "latest").write_text(tag)
+
+
+def save_ckpt(self, model, save_dir, tag=None, max_num=3, max_mem=1000, client_state=None, save_latest=True):
+    """OpenRLHF's: it makes room, which would remove a folder that it does not know, then saves."""
+    assert not (save_dir / (tag or "global_step7")).exists()
+    model.save_checkpoint(save_dir, tag=tag, client_state=client_state, save_latest=save_latest)
 
 
 def load_ckpt(self, model, load_dir, tag=None, load_module_strict=True, load_optimizer_states=True,
@@ -64,7 +82,9 @@ SAVE, LOAD = checkpoint.save_ckpt(save_ckpt), checkpoint.load_ckpt(load_ckpt)
 def test_the_tags_folder_carries_the_settings_and_they_are_compared(active, tmp_path):
     first = SimpleNamespace(is_rank_0=lambda: True)
     active(precision="fp8-unified")
-    SAVE(first, None, tmp_path, "global_step2", client_state={})
+    engine = Engine()
+    SAVE(first, engine, tmp_path, "global_step2", client_state={})
+    assert "save_checkpoint" not in vars(engine)
     assert record.read(tmp_path / "global_step2") == Config(precision="fp8-unified").resolved()
     assert LOAD(first, None, tmp_path) == (tmp_path, {})
     active(precision="bf16", optimizer_states="8bit", resume_any=True)
@@ -80,8 +100,18 @@ def test_the_tags_folder_carries_the_settings_and_they_are_compared(active, tmp_
 
 def test_only_the_first_rank_writes(active, tmp_path):
     active(precision="fp8-unified")
-    SAVE(SimpleNamespace(is_rank_0=lambda: False), None, tmp_path, "global_step1")
+    with pytest.raises(AssertionError):  # the double's: there is no record
+        SAVE(SimpleNamespace(is_rank_0=lambda: False), Engine(), tmp_path, "global_step1")
     assert not (tmp_path / "global_step1" / record.FILE).exists()
+
+
+def test_a_save_that_is_cut_short_leaves_no_checkpoint_without_a_record(active, tmp_path):
+    active(precision="fp8-unified")
+    first, engine = SimpleNamespace(is_rank_0=lambda: True), Engine(killed=True)
+    with pytest.raises(KeyboardInterrupt):
+        SAVE(first, engine, tmp_path)
+    assert not (tmp_path / "latest").exists() and record.read(tmp_path / "global_step7") is not None
+    assert "save_checkpoint" not in vars(engine)
 
 
 def initialize(args=None, model=None, optimizer=None, model_parameters=None, config=None):
