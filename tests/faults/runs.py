@@ -172,7 +172,7 @@ def answer(verdict: Verdict, setting: Setting, cell: RunCell, out: Path, mark: P
     verdict.answer(QUESTIONS[4], not left, f"processes {left}")
     leaks = shared_memory() - before
     verdict.answer(QUESTIONS[4], not leaks, ", ".join(sorted(leaks)))
-    verdict.error = cause(text, FAULTS[cell.fault])
+    verdict.error = cause(text.replace(out.name, ""), FAULTS[cell.fault])  # whose name says what the fault is
     good = code == 0 if goes_on else code not in (0, None) and bool(verdict.error)
     verdict.answer(QUESTIONS[1], good, f"exit status {code}: {text[-300:]!r}")
     steps = [step["jetrl/bit_equal_fraction"] for step in run.metrics()]
@@ -221,7 +221,8 @@ def cause(text: str, pattern: str | None) -> str:
     """The last line of a log that names the cause."""
     if pattern is None:
         return ""
-    lines = [line for line in text.splitlines() if re.search(pattern, line)]
+    plain = re.sub(r"(?:\x1b\[\d+m|\(\w+ pid=\d+\))+ ?", "", text)  # without Ray's colours and prefixes
+    lines = [line for line in plain.splitlines() if re.search(pattern, line)]
     named = [line for line in lines if re.search(r"\w(Error|Exception|Interrupt)\b", line)]
     return (named or lines or [""])[-1].strip()
 
