@@ -15,7 +15,7 @@ from typing import Any
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_live_weight
-from jetrl_patch.adapters.vllm.queues import wait_until_ready
+from jetrl_patch.adapters.vllm.queues import create_mp_lock, wait_until_ready
 
 __all__ = ["ADAPTER", "VllmAdapter"]
 
@@ -96,6 +96,13 @@ class VllmAdapter(Adapter):
                 reason="Ray ends engines by SIGKILL, after which the memory of their queues stays in /dev/shm",
                 upstream="https://github.com/vllm-project/vllm/issues/8933",
                 remove_when="vLLM removes the name of a queue's memory once its readers have it",
+            ),
+            Patch(
+                module="tqdm.std",
+                attr="TqdmDefaultWriteLock.create_mp_lock",
+                make=create_mp_lock,
+                reason="Ray ends engines by SIGKILL, after which the semaphore of their workers' progress bars stays in /dev/shm",
+                remove_when="tqdm makes no lock in a process that was spawned",
             ),
             *([_LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
         )

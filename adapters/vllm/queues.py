@@ -1,17 +1,21 @@
-"""The shared memory of vLLM's queues between an engine and its workers: nothing of it is left behind.
+"""The shared memory of vLLM's processes: nothing of it is left behind.
 
-A queue's memory has a name in ``/dev/shm`` that its writer removes when it ends, which a killed process never does. The name is
-needed only until every reader has mapped the memory.
+A queue between an engine and its workers has a name in ``/dev/shm`` that its writer removes when it ends, which a killed process
+never does. The name is needed only until every reader has mapped the memory.
+
+A worker that loads a checkpoint draws a progress bar. tqdm then makes a lock for bars of several processes, which in a spawned
+process is a semaphore with such a name (32 bytes). No other process can have that lock, so none is made there.
 """
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch.gate import while_active
 
-__all__ = ["wait_until_ready"]
+__all__ = ["create_mp_lock", "wait_until_ready"]
 
 
 @while_active
@@ -25,3 +29,16 @@ def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
             self.buffer.is_creator = False  # so that nobody removes the name again
 
     return wait_until_ready
+
+
+@while_active
+def create_mp_lock(original: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Wrap ``TqdmDefaultWriteLock.create_mp_lock``: in a spawned process, bars have the lock of their threads alone."""
+
+    def create_mp_lock(cls: Any) -> None:
+        if multiprocessing.get_start_method(allow_none=True) != "spawn":
+            original(cls)
+        elif not hasattr(cls, "mp_lock"):
+            cls.mp_lock = None
+
+    return create_mp_lock

@@ -63,3 +63,26 @@ def test_a_writer_that_ends_removes_the_name_once() -> None:
     assert reader.dequeue(timeout=10) == 7
     del writer, reader
     gc.collect()  # an error in a finalizer is a failure of the suite
+
+
+def draw(patched: bool) -> None:
+    """Exit with the number of named semaphores that a bar of this process made."""
+    import jetrl_patch
+
+    if patched:
+        jetrl_patch.enable(precision="fp8-unified")
+    from tqdm.std import TqdmDefaultWriteLock, tqdm
+
+    assert list(tqdm([1, 2], file=open(os.devnull, "w"))) == [1, 2]  # noqa: SIM115
+    lock = TqdmDefaultWriteLock.mp_lock
+    sys.exit(0 if lock is None else f"sem.{lock._semlock.name[1:]}" in os.listdir("/dev/shm"))
+
+
+def test_a_progress_bar_of_a_spawned_process_has_no_semaphore() -> None:
+    import multiprocessing
+
+    for patched, expected in ((False, 1), (True, 0)):
+        process = multiprocessing.get_context("spawn").Process(target=draw, args=(patched,))
+        process.start()
+        process.join(120)
+        assert process.exitcode == expected
