@@ -289,8 +289,10 @@ def check_engine(parallel: dict[str, Any], family: str, keys: dict[str, Any]) ->
         "expert_placement_strategy": "linear",
         **parallel,
     }
-    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**settings))
-    _check_experts(vllm_config, config_of(family, **keys), FAMILIES[family])
+    hf_config = config_of(family, **keys)
+    model = SimpleNamespace(hf_config=hf_config, hf_text_config=hf_config)
+    vllm_config: Any = SimpleNamespace(parallel_config=SimpleNamespace(**settings), model_config=model)
+    _check_experts(vllm_config, FAMILIES[family])
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"])
