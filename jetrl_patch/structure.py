@@ -122,7 +122,7 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     if handled and not in_blocks:
         why = f"precision={config.precision!r} with scales per {config.granularity} does not quantize experts"
     if not handled or not in_blocks:
-        others = f", or with an FP8 rollout in blocks one of the mixtures {', '.join(mixtures)}"
+        others = f", or with an FP8 rollout in blocks one of {', '.join(mixtures)}"
         yield from (
             (f"a dense model{others} ({why})", f"{name}={value}") for name, value in experts.items() if _counts(value)
         )
