@@ -41,8 +41,9 @@ def test_an_engine_that_cannot_be_built_is_named_with_its_cause():
     with tempfile.TemporaryDirectory(prefix="jr", dir="/tmp", ignore_cleanup_errors=True) as folder:
         found = subprocess.run([sys.executable, "-c", SCRIPT, folder], capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stderr[-3000:]
-    running, error = found.stdout.splitlines()[-2:]
-    assert running == "RUNNING"
+    said = found.stdout.splitlines()  # between which Ray may write what it saw
+    assert "RUNNING" in said
+    error = said[-1]
     assert error == (
         "vLLM engine 1: required a running engine, found ValueError: no model in /here and its folder. Remove the cause, "
         "which the engine's own output tells in full, and start again."
