@@ -19,16 +19,15 @@ if __name__ == "__main__":
 
     import torch
     from fsdp_engine import batch_of, build  # beside this script
+    from merged_by_hand import assert_sent, merged_values
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForCausalLM
     from verl.trainer.config import CheckpointConfig
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
     from jetrl_patch.adapters.verl.optimizer import wanted
-    from jetrl_patch.fp8.lora import merged_weight
-    from jetrl_patch.fp8.quantize import quantize_weight
     from jetrl_patch.runtime import active_config
-    from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
+    from jetrl_patch.sync.manifest import COMMIT, decode_json
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -97,21 +96,8 @@ if __name__ == "__main__":
 
     # what is sent: W' by hand, under the names of the plain model
     sent = sync(actor)
-    values = {}
-    for name, tensor in trained.items():
-        if "lora_" not in name:
-            layer = name.removesuffix(".base_layer.weight")
-            a, b = (trained.get(f"{layer}.lora_{f}.default.weight") for f in "AB")
-            value = tensor if a is None else merged_weight(tensor, a, b, 2.0)
-            values[name.replace("base_model.model.", "").replace(".base_layer", "")] = value.to(torch.bfloat16)
-    assert set(sent) == {*values, *(n + ".weight" + SCALE_SUFFIX for n in actor._jetrl.layers), MANIFEST, COMMIT}
-    for name, value in values.items():
-        if name.removesuffix(".weight") in actor._jetrl.layers:
-            q, s = quantize_weight(value, "pow2")
-            assert torch.equal(sent[name].view(torch.uint8), q.view(torch.uint8)), name
-            assert torch.equal(sent[name + SCALE_SUFFIX], s), name
-        else:
-            assert torch.equal(sent[name], value), name
+    values = merged_values(trained)
+    assert_sent(sent, values, actor._jetrl.layers)
     everybody = [None] * world
     sums = decode_json(sent[COMMIT], COMMIT)["digests"]
     torch.distributed.all_gather_object(everybody, sums)

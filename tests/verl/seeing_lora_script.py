@@ -21,15 +21,13 @@ if __name__ == "__main__":
 
     import torch
     from fsdp_engine import batch_of, build  # beside this script
+    from merged_by_hand import assert_sent, merged_values
     from seeing_engine_script import stand_in_for_flash_attention
     from tensordict.tensorclass import NonTensorData, NonTensorStack
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForImageTextToText
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.fp8.lora import merged_weight
-    from jetrl_patch.fp8.quantize import quantize_weight
-    from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX
     from tests import seeing
 
     torch.set_num_threads(1)
@@ -96,23 +94,9 @@ if __name__ == "__main__":
     stream, peft = actor.get_per_tensor_param(layered_summon=False, base_sync_done=True)
     sent = {name: tensor.clone() for name, tensor in stream}
     assert peft is None
-    values = {}
-    for name, tensor in trained.items():
-        if "lora_" not in name:
-            layer = name.removesuffix(".base_layer.weight")
-            a, b = (trained.get(f"{layer}.lora_{f}.default.weight") for f in "AB")
-            value = tensor if a is None else merged_weight(tensor, a, b, 2.0)
-            values[name.replace("base_model.model.", "").replace(".base_layer", "")] = value.to(torch.bfloat16)
-    quantized = {name + ".weight" for name in actor._jetrl.layers} if unified else set()
+    values = merged_values(trained)
     assert values.keys() == plain.state_dict().keys()
-    assert set(sent) == {*values, *(name + SCALE_SUFFIX for name in quantized), MANIFEST, COMMIT}
-    for name, value in values.items():
-        if name in quantized:
-            q, s = quantize_weight(value, "pow2")
-            assert torch.equal(sent[name].view(torch.uint8), q.view(torch.uint8)), name
-            assert torch.equal(sent[name + SCALE_SUFFIX], s), name
-        else:
-            assert torch.equal(sent[name], value), name
+    assert_sent(sent, values, actor._jetrl.layers if unified else ())
     assert all(torch.equal(a, b) for a, b in zip(state(actor).values(), trained.values(), strict=True)), "the sync wrote to W"
 
     merged = Path(folder) / "merged"
