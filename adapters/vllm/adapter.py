@@ -15,7 +15,7 @@ from typing import Any
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_live_weight
-from jetrl_patch.adapters.vllm.queues import create_mp_lock, wait_until_ready
+from jetrl_patch.adapters.vllm.queues import create_mp_lock, init_cpu_shm, wait_until_ready
 
 __all__ = ["ADAPTER", "VllmAdapter"]
 
@@ -96,6 +96,14 @@ class VllmAdapter(Adapter):
                 reason="Ray ends engines by SIGKILL, after which the memory of their queues stays in /dev/shm",
                 upstream="https://github.com/vllm-project/vllm/issues/8933",
                 remove_when="vLLM removes the name of a queue's memory once its readers have it",
+            ),
+            Patch(
+                module="vllm.distributed.device_communicators.cpu_communicator",
+                attr="_CPUSHMDistributed._init_cpu_shm",
+                make=init_cpu_shm,
+                reason="Ray ends engines by SIGKILL, after which the memory over which their workers reduce on a CPU stays in "
+                "/dev/shm; only CPU builds call it",
+                remove_when="vLLM removes the names of that memory once its workers have it",
             ),
             Patch(
                 module="tqdm.std",

@@ -1,7 +1,8 @@
 """The shared memory of vLLM's processes: nothing of it is left behind.
 
 A queue between an engine and its workers has a name in ``/dev/shm`` that its writer removes when it ends, which a killed process
-never does. The name is needed only until every reader has mapped the memory.
+never does. The name is needed only until every reader has mapped the memory. So it is with the memory over which tensor-parallel
+workers on a CPU reduce (4 MB a worker).
 
 A worker that loads a checkpoint draws a progress bar. tqdm then makes a lock for bars of several processes, which in a spawned
 process is a semaphore with such a name (32 bytes). No other process can have that lock, so none is made there.
@@ -9,13 +10,15 @@ process is a semaphore with such a name (32 bytes). No other process can have th
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
 from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch.gate import while_active
 
-__all__ = ["create_mp_lock", "wait_until_ready"]
+__all__ = ["create_mp_lock", "init_cpu_shm", "wait_until_ready"]
 
 
 @while_active
@@ -29,6 +32,19 @@ def wait_until_ready(original: Callable[[Any], None]) -> Callable[[Any], None]:
             self.buffer.is_creator = False  # so that nobody removes the name again
 
     return wait_until_ready
+
+
+@while_active
+def init_cpu_shm(original: Callable[[Any], int]) -> Callable[[Any], int]:
+    """Wrap ``_CPUSHMDistributed._init_cpu_shm``: it ends with a barrier, after which each rank has mapped the memory of all."""
+
+    def init_cpu_shm(self: Any) -> int:
+        handle = original(self)
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(f"/dev/shm/{self.group_name}_{self.communicator.rank}")
+        return handle
+
+    return init_cpu_shm
 
 
 @while_active

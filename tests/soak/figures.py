@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tests.soak.slopes import Growth, growth
 
-#: steps over which the processor's seconds are taken together
+#: steps over which seconds are taken together, because they are read from outside, a few times a second
 WINDOW = 10
 #: figure -> what one of it is called in a table, and how many of its unit that is
 UNITS = {
@@ -30,9 +31,7 @@ def growths(watched: Mapping[str, Any]) -> Iterator[tuple[str, Growth]]:
             yield name, growth(figure, [sample["step"] for sample in mine], [sample[figure] for sample in mine])
     moments = totals(samples)
     yield "whole run", growth("shared", [moment["step"] for moment in moments], [moment["shared"] for moment in moments])
-    arrivals = {int(step): seconds for step, seconds in watched["arrivals"].items()}
-    steps = sorted(step for step in arrivals if step - 1 in arrivals)
-    yield "whole run", growth("seconds of a step", steps, [arrivals[step] - arrivals[step - 1] for step in steps])
+    yield "whole run", growth("seconds of a step", *elapsed(watched["arrivals"]))
     yield "whole run", growth("processor seconds of a step", *processor(moments))
 
 
@@ -43,6 +42,12 @@ def totals(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
         moment = moments.setdefault(sample["seconds"], {"step": sample["step"], "shared": sample["shared"], "cpu": 0.0})
         moment["cpu"] += sample["cpu"]
     return list(moments.values())
+
+
+def elapsed(arrivals: Mapping[str, float]) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds of the clock for each, as means over windows."""
+    ends = sorted(int(step) for step in arrivals)[::WINDOW]
+    return ends[1:], [(arrivals[str(b)] - arrivals[str(a)]) / (b - a) for a, b in itertools.pairwise(ends)]
 
 
 def processor(moments: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
@@ -83,9 +88,7 @@ def picture(watched: Mapping[str, Any], title: str, file: Path) -> None:
         above.plot([sample["step"] for sample in mine], [sample["memory"] / 2**20 for sample in mine], label=name, linewidth=1)
     above.set(ylabel="private memory [MiB]", title=title, ylim=(0, None))
     above.legend(fontsize=7, ncols=2)
-    arrivals = {int(step): seconds for step, seconds in watched["arrivals"].items()}
-    steps = sorted(step for step in arrivals if step - 1 in arrivals)
-    below.plot(steps, [arrivals[step] - arrivals[step - 1] for step in steps], linewidth=0.6, label="wall clock")
+    below.plot(*elapsed(watched["arrivals"]), linewidth=1, label="wall clock")
     below.plot(*processor(totals(samples)), linewidth=1, label="processor, all processes")
     below.set(xlabel="step", ylabel="seconds of a step", ylim=(0, None))
     below.legend(fontsize=7)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak.figures import growths, picture, processor, rows, totals
+from tests.soak.figures import elapsed, growths, picture, processor, rows, totals
 from tests.soak.slopes import LIMITS, growth
 from tests.soak.watch import Sample, Watch, role
 
@@ -70,6 +70,12 @@ def test_a_leak_in_one_role_is_found_and_drawn(tmp_path):
 def test_processor_seconds_are_those_of_all_roles():
     steps, seconds = processor(totals(watched(0)["samples"]))
     assert steps[0] == 11 and set(seconds) == {1.5}
+
+
+def test_seconds_of_a_step_are_means_over_windows():
+    read = {str(step): round(1.25 * step + 0.04, 1) for step in range(1, 102)}  # the clock is read ten times a second
+    steps, seconds = elapsed(read)
+    assert steps == list(range(11, 102, 10)) and all(abs(each - 1.25) < 0.01 for each in seconds)
 
 
 def test_steps_are_read_once_from_a_log_that_grows(tmp_path):

@@ -66,7 +66,8 @@ class Watch(threading.Thread):
         self.join()
 
     def as_json(self) -> dict[str, Any]:
-        return {"samples": [asdict(sample) for sample in self.samples], "arrivals": self.arrivals}
+        arrivals = {str(step): seconds for step, seconds in self.arrivals.items()}  # as JSON has them
+        return {"samples": [asdict(sample) for sample in self.samples], "arrivals": arrivals}
 
     def _read_steps(self, now: float) -> None:
         with open(self.run_watched.log, "rb") as log:

@@ -1,4 +1,4 @@
-"""A queue of vLLM keeps working after its name is gone from ``/dev/shm``, and leaves nothing behind."""
+"""Shared memory of vLLM keeps working after its name is gone from ``/dev/shm``, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 import jetrl_patch
 
@@ -63,6 +65,43 @@ def test_a_writer_that_ends_removes_the_name_once() -> None:
     assert reader.dequeue(timeout=10) == 7
     del writer, reader
     gc.collect()  # an error in a finalizer is a failure of the suite
+
+
+def reduce(patched: bool, rank: int, store: str) -> None:
+    """Exit with 0 if two ranks' memory, through which they reduce, has no name; with 1 if it has one."""
+    from types import SimpleNamespace
+
+    import torch
+
+    import jetrl_patch
+
+    if patched:
+        jetrl_patch.enable(precision="fp8-unified")
+    os.environ["VLLM_DIST_IDENT"] = f"test-{os.path.basename(store)}"
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    group = torch.distributed.group.WORLD
+    reducer = _CPUSHMDistributed(SimpleNamespace(unique_name="tp:0", ranks=[0, 1], device_group=group, world_size=2, rank=rank))
+    value = torch.full((1000,), 1.0 + rank)
+    reducer.all_reduce(value)
+    torch.distributed.barrier()
+    named = any(name.startswith(f"{reducer.group_name}_") for name in os.listdir("/dev/shm"))
+    torch.distributed.barrier()
+    sys.exit(int(named) if bool((value == 3.0).all()) else 2)
+
+
+@pytest.mark.parametrize("patched", [False, True])
+def test_memory_of_tensor_parallel_workers_on_a_cpu_has_no_name(patched: bool, tmp_path: Path) -> None:
+    import multiprocessing
+
+    store = tmp_path / f"store-{os.getpid()}"
+    spawned = [multiprocessing.get_context("spawn").Process(target=reduce, args=(patched, i, str(store))) for i in range(2)]
+    for process in spawned:
+        process.start()
+    for process in spawned:
+        process.join(120)
+    assert [process.exitcode for process in spawned] == [int(not patched)] * 2
 
 
 def draw(patched: bool) -> None:

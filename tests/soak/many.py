@@ -1,0 +1,121 @@
+"""The sync under load: ``python -m tests.soak.many [--syncs N]``.
+
+Eight training ranks sync to sixteen real vLLM engines on one machine, over OpenRLHF's colocated transport, two thousand times.
+Each sync brings other weights than the one before. Every so often the bytes in each engine are compared with the trainer's, and
+the engines generate, all the same. The processes are watched as in the other soaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from tests.soak.__main__ import OUT
+from tests.soak.figures import growths, picture, rows
+from tests.soak.watch import Watch
+
+ENGINES, RANKS = 16, 8
+SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
+#: syncs after which every engine is looked into, and the seconds that one sync may take
+LOOK, PATIENCE = 50, 300.0
+PATTERN = r"sync (\d+) done"
+
+
+class Rank:
+    """One training rank, in a process of its own."""
+
+    def __init__(self, rank: int, store: str, model: str) -> None:
+        import torch.distributed as dist
+
+        import jetrl_patch
+        from tests.faults.roads import Trainer
+
+        jetrl_patch.enable()
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+        self.trainer = Trainer(model, jetrl_patch.status().config)
+
+    def reach(self, engines: list[Any]) -> None:
+        from tests.faults.roads import OpenrlhfIpc
+
+        self.road = OpenrlhfIpc(engines[0], self.trainer)
+        self.road.actor.vllm_engines = engines
+
+    def sync(self, version: int) -> None:
+        self.trainer.take(version)
+        self.road.sync()
+
+    def sent(self, version: int) -> dict[str, int]:
+        """Digest of everything that a sync of this version sends."""
+        from jetrl_patch.sync.digest import digest
+
+        return {name: digest(tensor) for name, tensor in self.trainer.messages(version)}
+
+
+def run(syncs: int, folder: Path, log: Path) -> bool:
+    """Start the processes and sync. Returns whether every look found the trainer's bytes and one answer in all engines."""
+    import ray
+
+    from tests import models
+    from tests.faults.rollout import Rollout
+
+    model = models.variant(folder / "model", "qwen3", 0)
+    environ = {**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.getcwd()}
+    options: dict[str, Any] = {"runtime_env": {"env_vars": environ}, "num_cpus": 1}
+    engines = [ray.remote(Rollout).options(**options).remote("openrlhf", str(model)) for _ in range(ENGINES)]
+    ray.get([engine.pid.remote() for engine in engines])
+    ranks = [ray.remote(Rank).options(**options).remote(i, str(folder / "store"), str(model)) for i in range(RANKS)]
+    ray.get([rank.reach.remote(engines) for rank in ranks])
+    sent, good = [ray.get(ranks[0].sent.remote(version)) for version in (0, 1)], True
+    with log.open("a") as lines:
+        for number in range(1, syncs + 1):
+            ray.get([rank.sync.remote(number % 2) for rank in ranks], timeout=PATIENCE)
+            print(f"sync {number} done", file=lines, flush=True)
+            if number % LOOK in (0, 1):
+                held = ray.get([engine.quantized.remote() for engine in engines])
+                answers = ray.get([engine.generate.remote() for engine in engines])
+                right = all(one and one.items() <= sent[number % 2].items() for one in held)
+                good = good and right and all(answer == answers[0] for answer in answers)
+                print(f"sync {number}: bytes as sent: {right}; one answer: {len(set(map(str, answers))) == 1}", flush=True)
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.many")
+    parser.add_argument("--syncs", type=int, default=2000)
+    syncs = parser.parse_args().syncs
+    OUT.mkdir(parents=True, exist_ok=True)
+    import ray
+
+    with tempfile.TemporaryDirectory(prefix="jf", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        os.environ.update(SETTINGS, TESTED_RUN=name)
+        log = folder / "log"
+        log.touch()
+        quiet = {"include_dashboard": False, "log_to_driver": False}
+        ray.init(num_cpus=ENGINES + RANKS, _temp_dir=name, object_store_memory=200_000_000, **quiet)
+        watch = Watch(SimpleNamespace(log=log), name, PATTERN)
+        watch.start()
+        begin = time.monotonic()
+        try:
+            good = run(syncs, folder, log)
+        finally:
+            watch.stop()
+            ray.shutdown()
+    seen = watch.as_json()
+    (OUT / "many.json").write_text(json.dumps(seen))
+    found = list(growths(seen))
+    picture(seen, f"{syncs:,} syncs of {RANKS} training ranks to {ENGINES} engines", OUT / "many.png")
+    print("\n".join(rows(found)))
+    print(f"{syncs:,} syncs in {time.monotonic() - begin:.0f} s; bytes and answers right: {good}")
+    return 0 if good and all(one.flat for _, one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
