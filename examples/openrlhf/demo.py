@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from examples.common.recipe import Arm
 from examples.common.show import run_all
 from examples.openrlhf.recipe import Recipe
+from examples.words.mixture import mixture
 
 ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
 
@@ -28,17 +30,21 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--zero-stage", type=int, default=defaults.zero_stage, choices=(0, 1, 2, 3))
     parser.add_argument("--actors", type=int, default=defaults.actors, help="ranks of the policy")
+    parser.add_argument("--experts", type=int, default=0, help="train a mixture with this many experts in each block")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo-openrlhf"))
     args = parser.parse_args()
     modes = ARMS if args.compare else [(args.precision, args.align)]
     arms = [Arm(precision=precision, align=align, seed=args.seed) for precision, align in modes]
+    out = args.out.resolve()
     recipe = Recipe(steps=args.steps, zero_stage=args.zero_stage, actors=args.actors)
+    if args.experts:
+        recipe = replace(recipe, model=mixture(out.parent / f"words-{args.experts}-experts", args.experts))
     subtitle = (
         f"Real OpenRLHF with real vLLM rollouts on a CPU, ZeRO-{recipe.zero_stage}, {recipe.actors} policy rank(s): "
         f"sums in words, {recipe.steps} steps."
     )
     title = "OpenRLHF in four modes" if args.compare else f"One OpenRLHF run in {arms[0].name}"
-    return run_all(recipe, arms, args.out.resolve(), title, subtitle)
+    return run_all(recipe, arms, out, title, subtitle)
 
 
 if __name__ == "__main__":

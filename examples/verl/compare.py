@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 from examples.common.recipe import Arm
 from examples.common.show import console, run_all
 from examples.verl.recipe import Recipe
+from examples.words.mixture import STEPS, mixture
 from jetrl_patch.report import read_runs
 
 ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
@@ -31,7 +31,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--experts", type=int, default=0, help="train a mixture with this many experts in each block")
-    parser.add_argument("--warm-start", type=int, default=400, help="steps of supervised training that make the mixture")
+    parser.add_argument("--warm-start", type=int, default=STEPS, help="steps of supervised training that make the mixture")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
     # The exact ops have not run on a GPU yet.
@@ -51,14 +51,6 @@ def main() -> int:
     if status == 0:
         print_passes(out / "metrics.jsonl")
     return status
-
-
-def mixture(folder: Path, experts: int, steps: int) -> Path:
-    """Return the folder of a mixture that imitates the authors of the task, made there by the first call."""
-    if not (folder / "warm_start.json").exists():
-        made = ["--out", str(folder), "--experts", str(experts), "--steps", str(steps)]
-        subprocess.run([sys.executable, "-m", "examples.words.warm_start", *made], check=True)
-    return folder
 
 
 def print_passes(metrics: Path) -> None:

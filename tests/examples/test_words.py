@@ -205,7 +205,7 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 def test_a_mixture_for_the_comparison(tmp_path: Path) -> None:
     """``make compare-moe``: the experts keep blocks of 128 whole, and every arm measures its routes."""
     from examples.common.recipe import Arm
-    from examples.verl.compare import mixture
+    from examples.words.mixture import mixture
     from examples.verl.recipe import Recipe
 
     config = build_model(TOKENIZER, seed=0, experts=8).config
