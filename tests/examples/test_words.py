@@ -205,8 +205,8 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 def test_a_mixture_for_the_comparison(tmp_path: Path) -> None:
     """``make compare-moe``: the experts keep blocks of 128 whole, and every arm measures its routes."""
     from examples.common.recipe import Arm
-    from examples.words.mixture import mixture
     from examples.verl.recipe import Recipe
+    from examples.words.mixture import mixture
 
     config = build_model(TOKENIZER, seed=0, experts=8).config
     assert (config.model_type, config.num_experts, config.moe_intermediate_size % 128) == ("qwen3_moe", 8, 0)
