@@ -20,9 +20,9 @@ TABLE = ROOT / "jetrl_patch" / "families.py"
 #: family -> the one other file that names it, because vLLM has a class or verl a module of that name
 NAMED_ELSEWHERE = {
     "llama": "adapters/vllm/ops.py",
-    "qwen3_vl": "adapters/verl/adapter.py",
-    "qwen3_5": "adapters/verl/adapter.py",
-    "glm4v": "adapters/verl/adapter.py",
+    "qwen3_vl": "adapters/verl/seeing_patches.py",
+    "qwen3_5": "adapters/verl/seeing_patches.py",
+    "glm4v": "adapters/verl/seeing_patches.py",
 }
 
 
