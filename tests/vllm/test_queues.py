@@ -12,6 +12,8 @@ import pytest
 
 import jetrl_patch
 
+#: exit statuses, which no error has
+UNNAMED, NAMED = 10, 11
 #: a writer that is killed, with its reader in a thread
 KILLED = """
 import os, signal, threading
@@ -68,7 +70,7 @@ def test_a_writer_that_ends_removes_the_name_once() -> None:
 
 
 def reduce(patched: bool, rank: int, store: str) -> None:
-    """Exit with 0 if two ranks' memory, through which they reduce, has no name; with 1 if it has one."""
+    """Exit with UNNAMED or NAMED, by whether the memory of two ranks, through which they reduce, has a name."""
     from types import SimpleNamespace
 
     import torch
@@ -79,7 +81,9 @@ def reduce(patched: bool, rank: int, store: str) -> None:
         jetrl_patch.enable(precision="fp8-unified")
     os.environ["VLLM_DIST_IDENT"] = f"test-{os.path.basename(store)}"
     from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+    from vllm.platforms import current_platform
 
+    current_platform.import_kernels()
     torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     group = torch.distributed.group.WORLD
     reducer = _CPUSHMDistributed(SimpleNamespace(unique_name="tp:0", ranks=[0, 1], device_group=group, world_size=2, rank=rank))
@@ -88,7 +92,8 @@ def reduce(patched: bool, rank: int, store: str) -> None:
     torch.distributed.barrier()
     named = any(name.startswith(f"{reducer.group_name}_") for name in os.listdir("/dev/shm"))
     torch.distributed.barrier()
-    sys.exit(int(named) if bool((value == 3.0).all()) else 2)
+    assert bool((value == 3.0).all())
+    sys.exit(NAMED if named else UNNAMED)
 
 
 @pytest.mark.parametrize("patched", [False, True])
@@ -101,7 +106,7 @@ def test_memory_of_tensor_parallel_workers_on_a_cpu_has_no_name(patched: bool, t
         process.start()
     for process in spawned:
         process.join(120)
-    assert [process.exitcode for process in spawned] == [int(not patched)] * 2
+    assert [process.exitcode for process in spawned] == [UNNAMED if patched else NAMED] * 2
 
 
 def draw(patched: bool) -> None:
