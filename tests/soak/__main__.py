@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import re
 import shutil
@@ -31,6 +32,8 @@ STEP = {"verl": r"training/global_step:(\d+)", "openrlhf": r"Global step (\d+): 
 #: slow enough that samples go on changing for a thousand steps
 RATE = {"verl": ["actor_rollout_ref.actor.optim.lr=1e-5"], "openrlhf": ["--actor.adam.lr", "1e-5"]}
 KILLS, LONGEST = 3, 6 * 3600.0
+#: Ray's GCS remembers the last 100,000 tasks, 50 MiB in a thousand steps; with fewer it is full, and flat, early
+ENVIRON = {"RAY_task_events_max_num_task_in_gcs": "1000"}
 
 
 def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
@@ -39,14 +42,15 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     runs = SeededRuns(framework, folder, steps, save_every)
     seen: dict[str, Any] = {"framework": framework, "steps": steps}
     whole = folder / "whole"
-    run = runs.run(whole, *RATE[framework])
+    run = runs.run(whole, *RATE[framework], **ENVIRON)
     watch = Watch(run, str(whole), STEP[framework])
     watch.start()
     seen["status"] = run.wait(LONGEST)
     watch.stop()
+    shutil.copy(run.log, OUT / f"{framework}.log")
     if seen["status"]:
         raise SystemExit(f"the undisturbed run of {framework} ended with {seen['status']}: {run.text[-4000:]}")
-    shares = [step["jetrl/bit_equal_fraction"] for step in run.metrics()]
+    shares = [step.get("jetrl/bit_equal_fraction", math.nan) for step in run.metrics()]
     seen.update(watch.as_json(), shares=len(shares), equal=all(share == 1.0 for share in shares))
     seen["tokens"] = int(sum(step.get("jetrl/tokens", 0) for step in run.metrics()))
     print(f"{framework}: {len(shares)} steps, {seen['tokens']:,} tokens, all equal: {seen['equal']}", flush=True)
@@ -57,12 +61,12 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     kills = sorted(random.Random(seed).sample(range(begin + 1, steps), KILLS))
     for kill in kills:
         begun = runs.completed(broken)
-        run = runs.run(broken, *RATE[framework])
+        run = runs.run(broken, *RATE[framework], **ENVIRON)
         run.wait_for(re.compile(STEP[framework].replace(r"(\d+)", str(kill))).search, LONGEST)
         run.stop()
         seen["killed"].append({"at": kill, "resumed_from": begun, "left": wait_until_gone(str(broken))})
         print(f"{framework}: killed after step {kill}", flush=True)
-    run = runs.run(broken, *RATE[framework])
+    run = runs.run(broken, *RATE[framework], **ENVIRON)
     if run.wait(LONGEST):
         raise SystemExit(f"the resumed run of {framework} failed: {run.text[-4000:]}")
     expected, found = runs.checkpoint(whole, steps), runs.checkpoint(broken, steps)
