@@ -1,7 +1,7 @@
 """Four modes on the same data and seeds: BF16, FP8 rollout, unified FP8 with shared linears, unified FP8 exact.
 
 Run it by ``make compare`` or ``python -m examples.verl.compare``. ``make compare-moe`` runs them with a mixture of experts, which
-its first run makes in a few minutes, and measures its routes.
+its first run makes of the dense model, and measures its routes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from examples.common.recipe import Arm
 from examples.common.show import console, run_all
 from examples.verl.recipe import Recipe
-from examples.words.mixture import STEPS, mixture
+from examples.words.mixture import mixture
 from jetrl_patch.report import read_runs
 
 ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
@@ -31,7 +31,6 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--experts", type=int, default=0, help="train a mixture with this many experts in each block")
-    parser.add_argument("--warm-start", type=int, default=STEPS, help="steps of supervised training that make the mixture")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
     # The exact ops have not run on a GPU yet.
@@ -40,7 +39,7 @@ def main() -> int:
     out = args.out.resolve()
     recipe = Recipe(steps=args.steps, device=args.device)
     if args.experts:
-        model = mixture(out.parent / f"words-{args.experts}-experts", args.experts, args.warm_start)
+        model = mixture(out.parent / f"words-{args.experts}-experts", args.experts)
         recipe = replace(recipe, model=model, measure_routes=True, prompts=8, held_out=128, validate_every=args.steps)
     kind = f"a mixture of {args.experts} experts, " if args.experts else ""
     subtitle = (

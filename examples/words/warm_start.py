@@ -13,17 +13,9 @@ import random
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeAlias
 
 import torch
-from transformers import (
-    GenerationConfig,
-    PreTrainedTokenizerFast,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from examples.words import task
 from examples.words.reward import compute_score
@@ -34,18 +26,11 @@ IGNORE = -100
 WORKED_SHARE_EARLY, WORKED_SHARE_LATE, LATE = 0.6, 0.25, 0.7
 CHECKPOINT = Path(__file__).parent / "checkpoint"
 
-Model: TypeAlias = Qwen3ForCausalLM | Qwen3MoeForCausalLM
 
-
-def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, experts: int = 0) -> Model:
-    """A freshly initialized FP32 model: 4 layers, hidden size 256, head_dim 64, 2 KV heads, 2.4 million parameters.
-
-    With ``experts`` a mixture: that many experts of width 128 in each block, of which a token takes two.
-    """
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A freshly initialized FP32 model: 4 layers, hidden size 256, head_dim 64, 2 KV heads, 2.4 million parameters."""
     torch.manual_seed(seed)
-    mixture = {"num_experts": experts, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "norm_topk_prob": True}
-    config = (Qwen3MoeConfig if experts else Qwen3Config)(
-        **(mixture if experts else {}),
+    config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=256,
         intermediate_size=512,
@@ -62,7 +47,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int, experts: int = 0)
         bos_token_id=None,
         use_sliding_window=False,
     )
-    return Qwen3MoeForCausalLM(config) if experts else Qwen3ForCausalLM(config)
+    return Qwen3ForCausalLM(config)
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: task.Question) -> list[int]:
@@ -97,7 +82,7 @@ def batch(
 
 @torch.no_grad()
 def accuracy(
-    model: Model,
+    model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     questions: Sequence[task.Question],
     temperature: float,
@@ -137,13 +122,13 @@ def accuracy(
     return sum(compute_score("words", t, str(q.answer)) for t, q in zip(texts, questions, strict=True)) / len(questions)
 
 
-def train(steps: int, batch_size: int, lr: float, seed: int, experts: int = 0, report_every: int = 100) -> Model:
+def train(steps: int, batch_size: int, lr: float, seed: int, report_every: int = 100) -> Qwen3ForCausalLM:
     """Minimize cross-entropy on the response tokens; AdamW with a linear warm-up and a linear decay to zero.
 
     Prints the held-out accuracy every ``report_every`` steps; never if that is 0.
     """
     tokenizer = build_tokenizer()
-    model = build_model(tokenizer, seed, experts)
+    model = build_model(tokenizer, seed)
     questions, held_out = task.split()
     prompts = {q: prompt_ids(tokenizer, q) for q in questions}
     rng = random.Random(seed)
@@ -184,12 +169,11 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--experts", type=int, default=0, help="make a mixture with this many experts in each block")
     args = parser.parse_args()
 
     torch.set_num_threads(1)  # for reproducibility: the number of threads decides how sums are split
     tokenizer = build_tokenizer()
-    model = train(args.steps, args.batch_size, args.lr, args.seed, args.experts).to(torch.bfloat16)
+    model = train(args.steps, args.batch_size, args.lr, args.seed).to(torch.bfloat16)
     _, held_out = task.split()
     greedy, sampled = (accuracy(model, tokenizer, held_out, t) for t in (0.0, 1.0))
     model.save_pretrained(args.out)

@@ -7,13 +7,14 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from examples.words import data, task
 from examples.words.reward import compute_score, final_number
 from examples.words.tokenizer import PAD, VOCAB_SIZE, build_tokenizer, vocabulary
-from examples.words.warm_start import CHECKPOINT, batch, build_model, prompt_ids
+from examples.words.warm_start import CHECKPOINT, accuracy, batch, build_model, prompt_ids
 
 TRAIN, HELD_OUT = task.split()
 TOKENIZER = build_tokenizer()
@@ -152,7 +153,6 @@ def test_more_held_out_questions_than_there_are_is_an_error(tmp_path: Path, held
 
 
 def test_the_checkpoint_loads_and_fits_its_tokenizer() -> None:
-    import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.bfloat16)
@@ -177,7 +177,6 @@ def test_the_checkpoint_begins_between_20_and_50_percent() -> None:
 
 @pytest.mark.slow
 def test_the_recorded_accuracy_is_that_of_the_checkpoint() -> None:
-    import torch
     from transformers import AutoTokenizer, Qwen3ForCausalLM
 
     from examples.words.warm_start import accuracy
@@ -188,7 +187,6 @@ def test_the_recorded_accuracy_is_that_of_the_checkpoint() -> None:
 
 
 def test_the_same_seed_gives_the_same_weights() -> None:
-    import torch
 
     from examples.words.warm_start import train
 
@@ -203,17 +201,27 @@ def test_the_same_seed_gives_the_same_weights() -> None:
 
 
 def test_a_mixture_for_the_comparison(tmp_path: Path) -> None:
-    """``make compare-moe``: the experts keep blocks of 128 whole, and every arm measures its routes."""
+    """``make compare-moe``: the experts keep blocks of 128 whole, know what the dense model knows, and routes are measured."""
+    from transformers import AutoModelForCausalLM
+
     from examples.common.recipe import Arm
     from examples.verl.recipe import Recipe
     from examples.words.mixture import mixture
 
-    config = build_model(TOKENIZER, seed=0, experts=8).config
+    made = mixture(tmp_path / "made", 8)
+    written = (made / "model.safetensors").stat().st_mtime_ns
+    assert mixture(made, 8) == made and (made / "model.safetensors").stat().st_mtime_ns == written  # made once
+    model = AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32)
+    config = model.config
     assert (config.model_type, config.num_experts, config.moe_intermediate_size % 128) == ("qwen3_moe", 8, 0)
-    (tmp_path / "made").mkdir()
-    (tmp_path / "made" / "warm_start.json").write_text("{}")
-    recipe = Recipe(model=mixture(tmp_path / "made", 8, 1), measure_routes=True, held_out=8)
+    experts = model.model.layers[0].mlp.experts.down_proj
+    assert not torch.equal(experts[0], experts[1])
+    dense = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    asked = HELD_OUT[:64]
+    same, other = (accuracy(each, TOKENIZER, asked, 0.0) for each in (model, dense))
+    assert abs(same - other) < 0.1 and other > 0.2
+    recipe = Recipe(model=made, measure_routes=True, held_out=8)
     launch = recipe.launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
-    assert launch.env["JETRL_MEASURE_ROUTES"] == "1" and f"actor_rollout_ref.model.path={tmp_path / 'made'}" in launch.command
-    dense = Recipe(held_out=8).launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
-    assert dense.env["JETRL_MEASURE_ROUTES"] == "0"
+    assert launch.env["JETRL_MEASURE_ROUTES"] == "1" and f"actor_rollout_ref.model.path={made}" in launch.command
+    dense_run = Recipe(held_out=8).launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
+    assert dense_run.env["JETRL_MEASURE_ROUTES"] == "0"

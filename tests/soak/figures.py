@@ -21,18 +21,21 @@ UNITS = {
 def growths(watched: Mapping[str, Any]) -> Iterator[tuple[str, Growth]]:
     """Yield for each role, and for the whole run, how its figures grew."""
     samples = watched["samples"]
-    roles = sorted({sample["role"] for sample in samples})
-    for name in roles:
-        mine = [sample for sample in samples if sample["role"] == name]
-        late = [sample for sample in mine if sample["step"] > 0.8 * samples[-1]["step"]]
-        if len(late) < 3:  # its processes end with the start of the run
-            continue
+    for name, mine in lasting(samples):
         for figure in ("memory", "files", "threads"):
             yield name, growth(figure, [sample["step"] for sample in mine], [sample[figure] for sample in mine])
     moments = totals(samples)
     yield "whole run", growth("shared", [moment["step"] for moment in moments], [moment["shared"] for moment in moments])
     yield "whole run", growth("seconds of a step", *elapsed(watched["arrivals"]))
     yield "whole run", growth("processor seconds of a step", *processor(moments))
+
+
+def lasting(samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
+    """Yield each role and its samples, but for those whose processes end with the start of the run."""
+    for name in sorted({sample["role"] for sample in samples}):
+        mine = [sample for sample in samples if sample["role"] == name]
+        if sum(sample["step"] > 0.8 * samples[-1]["step"] for sample in mine) >= 3:
+            yield name, mine
 
 
 def totals(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
@@ -82,10 +85,10 @@ def picture(watched: Mapping[str, Any], title: str, file: Path) -> None:
     from matplotlib import pyplot
 
     figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(9, 6))
-    samples = watched["samples"]
-    for name in sorted({sample["role"] for sample in samples}):
-        mine = [sample for sample in samples if sample["role"] == name]
-        above.plot([sample["step"] for sample in mine], [sample["memory"] / 2**20 for sample in mine], label=name, linewidth=1)
+    samples, colors = watched["samples"], pyplot.get_cmap("tab20").colors
+    for (name, mine), color in zip(lasting(samples), colors, strict=False):
+        memory = [sample["memory"] / 2**20 for sample in mine]
+        above.plot([sample["step"] for sample in mine], memory, label=name, linewidth=1, color=color)
     above.set(ylabel="private memory [MiB]", title=title, ylim=(0, None))
     above.legend(fontsize=7, ncols=2)
     below.plot(*elapsed(watched["arrivals"]), linewidth=1, label="wall clock")
