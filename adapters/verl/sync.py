@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import delta, old_log_probs, precision, routes
+from jetrl_patch.adapters.verl import address, delta, old_log_probs, precision, routes
 from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
@@ -117,16 +117,16 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if wire_format != "named_tensors":
             fix = "set checkpoint_engine.backend=naive"
             raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
-        config = runtime.active_config()
+        config, run = runtime.active_config(), address.run_id()
         call = await self._execute_method(
             "update_weights_from_ipc",
             non_block=True,
-            kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env()},
+            kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env(), "jetrl_run": run},
         )
         peer = Peer(None if call is None else call.future(), config.sync_timeout)
         sender = watched_sender(
             peer,
-            zmq_handle=self.zmq_handle,
+            zmq_handle=address.own(self.zmq_handle, run),
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
         )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch import runtime
+from jetrl_patch.adapters.verl.address import meet
 from jetrl_patch.adapters.verl.transport import timed_receiver
 from jetrl_patch.errors import NotPatchedError
 from jetrl_patch.trainer.marks import require_same
@@ -20,7 +21,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
     An unpatched trainer waits without a limit, so its data is read to the end and dropped before the error.
 
     The extra argument ``jetrl`` carries the trainer's settings. An unpatched worker does not know it and fails at once; a
-    patched worker learns from it that its trainer is patched.
+    patched worker learns from it that its trainer is patched. ``jetrl_run`` says where they meet.
     """
 
     def update_weights_from_ipc(
@@ -29,6 +30,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
         base_sync_done: bool = False,
         use_shm: bool = False,
         jetrl: dict[str, str] | None = None,
+        jetrl_run: str = "",
     ) -> Any:
         if not runtime.is_active():
             if jetrl is not None:
@@ -42,6 +44,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
                 "variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
             )
         require_same("a vLLM worker", required=jetrl, found=config.to_env())
+        meet(self, jetrl_run)
         if not config.quantized_rollout:
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         return _receive(self, use_shm, config.sync_timeout)

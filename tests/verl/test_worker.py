@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import worker
+from jetrl_patch.adapters.verl.address import own
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError
 
@@ -43,6 +42,14 @@ class Receiver:
         return SyncError(reason)
 
 
+class Worker:
+    def __init__(self):
+        self.jetrl_receiver = Receiver()
+
+    def _get_zmq_handle(self):
+        return "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
+
+
 @pytest.fixture
 def call(monkeypatch):
     monkeypatch.setattr(runtime, "is_active", lambda: True)
@@ -51,7 +58,7 @@ def call(monkeypatch):
     def run(transport, **kwargs):
         monkeypatch.setattr(worker, "_transport", lambda *_: transport)
         replacement = worker.update_weights_from_ipc(lambda self, **kw: "verl's own")
-        return replacement(SimpleNamespace(jetrl_receiver=Receiver()), use_shm=True, **kwargs)
+        return replacement(kwargs.pop("worker", None) or Worker(), use_shm=True, **kwargs)
 
     return run
 
@@ -92,3 +99,14 @@ def test_a_worker_that_lost_its_patches(call, monkeypatch):
     with pytest.raises(NotPatchedError, match="disabled in this vLLM worker"):
         call(Transport([]), jetrl=MINE.to_env())
     assert call(Transport([])) == "verl's own"
+
+
+def test_a_worker_listens_to_its_own_run(call):
+    """Two runs with a Ray each have job 01000000 both, and so the same address in verl."""
+    mine, other = Worker(), Worker()
+    for _ in range(2):  # a second sync does not move it again
+        call(Transport([]), jetrl=MINE.to_env(), jetrl_run="0123", worker=mine)
+    call(Transport([]), jetrl=MINE.to_env(), jetrl_run="4567", worker=other)
+    assert mine._get_zmq_handle() == own(Worker()._get_zmq_handle(), "0123") != other._get_zmq_handle()
+    assert mine._get_zmq_handle() == "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0-0123.sock"
+    assert own("ipc:///x.sock", "") == "ipc:///x.sock"
