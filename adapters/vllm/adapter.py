@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
+from jetrl_patch.adapters.vllm.angles import in_two_dimensions
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_latent_weight, keep_live_weight
 from jetrl_patch.adapters.vllm.queues import create_mp_lock, wait_until_ready
@@ -88,6 +89,14 @@ class VllmAdapter(Adapter):
                 reason="vLLM on CPU packs BF16 weights after loading and frees the originals: later weight updates fail or "
                 "have no effect; only CPU builds call it",
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
+            ),
+            Patch(
+                module="vllm.model_executor.layers.rotary_embedding.base",
+                attr="RotaryEmbedding.forward_cpu",
+                make=in_two_dimensions,
+                reason="vLLM's kernel on CPUs misreads queries of three dimensions, of latent attention without YaRN: every "
+                "log-prob of such a rollout is wrong",
+                remove_when="the kernel reads the stride of a query's heads, or latent attention passes two dimensions",
             ),
             Patch(
                 module="vllm.model_executor.layers.attention.mla_attention",

@@ -69,7 +69,7 @@ def follow_norms(model: nn.Module, hf_config: Any) -> None:
     Args:
         hf_config: that of the language model.
     """
-    found = [module for module in model.modules() if hasattr(module, "mla_attn") and hasattr(module, "kv_a_layernorm")]
+    found = [module for module in model.modules() if hasattr(module, "kv_a_layernorm")]
     if not found:
         return
     theirs = _attention(hf_config)

@@ -18,6 +18,9 @@ from tests.verl.test_delta_nets import PACKED, PADDED, SLICES, M
 from tests.verl.test_e2e import TIMEOUT, finish
 from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT
 
+#: verl looks for it in the tokenizer of every model of this type
+END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -67,7 +70,8 @@ def test_megatron_is_refused_with_the_reason() -> None:
 def test_a_run(tmp_path: Path) -> None:
     """V1, FSDP2, rows that hold several sequences."""
     environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear", "JETRL_MEASURE_ROUTES": "1"}
-    steps = finish(Run(make_task(tmp_path, "deepseek_v3", fill=True), steps=2, environ=environ), 2)
+    task = make_task(tmp_path, "deepseek_v3", fill=True, tokens=(END,))
+    steps = finish(Run(task, steps=2, environ=environ), 2)
     for step in steps:  # one dense block, then two of eight experts and a shared one
         assert step["jetrl/quantized_layers"] == 3 * 4 + 3 + 2 * (3 + 8 * 3)
         assert 0 < step["jetrl/logp_abs_diff_mean"] < MISMATCH["fp8-unified"], step

@@ -179,8 +179,7 @@ def test_norms_inside_have_the_trainers_epsilon() -> None:
     """transformers builds them with the default of their class, vLLM with that of the configuration."""
     config = models.config_of("deepseek_v3", rms_norm_eps=1e-5)
     block = nn.Module()
-    block.mla_attn, block.kv_a_layernorm = nn.Identity(), SimpleNamespace(variance_epsilon=1e-5)
-    block.q_a_layernorm = None
+    block.q_a_layernorm, block.kv_a_layernorm = None, SimpleNamespace(variance_epsilon=1e-5)
     latent.follow_norms(nn.ModuleList([block]), config)
     from transformers import AutoModelForCausalLM
 
