@@ -71,7 +71,7 @@ def test_a_run(tmp_path: Path) -> None:
     """V1, FSDP2, rows that hold several sequences."""
     environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear", "JETRL_MEASURE_ROUTES": "1"}
     task = make_task(tmp_path, "deepseek_v3", fill=True, tokens=(END,))
-    steps = finish(Run(task, steps=2, environ=environ), 2)
+    steps = finish(Run(task, PACKED, steps=2, environ=environ), 2)
     for step in steps:  # one dense block, then two of eight experts and a shared one
         assert step["jetrl/quantized_layers"] == 3 * 4 + 3 + 2 * (3 + 8 * 3)
         assert 0 < step["jetrl/logp_abs_diff_mean"] < MISMATCH["fp8-unified"], step
