@@ -6,12 +6,14 @@ the record, so no other file names a family. This module imports neither torch n
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any
 
 from jetrl_patch.family import GATE_UP, QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
 
 __all__ = [
+    "ABSORBED",
     "DENSE_BLOCKS",
     "FAMILIES",
     "LLAMA_LIKE",
@@ -52,6 +54,24 @@ _SEEING: dict[Part, str] = {
 _STATE = "its gated delta nets, whose states pass from token to token, have no ops that both sides share"
 _ONE_PLUS = "its norms multiply by 1 + weight"
 _DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_NOT_MEGATRON}
+#: for the family with latent attention
+_always = functools.partial(Setting, everywhere=True)
+_NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
+_LATENT = (
+    _always("scoring_func", ("sigmoid",), "vLLM's default is a softmax", "set it in config.json", needed=True),
+    _always("topk_method", ("noaux_tc",), "vLLM corrects no scores otherwise", "set it in config.json", needed=True),
+    _always("moe_layer_freq", (1,), "in the trainer all blocks after the first dense ones have experts"),
+    _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+    _always("tie_word_embeddings", (False,), _NOT_TIED),
+    _always("rope_interleave", (True,), "vLLM always rotates neighbouring numbers of a head"),
+    _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM takes every other type for YaRN"),
+    _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
+    _always("rope_parameters.truncate", (True,), _NO_SUCH_NUMBER),
+    _always("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales"),
+    _always("index_topk", (None,), "the trainer's attention is not sparse"),
+    _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
+    _always("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use a BF16 checkpoint"),
+)
 #: linear layers that read a delta net's input, where each is apart, and those of them that vLLM merges
 _IN = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
 _IN_MERGED = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
@@ -173,6 +193,22 @@ _RECORDS = (
         mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
         partial_rotary=True,
     ),
+    _with_experts(
+        "deepseek_v3",
+        "DeepseekV3",
+        "DeepSeek-V3",
+        *_LATENT,
+        readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+            "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+            "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+        },
+        merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
+        row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
+        uncovered=_EXPERTS | {"exact": "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared"},
+        mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
+        absorbed="kv_b_proj",
+    ),
     Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING, tower="visual"),
     Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
     Family(
@@ -234,6 +270,8 @@ MERGED = tuple(dict.fromkeys(group for family in (LLAMA_LIKE, *_RECORDS) for gro
 ROW_PARALLEL = frozenset(name.rpartition(".")[2] for family in (LLAMA_LIKE, *_RECORDS) for name in family.row_parallel)
 #: for all families: the parts of a layer's name that place it in a vision tower
 TOWERS = frozenset(family.tower for family in _RECORDS) - {""}
+#: for all families: last name parts of the layers that the rollout's attention multiplies with itself
+ABSORBED = frozenset(family.absorbed for family in _RECORDS) - {""}
 
 
 def covering(part: Part) -> dict[str, Family]:

@@ -14,33 +14,49 @@ __all__ = ["GATE_UP", "QKV", "READERS", "SETTINGS", "WINDOW", "Family", "Mixture
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
 #: Megatron
 Part = Literal["exact", "scaling", "fused", "megatron"]
+_ABSENT: Any = object()
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of ``config.json`` whose value decides whether trainer and rollout are bit-equal.
+    """A key of ``config.json`` whose value decides whether trainer and rollout are bit-equal, or compute the same at all.
 
     Attributes:
+        key: its name; behind a dot, that of an entry of it.
         covered: the values for which they are; every item of a list must be one of them.
         reason: why other values are not covered.
         fix: what to do about another value; empty where only another mode helps.
+        everywhere: whether another value is refused in every mode with a quantized rollout, because one side would compute
+            something else, and not only round otherwise.
+        needed: whether a configuration without the key is refused too, because one side takes another default.
     """
 
     key: str
     covered: tuple[Any, ...]
     reason: str
     fix: str = ""
+    everywhere: bool = False
+    needed: bool = False
+
+    @property
+    def values(self) -> str:
+        """The covered values, in words."""
+        return " or ".join(map(repr, self.covered))
+
+    def found(self, hf_config: Any) -> str:
+        """What the configuration has that is not covered, as a phrase; empty if it is covered."""
+        value = hf_config
+        for part in self.key.split("."):
+            value = value.get(part, _ABSENT) if isinstance(value, Mapping) else getattr(value, part, _ABSENT)
+        if value is _ABSENT:
+            return f"no {self.key}" if self.needed else ""
+        items = value if isinstance(value, (list, tuple)) else [value]
+        return "" if all(item in self.covered for item in items) else f"{self.key}={value!r}"
 
     def problem(self, hf_config: Any) -> str:
-        """What is wrong with this key of the configuration, as a phrase; empty if it is covered or missing."""
-        if not hasattr(hf_config, self.key):
-            return ""
-        value = getattr(hf_config, self.key)
-        items = value if isinstance(value, (list, tuple)) else [value]
-        if all(item in self.covered for item in items):
-            return ""
-        expected = " or ".join(repr(item) for item in self.covered)
-        return f"{self.key}={value!r} (expected {expected}: {self.reason})"
+        """What is wrong with this key of the configuration, as a phrase; empty if it is covered."""
+        found = self.found(hf_config)
+        return found and f"{found} (expected {self.values}: {self.reason})"
 
 
 WINDOW = "the shared attention sees the whole context"
@@ -87,8 +103,8 @@ class Family:
         title: the family's name in messages and docs.
         readers: norm of a block -> the linears that are its only readers. The norm computes ``w * (x / rms(x))``.
         merged: groups of linears that vLLM merges into one layer, in its order.
-        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention" or "delta net" (number of
-            heads times head width) or a key of the configuration; see ``width``.
+        row_parallel: linears that tensor parallelism splits along K -> the size of K: "attention", "latent attention" or
+            "delta net" (number of heads times head width) or a key of the configuration; see ``width``.
         uncovered: part that the family is not covered for -> reason.
         settings: keys of the configuration that decide whether exact mode is bit-equal.
         rollout: the model code that vLLM runs: its own, or that of transformers with vLLM's layers in it.
@@ -102,6 +118,9 @@ class Family:
             layers stay in BF16 on both sides.
         delta_net: whether some blocks have a gated delta net (``linear_attn``) in the place of attention: a state that a
             sequence's tokens update one after the other. ``layer_types`` of the configuration says which.
+        absorbed: of latent attention (MLA), the linear that makes keys and values of what they are compressed to. While vLLM
+            decodes, it multiplies queries and outputs by the halves of this weight, in BF16, in the place of the layer. So the
+            layer stays in BF16 on both sides. Empty for any other attention.
     """
 
     model_type: str
@@ -122,6 +141,7 @@ class Family:
     text: str = ""
     tower: str = ""
     delta_net: bool = False
+    absorbed: str = ""
 
     @property
     def causal_lm(self) -> str:
@@ -139,6 +159,10 @@ class Family:
     @property
     def mlp(self) -> str:
         return f"{self.prefix}{self.text}MLP"
+
+    @property
+    def attention(self) -> str:
+        return f"{self.prefix}{self.text}Attention"
 
     @property
     def rotary(self) -> str:
@@ -193,6 +217,8 @@ def width(size: str, hf_config: Any) -> int:
 
     if size == "delta net":
         return value("linear_num_value_heads") * value("linear_value_head_dim")
+    if size == "latent attention":
+        return value("num_attention_heads") * value("v_head_dim")
     if size == "attention":
         heads = value("num_attention_heads")
         return heads * (value("head_dim") or (value("hidden_size") // heads if heads else 0))

@@ -5,7 +5,7 @@ Importing this imports no torch, so that a driver can refuse such a model before
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
@@ -21,6 +21,7 @@ __all__ = [
     "check_structure",
     "expert_sizes",
     "has_delta_nets",
+    "has_latent_attention",
     "require_attention",
     "require_text",
     "sees",
@@ -42,6 +43,12 @@ def has_delta_nets(hf_config: Any) -> bool:
     """Whether some blocks have a gated delta net in the place of attention."""
     family = family_of(hf_config)
     return family is not None and family.delta_net
+
+
+def has_latent_attention(hf_config: Any) -> bool:
+    """Whether the model has latent attention (MLA) that its family's record knows."""
+    family = family_of(hf_config)
+    return family is not None and bool(family.absorbed)
 
 
 def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
@@ -75,22 +82,31 @@ def require_text(hf_config: Any, what: str, fix: str, required: str = "a text mo
 
 
 def require_attention(hf_config: Any, what: str, fix: str) -> None:
-    """Raise ModelError for a model with gated delta nets. ``what`` and ``fix`` are those of ``explain``."""
+    """Raise ModelError for a model with gated delta nets or latent attention. ``what`` and ``fix`` are those of ``explain``."""
+    required = ""
     if has_delta_nets(hf_config):
         required = "attention in all blocks (gated delta nets have not run so)"
+    if has_latent_attention(hf_config):
+        required = "attention that is not latent (MLA has not run so)"
+    if required:
         raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
 
 
 def check_structure(hf_config: Any, config: Config) -> None:
-    """Raise ModelError for parts beside the language model, a mixture of experts that this mode lacks, or latent attention.
+    """Raise ModelError for a model that nothing makes the same on both sides.
+
+    That is one with parts beside the language model, experts that this mode lacks, latent attention without a record, or a
+    setting by which one side would compute something else.
 
     Args:
         hf_config: the Hugging Face config of the whole model.
         config: of a mode with a quantized rollout.
     """
+    what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
     for required, found in _unhandled(hf_config, config):
-        what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
         raise ModelError(explain(what, required=required, found=found, fix=f"use a dense text model, or {UNQUANTIZED}"))
+    for required, found, fix in _other_settings(hf_config):
+        raise ModelError(explain(what, required=required, found=found, fix=f"{fix} {UNQUANTIZED}"))
 
 
 def check_device(hf_config: Any, device_type: str) -> None:
@@ -114,11 +130,12 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         seeing = [family.model_type for family in FAMILIES.values() if family.tower]
         why = "of other models the vision tower would become FP8, and the two sides name layers differently"
         yield f"one text model, or with an FP8 rollout one of {', '.join(seeing)} ({why})", " and ".join(sorted(parts))
+    latent = has_latent_attention(hf_config)
     handled, hf_config = _mixes(hf_config), _text(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
     mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
     in_blocks = config.fp8_rollout and not config.channelwise
-    why = "experts would stay in BF16, and the weight sync would fail after loading"
+    why = "others would stay in BF16, and the weight sync would fail"
     if handled and not in_blocks:
         why = f"precision={config.precision!r} with scales per {config.granularity} does not quantize experts"
     if not handled or not in_blocks:
@@ -126,9 +143,35 @@ def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
         yield from (
             (f"a dense model{others} ({why})", f"{name}={value}") for name, value in experts.items() if _counts(value)
         )
-    if _counts(getattr(hf_config, _LATENT, None)):
-        why = "attention that reads its weights as they are (vLLM transforms MLA's once, so that a weight sync would miss them)"
-        yield why, f"{_LATENT}={getattr(hf_config, _LATENT)}"
+    if _counts(getattr(hf_config, _LATENT, None)) and not latent:
+        known = ", ".join(family.model_type for family in FAMILIES.values() if family.absorbed)
+        why = "vLLM transforms MLA's once, so that a weight sync would miss them"
+        yield f"attention that reads its weights as they are, or {known}'s ({why})", f"{_LATENT}={getattr(hf_config, _LATENT)}"
+
+
+def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield what is required of a setting, what was found instead, and the first words of what to do."""
+    family = family_of(hf_config)
+    if family is None:
+        return
+    text = _text(hf_config)
+    for setting in family.settings:
+        if setting.everywhere and (found := setting.found(text)):
+            fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"
+            yield f"{setting.key}={setting.values} ({setting.reason})", found, fix
+    if family.absorbed and not _one_magnitude(getattr(text, "rope_parameters", None) or {}):
+        required = "mscale and mscale_all_dim together (of one alone, trainer and vLLM scale rotary angles otherwise)"
+        yield required, f"rope_parameters={text.rope_parameters}", "use another model, or"
+
+
+def _one_magnitude(rope: Mapping[str, Any]) -> bool:
+    """Whether both sides multiply cosines and sines of latent attention by one number.
+
+    vLLM takes ``m(mscale or 1) / m(mscale_all_dim or 0)``, with m(x) = 0.1 x ln(factor) + 1, transformers m(1) unless both are
+    there.
+    """
+    alone, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    return bool(alone and whole) or (not whole and alone in (None, 1))
 
 
 def _counts(value: Any) -> bool:

@@ -11,7 +11,17 @@ import pytest
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact.coverage import check_family
-from jetrl_patch.families import FAMILIES, LLAMA_LIKE, MERGED, ROW_PARALLEL, Family, covering, family_of, titles
+from jetrl_patch.families import (
+    ABSORBED,
+    FAMILIES,
+    LLAMA_LIKE,
+    MERGED,
+    ROW_PARALLEL,
+    Family,
+    covering,
+    family_of,
+    titles,
+)
 from jetrl_patch.family import width
 
 from .test_boundaries import ROOT, loaded_by, python_files
@@ -82,6 +92,11 @@ def test_the_layers_are_the_models(family: Family) -> None:
     whole = AutoConfig.for_model(family.model_type, **({"text_config": sizes} if family.tower else sizes))
     config, blocks = whole.get_text_config(), _on_meta(whole).get_submodule(f"{family.decoder}.layers")
     modules = {name: module for block in blocks for name, module in block.named_modules()}
+    if family.absorbed:  # whose queries are compressed, or not
+        plain = _on_meta(AutoConfig.for_model(family.model_type, **sizes, q_lora_rank=None))
+        modules |= dict(plain.get_submodule(f"{family.decoder}.layers.0").named_modules())
+        assert type(modules["self_attn"]).__name__ == family.attention
+        assert f"self_attn.{family.absorbed}" in modules
     linears = {name for name, module in modules.items() if isinstance(module, torch.nn.Linear)}
     readers = {reader for found in family.readers.values() for reader in found}
     assert all(type(modules[norm]).__name__ == family.norm for norm in family.readers)
@@ -119,7 +134,10 @@ def test_one_vllm_model_merges_what_the_record_says() -> None:
 
 def test_unions_and_lists() -> None:
     assert MERGED[:2] == (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-    assert MERGED[2:] == (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+    assert MERGED[2:] == (
+        ("q_a_proj", "kv_a_proj_with_mqa"), ("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a")
+    )  # fmt: skip
+    assert {"kv_b_proj"} == ABSORBED
     assert {"o_proj", "down_proj", "out_proj"} == ROW_PARALLEL
     assert not any(LLAMA_LIKE.covers(part) for part in ("exact", "scaling", "fused", "megatron"))
     assert titles(covering("megatron").values()) == "Qwen2/2.5, Qwen3 and Llama"

@@ -12,31 +12,20 @@ from collections.abc import Callable, Iterator
 from inspect import signature
 from typing import Any
 
-from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.adapters.verl.paths import MODEL, named
 from jetrl_patch.errors import JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.structure import has_delta_nets, sees
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["accepts", "check_packing", "check_whole", "problems"]
+__all__ = ["accepts", "check_packing", "problems"]
 
 _REMOVE = f"{MODEL}.use_remove_padding"
 
 
 def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for slices, and for packed rows whose boundaries the model would not see."""
-    for size, path in ulysses.sizes(select).items():
-        yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
+    """Yield an error for packed rows whose boundaries the model would not see."""
     yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), named(_REMOVE)))
-
-
-def check_whole(hf_config: Any, size: int, what: str = "ulysses_sequence_parallel_size") -> None:
-    """Raise ModelError for a model with delta nets in slices: ``size`` ranks share each of its sequences."""
-    if size > 1 and has_delta_nets(hf_config):
-        required = "whole sequences of a model with gated delta nets (its slices have not been compared with the rollout)"
-        found = f"model_type={hf_config.model_type!r}"
-        raise ModelError(explain(f"{what}={size}", required=required, found=found, fix="set it to 1"))
 
 
 def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding") -> None:

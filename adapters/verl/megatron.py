@@ -21,7 +21,7 @@ from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
-from jetrl_patch.families import covering
+from jetrl_patch.families import covering, family_of
 from jetrl_patch.patching.guards import installed_version, is_installed
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
 
@@ -177,9 +177,10 @@ def check_model(hf_config: Any, trainer_tp: int) -> None:
     """
     family = getattr(hf_config, "model_type", None)
     if family not in covering("megatron"):
-        required = f"one of {', '.join(covering('megatron'))}"
-        fix = "set strategy=fsdp2"
-        raise ModelError(explain("the model with Megatron", required=required, found=f"model_type={family!r}", fix=fix))
+        known = family_of(hf_config)
+        why = f" ({known.uncovered['megatron']})" if known else ""
+        required, found = f"one of {', '.join(covering('megatron'))}", f"model_type={family!r}{why}"
+        raise ModelError(explain("the model with Megatron", required=required, found=found, fix="set strategy=fsdp2"))
     heads = int(hf_config.num_attention_heads)
     width = int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // heads)
     inner = int(hf_config.intermediate_size)

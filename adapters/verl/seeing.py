@@ -15,7 +15,7 @@ import copy
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.verl import delta_nets, fused
+from jetrl_patch.adapters.verl import delta_nets, fused, ulysses
 from jetrl_patch.adapters.verl.paths import named
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 from jetrl_patch.gate import while_active
@@ -52,7 +52,7 @@ def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlErro
 
 def check_worker(hf_config: Any, engine: Any) -> None:
     """Raise ModelError as ``problems``, for a model that the driver could not read."""
-    delta_nets.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
+    ulysses.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
     delta_nets.check_packing(hf_config, bool(engine.model_config.use_remove_padding))
     if engine.model_config.use_fused_kernels:
         fused.check_seeing(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)

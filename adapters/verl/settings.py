@@ -150,6 +150,7 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     hf_config = None if found else read_config(path, config, trust)
     if hf_config is None:
         return
+    yield from ulysses.whole(select, hf_config)
     yield from seeing.problems(select, hf_config)
     yield from raised(lambda: ulysses.check_heads(select, hf_config))
     yield from raised(lambda: lora.check_model(hf_config, select, config))

@@ -14,8 +14,10 @@ from typing import Any
 from jetrl_patch import registry
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
+from jetrl_patch.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.trainer.rules import raised
 
-__all__ = ["check_heads", "problems", "share"]
+__all__ = ["check_heads", "check_whole", "problems", "share", "whole"]
 
 _SIZE = "ulysses_sequence_parallel_size"
 _REMOVE = f"{MODEL}.use_remove_padding"
@@ -96,3 +98,19 @@ def check_heads(select: Callable[[str], Any], hf_config: Any) -> None:
             raise ModelError(
                 explain(f"{named(path)}={size}", required=required, found=found, fix="choose another size")
             )
+
+
+def whole(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for each size above 1 if the model's sequences must stay whole."""
+    for size, path in sizes(select).items():
+        yield from raised(lambda: check_whole(hf_config, size, named(path)))  # noqa: B023
+
+
+def check_whole(hf_config: Any, size: int, what: str = _SIZE) -> None:
+    """Raise ModelError for a model with delta nets or latent attention in slices: ``size`` ranks share each of its sequences."""
+    kinds = {"gated delta nets": has_delta_nets(hf_config), "latent attention": has_latent_attention(hf_config)}
+    for kind, there in kinds.items():
+        if there and size > 1:
+            required = f"whole sequences of a model with {kind} (its slices have not been compared with the rollout)"
+            found = f"model_type={hf_config.model_type!r}"
+            raise ModelError(explain(f"{what}={size}", required=required, found=found, fix="set it to 1"))

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
+from jetrl_patch.adapters.vllm.angles import in_two_dimensions
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
-from jetrl_patch.adapters.vllm.live import keep_live_weight
+from jetrl_patch.adapters.vllm.live import keep_latent_weight, keep_live_weight
 from jetrl_patch.adapters.vllm.queues import create_mp_lock, init_cpu_shm, wait_until_ready
 
 __all__ = ["ADAPTER", "VllmAdapter"]
@@ -88,6 +89,22 @@ class VllmAdapter(Adapter):
                 reason="vLLM on CPU packs BF16 weights after loading and frees the originals: later weight updates fail or "
                 "have no effect; only CPU builds call it",
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
+            ),
+            Patch(
+                module="vllm.model_executor.layers.rotary_embedding.base",
+                attr="RotaryEmbedding.forward_cpu",
+                make=in_two_dimensions,
+                reason="vLLM's kernel on CPUs misreads queries of three dimensions, of latent attention without YaRN: every "
+                "log-prob of such a rollout is wrong",
+                remove_when="the kernel reads the stride of a query's heads, or latent attention passes two dimensions",
+            ),
+            Patch(
+                module="vllm.model_executor.layers.attention.mla_attention",
+                attr="MLAAttention.process_weights_after_loading",
+                make=keep_latent_weight,
+                reason="vLLM on CPUs with AMX packs kv_b_proj of latent attention after loading and frees the original: a later "
+                "weight update fails",
+                remove_when="vLLM's AMX attention keeps the weight, or reads it from a live one",
             ),
             Patch(
                 module="vllm.distributed.device_communicators.shm_broadcast",

@@ -10,6 +10,7 @@ import torch
 from jetrl_patch import runtime
 from jetrl_patch.adapters.vllm import guard
 from jetrl_patch.adapters.vllm.experts import expert_modules
+from jetrl_patch.adapters.vllm.latent import absorb, made
 from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.names import vllm_names
 from jetrl_patch.adapters.vllm.plain import Sent, add_plain
@@ -61,12 +62,15 @@ class VllmInstaller:
         self._loaded |= set(self.model.load_weights(vllm_names(self.model, weights)))
 
     def finish(self) -> None:
-        """Check completeness. Raises SyncError, which names the parameters still missing."""
+        """Check completeness, and make again what vLLM has made of the weights.
+
+        Raises SyncError, which names the parameters still missing.
+        """
         # Tied parameters are one object with two names: named_parameters() lists it once, load() may use either name.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
         # A weight that arrived in BF16 was quantized here, and its scales are recorded under the weight's name only.
         experts = expert_modules(self.model)
-        ids |= {id(getattr(layer, name)) for layer, method in experts for name in method.parameters}
+        ids |= {id(getattr(layer, name)) for layer, method in experts for name in method.parameters} | made(self.model)
         missing = [
             name
             for name, p in self.model.named_parameters()
@@ -77,6 +81,7 @@ class VllmInstaller:
             raise SyncError(
                 f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}"
             )
+        absorb(self.model)
 
     @torch.no_grad()
     def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:

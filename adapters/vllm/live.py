@@ -11,6 +11,9 @@ without an error).
 The weight of a convolution (of gated delta nets) is packed in its place, so that a later update would write plain values where
 the kernel reads packed ones. Here the plain weight is kept beside it; a write through its loader meets the plain one, which is
 then packed.
+
+With AMX, latent attention packs ``kv_b_proj`` and takes the weight away. Here the layer gets it back; ``latent`` has it packed
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["keep_live_experts", "keep_live_weight", "unpacked"]
+__all__ = ["keep_latent_weight", "keep_live_experts", "keep_live_weight", "unpacked"]
 
 #: attribute of a layer that convolves: its parameter, which is packed, and the weight as it was loaded
 _CONVOLVES = "jetrl_convolves"
@@ -85,6 +88,17 @@ def unpacked(layer: Any) -> Any:
     weight = getattr(layer, "weight", None)
     held, loaded = getattr(layer, _CONVOLVES, (None, None))
     return loaded if held is not None and held is weight else weight
+
+
+def keep_latent_weight(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``MLAAttention.process_weights_after_loading``. Off AMX it leaves the weight alone."""
+
+    def process_weights_after_loading(self: Any, act_dtype: Any) -> None:
+        weight = self.kv_b_proj.weight
+        original(self, act_dtype)
+        self.kv_b_proj.weight = weight
+
+    return process_weights_after_loading
 
 
 def keep_live_experts(model: Any) -> None:

@@ -7,6 +7,7 @@ that a ``Shard`` describes. The others (casts, transformed towers) are checked f
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -44,7 +45,8 @@ def add_plain(pieces: Pieces, model: torch.nn.Module, sent: Sent) -> None:
         elif prefix.removesuffix(".conv1d") in nets:
             continue  # its delta net has it
         elif isinstance(module, LinearBase):
-            found = _of_linear(module, names.get(id(module)) or hf_names(name, packed), sent)
+            parts = names.get(id(module)) or hf_names(name, packed)
+            found = chain(_of_linear(module, parts, sent), _beside_weight(module, name))
         elif isinstance(module, VocabParallelEmbedding):
             at = module.shard_indices
             rows = slice(at.org_vocab_start_index, at.org_vocab_end_index)
@@ -89,6 +91,13 @@ def _of_linear(layer: LinearBase, names: list[str], sent: Sent) -> Iterator[_Pie
             yield f"{shard.name}.weight", rows, columns, weight.data[local]
         if bias is not None:
             yield f"{shard.name}.bias", slice(None), rows, bias.data[local]
+
+
+def _beside_weight(layer: torch.nn.Module, name: str) -> Iterator[_Piece]:
+    """Yield what a linear layer holds beside weight and bias, whole: the correction of scores in a router."""
+    for key, tensor in layer.named_parameters(recurse=False):
+        if key not in ("weight", "bias"):
+            yield f"{name}.{key}", slice(None), slice(None), tensor.data
 
 
 def _add(

@@ -1,8 +1,8 @@
 """Refuse models with layers that vLLM transforms once after loading.
 
 A weight sync writes parameters through their loaders and leaves vLLM's ``process_weights_after_loading`` out: most of its
-transforms do not bear a second run on weights that they have changed. For layers that need it (MLA keeps products of its
-weights, experts are repacked) the engine would go on computing with the old weights.
+transforms do not bear a second run on weights that they have changed. For layers that need it (experts are repacked, sinks are
+converted) the engine would go on computing with the old weights. Latent attention bears it, and gets it (``latent``).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
+from jetrl_patch.adapters.vllm.latent import is_handled
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 
@@ -56,7 +57,7 @@ def _transformed(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         method = getattr(module, "quant_method", None)
         if _transforms(method, QuantizeMethodBase) and type(method) not in _LIVE:
             yield name, type(method).__name__
-        if callable(getattr(module, _STEP, None)) and not _is_plain_attention(module):
+        if callable(getattr(module, _STEP, None)) and not _is_plain_attention(module) and not is_handled(module):
             yield name, type(module).__name__
 
 

@@ -30,6 +30,7 @@ def attach(worker: Any, config: Config) -> None:
     """
     from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
     from jetrl_patch.adapters.vllm.install import VllmInstaller
+    from jetrl_patch.adapters.vllm.latent import follow_norms
     from jetrl_patch.adapters.vllm.live import keep_live_experts
     from jetrl_patch.adapters.vllm.postload import check_layers
     from jetrl_patch.adapters.vllm.runner import finish
@@ -48,6 +49,7 @@ def attach(worker: Any, config: Config) -> None:
         check_layers(model)
         check_eager(model, worker.vllm_config.model_config.enforce_eager)
         finish(model)
+        follow_norms(model, worker.vllm_config.model_config.hf_text_config)
     else:
         keep_live_experts(model)
     if config.exact:

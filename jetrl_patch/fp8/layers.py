@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.families import ROW_PARALLEL, TOWERS
+from jetrl_patch.families import ABSORBED, ROW_PARALLEL, TOWERS
 from jetrl_patch.fp8.formats import BLOCK
 from jetrl_patch.units import matrices_of
 
@@ -19,6 +19,8 @@ from jetrl_patch.units import matrices_of
 _IN_BLOCK = re.compile(r"(^|\.)(layers|h|blocks)\.\d+\.")
 #: Routers stay in BF16, and the projections that gate a delta net's state: one number a head, so that less than a block is left.
 _GATES = ("gate", "router", "shared_expert_gate", "in_proj_b", "in_proj_a", "in_proj_ba")
+#: last name parts of the layers in a block that stay in BF16
+_PLAIN = ABSORBED.union(_GATES)
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -36,8 +38,11 @@ def in_tower(name: str) -> bool:
 
 
 def is_quantized(name: str, exclude: Sequence[str]) -> bool:
-    """Whether the linear layer ``name`` (Hugging Face module name) is quantized. Layers of a vision tower are not."""
-    if not _IN_BLOCK.search(name) or name.rpartition(".")[2] in _GATES or in_tower(name):
+    """Whether the linear layer ``name`` (Hugging Face module name) is quantized.
+
+    Layers of a vision tower are not, nor the layer of latent attention that a rollout multiplies with in parts.
+    """
+    if not _IN_BLOCK.search(name) or name.rpartition(".")[2] in _PLAIN or in_tower(name):
         return False
     return not any(matches(name, pattern) for pattern in exclude)
 

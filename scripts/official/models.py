@@ -75,6 +75,12 @@ def _qwen3_vl_moe(hidden: int, inner: int, expert: int, layers: int, heads: int)
     )  # fmt: skip
 
 
+def _deepseek_v3(**more: Any) -> Model:
+    """Sizes are those of DeepSeek-V3, transformers' defaults, unless given."""
+    routes = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return _other("MoE", "deepseek_v3", "DeepseekV3ForCausalLM", **routes, **more)
+
+
 _QWEN2_5_7B = _qwen2(3584, 18944, 28, 28, 4, 152064)
 _QWEN2_5_32B = _qwen2(5120, 27648, 64, 40, 8, 152064)
 _QWEN3_4B = _qwen3(2560, 9728, 36, 32, 8, tie_word_embeddings=True)
@@ -117,9 +123,13 @@ MODELS: dict[str, Model] = {
     "Qwen3-235B-A22B-Instruct-2507": _QWEN3_235B,
     "Qwen3-Next-80B-A3B-Instruct": _other("MoE", "qwen3_next", "Qwen3NextForCausalLM"),
     "gpt-oss-20b-bf16": _other("MoE", "gpt_oss", "GptOssForCausalLM"),
-    "DeepSeek-V3": _other("MoE", "deepseek_v3", "DeepseekV3ForCausalLM"),
+    "DeepSeek-V3": _deepseek_v3(),
     "DeepSeek-V4-Flash": _other("MoE", "deepseek_v4", "DeepseekV4ForCausalLM"),
-    "Moonlight-16B-A3B": _other("MoE", "deepseek_v3", "DeepseekV3ForCausalLM"),
+    "Moonlight-16B-A3B": _deepseek_v3(
+        hidden_size=2048, intermediate_size=11264, moe_intermediate_size=1408, num_hidden_layers=27, num_attention_heads=16,
+        num_key_value_heads=16, n_routed_experts=64, num_experts_per_tok=6, n_shared_experts=2, first_k_dense_replace=1,
+        n_group=1, topk_group=1, q_lora_rank=None, rms_norm_eps=1e-5, vocab_size=163840,
+    ),
     "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _other("MoE", "nemotron_h", "NemotronHForCausalLM"),
     "Hy3": _other("MoE", "hy_v3", "HYV3ForCausalLM"),
     "GLM-5.1": _other("MoE", "glm_moe_dsa", "GlmMoeDsaForCausalLM"),

@@ -155,6 +155,15 @@ def test_models_with_delta_nets_are_refused_by_name(tmp_path):
         raise problem
 
 
+def test_models_with_latent_attention_are_refused_by_name(tmp_path):
+    from tests.models import config_of
+
+    config_of("deepseek_v3").save_pretrained(tmp_path)
+    (problem,) = settings.problems(arguments(actor__model_name_or_path=str(tmp_path)), LINEAR)
+    with pytest.raises(ModelError, match=r"with OpenRLHF .*attention that is not latent .*found model_type='deepseek_v3'"):
+        raise problem
+
+
 def test_models_that_see_are_refused_by_name(tmp_path):
     from jetrl_patch.adapters.openrlhf.model import prepare
     from tests import seeing

@@ -12,8 +12,14 @@ from tests.process_run import ProcessRun
 R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"
 
 
-def make_task(folder: Path, family: str = "qwen3", fill: bool = False, **options: object) -> Path:
-    """Write a model, a tokenizer as wide as its vocabulary (``fill``) or narrower, prompts and a reward into ``folder``."""
+def make_task(
+    folder: Path, family: str = "qwen3", fill: bool = False, tokens: tuple[str, ...] = (), **options: object
+) -> Path:
+    """Write a model, a tokenizer as wide as its vocabulary (``fill``) or narrower, prompts and a reward into ``folder``.
+
+    Args:
+        tokens: what the tokenizer has too.
+    """
     import pandas
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -32,6 +38,7 @@ def make_task(folder: Path, family: str = "qwen3", fill: bool = False, **options
         additional_special_tokens=["<|im_start|>"],
         model_max_length=512,
     )
+    fast.add_tokens(list(tokens))
     if fill:
         fast.add_tokens([f"<|unused{i}|>" for i in range(384 - len(fast))])
     fast.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}="

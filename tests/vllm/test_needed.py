@@ -89,6 +89,35 @@ def test_the_rotary_embedding_rounds_otherwise_without_us(vllm_config: Any) -> N
     assert torch.allclose(stock.float(), ours.float(), atol=0.05)
 
 
+def test_a_cpu_misreads_queries_of_three_dimensions_without_us(vllm_config: Any) -> None:
+    """As in latent attention: the rotated part of each head of a query, and of a compressed key."""
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    rotary = RotaryEmbedding(64, 64, 128, 10000.0, False, torch.bfloat16)
+    positions = torch.arange(12)
+    queries, compressed = torch.randn(12, 4, 128, dtype=torch.bfloat16), torch.randn(12, 576, dtype=torch.bfloat16)
+
+    def off() -> float:
+        query, key = queries.clone()[..., 64:], compressed.clone()[:, 512:].unsqueeze(1)
+        expected = rotary.forward_native(positions, query.clone(), key.clone())
+        found = rotary.forward_cpu(positions, query, key)
+        assert all(a.shape == b.shape for a, b in zip(found, expected, strict=True))
+        return max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+
+    assert off() > 1
+    jetrl_patch.enable(precision="bf16")
+    assert off() < 0.05
+
+
+def test_amx_takes_the_weight_of_latent_attention_away_without_us() -> None:
+    import inspect
+
+    from vllm.model_executor.layers.attention import MLAAttention
+
+    source = inspect.getsource(MLAAttention.process_weights_after_loading)
+    assert "self.kv_b_proj.weight = torch.nn.Parameter(" in source and "torch.empty(0)" in source
+
+
 def test_vllm_rounds_partial_sums_without_us() -> None:
     import inspect
 

@@ -1,0 +1,227 @@
+"""Latent attention in vLLM: after a weight sync, what is made of the weights is that of an engine that has loaded them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import jetrl_patch
+from jetrl_patch.adapters.vllm import install, latent
+from jetrl_patch.adapters.vllm.live import keep_latent_weight
+from jetrl_patch.adapters.vllm.sample import generate
+from jetrl_patch.errors import ModelError
+from jetrl_patch.parity.modes import Job
+from jetrl_patch.sync.digest import add
+from jetrl_patch.sync.stream import SyncStats
+from tests import models
+from tests.fp8.thresholds import MISMATCH
+from tests.vllm.test_delta_nets import MODES, off, trainer
+from tests.vllm.test_weights import in_engine, push, worker_of
+
+ATTENTION = "model.layers.1.self_attn"
+#: queries that are compressed, as DeepSeek's largest have them, with YaRN; and not, as Moonlight, whose epsilon is another one
+KINDS: dict[str, dict[str, Any]] = {
+    "compressed": {
+        "rope_parameters": {
+            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 128,
+            "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        },
+    },
+    "plain": {"q_lora_rank": None, "rms_norm_eps": 1e-5, "num_nextn_predict_layers": 1},
+}  # fmt: skip
+#: layers of a block's attention that are FP8
+INSIDE = {
+    "compressed": {"q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"},
+    "plain": {"q_proj", "kv_a_proj_with_mqa", "o_proj"},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
+    root, made = tmp_path_factory.mktemp("latent"), {}
+
+    def make(kind: str) -> list[str]:
+        if kind not in made:
+            made[kind] = [models.save(root / f"{kind}-{i}", "deepseek_v3", i, steps=0, **KINDS[kind]) for i in (0, 1)]
+            for folder in made[kind] if "num_nextn_predict_layers" in KINDS[kind] else ():
+                add_block(Path(folder))
+        return made[kind]
+
+    return make
+
+
+def add_block(folder: Path) -> None:
+    """Add a block that predicts a second token, as DeepSeek's checkpoints have it behind the last one."""
+    from safetensors.torch import load_file, save_file
+
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    last = {name: weight for name, weight in weights.items() if name.startswith("model.layers.2.")}
+    more = {name.replace("layers.2.", "layers.3."): torch.randn_like(weight) for name, weight in last.items()}
+    more["model.layers.3.eh_proj.weight"] = torch.randn(256, 512).bfloat16()
+    save_file(weights | more, file, {"format": "pt"})
+    assert json.loads((folder / "config.json").read_text())["num_hidden_layers"] == 3
+
+
+def made(llm: Any) -> list[torch.Tensor]:
+    """Copies of what the engine's latent attention decodes with, block by block."""
+    found = latent.latent_modules(worker_of(llm).model_runner.get_model())
+    return [getattr(module, name).detach().clone() for module in found for name in ("W_UK_T", "W_UV")]
+
+
+def part(llm: Any) -> None:
+    """Let decoding steps have copies of the weight in the place of views, as with packed weights."""
+    for module in latent.latent_modules(worker_of(llm).model_runner.get_model()):
+        for name in ("W_UK_T", "W_UV"):
+            setattr(module, name, nn.Parameter(getattr(module, name).detach().clone(), requires_grad=False))
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(
+    ("mode", "kind"),
+    [
+        ("linear", "compressed"),
+        pytest.param("linear", "plain", marks=pytest.mark.slow),
+        pytest.param("fp8-rollout", "compressed", marks=pytest.mark.slow),
+        pytest.param("fp8-rollout", "plain", marks=pytest.mark.slow),
+    ],
+)
+def test_an_engine_serves_what_it_was_sent(
+    folders: Callable[[str], list[str]], engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mode: str, kind: str
+) -> None:
+    jetrl_patch.enable(**MODES[mode])
+    config = jetrl_patch.status().config
+    first, second = folders(kind)
+    prompts = [list(range(3, 3 + length)) for length in (5, 70, 130)]
+
+    fresh = engine(Job(model=second, config=config), 256)
+    expected, answers = made(fresh), [s.response for s in generate(fresh, prompts, 24, 0.0)]
+    bytes_of_fresh = in_engine(fresh)
+
+    llm = engine(Job(model=first, config=config), 256)
+    assert [s.response for s in generate(llm, prompts, 24, 0.0)] != answers
+    part(llm)
+    (old, _), (model, source) = trainer(first), trainer(second)
+    assert {name.rpartition(".")[2] for name in source.layers if name.startswith(ATTENTION)} == INSIDE[kind]
+    assert set(llm.collective_rpc("jetrl_report")[0]["layers"]) == set(source.layers)
+
+    worker, stats = worker_of(llm), SyncStats()
+    items = list(source.stream(model.state_dict().items(), stats))
+    assert push(worker, items)["layers"] == len(source.layers)
+    quantized = {f"{layer}.{part}" for layer in source.layers for part in ("weight", "weight_scale_inv")}
+    held = in_engine(llm)
+    assert held == bytes_of_fresh and set(held) == quantized
+    if mode == "linear":  # the other sends BF16, which is quantized in the engine
+        assert held == {name: stats.digests[name] for name in quantized}
+    plain = {name: value for name, value in items if name in stats.digests and name not in quantized}
+    if mode == "linear":
+        assert {f"{ATTENTION}.kv_b_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"} <= set(plain)
+        announced = {name: (tuple(value.shape), str(value.dtype).removeprefix("torch.")) for name, value in plain.items()}
+        rest: dict[str, int] = {}
+        for rect in worker.jetrl_receiver.installer.installed(announced):
+            rest[rect.name] = add(rest.get(rect.name, 0), rect.digest)
+        assert {name: rest.get(name) for name in plain} == {name: stats.digests[name] for name in plain}
+
+    assert len(expected) == 2 * 3 and all(map(torch.equal, made(llm), expected))
+    assert [s.response for s in generate(llm, prompts, 24, 0.0)] == answers
+    samples = generate(llm, prompts, 24, 1.0)
+    same, other = off(model, samples), off(old, samples)
+    print(f"mean abs Δlogp of {mode}, {kind}: {same:.4f}, of other weights {other:.2f}")
+    assert same < MISMATCH[MODES[mode]["precision"]] and 4 * same < other, (same, other)
+
+    monkeypatch.setattr(install, "absorb", lambda model: None)  # without it they are left as they were poisoned
+    push(worker, items)
+    assert all(weight.isnan().all() for weight in made(llm))
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_weight_of_an_attention_that_packs_it_stays(packs: bool) -> None:
+    def packing(self: Any, act_dtype: torch.dtype) -> None:
+        """As vLLM does with AMX."""
+        self.packed = self.kv_b_proj.weight.detach().flip(0).to(act_dtype)
+        if packs:
+            self.kv_b_proj.weight = nn.Parameter(torch.empty(0), requires_grad=False)
+
+    attention = SimpleNamespace(kv_b_proj=nn.Linear(4, 6, bias=False))
+    weight, process = attention.kv_b_proj.weight, keep_latent_weight(packing)
+    for _ in range(2):
+        with torch.no_grad():
+            weight.normal_()
+        process(attention, torch.bfloat16)
+        assert attention.kv_b_proj.weight is weight
+        assert torch.equal(attention.packed, weight.flip(0).bfloat16())
+
+
+def test_what_is_made_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM may make new tensors: graphs that were captured have the addresses of the first ones."""
+    attention = nn.Module()
+    attention.W_UV = nn.Parameter(torch.zeros(2, 3), requires_grad=False)
+    place = attention.W_UV
+
+    def process_weights_after_loading(act_dtype: torch.dtype) -> None:
+        attention.W_UV = nn.Parameter(torch.ones(2, 3), requires_grad=False)
+
+    attention.process_weights_after_loading = process_weights_after_loading
+    monkeypatch.setattr(latent, "latent_modules", lambda model: [attention])
+    latent.absorb(nn.Module())
+    assert attention.W_UV is place and bool((place == 1).all())
+    assert latent.made(nn.Module()) == {id(place)}
+
+
+def test_norms_inside_have_the_trainers_epsilon() -> None:
+    """transformers builds them with the default of their class, vLLM with that of the configuration."""
+    config = models.config_of("deepseek_v3", rms_norm_eps=1e-5)
+    block = nn.Module()
+    block.q_a_layernorm, block.kv_a_layernorm = None, SimpleNamespace(variance_epsilon=1e-5)
+    latent.follow_norms(nn.ModuleList([block]), config)
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(config).model.layers[0]
+    assert block.kv_a_layernorm.variance_epsilon == theirs.self_attn.kv_a_layernorm.variance_epsilon
+    assert theirs.input_layernorm.variance_epsilon == 1e-5
+
+
+YARN: dict[str, Any] = dict(KINDS["compressed"]["rope_parameters"])
+
+
+@pytest.mark.parametrize(
+    ("change", "agree"),
+    [
+        ({}, True),
+        ({"mscale": 0.707, "mscale_all_dim": 0.707}, True),
+        ({"mscale": 1.0, "mscale_all_dim": None}, True),
+        ({"mscale": None, "mscale_all_dim": 1.0}, False),
+        ({"mscale": 0.707, "mscale_all_dim": None}, False),
+        ({"attention_factor": 1.5}, False),
+        ({"truncate": False}, False),
+    ],
+)
+def test_angles_that_both_sides_share_are_accepted_and_no_others(change: dict[str, Any], agree: bool) -> None:
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3RotaryEmbedding
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    from jetrl_patch.structure import check_structure
+
+    rope = {key: value for key, value in (YARN | change).items() if value is not None}
+    config = models.config_of("deepseek_v3", rope_parameters=rope)
+    cos, sin = DeepseekV3RotaryEmbedding(config)(torch.zeros(1, dtype=torch.float32), torch.arange(512)[None])
+    with set_current_vllm_config(VllmConfig()):
+        engine = get_rope(64, max_position=512, rope_parameters=rope | {"rope_type": "deepseek_yarn"}, is_neox_style=False)
+        table = engine._compute_cos_sin_cache()
+    ours = torch.cat([cos[0, :, :32], sin[0, :, :32]], -1)
+    assert torch.allclose(ours, table[:512], atol=1e-4) == agree
+    quantized = jetrl_patch.Config(align="linear")
+    if agree:
+        check_structure(config, quantized)
+        return
+    with pytest.raises(ModelError, match="model_type='deepseek_v3' with a quantized rollout: required"):
+        check_structure(config, quantized)
