@@ -1,8 +1,8 @@
 """Where a trainer and a vLLM worker on one machine meet for a weight sync: a socket of this run alone.
 
-verl names the socket in /tmp by the number of Ray's job, of the replica and of the rank. Each run that starts a Ray of its own
-has job 1. Of two such runs on one machine the second would take the first one's socket: one waits for weights that never come,
-and the other run's worker may load them.
+verl names the socket in /tmp by the number of Ray's job, of the replica and of the rank. That keeps runs apart that share a Ray
+(https://github.com/verl-project/verl/issues/6233). But each run that starts a Ray of its own has job 1: of two on one machine the
+second takes the first one's socket, one waits for weights that never come, and the other's worker may load them.
 """
 
 from __future__ import annotations
