@@ -80,7 +80,7 @@ class Group:
         last_weighed = 0.0
         while (status := self.leader.poll()) is None:
             tick()
-            if time.monotonic() - last_weighed > 4:
+            if not self.peak_memory_bytes or time.monotonic() - last_weighed > 4:  # nothing is found before its exec
                 self.weigh()
                 last_weighed = time.monotonic()
             time.sleep(seconds)
