@@ -135,6 +135,8 @@ class Setting(SeededRuns):
     def resumed(self, out: Path) -> tuple[bool, str]:
         """Whether the run in ``out`` goes on and reaches the undisturbed end. From the same files that is tried once."""
         left, done = left_on_disk(out), self.completed(out)
+        if done == STEPS:  # the stroke came too late: verl would go on for a step more than was asked for
+            return self.same(out, STEPS), "its last checkpoint differs"
         if left not in self.goes_on:
             again = self.run(out)
             good = again.wait(WHOLE) == 0 and self.completed(out) == STEPS and self.same(out, STEPS)
