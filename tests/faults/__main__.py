@@ -70,7 +70,7 @@ def table(chosen: Sequence[Cell | RunCell], done: dict[str, Any]) -> list[str]:
     for cell in chosen:
         verdict = done[cell.name]
         fine = "the sync succeeds" if isinstance(cell, Cell) else "the run goes on"
-        outcome = " ".join((verdict["error"] or fine).split())[:160]
+        outcome = " ".join((verdict["error"] or (fine if verdict["good"] else "none")).split())[:160].replace("[", r"\[")
         red = "" if verdict["good"] else f"**{'; '.join(q for q in QUESTIONS if not verdict['answers'].get(q))}** "
         rows.append(f"| {cell.framework} | {cell.point} | {cell.fault} | {verdict['seconds']:.1f} | {red}{outcome} |")
     return rows
