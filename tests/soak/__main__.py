@@ -8,6 +8,7 @@ not run again. Exit status 1 if a figure grows, a token differs, or the resumed 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import random
@@ -40,9 +41,10 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     """Run the framework's task undisturbed, then killed and resumed. Returns what was seen, as JSON."""
     save_every = max(1, steps // 20)
     runs = SeededRuns(framework, folder, steps, save_every)
+    start = functools.partial(runs.run, **ENVIRON)
     seen: dict[str, Any] = {"framework": framework, "steps": steps}
     whole = folder / "whole"
-    run = runs.run(whole, *RATE[framework], **ENVIRON)
+    run = start(whole, *RATE[framework])
     watch = Watch(run, str(whole), STEP[framework])
     watch.start()
     seen["status"] = run.wait(LONGEST)
@@ -61,12 +63,12 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     kills = sorted(random.Random(seed).sample(range(begin + 1, steps), KILLS))
     for kill in kills:
         begun = runs.completed(broken)
-        run = runs.run(broken, *RATE[framework], **ENVIRON)
+        run = start(broken, *RATE[framework])
         run.wait_for(re.compile(STEP[framework].replace(r"(\d+)", str(kill))).search, LONGEST)
         run.stop()
         seen["killed"].append({"at": kill, "resumed_from": begun, "left": wait_until_gone(str(broken))})
         print(f"{framework}: killed after step {kill}", flush=True)
-    run = runs.run(broken, *RATE[framework], **ENVIRON)
+    run = start(broken, *RATE[framework])
     if run.wait(LONGEST):
         raise SystemExit(f"the resumed run of {framework} failed: {run.text[-4000:]}")
     expected, found = runs.checkpoint(whole, steps), runs.checkpoint(broken, steps)
