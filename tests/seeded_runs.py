@@ -40,10 +40,8 @@ class SeededRuns:
     def __init__(self, framework: str, folder: Path, steps: int, save_every: int, hook: str = "") -> None:
         self.framework, self.folder, self.steps, self.save_every = framework, folder, steps, save_every
         folder.mkdir(parents=True, exist_ok=True)
-        if framework == "verl":
-            run_verl.make_task(folder)
-        else:
-            run_openrlhf.make_task(folder, prompts=4 * steps)
+        # one epoch: verl that resumes from the last step of one goes on with an empty epoch (meta-pytorch/data#1437)
+        {"verl": run_verl, "openrlhf": run_openrlhf}[framework].make_task(folder, prompts=4 * steps)
         seeds = {"verl": SEEDS, "openrlhf": SEEDED_OPENRLHF + SHUFFLED_OPENRLHF}[framework]
         (folder / "hook").mkdir()
         (folder / "hook" / "sitecustomize.py").write_text(seeds + hook)

@@ -13,7 +13,7 @@ R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout
 
 
 def make_task(
-    folder: Path, family: str = "qwen3", fill: bool = False, tokens: tuple[str, ...] = (), **options: object
+    folder: Path, family: str = "qwen3", fill: bool = False, tokens: tuple[str, ...] = (), prompts: int = 32, **options: object
 ) -> Path:
     """Write a model, a tokenizer as wide as its vocabulary (``fill``) or narrower, prompts and a reward into ``folder``.
 
@@ -50,7 +50,7 @@ def make_task(
             "data_source": "toy", "prompt": [{"role": "user", "content": f"{i % 10}+{i // 10}"}], "ability": "math",
             "reward_model": {"style": "rule", "ground_truth": "1"}, "extra_info": {"index": i},
         }
-        for i in range(32)
+        for i in range(prompts)
     ]  # fmt: skip
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
     (folder / "reward.py").write_text(
