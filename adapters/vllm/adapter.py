@@ -14,6 +14,7 @@ from typing import Any
 
 from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
 from jetrl_patch.adapters.vllm.angles import in_two_dimensions
+from jetrl_patch.adapters.vllm.ended import finished_procs
 from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_latent_weight, keep_live_weight
 from jetrl_patch.adapters.vllm.queues import create_mp_lock, init_cpu_shm, wait_until_ready
@@ -57,7 +58,7 @@ class VllmAdapter(Adapter):
             REGISTRIES.filled = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Patch engine settings, the worker's load and step, its queues, BF16 linears on CPU, and the transformers backend."""
+        """Patch engine settings, the worker's load and step, queues, processes, BF16 linears on CPU, transformers backend."""
         return (
             Patch(
                 module="vllm.engine.arg_utils",
@@ -121,6 +122,13 @@ class VllmAdapter(Adapter):
                 reason="Ray ends engines by SIGKILL, after which the memory over which their workers reduce on a CPU stays in "
                 "/dev/shm; only CPU builds call it",
                 remove_when="vLLM removes the names of that memory once its workers have it",
+            ),
+            Patch(
+                module="vllm.v1.engine.utils",
+                attr="CoreEngineProcManager.finished_procs",
+                make=finished_procs,
+                reason="of an engine that is killed at its start vLLM says only that its start failed, not what ended it",
+                remove_when="vLLM waits for the exit status of a process that has closed its pipe, and names the signal",
             ),
             Patch(
                 module="tqdm.std",

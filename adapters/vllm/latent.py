@@ -21,9 +21,10 @@ from torch import nn
 
 from jetrl_patch.families import FAMILIES
 
-__all__ = ["absorb", "follow_norms", "is_handled", "latent_modules", "made"]
+__all__ = ["AFTER_LOADING", "absorb", "follow_norms", "is_handled", "latent_modules", "made"]
 
-_STEP = "process_weights_after_loading"
+#: the step that vLLM takes once, after it has loaded a model
+AFTER_LOADING = "process_weights_after_loading"
 #: what vLLM makes, unless packed; the last one of all ranks, with decode context parallelism
 _MADE = ("W_UV", "W_UK_T", "W_UK_T_dcp_qrep")
 
@@ -38,7 +39,7 @@ def is_handled(module: Any) -> bool:
     from vllm.model_executor.layers.attention import MLAAttention
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 
-    if not isinstance(module, MLAAttention) or getattr(type(module), _STEP) is not getattr(MLAAttention, _STEP):
+    if not isinstance(module, MLAAttention) or getattr(type(module), AFTER_LOADING) is not getattr(MLAAttention, AFTER_LOADING):
         return False
     method = getattr(getattr(module, "kv_b_proj", None), "quant_method", None)
     return isinstance(method, UnquantizedLinearMethod) and not getattr(module.impl, "is_sparse", False)
@@ -55,7 +56,7 @@ def absorb(model: nn.Module) -> None:
     """Make them again in all blocks, each in its place: captured graphs have their addresses."""
     for module in latent_modules(model):
         held = {name: getattr(module, name, None) for name in _MADE}
-        module.process_weights_after_loading(torch.bfloat16)
+        getattr(module, AFTER_LOADING)(torch.bfloat16)
         for name, old in held.items():
             new = getattr(module, name, None)
             if old is not None and new is not None and new.data_ptr() != old.data_ptr():

@@ -17,13 +17,12 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
-from jetrl_patch.adapters.vllm.latent import is_handled
+from jetrl_patch.adapters.vllm.latent import AFTER_LOADING, is_handled
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 
 __all__ = ["check_layers"]
 
-_STEP = "process_weights_after_loading"
 #: methods that compute with the weight as it is loaded; on a CPU ``live.py`` packs the copy of the last two again
 _LIVE = (
     QuantizedLinearMethod,
@@ -57,12 +56,12 @@ def _transformed(model: torch.nn.Module) -> Iterator[tuple[str, str]]:
         method = getattr(module, "quant_method", None)
         if _transforms(method, QuantizeMethodBase) and type(method) not in _LIVE:
             yield name, type(method).__name__
-        if callable(getattr(module, _STEP, None)) and not _is_plain_attention(module) and not is_handled(module):
+        if callable(getattr(module, AFTER_LOADING, None)) and not _is_plain_attention(module) and not is_handled(module):
             yield name, type(module).__name__
 
 
 def _transforms(method: Any, base: type) -> bool:
-    return isinstance(method, base) and getattr(type(method), _STEP) is not getattr(base, _STEP)
+    return isinstance(method, base) and getattr(type(method), AFTER_LOADING) is not getattr(base, AFTER_LOADING)
 
 
 def _is_plain_attention(module: Any) -> bool:
@@ -70,10 +69,10 @@ def _is_plain_attention(module: Any) -> bool:
 
     Or a vision tower's, which prepares nothing but the scales of attention in FP8.
     """
-    own = getattr(getattr(type(module), _STEP, None), "__qualname__", "")
-    if own == f"MMEncoderAttention.{_STEP}":
+    own = getattr(getattr(type(module), AFTER_LOADING, None), "__qualname__", "")
+    if own == f"MMEncoderAttention.{AFTER_LOADING}":
         return not getattr(module, "fp8_enabled", False)
-    if own != f"Attention.{_STEP}":
+    if own != f"Attention.{AFTER_LOADING}":
         return False
     impl = module.impl
     variants = impl.get_impl_variants() if hasattr(impl, "get_impl_variants") else (impl,)

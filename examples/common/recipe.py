@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol
 
+from examples.words import CHECKPOINT
 from jetrl_patch import Config
 
-WORDS = Path(__file__).resolve().parents[1] / "words"
 Device = Literal["cpu", "cuda"]
 
 
@@ -82,7 +82,7 @@ class Recipe:
 
     framework: ClassVar[str] = ""
 
-    model: Path = WORDS / "checkpoint"
+    model: Path = CHECKPOINT
     steps: int = 30
     prompts: int = 16
     samples: int = 8

@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from examples.stability.arms import OBJECTIVES, Arm
-from examples.words import task
+from examples.words import CHECKPOINT, task
 from examples.words.reward import compute_score
 
 if TYPE_CHECKING:
     from examples.stability.rollout import Rollout, Sample
 
-CHECKPOINT = str(Path(__file__).resolve().parents[1] / "words" / "checkpoint")
 RESPONSE_TOKENS = 40
 #: held-out accuracy of the trainer's own weights, logged if the example rounds the rollout's weights
 TRAINERS_ACCURACY = "val-aux/words/acc/trainer"
@@ -82,8 +81,8 @@ def run(
     torch.set_num_threads(1)
     jetrl_patch.enable(arm.config)
     questions = Questions()
-    rollout = Rollout(CHECKPOINT, seed)
-    policy = Policy(CHECKPOINT, arm.config, learning_rate)
+    rollout = Rollout(str(CHECKPOINT), seed)
+    policy = Policy(str(CHECKPOINT), arm.config, learning_rate)
     pool = questions.train if pool is None else pool
     rng = random.Random(seed)
 

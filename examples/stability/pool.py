@@ -10,7 +10,8 @@ import json
 import os
 from pathlib import Path
 
-from examples.stability.loop import CHECKPOINT, Questions
+from examples.stability.loop import Questions
+from examples.words import CHECKPOINT
 
 LOW, HIGH = 0.2, 0.8
 
@@ -24,8 +25,8 @@ def choose(questions: int, answers: int, seed: int) -> list[int]:
 
     config = Arm(precision="bf16").config
     jetrl_patch.enable(config)
-    asked, rollout = Questions(), Rollout(CHECKPOINT, seed)
-    policy = Policy(CHECKPOINT, config, learning_rate=0.0)
+    asked, rollout = Questions(), Rollout(str(CHECKPOINT), seed)
+    policy = Policy(str(CHECKPOINT), config, learning_rate=0.0)
     rollout.sync(policy.source, policy.weights())
     _, right = asked.sample(rollout, asked.train[:questions], answers, 1.0, seed)
     shares = [sum(right[i : i + answers]) / answers for i in range(0, len(right), answers)]

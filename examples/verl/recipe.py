@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from examples.common.recipe import WORDS, Arm, Launch, environment
+from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
-from examples.words import data
+from examples.words import WORDS, data
 
 #: lines of Ray, the plugin and verl -> what the run does from there on
 MILESTONES = (

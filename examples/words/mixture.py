@@ -5,9 +5,10 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from examples.words import CHECKPOINT
+
 __all__ = ["mixture"]
 
-_DENSE = Path(__file__).parent / "checkpoint"
 #: by how much, in relation to it, a weight of an expert differs from that of the dense model: standard deviation
 _NOISE = 0.1
 _ROUTER = 0.05  # standard deviation of the router's weights
@@ -31,8 +32,8 @@ def _make(folder: Path, experts: int) -> None:
     from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(_DENSE, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "warm_start.json"))
-    dense = AutoModelForCausalLM.from_pretrained(_DENSE, dtype=torch.float32)
+    shutil.copytree(CHECKPOINT, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json", "warm_start.json"))
+    dense = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
     same = {key: value for key, value in dense.config.to_dict().items() if key not in ("model_type", "architectures")}
     sizes = {"num_experts": experts, "num_experts_per_tok": _TAKEN, "moe_intermediate_size": dense.config.intermediate_size}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**same, **sizes, norm_topk_prob=True))

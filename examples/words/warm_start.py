@@ -17,14 +17,13 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.words import task
+from examples.words import CHECKPOINT, task
 from examples.words.reward import compute_score
 from examples.words.tokenizer import build_tokenizer
 
 IGNORE = -100
 # share of the careful author's answers: high while the model learns arithmetic, low at the end, so that guessing dominates
 WORKED_SHARE_EARLY, WORKED_SHARE_LATE, LATE = 0.6, 0.25, 0.7
-CHECKPOINT = Path(__file__).parent / "checkpoint"
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:

@@ -58,7 +58,7 @@ def judge_syncs(chosen: list[Cell], done: dict[str, Any]) -> None:
         try:
             for framework in dict.fromkeys(cell.framework for cell in chosen):
                 mine = [cell for cell in chosen if cell.framework == framework]
-                stage = Stage(framework, model, jetrl_patch.status().config, {**SETTINGS, "PYTHONPATH": os.getcwd()})
+                stage = Stage(framework, model, jetrl_patch.status().config, SETTINGS)
                 keep(((cell, stage.judge(cell)) for cell in mine), framework, len(mine), done)
         finally:
             ray.shutdown()

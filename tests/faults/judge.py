@@ -20,7 +20,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.sync.digest import digest
 from tests.faults.cells import TIMEOUT, Cell, disturb
 from tests.faults.roads import ROADS, Trainer
-from tests.faults.rollout import Rollout
+from tests.faults.rollout import start
 
 QUESTIONS = ("ended in time", "one error that names the cause", "whole weights, or none", "works again", "nothing left behind")
 #: seconds that a machine may need besides the time-out, to answer and to clean up
@@ -79,9 +79,7 @@ class Stage:
 
     def start(self) -> None:
         """Start the engine's process, and the road to it."""
-        environ = {**self.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        process = ray.remote(Rollout).options(runtime_env={"env_vars": environ}, num_cpus=1)
-        self.rollout = process.remote(self.framework, self.model)
+        self.rollout = start(self.framework, self.model, self.environ)
         self.pid = ray.get(self.rollout.pid.remote())
         self.road = ROADS[self.framework](self.rollout, self.trainer)
 

@@ -15,6 +15,14 @@ EXTENSIONS = {
 PROMPTS = [[5, 17, 33, 64], [9, 8, 7]]
 
 
+def start(framework: str, model: str, environ: dict[str, str]) -> Any:
+    """Start a rollout in a Ray actor with these variables. Returns its handle at once."""
+    import ray
+
+    variables = {**environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.getcwd()}
+    return ray.remote(Rollout).options(runtime_env={"env_vars": variables}, num_cpus=1).remote(framework, model)
+
+
 class Rollout:
     """What the senders call. Every method answers after the engine has."""
 

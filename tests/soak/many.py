@@ -63,13 +63,12 @@ def run(syncs: int, folder: Path, log: Path) -> bool:
     import ray
 
     from tests import models
-    from tests.faults.rollout import Rollout
+    from tests.faults.rollout import start
 
     model = models.variant(folder / "model", "qwen3", 0)
-    environ = {**SETTINGS, "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "PYTHONPATH": os.getcwd()}
-    options: dict[str, Any] = {"runtime_env": {"env_vars": environ}, "num_cpus": 1}
-    engines = [ray.remote(Rollout).options(**options).remote("openrlhf", str(model)) for _ in range(ENGINES)]
+    engines = [start("openrlhf", str(model), SETTINGS) for _ in range(ENGINES)]
     ray.get([engine.pid.remote() for engine in engines])
+    options: dict[str, Any] = {"runtime_env": {"env_vars": {**SETTINGS, "PYTHONPATH": os.getcwd()}}, "num_cpus": 1}
     ranks = [ray.remote(Rank).options(**options).remote(i, str(folder / "store"), str(model)) for i in range(RANKS)]
     ray.get([rank.reach.remote(engines) for rank in ranks])
     sent, good = [ray.get(ranks[0].sent.remote(version)) for version in (0, 1)], True
