@@ -1,8 +1,9 @@
 """Fuse the norms and activations that feed FP8 layers with the quantization, for the trainer's speed on a GPU.
 
-Only with ``align="linear"``: the exact modules of ``modules`` match the rollout bit for bit and are left alone. A fused
-module keeps its parameters and its name. If its kernel does not support an input (FP32 masters under autocast), the
-original forward runs.
+With ``align="linear"`` both are fused. With ``align="exact"`` only the activation (``fuse_exact``): each of its values depends on
+one gate and one up, and equals the rollout's bit for bit. A fused norm may sum its squares in another order than the rollout's
+kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not support an input
+(FP32 masters under autocast), the original forward runs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jetrl_patch.exact.modules import swap
+from jetrl_patch.exact import ops
+from jetrl_patch.exact.modules import ExactMLP, swap
 from jetrl_patch.families import covering
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
@@ -40,7 +42,20 @@ class FusedMLP:
     def forward(self, x: Tensor) -> Any:
         gate, up = self.gate_proj(x), self.up_proj(x)
         y = producers.silu_mul(gate, up, self.down_proj.fp8)
-        return self.down_proj(self.act_fn(gate) * up if y is None else y)
+        return self.down_proj(self.multiply(gate, up) if y is None else y)
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The activation where the kernel does not accept the inputs."""
+        product: Tensor = self.act_fn(gate) * up
+        return product
+
+
+class FusedExactMLP(FusedMLP):
+    """The same in exact mode."""
+
+    def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
+        """The rollout's activation."""
+        return ops.silu_mul(gate, up)
 
 
 def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
@@ -70,6 +85,17 @@ def fuse(model: nn.Module, backend: str, device_type: str) -> list[str]:
         else:
             continue
         changed.append(name)
+    return changed
+
+
+def fuse_exact(model: nn.Module, backend: str, device_type: str) -> list[str]:
+    """Fuse the exact activations that feed FP8 layers, in place. Returns the names of the changed modules."""
+    if not producers.available(backend, device_type):
+        return []
+    mlps = {name: module for name, module in model.named_modules() if isinstance(module, ExactMLP)}
+    changed = [name for name, module in mlps.items() if isinstance(module.down_proj, Fp8Linear)]
+    for name in changed:
+        swap(model.get_submodule(name), FusedExactMLP)
     return changed
 
 

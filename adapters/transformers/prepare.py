@@ -10,7 +10,7 @@ from torch import nn
 from jetrl_patch import active
 from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.experts import check_registered, use_fp8_experts
-from jetrl_patch.adapters.transformers.fused import fuse
+from jetrl_patch.adapters.transformers.fused import fuse, fuse_exact
 from jetrl_patch.adapters.transformers.head import check_head, widen_head
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
@@ -72,6 +72,7 @@ def prepare_model(
         widen_head(model, config)  # before the swaps below, which then leave it alone
     if config.exact:
         _make_exact(model, kinds, rollout_tp)
+        fuse_exact(model, backend, device_type)
         drop_nothing(model)
     else:
         fuse(model, backend, device_type)

@@ -174,7 +174,7 @@ class _Fp8Matmul(torch.autograd.Function):
         if dw is not None and ctx.parameter is not None:
             dw = add_to_main_grad(ctx.parameter, dw)
         if ctx.needs_input_grad[2]:
-            db = g_MN.float().sum(0).to(ctx.b_dtype)
+            db = g_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype)
         return dx, dw, db, None
 
 

@@ -53,6 +53,7 @@ class _NormedRows(torch.autograd.Function):
         made = kernels.rmsnorm_quantize_rows(x_MK, weight.detach().contiguous(), eps, state.scale_format, True, columns)
         ctx.save_for_backward(x_MK, weight, made.rstd_M)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
+        ctx.set_materialize_grads(False)  # nobody reads gradients of bytes and scales: do not write zeros for them
         ctx.mark_non_differentiable(made.q_MK, made.s_MG)
         return made.y_MK.view(x.shape), made.q_MK, made.s_MG
 
@@ -68,6 +69,7 @@ class _MultipliedRows(torch.autograd.Function):
         made = kernels.silu_mul_quantize_rows(_rows(gate), _rows(up), state.scale_format, columns, keep=True)
         ctx.save_for_backward(gate, up)
         ctx.dtypes = gate.dtype, up.dtype
+        ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(made.q_MK, made.s_MG)
         return made.y_MK.view(gate.shape), made.q_MK, made.s_MG
 

@@ -98,7 +98,7 @@ def _backward(
     elif wanted[1]:
         dw = kind.wgrad(g_MN, q_MK, s_MG, form, weight.dtype)
     if wanted[2]:
-        db = g_MN.float().sum(0).to(b_dtype)
+        db = g_MN.sum(0, dtype=torch.float32).to(b_dtype)
     dx, dw, db = (g_MN.new_empty(0) if t is None else t for t in (dx, dw, db))  # an operator cannot return None
     return dx, dw, db
 

@@ -81,6 +81,21 @@ def test_outputs_and_gradients_are_the_same(family, scale_format, options, quant
         assert grad is not None and torch.equal(grads[name], grad), name
 
 
+def test_exact_mode_fuses_activations_only(quantized, monkeypatch):
+    plain, _, _ = models("qwen3")
+    ours = copy.deepcopy(plain)
+    assert fused.fuse_exact(ours, "triton", "cuda") == ["model.layers.0.mlp"]
+    out, expected = run(plain)
+    separate = len(quantized)
+    for left_to_the_op in (False, True):
+        if left_to_the_op:
+            monkeypatch.setattr(producers, "silu_mul", lambda gate, up, state: None)
+        before = len(quantized)
+        found, grads = run(ours)
+        assert len(quantized) - before == separate - (not left_to_the_op)  # not before down
+        assert torch.equal(found, out) and all(torch.equal(grads[name], grad) for name, grad in expected.items())
+
+
 def test_near_what_transformers_computes():
     plain = build("qwen3", num_hidden_layers=1).train()
     swap_linears(plain, backend="triton")

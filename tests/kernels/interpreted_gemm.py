@@ -323,3 +323,10 @@ def test_gradients_at_once_equal_those_one_by_one(scale_format):
 def test_the_row_comparison_passes_here():
     verdict = compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(1, 7))
     assert verdict.ok, verdict.found
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (48, 272), (272, 144)])
+def test_w_turned_by_tiles_is_its_transpose(shape):
+    codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    found = get_backend("triton").turned(codes.view(torch.float8_e4m3fn))
+    assert found.is_contiguous() and torch.equal(found.view(torch.uint8), codes.t())

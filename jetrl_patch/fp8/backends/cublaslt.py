@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 from jetrl_patch.fp8.operands import check_fprop
 
@@ -54,7 +54,7 @@ class CublasLtBackend(GpuBackend):
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w_NK.shape)
         s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
-        return _scaled_mm(g_MN, s_MG, turned(w_NK), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
+        return _scaled_mm(g_MN, s_MG, self.turned(w_NK), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         return _product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)

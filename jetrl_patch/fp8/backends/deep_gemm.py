@@ -26,7 +26,7 @@ from torch import Tensor
 
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.backends.capability import find_deep_gemm
-from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths, turned
+from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 from jetrl_patch.fp8.operands import check_fprop
 
@@ -94,7 +94,7 @@ class DeepGemmBackend(GpuBackend):
 
     def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, *w_NK.shape)
-        return self._blocks(g_MN, s_MG, turned(w_NK), s_blocks.t()).to(out_dtype)
+        return self._blocks(g_MN, s_MG, self.turned(w_NK), s_blocks.t()).to(out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, g_NM.shape[0], x_KM.shape[0])

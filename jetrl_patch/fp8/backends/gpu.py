@@ -77,6 +77,14 @@ class GpuBackend(Backend):
         q_KM, s_KG = quantize.quantize_activation(x_KM.contiguous(), scale_format)
         return q_KM, s_KG.t().contiguous()
 
+    def turned(self, w_NK: Tensor) -> Tensor:
+        """W^T, e4m3 [K, N]: the libraries need a contiguous contraction dimension. By tiles where the kernel can run."""
+        if self.quantizers(w_NK) is None:
+            return turned(w_NK)
+        from jetrl_patch.kernels.gemm_dgrad import turned as by_tiles
+
+        return by_tiles(w_NK)
+
     def fprop(
         self,
         x_MK: Tensor,
@@ -152,7 +160,7 @@ def written(out_dtype: torch.dtype) -> torch.dtype:
 
 
 def turned(q: Tensor) -> Tensor:
-    """The transpose of an e4m3 matrix, copied row-major: the libraries need a contiguous contraction dimension."""
+    """The transpose of an e4m3 matrix, copied row-major."""
     return q.view(torch.uint8).t().contiguous().view(FP8)
 
 

@@ -1,0 +1,141 @@
+"""Print the tables; with ``--write``, write ``docs/benchmarks/counted.md``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.counted.counter import Launch
+from benchmarks.counted.decode import ROWS, count_decode
+from benchmarks.counted.training import LENGTH, MODES, TOKENS, Passes, count_block, count_linears
+from benchmarks.gpu.floors import PUBLISHED
+from benchmarks.gpu.report import markdown, show
+from benchmarks.gpu.shapes import MODELS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "counted.md"
+#: the least that BF16's time over a mode's must be, and the most that ``exact`` may be of ``linear``
+LINEARS, BLOCK, DECODE, EXACT = 1.35, 1.4, 1.6, 1.05
+#: rows of the table of launches
+TOP = 12
+
+_HEAD = """\
+# Launches and bytes, counted
+
+**Counted and computed, not measured:** no figure on this page comes from a GPU. `python -m benchmarks.counted --write` runs the
+plugin's own code as on an H200 with DeepGEMM, on tensors without memory, and records what it would launch. A launch reads each
+input once and writes each output once. Its time is that of its bytes or of its products, whichever is longer, at
+{bandwidth:.0f} GB/s and {bf16:.0f} (BF16), {fp8:.0f} (FP8) and {wgrad:.0f} TFLOP/s (FP8, WGrad), which others published for H200s
+and Hopper kernels. Kernels that reach less of these peaks, time between launches and waits are left out: a GPU's ratios will be
+lower. A test compares this page with the code, so an added copy or cast shows.
+
+A micro-batch of {tokens} tokens in sequences of {length}. `bf16` is Hugging Face's block with FlashAttention-2, as verl runs it,
+without recomputation. Weights are quantized once a step, which the ratios leave out and the last column of the first table lists;
+ranks that share the weights quantize them in every pass.
+
+"""
+
+
+def _total(launches: Sequence[Launch]) -> tuple[int, float, float]:
+    """Launches, GB and milliseconds."""
+    return len(launches), sum(x.bytes for x in launches) / 1e9, sum(x.seconds(PUBLISHED) for x in launches) * 1e3
+
+
+def _rows(counted: dict[tuple[str, str], Passes], weights: bool) -> Iterator[dict[str, Any]]:
+    for (model, mode), passes in counted.items():
+        (n, gb, ms), (n_back, gb_back, ms_back) = _total(passes.forward), _total(passes.backward)
+        row = {
+            "model": model, "mode": mode, "launches, forward": n, "backward": n_back, "GB, forward": gb, "GB, backward": gb_back,
+            "ms": ms + ms_back, "BF16 / this": _ms(counted[model, "bf16"]) / (ms + ms_back),
+        }  # fmt: skip
+        yield {**row, "ms, weights": _total(passes.weights)[2]} if weights else row
+
+
+def _ms(passes: Passes) -> float:
+    return _total(passes.forward + passes.backward)[2]
+
+
+def _longest(passes: Passes) -> Iterator[dict[str, Any]]:
+    """What takes the most time, of one kind of launch together."""
+    for name, launches in (("forward", passes.forward), ("backward", passes.backward)):
+        kinds = {x.name: _total([y for y in launches if y.name == x.name]) for x in launches}
+        for kind, (n, gb, ms) in sorted(kinds.items(), key=lambda item: -item[1][2])[:TOP]:
+            yield {"pass": name, "launch": f"`{kind}`", "launches": n, "GB": gb, "ms": ms}
+
+
+def tables() -> dict[str, list[dict[str, Any]]]:
+    """Title -> rows."""
+    blocks = {(model.name, mode): count_block(model, mode) for model in MODELS for mode in MODES}
+    linears = {(model.name, mode): count_linears(model, mode) for model in MODELS for mode in MODES[:2]}
+    decode = {model.name: [_total(count_decode(model, fp8)) for fp8 in (False, True)] for model in MODELS}
+    steps = [
+        {"model": name, "mode": mode, "launches": n, "GB": gb, "µs": ms * 1e3, "BF16 / this": both[0][2] / ms}
+        for name, both in decode.items() for mode, (n, gb, ms) in zip(("bf16", "linear and exact"), both)
+    ]  # fmt: skip
+    required = []
+    for model in MODELS:
+        name = model.name
+        linear, exact = (_total(blocks[name, mode].forward + blocks[name, mode].backward) for mode in MODES[1:])
+        base = _ms(blocks[name, "bf16"])
+        checks = [
+            ("linears, BF16 / FP8", LINEARS, _ms(linears[name, "bf16"]) / _ms(linears[name, "linear"]), True),
+            ("block, BF16 / linear", BLOCK, base / linear[2], True),
+            ("block, BF16 / exact", BLOCK, base / exact[2], True),
+            (f"decode linears at M = {ROWS}, BF16 / FP8", DECODE, decode[name][0][2] / decode[name][1][2], True),
+            ("block, launches of exact / linear", EXACT, exact[0] / linear[0], False),
+            ("block, bytes of exact / linear", EXACT, exact[1] / linear[1], False),
+        ]
+        for what, bound, found, least in checks:
+            met = found >= bound if least else found <= bound
+            words = f"at {'least' if least else 'most'} {bound:g}"
+            row = {"model": name, "ratio": what, "required": words, "found": f"{found:.3f}"}
+            required.append(row | {"verdict": "met" if met else "MISSED"})
+    return {
+        "Required": required,
+        "A block, forward and backward": list(_rows(blocks, weights=True)),
+        "Its linear layers alone": list(_rows(linears, weights=False)),
+        f"Its linear layers in a decoding step, M = {ROWS}": steps,
+        f"The longest launches of a block, {MODELS[0].name}, linear": list(_longest(blocks[MODELS[0].name, "linear"])),
+        f"The longest launches of a block, {MODELS[0].name}, exact": list(_longest(blocks[MODELS[0].name, "exact"])),
+    }
+
+
+_WHY = """\
+## What is missed, and why
+
+The linear layers alone: DeepGEMM's product for WGrad (`1D1D`) only adds to an FP32 output. So each dW is filled with zeros, added
+to, and rounded to BF16: 18 bytes an element where 2 would do (`new_zeros`, `_to_copy`). Each backward also turns the bytes of W
+(`turn_kernel`), and the saved X gets other groups for WGrad (`requantize_kernel`).
+
+A block in exact mode: attention's backward is two kernels with seven products, where FlashAttention-2 has five, and computes its
+row sums in operators of torch (`_to_copy`, `mul`). In `linear`, Qwen3's norms of each head are those of Hugging Face, which exact
+mode replaces by one kernel.
+
+Not counted: the launches of a decoding step besides its linear layers.
+"""
+
+
+def page(found: dict[str, list[dict[str, Any]]]) -> str:
+    """The text of ``docs/benchmarks/counted.md``."""
+    head = _HEAD.format(
+        bandwidth=PUBLISHED.bandwidth, bf16=PUBLISHED.bf16, fp8=PUBLISHED.fp8, wgrad=PUBLISHED.fp8_wgrad, tokens=TOKENS,
+        length=LENGTH,
+    )  # fmt: skip
+    return head + "\n".join(markdown(title, rows) for title, rows in found.items()) + "\n" + _WHY
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/benchmarks/counted.md")
+    found = tables()
+    if parser.parse_args().write:
+        PAGE.write_text(page(found))
+    for title, rows in found.items():
+        show(Console(), f"{title} (counted)", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,106 @@
+"""Count launches, bytes and products of code that runs on tensors without memory (device "meta").
+
+An operator or kernel is one launch. It reads each of its inputs once and writes each of its outputs once: what every
+implementation has to move, and what a kernel that walks its tiles once does move. Products count two FLOPs each.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from benchmarks.gpu.floors import Peaks
+
+#: operators that launch nothing, besides views
+FREE = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::_unsafe_view")
+#: operators that write their first argument without reading it
+OVERWRITE = ("aten::copy_", "aten::fill_", "aten::zero_")
+#: operators of two launches: padding fills, then copies
+TWICE = ("aten::constant_pad_nd",)
+#: kernels with a product of sizes M, N and K -> which of the peaks it can reach
+PRODUCTS = {"fprop_kernel": "fp8", "decode_kernel": "fp8", "wgrad_kernel": "fp8_wgrad"}
+#: kernels of attention -> products of query and key width; FlashAttention-2 has 2 forward and 5 backward
+ATTENTION = {"attention_kernel": 2, "dq_kernel": 3, "dkdv_kernel": 4}
+#: kernels that also read an output, where a constant says so
+ADDS = {"wgrad_kernel": ("ADD", "dw")}
+
+
+class Launch(NamedTuple):
+    """One launch: bytes read and written, FLOPs, and the field of ``Peaks`` that bounds them."""
+
+    name: str
+    bytes: int
+    flops: float = 0.0
+    peak: str = "bf16"
+
+    def seconds(self, peaks: Peaks) -> float:
+        """The time that its bytes or its products take, whichever is longer."""
+        return max(self.bytes / (peaks.bandwidth * 1e9), self.flops / (getattr(peaks, self.peak) * 1e12))
+
+
+_active: list[Counter] = []
+
+
+def record(name: str, tensors: Iterable[Tensor], flops: float = 0.0, peak: str = "bf16") -> None:
+    """One launch that reads or writes each of ``tensors`` once; a tensor that is both stands twice."""
+    if _active:
+        _active[-1].launches.append(Launch(name, sum(map(size, tensors)), flops, peak))
+
+
+def size(t: Tensor) -> int:
+    """Bytes of a tensor in memory; a dimension that repeats one element counts once."""
+    return math.prod(n for n, step in zip(t.shape, t.stride()) if step) * t.element_size()
+
+
+class Counter(TorchDispatchMode):
+    """Records the launches in a block.
+
+    Args:
+        pairs: of query and key times heads and width, over all sequences: half of the FLOPs of a product in attention.
+    """
+
+    def __init__(self, pairs: float = 0.0) -> None:
+        super().__init__()
+        self.launches: list[Launch] = []
+        self.pairs = pairs
+
+    def __enter__(self) -> Counter:
+        _active.append(self)
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        _active.remove(self)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if not func.is_view and name not in FREE:
+            given = (args[1:] if name in OVERWRITE else args, kwargs)
+            read = {id(t): t for t in tree_leaves(given) if isinstance(t, Tensor)}
+            written = [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+            flops = 2.0 * written[0].numel() * args[-1].shape[-2] if name in ("aten::mm", "aten::addmm", "aten::bmm") else 0.0
+            record(name.removeprefix("aten::"), (*read.values(), *written), flops)
+            if name in TWICE:
+                record(name.removeprefix("aten::"), written)
+        return out
+
+
+def kernel(function: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stands for ``JITFunction.run``: record the launch of a Triton kernel."""
+    if not _active:
+        return
+    named = dict(zip(function.arg_names, args)) | kwargs
+    bases = {name: value.base if isinstance(value, TensorDescriptor) else value for name, value in named.items()}
+    tensors = {id(t): t for t in bases.values() if isinstance(t, Tensor)}
+    name = function.__name__
+    twice = [bases[out] for flag, out in [ADDS.get(name, ("", ""))] if named.get(flag)]
+    flops = 2.0 * named["M"] * named["N"] * named["K"] if name in PRODUCTS else 0.0
+    flops += 2 * _active[-1].pairs * ATTENTION.get(name, 0)
+    record(name, (*tensors.values(), *twice), flops, PRODUCTS.get(name, "bf16"))

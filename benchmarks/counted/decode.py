@@ -1,0 +1,28 @@
+"""The linear layers of a block in a decoding step of the rollout, fused as vLLM fuses them, with the quantization of X."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.counted.counter import Counter, Launch
+from benchmarks.counted.hopper import DEVICE, hopper
+from benchmarks.gpu.shapes import Model
+from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.formats import FP8, groups
+
+ROWS = 64
+
+
+def count_decode(model: Model, fp8: bool, best: str = "deep_gemm", rows: int = ROWS) -> tuple[Launch, ...]:
+    """Both align modes have the same FP8 linears."""
+    with hopper(best), torch.no_grad(), Counter() as counted:
+        empty = lambda *shape, dtype=torch.bfloat16: torch.empty(shape, dtype=dtype, device=DEVICE)  # noqa: E731
+        for _, N, K in model.linears:
+            x = empty(rows, K)
+            if not fp8:
+                torch.nn.functional.linear(x, empty(N, K))
+                continue
+            G = groups(K)
+            scales = [empty(height, G, dtype=torch.float32) for height in (N, groups(N))]
+            get_backend(best).fprop(x, empty(N, K, dtype=FP8), scales[0], "pow2", s_blocks=scales[1])
+    return tuple(counted.launches)

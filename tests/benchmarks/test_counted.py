@@ -1,0 +1,83 @@
+"""The counts of launches and bytes: the page is what the code launches, and the counter counts what stands here by hand."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.counted.__main__ import PAGE, page, tables
+from benchmarks.counted.counter import Counter, Launch, size
+from benchmarks.counted.hopper import DEVICE, hopper
+from benchmarks.counted.training import count_linears
+from benchmarks.gpu.floors import PUBLISHED
+from benchmarks.gpu.shapes import Model
+from jetrl_patch.fp8 import backends
+from jetrl_patch.fp8 import linear as layer
+from jetrl_patch.fp8.backends import get_backend
+
+#: it stands for a model of the type "llama"
+TINY = Model("Llama-3.1-8B", hidden=256, intermediate=512, heads=2, kv_heads=1)
+
+
+@pytest.fixture(scope="module")
+def found():
+    return tables()
+
+
+def test_the_page_is_what_the_code_launches(found):
+    assert PAGE.read_text() == page(found), "python -m benchmarks.counted --write, and look at what changed"
+
+
+def test_only_what_the_page_explains_is_missed(found):
+    missed = {row["ratio"] for row in found["Required"] if row["verdict"] != "met"}
+    assert missed <= {"linears, BF16 / FP8", "block, BF16 / exact"}
+
+
+def empty(*shape, dtype=torch.bfloat16):
+    return torch.empty(shape, dtype=dtype, device=DEVICE)
+
+
+def test_operators_by_hand():
+    a, b, c = empty(4, 8), empty(8, 16), empty(4, 16)
+    with Counter() as counted:
+        y = a @ b
+        y.add_(c)
+        c.copy_(y.view(16, 4).view(4, 16))
+        a.float()
+        empty(8).expand(4, 8) + a
+    assert counted.launches == [
+        Launch("mm", 2 * (32 + 128 + 64), 2.0 * 4 * 8 * 16), Launch("add_", 2 * 3 * 64), Launch("copy_", 2 * 2 * 64),
+        Launch("_to_copy", 2 * 32 + 4 * 32), Launch("add", 2 * (8 + 32 + 32)),
+    ]  # fmt: skip
+    assert size(empty(1, 8).expand(4, 8)) == 16
+
+
+@pytest.mark.parametrize("best", ["deep_gemm", "triton"])
+def test_kernels_by_hand(best):
+    M, N, K = 256, 128, 384
+    loaded = dict(backends._LOADED)
+    with hopper(best), Counter() as counted:
+        q, s = get_backend(best).quantize_activation(empty(M, K), "pow2")
+        w, blocks = empty(N, K, dtype=torch.float8_e4m3fn), empty(1, 3, dtype=torch.float32)
+        get_backend(best).gemm(q, s, w, empty(N, 3, dtype=torch.float32), torch.bfloat16, 1, blocks)
+    product = "deep_gemm 1D2D" if best == "deep_gemm" else "fprop_kernel"
+    assert counted.launches == [
+        Launch("rows_kernel", M * K * 3 + 4 * M * 3),
+        Launch(product, M * K + 4 * M * 3 + N * K + 4 * 3 + 2 * M * N, 2.0 * M * N * K, "fp8"),
+    ]
+    assert loaded == backends._LOADED  # nothing of this is left
+
+
+def test_a_time_is_that_of_bytes_or_of_products():
+    peaks = PUBLISHED._replace(bandwidth=1.0, fp8=1.0)
+    assert Launch("", 8, 2.0, "fp8").seconds(peaks) == 8e-9 and Launch("", 8, 1e6, "fp8").seconds(peaks) == 1e-6
+
+
+def test_an_added_cast_shows(monkeypatch):
+    before = count_linears(TINY, "linear", tokens=256)
+    fprop = layer.fprop
+    monkeypatch.setattr(layer, "fprop", lambda x, *rest: fprop(x.float().to(torch.bfloat16), *rest))
+    after = count_linears(TINY, "linear", tokens=256)
+    assert len(after.forward) >= len(before.forward) + 14 and after.backward == before.backward
