@@ -70,7 +70,8 @@ class Way(NamedTuple):
     Attributes:
         trains, samples: in FP8.
         passes: forward passes over the samples before the update, for old log-probs.
-        attention, decoding: of BF16's speed, in the trainer and in the rollout.
+        attention, decoding: of BF16's speed, in the trainer and in the rollout. Estimated; in decoding,
+            of contexts that enough programs share.
     """
 
     name: str

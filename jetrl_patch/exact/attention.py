@@ -1,8 +1,8 @@
 """Causal attention with the rollout's forward and an ordinary backward.
 
 Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
-online softmax over fixed blocks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same bits
-in a packed training batch, a prefill, a chunk of a prefill and a decode step.
+online softmax over fixed blocks and chunks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same
+bits in a packed training batch, a prefill, a chunk of a prefill and a decode step.
 Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 """
 

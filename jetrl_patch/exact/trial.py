@@ -18,8 +18,8 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.backends.row_equality import Verdict
 
-#: lengths of the packed sequences: tile edges, partial tiles, and one of many key blocks
-LENGTHS = (1, 33, 130, 64, 517, 8, 1025)
+#: lengths of the packed sequences: tile edges, partial tiles, and one of many key blocks in three chunks
+LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
 #: (first row, rows) of the parts of a batch that are computed separately
 PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
 #: tokens per block of the trial's cache

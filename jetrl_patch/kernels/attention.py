@@ -1,8 +1,8 @@
 """Batch-invariant causal attention: a row depends only on its own query and keys. One kernel for paged and packed sequences.
 
-A program computes ROWS rows of one key/value head. A row is one query of one of the PER query heads that share it, in the
-order (token, head), so that decoding fills a tile too. One program walks all keys in blocks of KEYS, ascending from
-position 0. Decode, chunked prefill and training use the same tile, so the same instructions compute a row everywhere.
+A program computes ROWS rows of one key/value head (``attention_rows``). It walks keys in blocks of KEYS, ascending, and begins
+anew at each multiple of CHUNK, so that a context may be shared among programs (``attention_chunks``). Decode, chunked prefill
+and training use the same tile, so the same instructions compute a row everywhere.
 
 A row also passes through blocks of keys that only later rows of its tile may see. They leave its state unchanged, bit for
 bit: its scores are -inf, so the maximum stays, its factor is exp2(0) = 1, its weights are exp2(-inf) = 0, the product with
@@ -20,42 +20,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.kernels import attention_chunks
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
+from jetrl_patch.kernels.attention_chunks import combine, finish, nothing
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, ROWS, TILES, narrowed, row_blocks, sequence_of
+from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
-#: 64 rows are the minimum for ``wgmma``
-ROWS, WARPS = 64, 4
-#: head dimension -> keys per block and pipeline depth, chosen so that no register spills and two programs fit on an SM;
-#: nothing here may depend on the number of rows, keys or requests
-TILES = {64: (64, 2), 128: (32, 3)}
-HEAD_DIMS = tuple(TILES)
 LOG2E = math.log2(math.e)
-
-
-@triton.jit
-def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Convert FP32 to BF16, ties to even."""
-    if HARDWARE:
-        return x.to(tl.bfloat16)
-    else:
-        return rounded(x)
-
-
-@triton.jit
-def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Find the sequence that a block of rows belongs to: sequence r owns blocks from starts[r] * PER // ROWS + r on.
-
-    Every sequence gets at least as many blocks as it needs, and the grid depends on shapes only, not on values.
-    """
-    low = 0
-    high = R
-    while low < high:
-        middle = (low + high) // 2
-        if tl.load(starts + middle) * PER // ROWS + middle <= block:
-            low = middle + 1
-        else:
-            high = middle
-    return low - 1
 
 
 @triton.jit
@@ -70,13 +41,18 @@ def attend(q, k, v, seen, scale, top, total, acc, HARDWARE: tl.constexpr):  # ty
     return new, total, acc
 
 
-@triton.jit(do_not_specialize=["R"])  # one binary for every number of requests
+@triton.jit(do_not_specialize=["R", "T"])  # one binary for every number of requests and tokens
 def attention_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, starts, lengths, table, R, scale, q_t, k_b, k_t, k_h, table_r,
-    KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
-    SIZE: tl.constexpr, HARDWARE: tl.constexpr,
+    q, k, v, out, lse, starts, lengths, table, R, T, scale, q_t, k_b, k_t, k_h, table_r,
+    KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
+    STAGES: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """SIZE is the number of tokens per cache block; 0 means packed sequences, whose keys are laid out like their queries."""
+    """Do every chunk of keys whose number is the program's on axis 2 plus a multiple of the programs there.
+
+    SIZE is the number of tokens per cache block; 0 means packed sequences, whose keys are laid out like their queries. With
+    SPLIT, ``out`` and ``lse`` are the ``sums`` and ``ends`` of ``attention_chunks``; without, one program does all chunks.
+    """
+    tl.static_assert(CHUNK % KEYS == 0)
     block, kh = tl.program_id(0), tl.program_id(1)
     r = sequence_of(block, starts, R, PER, ROWS)
     start = tl.load(starts + r)
@@ -88,6 +64,9 @@ def attention_kernel(  # type: ignore[no-untyped-def]
         length = queries
     else:
         length = tl.load(lengths + r)
+    last = length - queries + (tl.minimum(begin + ROWS, queries * PER) - 1) // PER  # the last key that a row of the tile sees
+    if tl.program_id(2) * CHUNK > last:
+        return
     row = begin + tl.arange(0, ROWS)
     d = tl.arange(0, D)
     valid = row < queries * PER
@@ -97,27 +76,34 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     token_at = (start + token).to(tl.int64)
     q_at = q + token_at[:, None] * q_t + head[:, None] * D + d[None, :]
     q_rows = tl.load(q_at, mask=valid[:, None], other=0.0)
-    top = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
-    acc = tl.zeros((ROWS, D), tl.float32)
-    last = length - queries + (tl.minimum(begin + ROWS, queries * PER) - 1) // PER
-    for kb in tl.range(0, last // KEYS + 1, num_stages=STAGES):
-        key = kb * KEYS + tl.arange(0, KEYS)
-        there = key < length
-        if SIZE == 0:
-            at = (start + key).to(tl.int64) * k_t + kh * k_h
-        else:
-            page = tl.load(table + r.to(tl.int64) * table_r + key // SIZE, mask=there, other=0).to(tl.int64)
-            at = page * k_b + (key % SIZE) * k_t + kh * k_h
-        k_rows = tl.load(k + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
-        v_rows = tl.load(v + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
-        seen = key[None, :] <= limit[:, None]
-        top, total, acc = attend(q_rows, k_rows, v_rows, seen, scale, top, total, acc, HARDWARE)
-    result = acc * tl.math.div_rn(1.0, total)[:, None]
-    result = tl.where(result == 0.0, 0.0, result)
     out_at = token_at * (KH * PER) + head
-    tl.store(out + out_at[:, None] * D + d[None, :], narrowed(result, HARDWARE), mask=valid[:, None])
-    tl.store(lse + out_at, (top + tl.math.log2(total)) * 0.6931471805599453, mask=valid)
+    top, total, acc = nothing(ROWS, D)
+    for chunk in range(tl.program_id(2), last // CHUNK + 1, tl.num_programs(2)):
+        chunk_top, chunk_total, chunk_acc = nothing(ROWS, D)
+        first = chunk * (CHUNK // KEYS)
+        for kb in tl.range(first, tl.minimum(first + CHUNK // KEYS, last // KEYS + 1), num_stages=STAGES):
+            key = kb * KEYS + tl.arange(0, KEYS)
+            there = key < length
+            if SIZE == 0:
+                at = (start + key).to(tl.int64) * k_t + kh * k_h
+            else:
+                page = tl.load(table + r.to(tl.int64) * table_r + key // SIZE, mask=there, other=0).to(tl.int64)
+                at = page * k_b + (key % SIZE) * k_t + kh * k_h
+            k_rows = tl.load(k + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+            v_rows = tl.load(v + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+            seen = key[None, :] <= limit[:, None]
+            chunk_top, chunk_total, chunk_acc = attend(
+                q_rows, k_rows, v_rows, seen, scale, chunk_top, chunk_total, chunk_acc, HARDWARE
+            )
+        if SPLIT:
+            stored = (chunk * T).to(tl.int64) * (KH * PER) + out_at
+            tl.store(out + stored[:, None] * D + d[None, :], chunk_acc, mask=valid[:, None])
+            tl.store(lse + stored * 2, chunk_top, mask=valid)
+            tl.store(lse + stored * 2 + 1, chunk_total, mask=valid)
+        else:
+            top, total, acc = combine(top, total, acc, chunk_top, chunk_total, chunk_acc)
+    if not SPLIT:
+        finish(out, lse, out_at, valid, top, total, acc, D, HARDWARE)
 
 
 def attention_paged(
@@ -152,11 +138,6 @@ def attention_varlen(
     return _launch(q_THD, k_TKD, v_TKD, (starts, starts, starts), strides, scale, heads, 0)
 
 
-def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
-    """Number of row blocks that covers any split of ``tokens`` into ``sequences``."""
-    return tokens * per // rows + sequences
-
-
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor, Tensor], strides: tuple[int, ...], scale: float,
     heads: tuple[int, int], size: int,
@@ -168,14 +149,22 @@ def _launch(
     out = torch.empty(T, H, D, dtype=torch.bfloat16, device=q.device)
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     kv_heads, per = heads
-    keys, stages = TILES[D]
-    sequences = ends[0].shape[0] - 1
-    if T and sequences:
-        attention_kernel[(row_blocks(T, per, sequences, ROWS), kv_heads)](
-            q, k, v, out, lse, *ends, sequences, scale * LOG2E, q.stride(0), *strides,
-            KH=kv_heads, PER=per, D=D, ROWS=ROWS, KEYS=keys, STAGES=stages, SIZE=size,
-            HARDWARE=not triton.knobs.runtime.interpret, num_warps=WARPS, num_stages=stages, **PINNED,
-        )  # fmt: skip
+    keys, stages, warps = TILES[D]
+    starts, lengths, table = ends
+    sequences = starts.shape[0] - 1
+    if not T or not sequences:
+        return out, lse
+    blocks = row_blocks(T, per, sequences, ROWS)
+    context = table.shape[1] * size if size else 0
+    shared = attention_chunks.splits(blocks * kv_heads, T, H, D, context)
+    into = (out, lse) if shared == 1 else attention_chunks.workspace(q, context)
+    attention_kernel[(blocks, kv_heads, shared)](
+        q, k, v, *into, *ends, sequences, T, scale * LOG2E, q.stride(0), *strides,
+        KH=kv_heads, PER=per, D=D, ROWS=ROWS, KEYS=keys, CHUNK=attention_chunks.CHUNK, STAGES=stages, SIZE=size,
+        SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **PINNED,
+    )  # fmt: skip
+    if shared > 1:
+        attention_chunks.combine_chunks(*into, out, lse, starts, lengths, kv_heads)
     return out, lse
 
 
@@ -212,17 +201,22 @@ def _integers(name: str, t: Tensor) -> Tensor:
 
 
 def _specs() -> tuple[Spec, ...]:
-    pointers = dict.fromkeys(("q", "k", "v", "out"), "*bf16") | {"lse": "*fp32"}
-    pointers |= dict.fromkeys(("starts", "lengths", "table"), "*i32")
-    numbers = {"R": "i32", "scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "table_r"), "i32")
-    return tuple(
-        Spec(
-            f"attention_{'paged' if size else 'varlen'}_{D}", attention_kernel, pointers | numbers,
-            {"KH": 4, "PER": 7, "D": D, "ROWS": ROWS, "KEYS": keys, "STAGES": stages, "SIZE": size, "HARDWARE": True},
-            {"num_warps": WARPS, "num_stages": stages, **PINNED}, ("q_t", "k_b", "k_t", "k_h"),
-        )
-        for D, (keys, stages) in TILES.items() for size in (0, 16)
-    )  # fmt: skip
+    integers = dict.fromkeys(("starts", "lengths", "table"), "*i32") | {"R": "i32", "T": "i32"}
+    numbers = integers | {"scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "table_r"), "i32")
+    kinds = {"varlen": (0, False), "paged": (16, False), "split": (16, True)}
+    found = []
+    for D, (keys, stages, warps) in TILES.items():
+        fixed = {"KH": 4, "PER": 7, "D": D, "ROWS": ROWS, "KEYS": keys, "CHUNK": attention_chunks.CHUNK, "STAGES": stages}
+        for kind, (size, split) in kinds.items():
+            types = dict.fromkeys(("q", "k", "v"), "*bf16") | {"out": "*fp32" if split else "*bf16", "lse": "*fp32"}
+            found.append(
+                Spec(
+                    f"attention_{kind}_{D}", attention_kernel, types | numbers,
+                    {**fixed, "SIZE": size, "SPLIT": split, "HARDWARE": True},
+                    {"num_warps": warps, "num_stages": stages, **PINNED}, ("q_t", "k_b", "k_t", "k_h"),
+                )
+            )  # fmt: skip
+    return tuple(found)
 
 
 KERNELS = _specs()

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.attention import HEAD_DIMS, LOG2E, check_head_dim, narrowed, row_blocks, sequence_of
+from jetrl_patch.kernels.attention import LOG2E, check_head_dim
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, narrowed, row_blocks, sequence_of
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 #: for dQ, a tile of ROWS rows walks blocks of KEYS keys; for dK and dV, a tile of HELD keys walks blocks of WALKED rows

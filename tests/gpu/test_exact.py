@@ -106,11 +106,12 @@ def test_log_probs_are_those_of_vllms_sampler(device, temperature):
 
 
 def test_a_captured_decode_step_follows_its_inputs(device):
-    # Without synchronization, and with a grid that depends on shapes only, a graph serves other lengths and tables.
+    # Three programs share a context. Without synchronization, and with a grid that depends on shapes only, a graph serves other
+    # lengths and tables.
     g = torch.Generator().manual_seed(0)
-    k_cache, v_cache = (rand(device, 40, 16, 2, 64, seed=i) for i in (1, 2))
+    k_cache, v_cache = (rand(device, 640, 16, 2, 64, seed=i) for i in (1, 2))
     q, starts = rand(device, 4, 4, 64), torch.arange(5, dtype=torch.int32, device=device)
-    table = torch.zeros(4, 10, dtype=torch.int32, device=device)
+    table = torch.zeros(4, 160, dtype=torch.int32, device=device)
     lengths = torch.ones(4, dtype=torch.int32, device=device)
 
     def step():
@@ -121,8 +122,8 @@ def test_a_captured_decode_step_follows_its_inputs(device):
     with torch.cuda.graph(graph):
         captured = step()
     for _ in range(3):
-        lengths.copy_(torch.randint(1, 161, (4,), generator=g))
-        table.copy_(torch.randperm(40, generator=g).view(4, 10))
+        lengths.copy_(torch.randint(1, 2561, (4,), generator=g))
+        table.copy_(torch.randperm(640, generator=g).view(4, 160))
         graph.replay()
         assert torch.equal(captured, step())
 

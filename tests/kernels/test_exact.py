@@ -18,6 +18,7 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels import (
     attention,
     attention_backward,
+    attention_chunks,
     elementwise,
     head,
     merge,
@@ -29,12 +30,14 @@ from jetrl_patch.kernels.aot import Spec, compile_one, specs
 from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (attention, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
+MODULES = (attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
 SPECS = [k for m in MODULES for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing may spill
 REGISTERS = {
-    **dict.fromkeys(("attention_paged_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
-    **dict.fromkeys(("attention_paged_128", "attention_varlen_128", "attention_dkdv_128"), 255),  # 2
+    **dict.fromkeys(("attention_paged_64", "attention_split_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
+    **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128"), 255),  # 1, of 256 threads
+    "attention_dkdv_128": 255,  # 2
+    **dict.fromkeys(("attention_combine_64", "attention_combine_128"), 72),  # 7
     "attention_dq_64": 128,  # 4
     "attention_dq_128": 168,  # 3
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
@@ -51,10 +54,16 @@ if "sched4reg" not in COMPILER:  # an older triton, seen with 3.6.0: one program
 SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
 
 
-@pytest.mark.parametrize("file", ["interpreted_exact", "interpreted_backward", "interpreted_whole"])
-def test_in_the_interpreter(file: str):
+@pytest.mark.parametrize(
+    ("file", "which"),
+    [
+        *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "whole")),
+        pytest.param("interpreted_chunks", "slow", marks=pytest.mark.slow),
+    ],
+)
+def test_in_the_interpreter(file: str, which: str):
     environ = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"tests/kernels/{file}.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", which, f"tests/kernels/{file}.py"]
     run = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
     assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-8000:] + run.stderr[-2000:]
 
@@ -70,7 +79,9 @@ def test_compiles_within_an_sm(spec: Spec):
     assert made.spills == 0 and made.registers <= REGISTERS[spec.name], made[:3]
     assert made.shared <= SHARED.get(spec.name, 75 << 10), made[:3]
     assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
-    if "attention" in spec.name or "gemm" in spec.name:
+    if spec in attention_chunks.KERNELS:
+        assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
+    elif "attention" in spec.name or "gemm" in spec.name:
         assert products(made.ptx) and all(
             ".m64n" in found and found.endswith("k16.f32.bf16.bf16") for found in products(made.ptx)
         )
@@ -90,14 +101,15 @@ def test_the_paged_and_the_packed_kernel_compute_alike(width: int):
 
 def test_attention_sums_values_from_a_fresh_zero():
     # In a block that it may not see, a row gets fma(x, 1, 0): the product must not add to the sum by itself.
-    for name in ("attention_paged_64", "attention_varlen_64", "attention_paged_128", "attention_varlen_128"):
+    for name in (spec.name for spec in attention.KERNELS):
         ptx = compile_one(specs()[name]).ptx
         # "scale-d", after the last operand: 0 overwrites, a predicate adds
         starts = [found == "0" for found in re.findall(r"wgmma\.mma_async.*%rd\d+, (0|%p\d+), 1, 1, ", ptx)]
         width = int(name.rsplit("_", 1)[1])
-        keys = attention.TILES[width][0]
+        keys, _, warps = attention.TILES[width]
         scores, values = width // 16, keys // 16
-        assert starts == [True, *[False] * (scores - 1), True, *[False] * (values - 1)], starts
+        groups = warps // 4  # the scores of a tile are as many products as there are warpgroups, seen in the compiled code
+        assert starts == [True, *[False] * (scores - 1)] * groups + [True, *[False] * (values - 1)], starts
 
 
 def test_a_tile_is_high_enough_for_wgmma_and_one_for_all():

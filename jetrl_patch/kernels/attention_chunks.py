@@ -1,0 +1,149 @@
+"""Chunks of keys: what makes the bits of a row independent of how many programs share its context.
+
+Attention cuts the keys of a sequence at multiples of CHUNK, counted from the sequence's first key. A chunk has a state of its
+own, which nothing before it enters:
+
+    m [ROWS]     the largest score        l [ROWS]     the sum of 2^(s - m)        a [ROWS, D]  the sum of 2^(s - m) v
+
+``combine`` adds the states in ascending order. One program may do all of it, as in training; or each chunk gets a program
+that stores the state in FP32, and ``combine_kernel`` adds them: the same operations on the same values in the same order.
+
+A row may lie in a tile with rows that see a chunk that it does not see. Where one program does all chunks, it adds that
+chunk's state, (LOWEST, 0, 0); ``combine_kernel`` puts the same state in the place of what was stored. It changes nothing:
+the maximum stays, the factors are exp2(0) = 1 and 0, and fma(x, 1, 0) = x.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from jetrl_patch.kernels.aot import Spec
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, narrowed, row_blocks, sequence_of
+from jetrl_patch.kernels.gemm_common import PINNED
+
+#: keys in a chunk. Trainer and rollout must agree on it: it decides where sums begin
+CHUNK = 1024
+#: the maximum of no scores: finite, because -inf - -inf is not a number
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+#: A launch shares contexts among at most this many programs; two run on each of a Hopper's 132 multiprocessors at a time.
+#: Those that a short context leaves without a chunk end at once, but are not free. Estimated; bits do not depend on it.
+PROGRAMS = 2048
+#: maximum bytes of stored states; a launch that would need more does all chunks of a row in one program
+WORKSPACE = 64 << 20
+
+#: rows per program of ``combine_kernel``, warps, and states that are loaded ahead
+ROWS, WARPS, STAGES = 16, 4, 4
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Make the state of no keys."""
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+
+
+@triton.jit
+def combine(top, total, acc, chunk_top, chunk_total, chunk_acc):  # type: ignore[no-untyped-def]
+    """Add the state of the next chunk to that of all chunks before it."""
+    new = tl.maximum(top, chunk_top)
+    kept = tl.exp2(top - new)
+    added = tl.exp2(chunk_top - new)
+    total = tl.fma(total, kept, chunk_total * added)
+    acc = tl.fma(acc, tl.broadcast_to(kept[:, None], acc.shape), chunk_acc * added[:, None])
+    return new, total, acc
+
+
+@triton.jit
+def finish(out, lse, at, valid, top, total, acc, D: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a row's result, BF16, and its log-sum-exp. ``at`` counts rows of ``out``. A zero loses its sign."""
+    d = tl.arange(0, D)
+    result = acc * tl.math.div_rn(1.0, total)[:, None]
+    result = tl.where(result == 0.0, 0.0, result)
+    tl.store(out + at[:, None] * D + d[None, :], narrowed(result, HARDWARE), mask=valid[:, None])
+    tl.store(lse + at, (top + tl.math.log2(total)) * 0.6931471805599453, mask=valid)
+
+
+@triton.jit(do_not_specialize=["R", "T"])  # one binary for every number of requests and tokens
+def combine_kernel(  # type: ignore[no-untyped-def]
+    sums, ends, out, lse, starts, lengths, R, T,
+    KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Add the stored states of a row's chunks: sums [chunks, T, KH * PER, D] and ends [chunks, T, KH * PER, 2] (m, l)."""
+    block, kh = tl.program_id(0), tl.program_id(1)
+    r = sequence_of(block, starts, R, PER, ROWS)
+    start = tl.load(starts + r)
+    queries = tl.load(starts + r + 1) - start
+    begin = (block - (start * PER // ROWS + r)) * ROWS
+    if begin >= queries * PER:
+        return
+    row = begin + tl.arange(0, ROWS)
+    d = tl.arange(0, D)
+    valid = row < queries * PER
+    token = tl.minimum(row, queries * PER - 1) // PER
+    last = (tl.load(lengths + r) - queries + token) // CHUNK  # the last chunk that a row sees
+    at = (start + token).to(tl.int64) * (KH * PER) + kh * PER + row % PER
+    top, total, acc = nothing(ROWS, D)
+    for chunk in tl.range(0, tl.max(last, 0) + 1, num_stages=STAGES):
+        stored = (chunk * T).to(tl.int64) * (KH * PER) + at
+        seen = valid & (chunk <= last)
+        chunk_top = tl.load(ends + stored * 2, mask=seen, other=LOWEST)
+        chunk_total = tl.load(ends + stored * 2 + 1, mask=seen, other=0.0)
+        chunk_acc = tl.load(sums + stored[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
+        top, total, acc = combine(top, total, acc, chunk_top, chunk_total, chunk_acc)
+    finish(out, lse, at, valid, top, total, acc, D, HARDWARE)
+
+
+def chunks_of(context: int) -> int:
+    """Number of chunks in a context of this many keys."""
+    return -(-context // CHUNK)
+
+
+def workspace_bytes(tokens: int, heads: int, width: int, context: int) -> int:
+    """Bytes of the stored states of ``tokens`` queries whose contexts have at most ``context`` keys."""
+    return 4 * chunks_of(context) * tokens * heads * (width + 2)
+
+
+def splits(programs: int, tokens: int, heads: int, width: int, context: int) -> int:
+    """Number of programs that share the chunks of a row where ``programs`` do without; 1: none is stored.
+
+    Depends on shapes alone, so that a CUDA graph holds it. ``context`` is the longest that the block table has room for.
+    """
+    if workspace_bytes(tokens, heads, width, context) > WORKSPACE:
+        return 1
+    return max(1, min(chunks_of(context), PROGRAMS // programs))
+
+
+def workspace(q_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Allocate ``sums`` and ``ends`` for the queries. A row's chunks that it does not see are not read."""
+    shape = (chunks_of(context), *q_THD.shape)
+    sums = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
+    return sums, torch.empty(*shape[:3], 2, dtype=torch.float32, device=q_THD.device)
+
+
+def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts: Tensor, lengths: Tensor, kv_heads: int) -> None:
+    """Fill ``out`` [T, H, D] and ``lse`` [T, H] from the workspace that the attention kernel has filled."""
+    T, H, D = out.shape
+    per, sequences = H // kv_heads, starts.shape[0] - 1
+    combine_kernel[(row_blocks(T, per, sequences, ROWS), kv_heads)](
+        sums, ends, out, lse, starts, lengths, sequences, T,
+        KH=kv_heads, PER=per, D=D, ROWS=ROWS, CHUNK=CHUNK, STAGES=STAGES, HARDWARE=not triton.knobs.runtime.interpret,
+        num_warps=WARPS, num_stages=STAGES, **PINNED,
+    )  # fmt: skip
+
+
+def _specs() -> tuple[Spec, ...]:
+    types = {"sums": "*fp32", "ends": "*fp32", "out": "*bf16", "lse": "*fp32", "starts": "*i32", "lengths": "*i32"}
+    fixed = {"KH": 4, "PER": 7, "ROWS": ROWS, "CHUNK": CHUNK, "STAGES": STAGES, "HARDWARE": True}
+    options = {"num_warps": WARPS, "num_stages": STAGES, **PINNED}
+    return tuple(
+        Spec(f"attention_combine_{D}", combine_kernel, types | {"R": "i32", "T": "i32"}, {**fixed, "D": D}, options)
+        for D in HEAD_DIMS
+    )
+
+
+KERNELS = _specs()

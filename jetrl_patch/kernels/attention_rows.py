@@ -1,0 +1,51 @@
+"""Which rows of attention a program computes; shared by the forward, what combines its chunks, and the backward.
+
+A row is one query of one of the PER query heads that share a key/value head. The rows of a sequence are in the order
+(token, head), so that decoding fills a tile too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from jetrl_patch.kernels.gemm_common import rounded
+
+#: rows of the forward's tile: the minimum for ``wgmma``
+ROWS = 64
+#: head dimension -> keys per block, pipeline depth and warps, chosen so that no register spills (two sums are held, a chunk's and
+#: that of the chunks before it) and twelve or eight warps fit on an SM; nothing here may depend on the number of rows, keys or
+#: requests
+TILES = {64: (32, 2, 4), 128: (32, 3, 8)}
+HEAD_DIMS = tuple(TILES)
+
+
+@triton.jit
+def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert FP32 to BF16, ties to even."""
+    if HARDWARE:
+        return x.to(tl.bfloat16)
+    else:
+        return rounded(x)
+
+
+@triton.jit
+def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the sequence that a block of rows belongs to: sequence r owns blocks from starts[r] * PER // ROWS + r on.
+
+    Every sequence gets at least as many blocks as it needs, and the grid depends on shapes only, not on values.
+    """
+    low = 0
+    high = R
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) * PER // ROWS + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
+    """Number of row blocks that covers any split of ``tokens`` into ``sequences``."""
+    return tokens * per // rows + sequences

@@ -1,0 +1,147 @@
+"""Attention whose contexts are shared among programs, in the interpreter: bit-equal to one program, and so to training.
+
+``test_exact.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from jetrl_patch.kernels import attention, attention_backward, attention_chunks
+
+from ..fp8.thresholds import SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
+from .interpreted_exact import ends, exact_dot, oracle, packed, paged, rand  # noqa: F401
+
+assert triton.knobs.runtime.interpret
+
+HEADS = [(2, 1, 64), (1, 1, 128)]
+#: around the borders of chunks of 64, and several chunks
+LENGTHS = [1, 65, 64, 150]
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """How many programs shared a context, launch by launch."""
+    counts, original = [], attention_chunks.splits
+    monkeypatch.setattr(attention_chunks, "splits", lambda *sizes: counts.append(original(*sizes)) or counts[-1])
+    return counts
+
+
+def served(q, cache, cu, seen, fresh, width):
+    """Rows of a step whose request r has ``seen[r]`` keys, the last ``fresh[r]`` of them queried, and their results."""
+    rows = torch.cat([torch.arange(int(cu[r]) + n - f, int(cu[r]) + n) for r, (n, f) in enumerate(zip(seen, fresh))])
+    k_cache, v_cache, table = cache
+    lengths = torch.tensor(seen, dtype=torch.int32)
+    return rows, attention.attention_paged(q[rows], k_cache, v_cache, table, lengths, ends(fresh), width**-0.5)
+
+
+@pytest.mark.parametrize(("chunk", "heads", "kv_heads", "width"), [(64, *HEADS[0]), (64, *HEADS[1]), (128, *HEADS[1])])
+def test_rows_are_equal_however_many_programs_share_a_context(chunk, heads, kv_heads, width, monkeypatch, launched):
+    monkeypatch.setattr(attention_chunks, "CHUNK", chunk)
+    q, k, v, cu = packed(heads, kv_heads, width, LENGTHS)
+    trained = attention.attention_varlen(q, k, v, cu, width**-0.5)
+    assert sqnr(trained[0], oracle(q, k, v, cu, width**-0.5)) > SQNR_ATTENTION
+    cache = paged(k, v, cu, 16, seed=1)
+    steps = {
+        "decode": (LENGTHS, [1] * 4),
+        "chunks that begin in a context": (LENGTHS, [1, 20, 0, 90]),
+        "some wait": ([1, 64, 1, 129], [0, 1, 1, 3]),
+    }
+    for seen, fresh in steps.values():
+        for programs in (1, 12, 10**6):  # one for a context, some, and one for a chunk
+            monkeypatch.setattr(attention_chunks, "PROGRAMS", programs)
+            rows, found = served(q, cache, cu, seen, fresh, width)
+            assert all(torch.equal(f, t[rows]) for f, t in zip(found, trained))
+    assert min(launched) == 1 and max(launched) == attention_chunks.chunks_of(cache[2].shape[1] * 16) > 1
+
+
+def test_a_graphs_padding_changes_nothing_where_programs_share_contexts(monkeypatch, launched):
+    monkeypatch.setattr(attention_chunks, "CHUNK", 64)
+    q, k, v, cu = packed(2, 1, 64, [70, 130])
+    k_cache, v_cache, table = paged(k, v, cu, 16, seed=3)
+    rows = cu[1:].long() - 1
+    expected = [t[rows] for t in attention.attention_varlen(q, k, v, cu, 0.125)]
+    tokens = torch.cat((q[rows], torch.full((3, 2, 64), float("nan"), dtype=q.dtype)))
+    starts = torch.tensor([0, 1, 2, 2, 2, 2], dtype=torch.int32)
+    lengths = torch.tensor([70, 130, 0, 0, 0], dtype=torch.int32)
+    table = torch.cat((table, table[:1].repeat(3, 1)))
+    found = attention.attention_paged(tokens, k_cache, v_cache, table, lengths, starts, 0.125)
+    assert launched[-1] > 1 and all(torch.equal(f[:2], e) for f, e in zip(found, expected))
+
+
+@triton.jit
+def each_normalized(top, total, acc, chunk_top, chunk_total, chunk_acc):
+    """The same sum by another formula, that of split kernels elsewhere: chunks are normalized before they are weighted."""
+    new = tl.maximum(top, chunk_top)
+    kept = total * tl.exp2(top - new)
+    added = chunk_total * tl.exp2(chunk_top - new)
+    before = acc * tl.math.div_rn(1.0, tl.where(total == 0.0, 1.0, total))[:, None]
+    now = chunk_acc * tl.math.div_rn(1.0, tl.where(chunk_total == 0.0, 1.0, chunk_total))[:, None]
+    return new, kept + added, before * kept[:, None] + now * added[:, None]
+
+
+@pytest.mark.parametrize("other", ["formula", "order"])
+def test_another_formula_or_order_gives_other_bits(other, monkeypatch):
+    """What the tests above would see."""
+    monkeypatch.setattr(attention_chunks, "CHUNK", 64)
+    lengths = [256]
+    q, k, v, cu = packed(2, 1, 64, lengths)
+    out, lse = attention.attention_varlen(q, k, v, cu, 0.125)
+    if other == "formula":
+        monkeypatch.setattr(attention_chunks, "combine", each_normalized)
+    else:
+        original = attention_chunks.combine_chunks
+        monkeypatch.setattr(
+            attention_chunks, "combine_chunks", lambda sums, ends, *a: original(*flipped(sums, ends), *a)
+        )
+    k_cache, v_cache, table = paged(k, v, cu, 16, seed=1)
+    rows, found = served(q, (k_cache, v_cache, table[:, :16].contiguous()), cu, lengths, [64], 64)
+    assert not torch.equal(found[1], lse[rows]) and torch.allclose(found[1], lse[rows], atol=1e-5)
+    assert sqnr(found[0], out[rows].double()) > SQNR_ATTENTION
+
+
+def flipped(*states):
+    assert all(len(t) == 4 for t in states)  # every row sees all
+    return [t.flip(0) for t in states]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
+def test_gradients_over_several_chunks_against_fp64(heads, kv_heads, width, monkeypatch):
+    monkeypatch.setattr(attention_chunks, "CHUNK", 64)
+    q, k, v, cu = packed(heads, kv_heads, width, [1, 130])
+    out, lse = attention.attention_varlen(q, k, v, cu, width**-0.5)
+    g = rand(*q.shape, seed=5)
+    found = attention_backward.attention_backward(q, k, v, out, lse, g, cu, width**-0.5)
+    wide = [t.double().requires_grad_() for t in (q, k, v)]
+    oracle(*wide, cu, width**-0.5).backward(g.double())
+    for ours, theirs in zip(found, wide):
+        assert sqnr(ours, theirs.grad) > SQNR_ATTENTION_GRADIENT
+
+
+def test_what_is_stored_is_bounded(monkeypatch):
+    """Qwen3-8B with room for 32,768 tokens: 32 chunks."""
+    sizes = 32, 128, 32768
+    assert attention_chunks.workspace_bytes(64, *sizes) == 4 * 32 * 64 * 32 * 130
+    sums, ends = attention_chunks.workspace(torch.zeros(64, 32, 128), 32768)
+    assert sums.nbytes + ends.nbytes == attention_chunks.workspace_bytes(64, *sizes)
+    assert attention_chunks.splits(8, 1, *sizes) == 32
+    assert attention_chunks.splits(272, 32, *sizes) == 2048 // 272
+    assert attention_chunks.splits(8, 127, *sizes) == 1  # more than 64 MiB
+    assert attention_chunks.splits(4096, 1, *sizes) == 1  # they fill the GPU
+    assert attention_chunks.splits(8, 1, 32, 128, 1024) == attention_chunks.splits(8, 1, 32, 128, 0) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [64, 128])
+def test_contexts_of_8192_keys_in_chunks_of_1024(width, launched):
+    assert attention_chunks.CHUNK == 1024
+    lengths = [8192, 1025]
+    q, k, v, cu = packed(1, 1, width, lengths)
+    trained = attention.attention_varlen(q, k, v, cu, width**-0.5)
+    cache = paged(k, v, cu, 16, seed=1)
+    for seen, fresh in ((lengths, [1, 1]), ([5121, 1024], [1, 1]), ([4100, 1025], [70, 3])):
+        rows, found = served(q, cache, cu, seen, fresh, width)
+        assert launched[-1] > 1 and all(torch.equal(f, t[rows]) for f, t in zip(found, trained))
