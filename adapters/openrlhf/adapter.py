@@ -219,17 +219,17 @@ CORRECTION = Patch(
 SAME_WEIGHTS: tuple[Patch, ...] = (
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
-        attr="ActorPPOTrainer.training_step",
-        make=weights.training_step,
-        reason="nothing on a GPU tells cheaply that a weight is unchanged, so that forward, recomputation and backward would "
-        "each quantize it",
+        attr="ActorPPOTrainer.ppo_train",
+        make=weights.ppo_train,
+        reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation "
+        "and backward would quantize it",
         remove_when=_NO_HOOK,
     ),
     Patch(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr="DeepspeedStrategy.optimizer_step",
         make=weights.optimizer_step,
-        reason="DeepSpeed writes the weights inside the training step, in ways that leave no trace on the tensors",
+        reason="DeepSpeed writes the weights between two micro-batches, in ways that leave no trace on the tensors",
         remove_when=_NO_HOOK,
     ),
 )

@@ -104,12 +104,12 @@ def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
     return found
 
 
-def expert_states(model: nn.Module) -> Iterator[Fp8State]:
-    """Yield what may hold quantized weights of the experts that ``attach_experts`` has seen."""
-    for module in expert_modules(model).values():
+def expert_states(model: nn.Module) -> Iterator[tuple[str, Fp8State]]:
+    """Yield what may hold quantized weights of the experts that ``attach_experts`` has seen, each with its module's name."""
+    for name, module in expert_modules(model).items():
         own = experts_of(module)
         if own is not None:
-            yield from own.states()
+            yield from ((name, state) for state in own.states())
 
 
 def stored_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:

@@ -28,7 +28,7 @@ from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.fp8.grouped import Stacks, grouped_experts_forward
-from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight
+from jetrl_patch.fp8.linear import Fp8State, QuantizedWeight, backward_pass
 from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sums
 from jetrl_patch.fp8.plain import PlainProducts
 from jetrl_patch.fp8.quantize import dequantize_activation
@@ -157,20 +157,24 @@ class Experts:
         yield from (matrix.fp8 for matrix in self._matrices.values())
         yield from self._stacks
 
-    def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor) -> Stacks:
+    def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None) -> Stacks:
         """The bytes and scales of all experts, the same as those of ``quantized``, each kind in one tensor."""
         weights = (gate_up_EFH.unflatten(1, (2, -1)).flatten(0, 1), down_EHI)
-        found = (state.quantized(weight, own=True) for state, weight in zip(self._stacks, weights, strict=True))
+        pairs = zip(self._stacks, weights, strict=True)
+        found = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
         return Stacks(*((w.q, w.s_blocks) for w in found))
 
-    def quantized(self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor) -> _Quantized:
-        """The bytes and scales of one expert."""
+    def quantized(
+        self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None
+    ) -> _Quantized:
+        """The bytes and scales of one expert. ``last`` and ``made_in`` are those of ``Fp8State.quantized``."""
         width = down_EHI.shape[2]
         weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
         if self.plain is not None:
             return _Quantized(*(QuantizedWeight(*self.plain.quantize_weight(w, self.scale_format)) for w in weights))
-        states = (self._matrices[expert, part].fp8 for part in PARTS)
-        return _Quantized(*(state.quantized(weight, own=True) for state, weight in zip(states, weights, strict=True)))
+        pairs = zip((self._matrices[expert, part].fp8 for part in PARTS), weights, strict=True)
+        found = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
+        return _Quantized(*found)
 
 
 class _Mixture(torch.autograd.Function):
@@ -192,14 +196,16 @@ class _Mixture(torch.autograd.Function):
         kinds = ((I, torch.bfloat16), (I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
         saved = _Saved(*(x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds))
 
+        last = not any(ctx.needs_input_grad)
+
         def operands(expert: int) -> Operands:
-            found = own.quantized(expert, gate_up_EFH, down_EHI)
+            found = own.quantized(expert, gate_up_EFH, down_EHI, last)
             return Operands(*((w.q, w.s_rows) for w in found))
 
         form = own.scale_format
         parts_RTH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, form, saved, own.split)
         ctx.save_for_backward(*quantized, *saved, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
-        ctx.own, ctx.x_dtype, ctx.watched = own, x_TH.dtype, watched
+        ctx.own, ctx.x_dtype, ctx.watched, ctx.made_in = own, x_TH.dtype, watched, backward_pass()
         if watched is not None:
             watched.forward(x_TH, saved.a_PI, saved.b_PI)
         return added(parts_RTH)
@@ -217,7 +223,8 @@ class _Mixture(torch.autograd.Function):
         dweights_Tk = torch.zeros(weights_Tk.shape, dtype=torch.float32, device=dy_TH.device)
         through: list[tuple[Tensor, Tensor]] = []
         for group in groups_of(ids_Tk, E):
-            w, at, tokens, expert = own.quantized(group.expert, gate_up_EFH, down_EHI), group.span, group.tokens, group.expert
+            at, tokens, expert = group.span, group.tokens, group.expert
+            w = own.quantized(expert, gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
             dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, group.slots].float().unsqueeze(-1)
             u_nI = backend.dgrad(dy_nH, w.down.q, w.down.s_blocks, form, torch.float32)
             dweights_Tk[tokens, group.slots] = (u_nI * dequantize_activation(qh_PI[at], sh_PG[at])).sum(-1)

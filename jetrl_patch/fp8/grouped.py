@@ -19,6 +19,7 @@ from torch import Tensor
 
 from jetrl_patch.fp8.backends.gpu import written
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.fp8.linear import backward_pass
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
 from jetrl_patch.fp8.watched import Watched
 
@@ -111,10 +112,10 @@ class _Grouped(torch.autograd.Function):
     ) -> Tensor:
         kernels = own.backend.grouped(x_TH)
         quantized = own.backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
-        stacks = own.stacks(gate_up_EFH, down_EHI)
+        stacks = own.stacks(gate_up_EFH, down_EHI, last=not any(ctx.needs_input_grad))
         y_TH, saved = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, own.scale_format, split=own.split)
         ctx.save_for_backward(*quantized, *saved[1:], gate_up_EFH, down_EHI, weights_Tk, *saved.plan.tensors())
-        ctx.own, ctx.x_dtype, ctx.watched = own, x_TH.dtype, watched
+        ctx.own, ctx.x_dtype, ctx.watched, ctx.made_in = own, x_TH.dtype, watched, backward_pass()
         if watched is not None:
             watched.forward(x_TH, *saved.ab_PF.chunk(2, 1))
         return y_TH
@@ -129,7 +130,7 @@ class _Grouped(torch.autograd.Function):
         if dy_TH.stride(1) != 1:  # of a sum, for example; without tokens ``contiguous`` would leave it
             dy_TH = dy_TH.clone(memory_format=torch.contiguous_format)
         weights = weights_Tk.float().contiguous()
-        stacks = own.stacks(gate_up_EFH, down_EHI)
+        stacks = own.stacks(gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
         wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
         u_PI = kernels.grouped(
             *kernels.quantize_rows(dy_TH, form), *_turned(kernels, stacks.down), plan, torch.float32, tokens=True

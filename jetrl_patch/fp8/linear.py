@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,6 +42,12 @@ class QuantizedWeight:
 PROMISES: set[object] = set()
 
 
+def backward_pass() -> int | None:
+    """The number of the backward pass that this thread runs, which no other pass has; None outside of one."""
+    number = torch._C._current_graph_task_id()
+    return None if number == -1 else number
+
+
 @dataclass
 class Fp8State:
     """A layer's quantization settings and its last quantized weight. Not part of the state dict."""
@@ -50,8 +57,10 @@ class Fp8State:
     #: ranges of K whose partial sums a tensor-parallel rollout adds; 1 unless the layer is row-parallel there
     splits: int = 1
     _cached: tuple[int, QuantizedWeight] | None = field(default=None, repr=False)
-    #: the promise that the layer's own weight stays as it is (``unchanged``), and what was made of it since
+    #: the promise that the layer's own weight stays as it is (``unchanged``)
     promise: object = field(default=None, repr=False)
+    #: what is told whether a kept weight still is the weight, as a flag on its device (``unchanged``)
+    audit: Callable[[Tensor], None] | None = field(default=None, repr=False)
     _kept: tuple[tuple[Any, ...], QuantizedWeight] | None = field(default=None, repr=False)
 
     @property
@@ -59,25 +68,35 @@ class Fp8State:
         return get_backend(self.backend_name)
 
     def promised(self, promise: object) -> None:
-        """Start to rely on a promise, or stop with None. What was kept under another one is dropped."""
-        self.promise, self._kept = promise, None
+        """Start to rely on a promise, or stop with None. What was kept is dropped."""
+        self.promise, self.audit, self._kept = promise, None, None
 
-    def quantized(self, weight: Tensor, own: bool = False) -> QuantizedWeight:
+    def quantized(self, weight: Tensor, own: bool = False, last: bool = False, made_in: int | None = None) -> QuantizedWeight:
         """The bytes and scales of ``weight`` [N, K], cached while its content is unchanged.
 
+        The layer's own weight is kept while a promise holds, and from a recomputation to the gradients that it is for: nothing
+        writes a weight between the two, and a sharded model frees it only after them.
+
         Args:
-            own: it is the layer's weight and not, for example, one that LoRA changed. Only this one was promised to stay.
+            own: it is the layer's weight and not, for example, one that LoRA changed.
+            last: this backward pass does not read it again.
+            made_in: the backward pass in which the graph that asks was made, by checkpointing that nests one pass in another.
         """
         if isinstance(weight, Fp8Gathered):
             return QuantizedWeight(weight.q, weight.s_blocks)
         if isinstance(weight, Fp8Shard):  # not sharded, or not yet
             return QuantizedWeight(*weight.quantized())
-        if not own or self.promise not in PROMISES or weight.is_inference():  # inference tensors have no version
+        promised = self.promise in PROMISES
+        since = self.promise if promised else backward_pass() if made_in is None else made_in
+        if not own or since is None or weight.is_inference():  # inference tensors have no version
             return self._of_content(weight)
-        key = (weight._version, weight.shape, weight.dtype)
-        if self._kept is None or self._kept[0] != key:
-            self._kept = key, self._of_content(weight)
-        return self._kept[1]
+        key, kept = (since, weight._version, weight.shape, weight.dtype, weight.device), self._kept
+        if kept is None or kept[0] != key:
+            kept = key, self._of_content(weight)
+        elif last and self.audit is not None and backward_pass() is not None:
+            self.audit(_differ(kept[1], self._of_content(weight)))
+        self._kept = kept if promised or not last else None
+        return kept[1]
 
     def _of_content(self, weight: Tensor) -> QuantizedWeight:
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
@@ -89,6 +108,12 @@ class Fp8State:
         if key is not None:
             self._cached = (key, result)
         return result
+
+
+def _differ(a: QuantizedWeight, b: QuantizedWeight) -> Tensor:
+    """Whether any bit differs, as a tensor on the device: nothing waits for it."""
+    bytes_differ = (a.q.view(torch.uint8) != b.q.view(torch.uint8)).any()
+    return bytes_differ | (a.s_blocks.view(torch.int32) != b.s_blocks.view(torch.int32)).any()
 
 
 class _LastActivation(threading.local):
@@ -144,9 +169,10 @@ def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
-        y, q_MK, s_MG = fprop(x, state.quantized(weight, own=True), bias, state)
+        # Without DGrad, backward does not ask for the bytes of a recomputation.
+        y, q_MK, s_MG = fprop(x, state.quantized(weight, own=True, last=not ctx.needs_input_grad[0]), bias, state)
         ctx.save_for_backward(q_MK, s_MG, weight)
-        ctx.state = state
+        ctx.state, ctx.made_in = state, backward_pass()
         # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -162,7 +188,7 @@ class _Fp8Matmul(torch.autograd.Function):
         w_dtype = ctx.w_dtype if ctx.parameter is None else torch.float32
         wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, w_dtype)
         if wanted[0]:
-            w = state.quantized(weight, own=True)
+            w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in)
         if all(wanted):
             dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, q_MK, s_MG, state.scale_format, dtypes)
         elif wanted[0]:

@@ -6,7 +6,12 @@ import contextlib
 import copy
 import functools
 import itertools
+import json
+import os
 import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +21,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from jetrl_patch.fp8 import backends
+from jetrl_patch.errors import AuditError
+from jetrl_patch.fp8 import backends, linear, unchanged
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import PROMISES
 from jetrl_patch.fp8.lora import Fp8LoraLinear, LowRank
 from jetrl_patch.fp8.quantize import quantize_weight
-from jetrl_patch.fp8.unchanged import end_promise, unchanged_weights
+from jetrl_patch.fp8.unchanged import unchanged_weights, written_weights
 
 from ..models import build
 from .test_training import PlainGpu
@@ -130,12 +136,19 @@ def full(tensor):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "other"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "FSDP2"])
-def test_once_in_an_optimizer_step(accumulate, checkpointing, sharded, one_rank, quantized):
-    """Without the promise each forward, recomputation and backward quantizes; with it the results are the same bits."""
+def test_once_in_an_optimizer_step(accumulate, checkpointing, sharded, one_rank, quantized, monkeypatch):
+    """Without the promise each forward and each backward quantizes; with it the results are the same bits."""
     expected, many = train(make(checkpointing, sharded), accumulate, False, quantized)
     found, once = train(make(checkpointing, sharded), accumulate, True, quantized)
-    assert many == [accumulate * LAYERS * (2 if checkpointing is None else 3)] * STEPS
-    assert once == [LAYERS] * STEPS
+    # a recomputation hands its bytes to the gradients after it
+    assert many == [accumulate * LAYERS * 2] * STEPS
+    # and one layer is audited in each micro-batch
+    assert once == [LAYERS + accumulate] * STEPS
+    with monkeypatch.context() as patch:
+        patch.setattr(linear, "backward_pass", lambda: None)
+        plain, every = train(make(checkpointing, sharded), accumulate, False, quantized)
+    assert every == [accumulate * LAYERS * (2 if checkpointing is None else 3)] * STEPS
+    assert all(torch.equal(full(a), full(b)) for a, b in zip(plain, expected, strict=True))
     assert all(torch.equal(full(a), full(b)) for a, b in zip(found, expected, strict=True))
 
 
@@ -186,6 +199,60 @@ def test_a_write_that_breaks_the_promise_is_seen_by_its_version():
         assert torch.equal(bytes_of(model), current(model))
 
 
+BROKEN = {
+    "optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=1.0).step(),
+    "load": lambda model: model.load_state_dict({n: p * 3 for n, p in model.state_dict().items()}),
+    "load of a layer": lambda model: model.layers[0].gate_proj.load_state_dict({"weight": torch.ones(256, 256)}),
+    "load that assigns": lambda model: model.load_state_dict({n: -p for n, p in model.state_dict().items()}, assign=True),
+    "in place": lambda model: model.layers[0].gate_proj.weight.detach().neg_(),
+    "dtype": lambda model: model.to(torch.float64),
+    "shape": lambda model: setattr(model.layers[0].gate_proj.weight, "data", torch.ones(128, 256)),
+}
+
+
+@pytest.mark.parametrize("write", BROKEN)
+def test_a_broken_promise_is_seen(write):
+    """By hooks, by the version and by the form; what leaves no trace is for the audit."""
+    model = make()
+    for x in micro_batches(0, 1):
+        model(x).float().sum().backward()
+    with unchanged_weights(model):
+        bytes_of(model)
+        BROKEN[write](model)
+        assert torch.equal(bytes_of(model), current(model))
+    assert torch.equal(bytes_of(model), current(model))
+
+
+def test_a_write_without_a_trace_is_audited(monkeypatch):
+    """Each layer in its turn: a weight that changes between forward and backward ends the run, by its name."""
+    monkeypatch.setattr(unchanged, "_turns", itertools.count())
+    model, found = make(), []
+
+    def step():
+        with unchanged_weights(model):
+            for x in micro_batches(0, 1):
+                y = model(x).float().pow(2).mean()
+                for p in model.parameters():
+                    p.data.neg_()
+                y.backward()
+
+    for _ in range(LAYERS):
+        with pytest.raises(AuditError, match="required the same weight until the optimizer step") as error:
+            step()
+        found.append(str(error.value).split(":")[0])
+    assert found == [f"layers.0.{name}" for name in ("gate_proj", "up_proj", "down_proj")]
+    with unchanged_weights(model):
+        for x in micro_batches(0, 1):
+            model(x).float().sum().backward()
+
+
+@pytest.mark.parametrize("checkpointing", ["reentrant", "other"])
+def test_nothing_is_kept_after_a_backward_pass(checkpointing):
+    model = make(checkpointing)
+    passes(model, 0, 1, False)
+    assert all(state._kept is None for _, state in unchanged._states(model))
+
+
 @pytest.mark.parametrize("how", ["error", "early", "copy", "nested"])
 def test_where_a_promise_ends(how, quantized):
     model = make()
@@ -196,9 +263,10 @@ def test_where_a_promise_ends(how, quantized):
     elif how == "early":
         with unchanged_weights(model):
             bytes_of(model)
-            end_promise(model)
-            model.layers[0].gate_proj.weight.data.neg_()
-            assert torch.equal(bytes_of(model), current(model))
+            with written_weights(model):
+                model.layers[0].gate_proj.weight.data.neg_()
+                assert torch.equal(bytes_of(model), current(model))
+            assert torch.equal(bytes_of(model), current(model)) and bytes_of(model).data_ptr() == bytes_of(model).data_ptr()
     elif how == "copy":
         with unchanged_weights(model):
             bytes_of(model)
@@ -263,7 +331,8 @@ def test_inference_tensors_have_no_version(quantized):
     assert len(quantized) == 2 * LAYERS
 
 
-def test_experts_are_kept_one_by_one(quantized):
+def test_experts_are_kept_one_by_one(quantized, monkeypatch):
+    monkeypatch.setattr(unchanged, "_audit", lambda named: None)
     model = build("qwen3_moe", num_hidden_layers=1).train()
     swap_linears(model, backend=NAME)
     ids = torch.arange(2, 50).view(2, 24)
@@ -281,3 +350,23 @@ def test_experts_are_kept_one_by_one(quantized):
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert len(quantized) < many / 2
     assert not any(a.shape == b.shape and torch.equal(a, b) for a, b in itertools.combinations(quantized, 2))
+
+
+@pytest.mark.e2e
+def test_two_ranks():
+    """FSDP2 frees and gathers: what a step quantizes on each rank, the bits of its results, and the bytes of a sync after it."""
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    script = Path(__file__).with_name("unchanged_script.py")
+    done = subprocess.run([*command, str(script)], env=environ, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    line = next(line for line in done.stdout.splitlines() if line.startswith("FACTS "))
+    expected = {
+        "every pass": [2 * 3 * LAYERS] * 2,
+        "freed after each layer": [2 * 2 * LAYERS] * 2,
+        "whole and promised": [LAYERS + 2] * 2,  # two micro-batches, in each of which one layer is audited
+        "fp8_all_gather": [LAYERS, 0],  # after the first step the script itself gathers, and so quantizes, the new values
+    }
+    for facts in json.loads(line.removeprefix("FACTS ")):
+        assert facts.pop("equal") and facts.pop("synced") and facts.pop("new values")
+        assert facts == {f"{name}, {kind}": counts for name, counts in expected.items() for kind in ("reentrant", "other")}

@@ -1,8 +1,6 @@
-"""Weights are promised to stay from a training step's forward pass to DeepSpeed's update, which ends the promise."""
+"""Weights are promised to stay from one of DeepSpeed's updates to the next, through micro-batches that only accumulate."""
 
 from __future__ import annotations
-
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from jetrl_patch.adapters.openrlhf.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import PROMISES
+from jetrl_patch.fp8.quantize import quantize_weight
 
 FP8 = Config(precision="fp8-unified", align="linear")
 
@@ -25,46 +24,79 @@ def actor():
     return model
 
 
-class Strategy:
-    """Writes weights as DeepSpeed does, by ``.data``."""
+class Engine(nn.Module):
+    """DeepSpeed's engine: it writes weights by ``.data``, in every second step."""
 
+    def __init__(self, module, **settings):
+        super().__init__()
+        self.module, self.micro_steps, self.settings = module, 0, settings
+        self.zenflow = settings.get("zenflow", False)
+
+    def managed_gradient_accumulation(self):
+        return self.settings.get("managed", True)
+
+    def is_gradient_accumulation_boundary(self):
+        return self.managed_gradient_accumulation() and (self.micro_steps + 1) % 2 == 0
+
+    def step(self):
+        if not self.managed_gradient_accumulation() or self.zenflow or self.is_gradient_accumulation_boundary():
+            self.module.layers[0]["q_proj"].weight.data.neg_()
+        self.micro_steps += 1
+
+
+class Actor(nn.Module):
+    def __init__(self, **settings):
+        super().__init__()
+        self.model = Engine(actor(), **settings)
+
+
+class Strategy:
     def __init__(self, stage):
         self.stage = stage
 
     @weights.optimizer_step
     def optimizer_step(self, _optimizer, model, _scheduler, name="model"):
-        model.layers[0]["q_proj"].weight.data.neg_()
+        (model.model if isinstance(model, Actor) else model).step()
 
 
 class Trainer:
-    def __init__(self, stage):
-        self.actor, self.strategy, self.seen = actor(), Strategy(stage), []
+    def __init__(self, stage, bare=False, **settings):
+        self.actor, self.strategy, self.seen = Actor(**settings), Strategy(stage), []
+        self.stepped = self.actor.model if bare else self.actor
 
-    @weights.training_step
-    def training_step(self, experience, kl_ctl, step, loss_batch_info=None):
-        layer = self.actor.layers[0]["q_proj"]
-        for _ in range(2):
-            self.seen.append(layer.fp8.quantized(layer.weight, own=True))
-        held = layer.fp8.promise in PROMISES
-        self.strategy.optimizer_step(None, self.actor, None, name="actor")
-        self.seen.append(layer.fp8.quantized(layer.weight, own=True))
-        return held
+    @weights.ppo_train
+    def ppo_train(self, kl_ctl):
+        layer = self.actor.model.module.layers[0]["q_proj"]
+        for _ in range(4):  # micro-batches, of which two make an update
+            for _ in range(2):
+                self.seen.append((layer.fp8.quantized(layer.weight, own=True), layer.weight.detach().clone()))
+            self.strategy.optimizer_step(None, self.stepped, None, name="actor")
 
 
-@pytest.mark.parametrize(("config", "stage", "kept"), [(FP8, 2, True), (FP8, 3, False), (Config(precision="bf16"), 2, False)])
-def test_from_the_forward_pass_to_the_update(monkeypatch, config, stage, kept):
+@pytest.mark.parametrize(
+    ("config", "stage", "settings", "made"),
+    [
+        (FP8, 2, {}, 2),
+        (FP8, 2, {"bare": True}, 2),
+        (FP8, 2, {"zenflow": True}, 4),
+        (FP8, 2, {"managed": False}, 4),
+        (FP8, 3, {}, 8),
+        (Config(precision="bf16"), 2, {}, 8),
+    ],
+)
+def test_once_from_one_update_to_the_next(monkeypatch, config, stage, settings, made):
     monkeypatch.setattr(runtime, "is_active", lambda: True)
     monkeypatch.setattr(runtime, "active_config", lambda: config)
-    trainer = Trainer(stage)
-    assert trainer.training_step(SimpleNamespace(), 0.0, step=0) is kept
-    first, second, after = trainer.seen
-    assert (first is second) is kept
-    assert torch.equal(after.q.float(), -first.q.float()) and not PROMISES
+    trainer = Trainer(stage, **settings)
+    trainer.ppo_train(0.0)
+    assert len({id(found) for found, _ in trainer.seen}) == made and not PROMISES
+    for found, weight in trainer.seen:
+        assert torch.equal(found.q.view(torch.uint8), quantize_weight(weight.bfloat16(), "pow2")[0].view(torch.uint8))
 
 
 def test_the_patches_are_there_only_where_the_trainer_is_fp8():
     def makes(config):
         return {patch.make for patch in ADAPTER.patches(config.resolved())}
 
-    ours = {weights.training_step, weights.optimizer_step}
+    ours = {weights.ppo_train, weights.optimizer_step}
     assert ours <= makes(FP8) and not ours & makes(Config(precision="fp8-rollout"))
