@@ -101,7 +101,8 @@ def _twice(module: nn.Module, call: Any, inputs: Sequence[Tensor], amount: float
 
     counted = []
     parameters = list(module.parameters())
-    with unchanged_weights(module):
+    # the guard of the promise quantizes one layer of the whole model again, not one of each block
+    with mock.patch("jetrl_patch.fp8.unchanged._audit"), unchanged_weights(module):
         for _ in range(2):
             for t in inputs:
                 t.grad = None
