@@ -23,7 +23,6 @@ __all__ = [
     "has_delta_nets",
     "has_latent_attention",
     "require_attention",
-    "require_text",
     "sees",
 ]
 
@@ -73,12 +72,6 @@ def _mixes(hf_config: Any) -> bool:
     """Whether the model has experts that its family's record knows."""
     family = family_of(hf_config)
     return family is not None and family.mixture is not None
-
-
-def require_text(hf_config: Any, what: str, fix: str, required: str = "a text model") -> None:
-    """Raise ModelError for a model with a vision tower. ``what``, ``fix`` and ``required`` are those of ``explain``."""
-    if sees(hf_config):
-        raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
 
 
 def require_attention(hf_config: Any, what: str, fix: str) -> None:

@@ -6,6 +6,7 @@ quantize them.
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -197,6 +198,26 @@ def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
     else:
         tokenizer(family).save_pretrained(path)
     return str(path)
+
+
+def numbers(model: Path) -> tuple[int, int, int, int]:
+    """How many FP8 layers a model has, how many numbers they hold, how many blocks of 128 x 128, and all the rest."""
+    from safetensors import safe_open
+
+    from jetrl_patch.fp8.layers import is_quantized
+
+    layers, inside, blocks, rest = 0, 0, 0, 0
+    with safe_open(model / "model.safetensors", "pt") as file:
+        for name in file.keys():  # noqa: SIM118
+            shape = file.get_slice(name).get_shape()
+            if ".mlp.experts." not in name and (len(shape) != 2 or not is_quantized(name.removesuffix(".weight"), ())):
+                rest += file.get_tensor(name).numel()
+                continue
+            *experts, n, k = shape
+            count = (2 if name.endswith("experts.gate_up_proj") else 1) * math.prod(experts)
+            layers, inside = layers + count, inside + math.prod(shape)
+            blocks += math.prod(experts) * -(-n // 128) * -(-k // 128)  # no size of an expert leaves a rest
+    return layers, inside, blocks, rest
 
 
 def _as_on_the_hub(file: Path) -> None:

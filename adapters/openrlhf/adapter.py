@@ -33,6 +33,7 @@ from jetrl_patch.adapters.openrlhf import (
     weights,
     worker,
 )
+from jetrl_patch.adapters.openrlhf.seeing_patches import SEEING
 
 _NO_HOOK = "OpenRLHF has an extension point for this"
 
@@ -289,7 +290,7 @@ class OpenRLHFAdapter(Adapter):
         same = SAME_LOG_PROBS if config.same_log_probs else ()
         old = OLD_LOG_PROBS if config.skips_old_pass else ()
         kept = SAME_WEIGHTS if config.fp8_train else ()
-        return EVERY_MODE + same + old + ours + scaled + loss_scale + CHECKPOINT + states + kept
+        return EVERY_MODE + SEEING + same + old + ours + scaled + loss_scale + CHECKPOINT + states + kept
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""

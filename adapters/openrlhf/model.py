@@ -8,7 +8,7 @@ from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import precision
-from jetrl_patch.adapters.openrlhf.settings import check_mark, check_model
+from jetrl_patch.adapters.openrlhf.settings import check_mark, model_problems
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.gate import while_active
@@ -58,7 +58,8 @@ def prepare(model: Any, config: Config, actor: Any) -> Source:
     import torch
 
     if config.quantized_rollout:
-        check_model(model.config)  # the driver has checked a local folder
+        for problem in model_problems(WORKER.args, model.config, config):  # the driver has checked a local folder
+            raise problem
     return convert(
         model,
         config,

@@ -9,19 +9,19 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision
+from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision, seeing
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.optim.settings import check_installed
-from jetrl_patch.structure import require_attention, require_text
+from jetrl_patch.structure import expert_sizes, require_attention, sees
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
 
-__all__ = ["START", "check", "check_mark", "check_model", "chosen", "complete", "get_strategy", "problems", "program_problem"]
+__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "model_problems", "problems", "program_problem"]
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +39,6 @@ RULES: tuple[Rule, ...] = (
     Rule("ds.tensor_parallel_size", more_than_one, "whole layers on each rank", "set it to 1", "quantized"),
     Rule("ds.param_dtype", other_than("bf16"), "bf16", "set it to bf16", "quantized"),
     Rule("ds.deepcompile", is_set, "uncompiled layers", _REMOVE, "quantized"),
-    Rule("data.max_images_per_prompt", positive, "text prompts alone", "set it to 0", "quantized"),
     Rule("ds.ring_attn_size", more_than_one, "whole sequences on each rank", "set it to 1", "exact"),
     Rule("ds.use_liger_kernel", is_set, _LIGER, _REMOVE, "exact", ConflictError),
     Rule("rollout.top_p", other_than(1, 1.0), "1, the only value that the trainer reproduces", "set it to 1", "exact"),
@@ -90,17 +89,19 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from found
     if not found:
         hf_config = read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
-        yield from raised(lambda: check_model(hf_config))
+        if hf_config is not None:
+            yield from model_problems(args, hf_config, config)
 
 
-def check_model(hf_config: Any) -> None:
-    """Raise ModelError for a model that a mode with a quantized rollout covers, but not with OpenRLHF.
-
-    OpenRLHF trains on images with other families, which no such mode covers.
-    """
-    what, fix = "the model with OpenRLHF and a quantized rollout", f"use {UNQUANTIZED}"
-    require_text(hf_config, what, fix)
-    require_attention(hf_config, what, fix)
+def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for a model that a mode with a quantized rollout covers, but not with OpenRLHF or with these arguments."""
+    what = "the model with OpenRLHF and a quantized rollout"
+    if not sees(hf_config):
+        yield from raised(lambda: require_attention(hf_config, what, f"use {UNQUANTIZED}"))
+    elif expert_sizes(hf_config) is not None:
+        required, fix = "no experts beside a vision tower (they have not run so)", f"use a dense model, or {UNQUANTIZED}"
+        yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
+    yield from seeing.problems(lambda path: _get(args, path), hf_config, config)
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:

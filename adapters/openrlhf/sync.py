@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import guard, precision
+from jetrl_patch.adapters.openrlhf import guard, precision, seeing
 from jetrl_patch.adapters.openrlhf.place import where
 from jetrl_patch.adapters.openrlhf.settings import START
 from jetrl_patch.adapters.openrlhf.state import WORKER
@@ -201,7 +201,7 @@ def _group(trainer: Any) -> Callable[[Any], None]:
 
 def _count_plain(trainer: Any, stats: SyncStats) -> int:
     """Count the bytes of OpenRLHF's own sync; return its remote calls, one per parameter and engine."""
-    for parameter in trainer.actor.model.module.parameters():
+    for parameter in seeing.synced(trainer.actor):
         stats.tensors += 1
         stats.total += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
     return stats.tensors * len(trainer.vllm_engines)

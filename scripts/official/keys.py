@@ -123,11 +123,9 @@ HARMLESS: dict[str, dict[str, str]] = {
         "ds.enable_sleep": _PLACE,
         "ds.adam_offload": _PLACE,
         "ds.zero_stage": _PLACE,
-        "ds.packing_samples": _SCHEDULE,
         "ds.attn_implementation": "exact mode has its own attention; the other modes compare nothing bit by bit",
         "ds.ring_attn_head_stride": "part of ring attention, which exact mode refuses",
         "train.agent_func_path": _DATA,
-        "train.partial_rollout_enable": "part of the asynchronous rollout, which exact mode refuses",
         "train.dynamic_batch_enable": _SCHEDULE,
         "train.max_tokens_per_gpu": _SCHEDULE,
         "rollout.max_tokens_per_gpu": _SCHEDULE,
@@ -173,9 +171,12 @@ def _ruled(framework: str) -> frozenset[str]:
         }
     else:
         from jetrl_patch.adapters.openrlhf import precision as openrlhf_precision
+        from jetrl_patch.adapters.openrlhf import seeing
         from jetrl_patch.adapters.openrlhf import settings as openrlhf_settings
 
-        rules = itertools.chain(openrlhf_settings.RULES, openrlhf_precision.RULES, openrlhf_precision.HEAD_RULES)
+        rules = itertools.chain(
+            openrlhf_settings.RULES, openrlhf_precision.RULES, openrlhf_precision.HEAD_RULES, seeing.RULES, seeing.TEXT_RULES
+        )
         more = {"actor.model_name_or_path", "vllm.tensor_parallel_size", "vllm.enforce_eager", "train.async_enable"}
     return frozenset(rule.path for rule in rules) | more
 

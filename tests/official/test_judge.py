@@ -110,6 +110,18 @@ def test_openrlhf_in_its_older_words(tmp_path):
     assert late.kind == ASYNC
 
 
+def test_openrlhf_on_images(tmp_path):
+    """As its script for models that see."""
+    words = OPENRLHF.replace("OpenRLHF/Llama-3-8b-sft-mixture", "Qwen/Qwen3.5-2B").format(
+        more="--algo.advantage.estimator reinforce_baseline --rollout.n_samples_per_prompt 8 --data.max_images_per_prompt 1 "
+        "--data.image_key images --actor.freeze_visual_encoder --train.colocate_all --vllm.enable_sleep --ds.enable_sleep "
+        "--ds.attn_implementation eager"
+    )
+    found = verdict(tmp_path, words)
+    assert found.kind == "VL"
+    assert {mode for mode in found.verdicts if found.accepted(mode)} == {"linear", "fp8-rollout", "fp16", "bf16"}, found.verdicts
+
+
 @pytest.mark.parametrize("name", models.MODELS)
 def test_every_record_has_a_type_and_a_class(name):
     model = models.MODELS[name]

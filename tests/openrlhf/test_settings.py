@@ -58,7 +58,6 @@ def test_defaults_pass_in_every_mode():
         ({"ds__lora__rank": 8}, LINEAR, ConflictError, "--ds.lora.rank"),
         ({"ds__tensor_parallel_size": 2}, LINEAR, ConfigError, "--ds.tensor_parallel_size"),
         ({"ds__param_dtype": "fp16"}, LINEAR, ConfigError, "--ds.param_dtype"),
-        ({"data__max_images_per_prompt": 1}, LINEAR, ConfigError, "--data.max_images_per_prompt"),
         ({"ds__ring_attn_size": 2}, EXACT, ConfigError, "--ds.ring_attn_size"),
         ({"ds__use_liger_kernel": True}, EXACT, ConflictError, "--ds.use_liger_kernel"),
         ({"rollout__top_p": 0.9}, EXACT, ConfigError, "--rollout.top_p"),
@@ -162,18 +161,3 @@ def test_models_with_latent_attention_are_refused_by_name(tmp_path):
     (problem,) = settings.problems(arguments(actor__model_name_or_path=str(tmp_path)), LINEAR)
     with pytest.raises(ModelError, match=r"with OpenRLHF .*attention that is not latent .*found model_type='deepseek_v3'"):
         raise problem
-
-
-def test_models_that_see_are_refused_by_name(tmp_path):
-    from jetrl_patch.adapters.openrlhf.model import prepare
-    from tests import seeing
-
-    config = seeing.config_of("qwen3_vl")
-    config.save_pretrained(tmp_path)
-    for mode in (LINEAR, Config(precision="fp8-rollout")):
-        (problem,) = settings.problems(arguments(actor__model_name_or_path=str(tmp_path)), mode)
-        with pytest.raises(ModelError, match=r"with OpenRLHF .*found model_type='qwen3_vl'\. Use precision"):
-            raise problem
-        with pytest.raises(ModelError, match="required a text model"):  # a remote model, in the worker
-            prepare(SimpleNamespace(config=config), mode, None)
-    settings.check(arguments(actor__model_name_or_path=str(tmp_path)), BF16)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import io
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jetrl_patch.fp8.layers import is_quantized
 from tests import seeing
 from tests.verl.run_verl import A, M, R, Run
 from tests.verl.test_async_runs import APART
@@ -54,24 +52,6 @@ def start(folder: Path, family: str, *extra: str, environ: dict[str, str], **opt
     return Run(task, *sizes, *extra, steps=2, environ={**environ, **seeing.environ()}, **options)
 
 
-def numbers(model: Path) -> tuple[int, int, int, int]:
-    """How many FP8 layers a model has, how many numbers they hold, how many blocks of 128 x 128, and all the rest."""
-    from safetensors import safe_open
-
-    layers, inside, blocks, rest = 0, 0, 0, 0
-    with safe_open(model / "model.safetensors", "pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            shape = file.get_slice(name).get_shape()
-            if ".mlp.experts." not in name and (len(shape) != 2 or not is_quantized(name.removesuffix(".weight"), ())):
-                rest += file.get_tensor(name).numel()
-                continue
-            *experts, n, k = shape
-            count = (2 if name.endswith("experts.gate_up_proj") else 1) * math.prod(experts)
-            layers, inside = layers + count, inside + math.prod(shape)
-            blocks += math.prod(experts) * -(-n // 128) * -(-k // 128)  # no size of an expert leaves a rest
-    return layers, inside, blocks, rest
-
-
 #: on all linear layers, as verl's own script has them
 ADAPTERS = (f"{M}.lora_rank=8", f"{M}.lora_alpha=16", f"{M}.target_modules=all-linear")
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
@@ -111,7 +91,7 @@ def test_grpo_on_images_and_text(
     verl bans the two tokens in place of images and films in vLLM alone, which adds to the difference.
     """
     run = start(tmp_path, family, *extra, environ=environ, **options)
-    layers, inside, blocks, rest = numbers(tmp_path / "model")
+    layers, inside, blocks, rest = seeing.numbers(tmp_path / "model")
     sent, most = {  # in BF16 mode verl sends FP32
         "bf16": (4 * (inside + rest), 0.03),
         "fp8-unified": (inside + 4 * blocks + 2 * rest, 0.1),
