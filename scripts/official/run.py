@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from examples.common.recipe import WORDS, Arm, environment
+from examples.common.recipe import Arm, environment
 from examples.common.recipe import Launch as Start
 from examples.common.recipe import Recipe as CommonRecipe
 from examples.common.runner import RunFailedError, run_arm
@@ -20,6 +20,7 @@ from examples.openrlhf import data as openrlhf_data
 from examples.openrlhf.recipe import Follower as OpenrlhfFollower
 from examples.openrlhf.recipe import switches
 from examples.verl.recipe import Follower as VerlFollower
+from examples.words import CHECKPOINT
 from examples.words import data as verl_data
 from jetrl_patch.doctor.command import recognise
 from jetrl_patch.launch.arguments import PROGRAMS
@@ -54,12 +55,12 @@ class Shrunk(CommonRecipe):
         if self.framework == "verl":
             files = verl_data.write(folder / "data", 64)
             metrics = temporary / "steps.jsonl"
-            words = shrink.verl(arguments, given, WORDS / "checkpoint", files, SIZES, temporary)
+            words = shrink.verl(arguments, given, CHECKPOINT, files, SIZES, temporary)
             env = exports | environment(self, temporary) | arm.config("cpu").to_env()
             env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
             return Start([sys.executable, "-m", module, *words], env, VerlFollower(metrics))
         files = openrlhf_data.write(folder / "data", 64, arm.seed)
-        words = shrink.openrlhf(arguments, given, WORDS / "checkpoint", files, SIZES, temporary)
+        words = shrink.openrlhf(arguments, given, CHECKPOINT, files, SIZES, temporary)
         env = exports | environment(self, temporary) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
         command = [sys.executable, "-m", "jetrl_patch", "run", *switches(arm), "-m", module, *words]
         return Start(command, env, OpenrlhfFollower(log))

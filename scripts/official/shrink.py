@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from examples.common.recipe import WORDS
+from examples.words import WORDS
 from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
 
 __all__ = ["Sizes", "openrlhf", "verl"]

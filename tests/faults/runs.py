@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import os
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ STEPS = 3
 #: seconds of a whole run, and from the stroke to the end of a run that it ends
 WHOLE, BOUND = 1200.0, 180.0
 #: seconds within which the processes of an ended run are gone
-GONE = 30.0
+GONE = 60.0
 
 #: what every process of either framework goes through
 _STARTS = {
@@ -175,6 +176,8 @@ def answer(verdict: Verdict, setting: Setting, cell: RunCell, out: Path, mark: P
     leaks = shared_memory() - before
     verdict.answer(QUESTIONS[4], not leaks, ", ".join(sorted(leaks)))
     verdict.error = cause(text.replace(out.name, ""), FAULTS[cell.fault])  # whose name says what the fault is
+    if code == -signal.SIGKILL and int(mark.read_text().split()[0]) == run.process.pid:
+        verdict.error = "the run's own process was killed, which leaves its exit status"
     good = code == 0 if goes_on else code not in (0, None) and bool(verdict.error)
     verdict.answer(QUESTIONS[1], good, f"exit status {code}: {text[-300:]!r}")
     steps = [step["jetrl/bit_equal_fraction"] for step in run.metrics()]
