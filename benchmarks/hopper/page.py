@@ -74,8 +74,9 @@ def index(states: dict[str, str]) -> str:
         "# On a Hopper GPU\n\nOne command measures everything that needs a GPU, on a machine with one H100 or H200:\n"
         f"{_COMMAND.format('')}\n"
         "It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, "
-        "checks the machine before anything starts, and downloads nothing. Each part runs in a process of its own and ends before "
-        "nine minutes. What it has measured is kept in a JSON file beside its page: the same command goes on where it was stopped.\n\n"
+        "checks the machine before anything starts, and downloads nothing. Each part runs in a process of its own and ends "
+        "before nine minutes. What it has measured is kept in a JSON file beside its page: the same command goes on where it "
+        "was stopped.\n\n"
         + markdown("Parts", rows, f"{ESTIMATED} A command of a part that needs several is given again.")
         + '\n| `ARGS=` | |\n| --- | --- |\n'
         "| `--plan` | prints this table with the state of each part, and exits |\n"
