@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.hopper.cells import Cell, Cells, Derived, Setup
-from examples.common.recipe import WORDS
+from examples.words import CHECKPOINT
 from jetrl_patch import Config
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.parity.run import run_mode
@@ -53,7 +53,7 @@ def _run(setup: Setup, mode: str, batch: int, job: Job) -> Iterator[dict[str, An
 def long_model(folder: Path) -> Path:
     """The example's trained model with 4,096 positions: its answers end before 64, and the rotary embedding goes on."""
     if not folder.exists():
-        shutil.copytree(WORDS / "checkpoint", folder)
+        shutil.copytree(CHECKPOINT, folder)
         file = folder / "config.json"
         file.write_text(json.dumps({**json.loads(file.read_text()), "max_position_embeddings": 4096}))
     return folder
