@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from benchmarks.gpu.report import markdown
 from benchmarks.hopper.plan import ESTIMATED, PARTS, Part, table
 from benchmarks.hopper.record import Record, Rows, load
 
@@ -14,24 +15,6 @@ _COMMAND = """
 make hopper{}
 ```
 """
-
-
-def shown(value: object) -> str:
-    """Format a number with three significant digits; a dash if it could not be measured."""
-    if isinstance(value, float):
-        return "–" if value != value else f"{value:.3g}" if abs(value) < 1000 else f"{value:.0f}"
-    return str(value).replace("|", "/")
-
-
-def markdown(title: str, rows: Rows, note: str = "") -> str:
-    """One table, or the reason why it is missing."""
-    lines = [f"## {title}", "", *([note.replace("|", "/"), ""] if note else [])]
-    if not rows:
-        return "\n".join(lines)
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    lines += ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    lines += ["| " + " | ".join(shown(row.get(name, "")) for name in names) + " |" for row in rows]
-    return "\n".join(lines) + "\n"
 
 
 def page(part: Part, record: Record) -> str:
@@ -76,7 +59,7 @@ def index(states: dict[str, str]) -> str:
         "It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, "
         "checks the machine before anything starts, and downloads nothing. Each part runs in a process of its own and ends "
         "before nine minutes. What it has measured is kept in a JSON file beside its page: the same command goes on where it "
-        "was stopped.\n\n"
+        "was stopped. Until then there is [what is counted](../counted.md) and [what arithmetic says](../../scaling.md).\n\n"
         + markdown("Parts", rows, f"{ESTIMATED} A command of a part that needs several is given again.")
         + '\n| `ARGS=` | |\n| --- | --- |\n'
         "| `--plan` | prints this table with the state of each part, and exits |\n"
