@@ -1,5 +1,5 @@
 # make demo | demo-openrlhf | compare | compare-moe | stability | sanity | faults | soak | official | test | test-all | test-pins
-#      anchors | vision | lint | docs | bench | bench-gpu | clean
+#      anchors | vision | lint | docs | bench | bench-gpu | hopper | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
@@ -19,7 +19,7 @@ ifeq ($(DEVICE),cpu)
   RUN   := $(PY)
   READY := $(SELF)
 else ifeq ($(DEVICE),cuda)
-  RUN   := python
+  RUN   := $(firstword $(shell command -v python python3))
   READY := cuda
 else
   $(error DEVICE=$(DEVICE): required cpu or cuda. Write make $(or $(MAKECMDGOALS),demo) DEVICE=cuda for a GPU)
@@ -32,11 +32,11 @@ TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
 .PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins anchors vision lint docs \
-        bench bench-gpu venv clean
+        bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
-	@python -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
+	@$(RUN) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
 
 demo: $(READY)
 	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
@@ -154,11 +154,16 @@ build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
 bench: $(READY)
 	$(QUIET) $(RUN) -m benchmarks $(ARGS)
 
-# needs a Hopper GPU and runs in the active Python environment; writes docs/benchmarks/h200.md
-bench-gpu:
-	@python -c "import torch, rich" 2>/dev/null || { echo "make bench-gpu needs a Python environment with a CUDA build of torch\
-	 and this package's requirements" >&2; exit 1; }
-	$(QUIET) python -m benchmarks.gpu $(ARGS)
+# everything that needs a Hopper GPU, in parts of less than nine minutes, in the active Python environment; writes
+# docs/benchmarks/hopper/. ARGS="--plan" says what it needs, ARGS="--part c" runs one part. ARGS="--dry" runs all on this CPU
+ACTIVE := $(firstword $(shell command -v python python3))
+DRY    := $(findstring --dry,$(ARGS))
+hopper: $(if $(DRY),$(SELF))
+	$(QUIET) $(if $(DRY),$(PY),$(or $(ACTIVE),python3)) -m benchmarks.hopper $(ARGS)
+
+# its part of the kernels
+bench-gpu: override ARGS += --part b
+bench-gpu: hopper
 
 venv: $(SELF)
 

@@ -28,6 +28,7 @@ from jetrl_patch.sync.receive import Receiver
 from jetrl_patch.sync.stream import SyncStats, quantized_stream
 
 TERMS = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend="native")
+CPU = torch.device("cpu")
 #: bytes [rows, columns]: a slice of a row-parallel layer, one expert, a fused layer, an embedding in BF16
 SHAPES = ((2048, 2048), (4096, 4096), (8192, 8192), (32768, 4096))
 
@@ -70,14 +71,18 @@ def shapes_of(parameters: float) -> dict[str, tuple[int, ...]]:
 class Memory:
     """An engine that keeps what it is sent: bytes of its own, as a vLLM worker does."""
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]], layers: list[str]) -> None:
+    def __init__(
+        self, shapes: dict[str, tuple[int, ...]], layers: list[str], device: torch.device = CPU
+    ) -> None:
         self.layers = layers
         self.tensors: dict[str, torch.Tensor] = {}
         for name, shape in shapes.items():
             quantized = name.removesuffix(".weight") in layers
-            self.tensors[name] = torch.zeros(shape, dtype=torch.float8_e4m3fn if quantized else torch.bfloat16)
+            self.tensors[name] = torch.zeros(
+                shape, dtype=torch.float8_e4m3fn if quantized else torch.bfloat16, device=device
+            )
             if quantized:
-                self.tensors[name + SCALE_SUFFIX] = torch.zeros(-(-shape[0] // 128), -(-shape[1] // 128))
+                self.tensors[name + SCALE_SUFFIX] = torch.zeros(-(-shape[0] // 128), -(-shape[1] // 128), device=device)
 
     def quantized_layers(self) -> list[str]:
         return self.layers
@@ -105,18 +110,21 @@ class Memory:
         return pieces.read()
 
 
-def sync(weights: dict[str, torch.Tensor], layers: list[str], engine: Memory, overlapped: bool) -> float:
+def sync(
+    weights: dict[str, torch.Tensor], layers: list[str], engine: Memory, overlapped: bool, terms: Terms = TERMS,
+    device: torch.device = CPU,
+) -> float:  # fmt: skip
     """Seconds of one sync. The engine loads in a thread, as a worker's process does beside the trainer's."""
     shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-    native = get_backend("native")
-    receiver = Receiver(engine, TERMS)
+    backend = get_backend(terms.backend)
+    receiver = Receiver(engine, terms)
     start = time.perf_counter()
     stream = quantized_stream(
-        iter(weights.items()), terms=TERMS, layers=layers, shapes=shapes, stats=SyncStats(),
-        quantize=lambda name, weight: native.quantize_weight(weight, "pow2"),
+        iter(weights.items()), terms=terms, layers=layers, shapes=shapes, stats=SyncStats(),
+        quantize=lambda name, weight: backend.quantize_weight(weight, "pow2"),
     )  # fmt: skip
     travelling: threading.Thread | None = None
-    for bucket in pack(stream, torch.device("cpu")):
+    for bucket in pack(stream, device):
         if travelling is not None:
             travelling.join()
         travelling = threading.Thread(target=lambda b=bucket: receiver.on_bucket(unpack(b.flat, b.entries)))  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.shapes import MODELS, TRAIN, Model
 from benchmarks.gpu.timing import Call
 from jetrl_patch.fp8 import producers
@@ -18,6 +20,7 @@ from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 EPS, FORMAT = 1e-6, "pow2"
+COMPILED, FUSED = "bf16, compiled", ", fused"
 #: profiled steps, and kernels listed per step
 STEPS, TOP = 3, 12
 
@@ -65,27 +68,30 @@ def _blocks(machine: Machine, model: Model) -> dict[str, Block]:
     for name, backend in machine.backends.items():
         ways[name] = name, False
         if isinstance(backend, GpuBackend):
-            ways[f"{name}, fused"] = name, True
+            ways[name + FUSED] = name, True
     return {way: Block(model, machine.device, backend, fused) for way, (backend, fused) in ways.items()}
 
 
-def _step(block: Block, x: Tensor, g: Tensor) -> None:
+def _step(block: nn.Module, x: Tensor, g: Tensor) -> None:
     x = x.detach().requires_grad_()
     torch.autograd.grad(block(x), (x, *block.parameters()), g)
 
 
 def blocks(machine: Machine, models: Sequence[Model] = MODELS, M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
-    """A block's step in BF16, with FP8 linears, and with norms and activation fused into the quantization."""
+    """A block's step in BF16, eager and compiled, with FP8 linears, and with norms and activation fused into the quantization."""
     for model in models:
         x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
-        made = _blocks(machine, model)
+        made: dict[str, nn.Module] = dict(_blocks(machine, model))
+        if machine.compiler:
+            made[COMPILED] = torch.compile(made["bf16"], backend=machine.compiler)  # type: ignore[assignment]
         calls: dict[str, Call] = {way: lambda i, b=block, x=x, g=g: _step(b, x, g) for way, block in made.items()}
         times = machine.timer(calls)
         for way, timed in times.items():
             yield {
                 "model": model.name, "M": M, "backend": way, "ms": timed.seconds * 1e3,
                 "BF16 / this": times["bf16"].seconds / timed.seconds,
-                "note": timed.error or ("" if timed.graph else "launching included"),
+                "compiled BF16 / this": times[COMPILED].seconds / timed.seconds if COMPILED in times else math.nan,
+                "peak MiB": "" if timed.error else peak_mib(machine.device, calls[way]), "note": timed.note,
             }  # fmt: skip
 
 

@@ -65,7 +65,7 @@ def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
                 yield {
                     "model": model.name, "M": M, "backend": name, "us per block": timed.seconds * 1e6,
                     "BF16 / this": times["bf16"].seconds / timed.seconds,
-                    "note": timed.error or ("" if timed.graph else "launching included"),
+                    "note": timed.note,
                 }  # fmt: skip
 
 

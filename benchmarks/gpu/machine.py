@@ -31,6 +31,8 @@ class Machine:
     ceilings: dict[str, float] = field(default_factory=dict)
     #: side length of the matrices for the ceilings
     side: int = 8192
+    #: torch.compile's backend for compiled BF16 baselines; empty if there are none
+    compiler: str = ""
 
     def random(self, *shape: int) -> torch.Tensor:
         """Gaussian BF16 on the device."""
@@ -47,7 +49,8 @@ def this_machine() -> Machine:
         else:
             missing[name] = reason
     properties = torch.cuda.get_device_properties(0)
-    return Machine(torch.device("cuda", 0), CudaTimer(), serving, missing, cache=int(properties.L2_cache_size))
+    device, cache = torch.device("cuda", 0), int(properties.L2_cache_size)
+    return Machine(device, CudaTimer(), serving, missing, cache=cache, compiler="inductor")
 
 
 def measure_ceilings(machine: Machine) -> list[dict[str, object]]:

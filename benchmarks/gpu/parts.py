@@ -10,8 +10,9 @@ from torch import nn
 
 from benchmarks.gpu.launches import ONE_LAUNCH_ROWS, one_launch
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.shapes import DECODE, MODELS, TRAIN, Model
-from benchmarks.gpu.timing import Call, Timed, copies
+from benchmarks.gpu.timing import Call, copies
 from jetrl_patch.fp8.backends import Backend, row_equality
 from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.formats import ScaleFormat
@@ -21,6 +22,10 @@ from jetrl_patch.fp8.quantize import expand_weight_scale
 Row = dict[str, object]
 FORMAT: ScaleFormat = "pow2"
 TWO_LAYOUTS = "both layouts"
+#: quantizers that every backend has
+QUANTIZERS = ("activation 1x128", "tokens 128x1", "weight 128x128")
+#: [M, K] that they are measured on; the targets are at the most rows
+QUANTIZED = ((64, 3584), (2048, 3584), (16384, 3584), (16384, 18944))
 
 
 def products(
@@ -77,16 +82,16 @@ def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequenc
 
 
 def quantizers(
-    machine: Machine, shapes: Sequence[tuple[int, int]] = ((64, 3584), (2048, 3584), (16384, 3584), (16384, 18944))
+    machine: Machine, shapes: Sequence[tuple[int, int]] = tuple(sorted(QUANTIZED, reverse=True))
 ) -> Iterator[Row]:
     """Bandwidth of the quantizers and fused kernels (bytes that must move, over time) relative to the measured copy."""
     for name, backend in machine.backends.items():
         for M, K in shapes:
             x = machine.random(M, K)
             ways: dict[str, tuple[int, Callable[[], object]]] = {
-                "activation 1x128": (3, lambda b=backend, x=x: b.quantize_activation(x, FORMAT)),
-                "tokens 128x1": (3, lambda b=backend, x=x: b.quantize_tokens(x, FORMAT)),
-                "weight 128x128": (3, lambda b=backend, x=x: b.quantize_weight(x, FORMAT)),
+                QUANTIZERS[0]: (3, lambda b=backend, x=x: b.quantize_activation(x, FORMAT)),
+                QUANTIZERS[1]: (3, lambda b=backend, x=x: b.quantize_tokens(x, FORMAT)),
+                QUANTIZERS[2]: (3, lambda b=backend, x=x: b.quantize_weight(x, FORMAT)),
             }
             if isinstance(backend, GpuBackend):
                 ways["tokens 128x1, turned"] = (3, lambda b=backend, x=x: b.quantize_transposed(x, FORMAT))
@@ -96,7 +101,7 @@ def quantizers(
                 speed = ways[way][0] * M * K / timed.seconds / 1e9
                 yield {
                     "backend": name, "quantizer": way, "M, K": f"{M}, {K}", "us": timed.seconds * 1e6, "GB/s": speed,
-                    "of the copy": speed / machine.ceilings["copy GB/s"], "note": _note(timed),
+                    "of the copy": speed / machine.ceilings["copy GB/s"], "note": timed.note,
                 }  # fmt: skip
 
 
@@ -155,11 +160,12 @@ def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[i
                 calls: dict[str, Call] = {name: lambda i, l=layer, x=x, g=g: _step(l, x, g) for name, layer in made.items()}
                 times = machine.timer(calls)
                 for name, timed in times.items():
-                    saved, peak = ("", "") if timed.error else _memory(machine, made[name], x, g)
+                    saved = "" if timed.error else _saved(made[name], x)
+                    peak = "" if timed.error else peak_mib(machine.device, calls[name])
                     yield {
                         "model": model.name, "linear": linear.name, "M": M, "backend": name, "ms": timed.seconds * 1e3,
                         "BF16 / this": times["bf16"].seconds / timed.seconds, "saved MiB": saved, "peak MiB": peak,
-                        "note": _note(timed),
+                        "note": timed.note,
                     }  # fmt: skip
 
 
@@ -168,8 +174,8 @@ def _step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
     torch.autograd.grad(layer(x), (x, *layer.parameters()), g)
 
 
-def _memory(machine: Machine, layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> tuple[object, object]:
-    """MiB that the forward saves for backward besides the weight, and the peak of a step above the starting level."""
+def _saved(layer: nn.Module, x: torch.Tensor) -> float:
+    """MiB that the forward saves for backward besides the weight."""
     storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
@@ -180,15 +186,7 @@ def _memory(machine: Machine, layer: nn.Module, x: torch.Tensor, g: torch.Tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         layer(x.detach().requires_grad_())
-    saved = sum(storages.values()) / 2**20
-    if machine.device.type != "cuda":
-        return saved, ""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    _step(layer, x, g)
-    torch.cuda.synchronize()
-    return saved, (torch.cuda.max_memory_allocated() - before) / 2**20
+    return sum(storages.values()) / 2**20
 
 
 def _compared(machine: Machine, head: Row, calls: dict[str, Call], shape: tuple[int, int, int]) -> Iterator[Row]:
@@ -203,9 +201,6 @@ def _compared(machine: Machine, head: Row, calls: dict[str, Call], shape: tuple[
         share = max(shares) if not any(map(math.isnan, shares)) else math.nan
         yield {
             **head, "backend": name, "us": timed.seconds * 1e6, "TFLOP/s": compute, "GB/s": memory,
-            "of the ceiling": share, "BF16 / this": times["bf16"].seconds / timed.seconds, "note": _note(timed),
+            "of the ceiling": share, "BF16 / this": times["bf16"].seconds / timed.seconds, "note": timed.note,
         }  # fmt: skip
 
-
-def _note(timed: Timed) -> str:
-    return timed.error or ("" if timed.graph else "launching included")

@@ -1,16 +1,12 @@
-"""Print the tables, and write them as a JSON file and a Markdown page under ``docs/benchmarks/``."""
+"""Tables for the screen and for Markdown pages."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-
-from benchmarks.gpu.targets import missed
 
 Rows = Sequence[dict[str, Any]]
 
@@ -33,27 +29,11 @@ def show(console: Console, title: str, rows: Rows) -> None:
 
 
 def markdown(title: str, rows: Rows, note: str = "") -> str:
-    """One table of the page, or the reason why it is missing."""
+    """One table of a page, or the reason why it is missing. Rows may lack columns."""
     lines = [f"## {title}", "", *([note.replace("|", "/"), ""] if note else [])]
     if not rows:
         return "\n".join(lines)
-    names = list(rows[0])
+    names = list(dict.fromkeys(name for row in rows for name in row))
     lines += ["| " + " | ".join(names) + " |", "|" + " --- |" * len(names)]
-    lines += ["| " + " | ".join(shown(row[name]) for name in names) + " |" for row in rows]
+    lines += ["| " + " | ".join(shown(row.get(name, "")) for name in names) + " |" for row in rows]
     return "\n".join(lines) + "\n"
-
-
-def write(page: Path, title: str, record: dict[str, Any], parts: dict[str, tuple[str, Rows, str]]) -> None:
-    """Write ``page`` (Markdown), and the same figures, unrounded, to a JSON file beside it."""
-    page.parent.mkdir(parents=True, exist_ok=True)
-    machine = ", ".join(f"{name} {value}" for name, value in record["versions"].items())
-    missing = "; ".join(f"{name}: {reason}" for name, reason in record["missing"].items())
-    head = f"# {title}\n\n{machine}. Command: `{record['command']}`. {record['seconds']:.0f} seconds in all."
-    head += f" Not measured: {missing}." if missing else ""
-    head += "\n\nBest of interleaved rounds, through CUDA graphs. `BF16 / this` above 1 is faster than BF16.\n\n"
-    tables = {name: markdown(title, rows, note) for name, (title, rows, note) in parts.items()}
-    if "targets" in parts and (reasons := missed(parts["targets"][1])):
-        tables["targets"] += "\n" + reasons
-    page.write_text(head + "\n".join(tables.values()))
-    figures = {name: {"title": title, "note": note, "rows": list(rows)} for name, (title, rows, note) in parts.items()}
-    page.with_suffix(".json").write_text(json.dumps({**record, "parts": figures}, indent=1) + "\n")

@@ -43,3 +43,5 @@ MODELS = (
 #: numbers of rows: decode batches, and a trainer's batch
 DECODE = (1, 8, 64, 256)
 TRAIN = (2048, 16384)
+#: tokens of Qwen3's vocabulary
+VOCABULARY = 151_936

@@ -1,4 +1,8 @@
-"""The targets of a run and whether it met them, computed from the tables of the parts."""
+"""The targets of a run and whether it met them, computed from the tables of the parts.
+
+A requirement about a set of rows is met if every row of the set was measured and meets it. One row that does not is a miss; a set
+with a row missing and none that misses has no verdict.
+"""
 
 from __future__ import annotations
 
@@ -6,22 +10,22 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks.gpu.parts import TWO_LAYOUTS
-from benchmarks.gpu.shapes import MODELS, TRAIN
+from benchmarks.gpu.block import COMPILED, FUSED
+from benchmarks.gpu.parts import QUANTIZED, QUANTIZERS, TWO_LAYOUTS
+from benchmarks.gpu.shapes import MODELS, TRAIN, Model
 
 Row = Mapping[str, Any]
-Tables = Mapping[str, tuple[str, Sequence[Row], str]]
+Tables = Mapping[str, Sequence[Row]]
 #: what backend="auto" picks, in order of preference
 OURS = ("deep_gemm", "triton")
 M = TRAIN[-1]
 MET, MISSED, UNKNOWN = "met", "MISSED", "not measured"
 
 
-def targets(tables: Tables) -> list[dict[str, Any]]:
-    """One row per target: the requirement, the result, and the verdict."""
-    rows = {name: table[1] for name, table in tables.items()}
+def targets(rows: Tables) -> list[dict[str, Any]]:
+    """One row per target: the requirement, the result, and the verdict. ``rows`` are those of each table, by its name."""
     ours = serving(rows)
-    found = [*_rows(rows.get("rows", ())), *_quantizers(rows.get("quantizers", ()), ours)]
+    found = [*_rows(rows.get("rows", ()), ours), *_quantizers(rows.get("quantizers", ()), ours)]
     for model in [model.name for model in MODELS]:
         products = _sums(rows.get("products", ()), model, "us", M)
         layers, saved = (_sums(rows.get("layers", ()), model, key, M) for key in ("ms", "saved MiB"))
@@ -32,6 +36,7 @@ def targets(tables: Tables) -> list[dict[str, Any]]:
             _least(f"decoding, {model}, M = 64, {ours}, with quantization: BF16 / FP8", 1.5, _ratio(step, "bf16", ours)),
             _least(f"linears forward and backward, {model}, M = {M}, {ours}: BF16 / FP8", 1.41, _ratio(layers, "bf16", ours)),
             _most(f"saved activations, {model}, M = {M}, {ours}: FP8 / BF16", 0.55, _ratio(saved, ours, "bf16")),
+            _least(f"a block, {model}, M = {M}, {ours}, fused: compiled BF16 / FP8", 1.0, _block(rows, model, ours)),
         ]
     return found
 
@@ -43,24 +48,28 @@ def serving(rows: Mapping[str, Sequence[Row]]) -> str:
     return next((name for name in OURS if name in measured - refused), OURS[-1])
 
 
-def _rows(rows: Sequence[Row]) -> Iterator[dict[str, Any]]:
-    for backend in dict.fromkeys(row["backend"] for row in rows):
-        wrong = [row for row in rows if row["backend"] == backend and row["verdict"] != "may serve"]
-        found = wrong[0]["found"] if wrong else next(row["found"] for row in rows if row["backend"] == backend)
-        yield _row(f"rows do not depend on the batch, {backend}", f"equal to M = {M}", found, not wrong)
-    if not rows:
-        yield _row("rows do not depend on the batch", f"equal to M = {M}", "", None)
+def _rows(rows: Sequence[Row], ours: str, models: Sequence[Model] = MODELS[:1]) -> Iterator[dict[str, Any]]:
+    whole = {(model.name, linear.name) for model in models for linear in model.linears}
+    for backend in dict.fromkeys([row["backend"] for row in rows] or [ours]):
+        mine = [row for row in rows if row["backend"] == backend]
+        wrong = [row for row in mine if row["verdict"] != "may serve"]
+        complete = {(row["model"], row["linear"]) for row in mine} >= whole
+        found = "" if not mine else (wrong or mine)[0]["found"]
+        met = False if wrong else True if complete else None
+        yield _row(f"rows do not depend on the batch, {backend}", f"equal to M = {M}", found, met)
 
 
 def _quantizers(rows: Sequence[Row], ours: str) -> Iterator[dict[str, Any]]:
-    large = [row for row in rows if row["backend"] == ours and row["M, K"].startswith(f"{M}, ")]
-    shares = {False: math.nan, True: math.nan}
-    for both in (False, True):
-        alone = [row for row in large if not any(word in row["quantizer"] for word in ("kept", "backward"))]
-        of = [row["of the copy"] for row in alone if (row["quantizer"] == TWO_LAYOUTS) == both]
-        shares[both] = min(of, default=math.nan) if not any(map(math.isnan, of)) else math.nan
-    yield _least(f"quantizers at M = {M}, {ours}, the slowest: bandwidth / a copy's", 0.85, shares[False])
-    yield _most(f"both layouts from one read at M = {M}, {ours}: time / its memory-bandwidth floor", 1.1, 1 / shares[True])
+    """The slowest of each kind. Those of a fused producer or of a backward pass have no target."""
+    shapes = [f"{rows}, {columns}" for rows, columns in QUANTIZED if rows == M]
+    shares = {
+        (row["quantizer"], row["M, K"]): row["of the copy"] for row in rows if row["backend"] == ours and row["M, K"] in shapes
+    }
+    alone = [(name, shape) for name in QUANTIZERS for shape in shapes]
+    both = [(TWO_LAYOUTS, shape) for shape in shapes]
+    yield _all_least(f"quantizers at M = {M}, {ours}, the slowest: bandwidth / a copy's", 0.85, shares, alone)
+    inverse = {key: 1 / share for key, share in shares.items() if not math.isnan(share)}
+    yield _all_most(f"both layouts from one read at M = {M}, {ours}: time / its memory-bandwidth floor", 1.1, inverse, both)
 
 
 def _sums(rows: Sequence[Row], model: str, key: str, size: int) -> dict[str, float]:
@@ -70,6 +79,12 @@ def _sums(rows: Sequence[Row], model: str, key: str, size: int) -> dict[str, flo
         if row["model"] == model and row["M"] == size and isinstance(row[key], float):
             sums.setdefault(row["backend"], []).append(row[key])
     return {name: sum(values) for name, values in sums.items() if len(values) == 4}
+
+
+def _block(tables: Tables, model: str, ours: str) -> float:
+    """Compiled BF16 over the block with fused producers."""
+    ms = {row["backend"]: row["ms"] for row in tables.get("blocks", ()) if row["model"] == model and row["M"] == M}
+    return _ratio(ms, COMPILED, ours + FUSED)
 
 
 def _ratio(values: Mapping[str, float], above: str, below: str) -> float:
@@ -89,15 +104,24 @@ def _most(target: str, most: float, found: float) -> dict[str, Any]:
     return _row(target, f"at most {most:g}", found, None if math.isnan(found) else found <= most)
 
 
+def _all_least(target: str, least: float, values: Mapping[Any, float], wanted: Sequence[Any]) -> dict[str, Any]:
+    return _of_all(_least(target, least, _worst(min, values, wanted)), values, wanted)
+
+
+def _all_most(target: str, most: float, values: Mapping[Any, float], wanted: Sequence[Any]) -> dict[str, Any]:
+    return _of_all(_most(target, most, _worst(max, values, wanted)), values, wanted)
+
+
+def _worst(worse: Any, values: Mapping[Any, float], wanted: Sequence[Any]) -> float:
+    return float(worse([values[key] for key in wanted if key in values and not math.isnan(values[key])], default=math.nan))
+
+
+def _of_all(row: dict[str, Any], values: Mapping[Any, float], wanted: Sequence[Any]) -> dict[str, Any]:
+    """Take the verdict back if it is good and a value is missing."""
+    complete = all(key in values and not math.isnan(values[key]) for key in wanted)
+    return row if complete or row["verdict"] != MET else row | {"found": "", "verdict": UNKNOWN}
+
+
 def _row(target: str, required: str, found: object, met: bool | None) -> dict[str, Any]:
     verdict = UNKNOWN if met is None else MET if met else MISSED
     return {"target": target, "required": required, "found": "" if met is None else found, "verdict": verdict}
-
-
-def missed(rows: Sequence[Row]) -> str:
-    """Markdown with room for the reason of each missed target; empty if every target was met."""
-    wrong = [row["target"] for row in rows if row["verdict"] == MISSED]
-    if not wrong:
-        return ""
-    lines = ["## Missed", "", 'Add the reason for each, using "Kernels of a block\'s step".', ""]
-    return "\n".join([*lines, *(f"- **{target.replace('|', '/')}**: not explained yet." for target in wrong)]) + "\n"

@@ -1,18 +1,26 @@
 """Interleaved timing on the device within a time budget, through CUDA graphs where a call can be captured.
 
+A GPU that was idle runs faster for some milliseconds than it can for long. So all functions of a row first run in turns until the
+clocks have settled, then each runs in several windows, again in turns, and the median of its windows counts, never the best.
+
 A call receives the number of its turn and uses that turn's operands. Weights that would stay in the L2 cache have several
 copies, because a decoding engine finds the next layer's weights in memory, not in the cache.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
 Call = Callable[[int], object]
+#: a larger spread between windows is noted in the table
+UNSTEADY = 0.1
 
 
 class Budget:
@@ -28,11 +36,30 @@ class Budget:
 
 
 class Timed(NamedTuple):
-    """Best seconds per call, or the reason why there is none; ``graph``: without launch overhead."""
+    """Median seconds per call, or the reason why there is none.
+
+    Attributes:
+        graph: without launch overhead.
+        spread: between the fastest and the slowest window, as a share of the median.
+    """
 
     seconds: float
     graph: bool
     error: str = ""
+    spread: float = 0.0
+
+    @classmethod
+    def of(cls, windows: Sequence[float], graph: bool) -> Timed:
+        """From the seconds per call of each window."""
+        median = statistics.median(windows)
+        return cls(median, graph, "", (max(windows) - min(windows)) / median)
+
+    @property
+    def note(self) -> str:
+        """What a table says beside the figure."""
+        noted = [] if self.graph else ["launching included"]
+        noted += [f"windows differ by {self.spread:.0%}"] if self.spread > UNSTEADY else []
+        return self.error or ", ".join(noted)
 
 
 def copies(size: int, cache: int) -> int:
@@ -41,55 +68,75 @@ def copies(size: int, cache: int) -> int:
 
 
 class CudaTimer:
-    """Runs every function for about ``seconds`` in ``rounds`` turns and keeps the best turn."""
+    """Median of ``rounds`` windows of ``seconds / rounds`` for each function, after ``warm`` seconds of all of them."""
 
-    def __init__(self, seconds: float = 0.03, rounds: int = 3) -> None:
-        self.seconds, self.rounds = seconds, rounds
+    def __init__(self, seconds: float = 0.2, rounds: int = 5, warm: float = 0.2) -> None:
+        self.seconds, self.rounds, self.warm = seconds, rounds, warm
 
     def __call__(self, calls: Mapping[str, Call]) -> dict[str, Timed]:
-        prepared = {name: self._prepared(call) for name, call in calls.items()}
-        best: dict[str, Timed] = {}
+        prepared = {name: _prepared(call) for name, call in calls.items()}
+        ready = {name: found for name, found in prepared.items() if not isinstance(found, str)}
+        found = {name: Timed(math.nan, False, error) for name, error in prepared.items() if isinstance(error, str)}
+        found |= {name: Timed.of(windows, ready[name].graph) for name, windows in self._windows(ready).items()}
+        return {name: found[name] for name in calls}
+
+    def _windows(self, ready: Mapping[str, _Ready]) -> dict[str, list[float]]:
+        """Seconds per call in each window, by name."""
+        if not ready:
+            return {}
+        spent = 0.0
+        for one in itertools.cycle(ready.values()):
+            spent += _elapsed(one.run)
+            if spent >= self.warm:
+                break
+        again = {name: max(1, math.ceil(self.seconds / self.rounds / _elapsed(one.run))) for name, one in ready.items()}
+        windows: dict[str, list[float]] = {name: [] for name in ready}
         for _ in range(self.rounds):
-            for name, (run, repeats, graph, error) in prepared.items():
-                if error:
-                    best[name] = Timed(float("nan"), False, error)
-                    continue
-                seconds = _elapsed(run) / repeats
-                if name not in best or seconds < best[name].seconds:
-                    best[name] = Timed(seconds, graph)
-        return best
-
-    def _prepared(self, call: Call) -> tuple[Callable[[], object], int, bool, str]:
-        """The function to run in a turn, its number of calls, whether it is a graph, and the error, if any."""
-        try:
-            for turn in range(3):  # compiles kernels and selects algorithms
-                call(turn)
-            one = _elapsed(lambda: call(0))
-        except Exception as error:  # a shape that a library refuses becomes a row and does not end the run
-            return (lambda: None), 1, False, f"{type(error).__name__}: {error}".splitlines()[0][:200]
-        repeats = max(3, min(200, int(self.seconds / self.rounds / max(one, 1e-6))))
-
-        def several() -> None:
-            for turn in range(repeats):
-                call(turn)
-
-        try:
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                several()
-            graph.replay()
-            torch.cuda.synchronize()
-        except Exception:  # not every library can be captured; the time then includes launches, and the row says so
-            torch.cuda.synchronize()
-            return several, repeats, False, ""
-        return graph.replay, repeats, True, ""
+            for name, one in ready.items():
+                windows[name].append(_elapsed(one.run, again[name]) / again[name] / one.calls)
+        return windows
 
 
-def _elapsed(run: Callable[[], object]) -> float:
+class _Ready(NamedTuple):
+    """A function that has been compiled: ``run`` makes ``calls`` calls, as a graph or one by one."""
+
+    run: Callable[[], object]
+    calls: int
+    graph: bool
+
+
+def _prepared(call: Call) -> _Ready | str:
+    """What to run, or why a library refuses it: a row, which does not end the run."""
+    try:
+        for turn in range(3):  # compiles kernels and selects algorithms
+            call(turn)
+        one = _elapsed(lambda: call(0))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    calls = max(3, min(100, int(0.01 / max(one, 1e-6))))
+
+    def several() -> None:
+        for turn in range(calls):
+            call(turn)
+
+    try:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            several()
+        graph.replay()
+        torch.cuda.synchronize()
+    except Exception:  # not every library can be captured; the time then includes launches, and the row says so
+        torch.cuda.synchronize()
+        return _Ready(several, calls, False)
+    return _Ready(graph.replay, calls, True)
+
+
+def _elapsed(run: Callable[[], object], times: int = 1) -> float:
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     start.record()
-    run()
+    for _ in range(times):
+        run()
     end.record()
     torch.cuda.synchronize()
     return float(start.elapsed_time(end)) / 1e3

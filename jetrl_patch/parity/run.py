@@ -15,7 +15,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.parity.stock import STOCK
 
-__all__ = ["run_mode"]
+__all__ = ["environment", "run_mode"]
 
 #: the child's defaults; the user's environment takes precedence
 _ENVIRONMENT = {
@@ -34,19 +34,12 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
     Raises the child's JetrlError if the mode cannot be measured. For any other error, the message names it (with ``verbose``
     it holds the traceback), or holds the end of the child's output if it died.
     """
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    environment.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
-    environment.update(STOCK[job.stock].environment if job.stock else ())
-    for name, value in _ENVIRONMENT.items():
-        environment.setdefault(name, value)
-    if job.tp == 1:
-        environment.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     with tempfile.TemporaryDirectory(prefix="jetrl-parity-") as folder:
         answer = Path(folder) / "result"
         child = subprocess.run(
             [sys.executable, "-m", "jetrl_patch.parity.measure", str(answer)],
             input=pickle.dumps(job),
-            env=environment,
+            env=environment(job),
             stdout=None if verbose else subprocess.PIPE,
             stderr=None if verbose else subprocess.STDOUT,
             check=False,
@@ -64,6 +57,18 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
         raise error(_unforeseen(job, f"{kind}: {text}", trace, verbose) if trace else text)
     result: dict[str, Any] = found["result"]
     return result
+
+
+def environment(job: Job) -> dict[str, str]:
+    """The environment of a process that measures: this one's without ``JETRL_*``, quiet and offline, with what the way sets."""
+    found = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    found.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
+    found.update(STOCK[job.stock].environment if job.stock else ())
+    for name, value in _ENVIRONMENT.items():
+        found.setdefault(name, value)
+    if job.tp == 1:
+        found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return found
 
 
 def _unforeseen(job: Job, line: str, trace: str, verbose: bool) -> str:

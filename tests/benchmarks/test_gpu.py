@@ -1,43 +1,18 @@
-"""``make bench-gpu`` without a GPU: its message, the computed floors, and every part on tiny shapes on the CPU."""
+"""The kernels' benchmark without a GPU: the computed floors, every table on tiny shapes on the CPU, timing and targets."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from rich.console import Console
 
-from benchmarks.gpu import __main__ as gpu
-from benchmarks.gpu import block, floors, launches, parts, report, targets
+from benchmarks.gpu import floors, launches, parts, tables, targets, timing
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.shapes import MODELS, Model
-from benchmarks.gpu.timing import Budget, Timed, copies
+from benchmarks.gpu.shapes import MODELS
+from benchmarks.gpu.tables import TINY, wall_clock
+from benchmarks.gpu.timing import copies
 from jetrl_patch.fp8.backends import get_backend
-
-ROOT = Path(__file__).resolve().parents[2]
-TINY = (Model("tiny", hidden=128, intermediate=256, heads=2, kv_heads=1, head_dim=64),)
-
-
-def test_without_a_gpu_it_says_so_in_one_line(tmp_path):
-    page = tmp_path / "page.md"
-    command = [sys.executable, "-m", "benchmarks.gpu", "--write", str(page)]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert run.returncode == 1 and run.stdout == "" and not page.exists()
-    assert run.stderr.startswith("make bench-gpu needs a Hopper GPU") and run.stderr.count("\n") == 1
-    assert "sees no CUDA device" in run.stderr
-
-
-@pytest.mark.parametrize("arguments", [["--part", "nothing"], ["--seconds", "0"]])
-def test_wrong_arguments(arguments, capsys):
-    with pytest.raises(SystemExit) as stop:
-        gpu.main(arguments)
-    assert stop.value.code == 2 and arguments[1] in capsys.readouterr().err
 
 
 def test_shapes():
@@ -75,27 +50,6 @@ def test_copies_outgrow_the_cache():
     assert copies(10, 0) == 1 and copies(100, 50) == 1 and copies(30, 50) == 4 and copies(1, 10**9) == 64
 
 
-def test_a_budget_ends():
-    now = [0.0]
-    budget = Budget(5, lambda: now[0])
-    assert not budget.spent
-    now[0] = 5.0
-    assert budget.spent
-
-
-def wall_clock(calls):
-    """The interface of ``CudaTimer`` on a CPU."""
-    found = {}
-    for name, call in calls.items():
-        try:
-            start = time.perf_counter()
-            call(0), call(1)
-            found[name] = Timed((time.perf_counter() - start) / 2, True)
-        except Exception as error:
-            found[name] = Timed(math.nan, False, str(error))
-    return found
-
-
 class Refusing(type(get_backend("torch"))):
     """A library that cannot multiply."""
 
@@ -109,53 +63,44 @@ class Refusing(type(get_backend("torch"))):
 def machine(monkeypatch):
     multiply = lambda a, b, *scales, out_dtype, use_fast_accum: (a.float() @ b.float()).to(out_dtype)  # noqa: E731
     monkeypatch.setattr(torch, "_scaled_mm", multiply)
-    both = {name: get_backend(name) for name in ("torch", "native")}
-    return Machine(torch.device("cpu"), wall_clock, both, {"te": "not installed"}, cache=1000, side=64)
+    return tables.tiny_machine()
 
 
-@pytest.fixture
-def tiny(monkeypatch):
-    runs = {
-        "rows": lambda m: parts.rows(m, TINY, 300),
-        "products": lambda m: parts.products(m, TINY, (1, 16)),
-        "gradients": lambda m: parts.gradients(m, TINY, (16,)),
-        "quantizers": lambda m: parts.quantizers(m, ((16, 128),)),
-        "layers": lambda m: parts.layers(m, TINY, (256,)),
-        "decode": lambda m: launches.decode(m, TINY, (1, 16)),
-        "blocks": lambda m: block.blocks(m, TINY, 256),
-        "profile": lambda m: block.profiles(m, TINY, 256),
-    }
-    assert runs.keys() == gpu.PARTS.keys()
-    for name, run in runs.items():
-        title, _, share = gpu.PARTS[name]
-        monkeypatch.setitem(gpu.PARTS, name, (title, run, share))
-
-
-def test_every_part_on_a_cpu(machine, tiny, tmp_path):
-    with Console(file=(tmp_path / "screen").open("w"), width=200) as console:
-        tables = gpu.measure(machine, list(gpu.PARTS), 1000, console)
-    count = {name: len(rows) for name, (_, rows, _) in tables.items()}
-    assert count == {
-        "targets": 2 + 2 + 3 * 5, "ceilings": 3, "rows": 8, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6,
-        "layers": 4 * 3, "decode": 2 * 3, "blocks": 3, "profile": 3 * (block.TOP + 1), "floors": 3,
+def test_every_table_on_a_cpu(machine):
+    machine.ceilings = dict.fromkeys(("BF16 TFLOP/s", "FP8 TFLOP/s", "copy GB/s"), 1.0)
+    found = {name: list(table.tiny(machine)) for name, table in tables.TABLES.items()}
+    assert {name: len(rows) for name, rows in found.items() if name != "profile"} == {
+        "rows": 8, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6, "layers": 4 * 3, "decode": 2 * 3, "blocks": 4,
+        "attention": 3 * 2, "head": 2 + 2 + 2 + 3,
     }  # fmt: skip
     for way in ("bf16", "torch", "native"):
-        assert sum(row["share"] for row in tables["profile"][1] if row["backend"] == way) == pytest.approx(1)
-    assert all(row["verdict"] == "may serve" for row in tables["rows"][1])
-    for name in ("products", "gradients", "layers", "decode", "blocks"):
-        for row in tables[name][1]:
-            assert row["BF16 / this"] > 0 and (row["backend"] != "bf16" or row["BF16 / this"] == 1)
-    layers = [row for row in tables["layers"][1] if row["linear"] == "down"]
-    saved = {row["backend"]: row["saved MiB"] for row in layers}
+        assert sum(row["share"] for row in found["profile"] if row["backend"] == way) == pytest.approx(1)
+    assert all(row["verdict"] == "may serve" for row in found["rows"])
+    assert not [row for name in found if name not in ("rows", "profile") for row in found[name] if row["note"]]
+    saved = {row["backend"]: row["saved MiB"] for row in found["layers"] if row["linear"] == "down"}
     assert saved["bf16"] == 256 * 256 * 2 / 2**20 and saved["native"] < saved["bf16"]
-    page = tmp_path / "deep" / "page.md"
-    report.write(page, "Title", {"versions": {"torch": "1"}, "command": "c", "seconds": 1.0, "missing": machine.missing}, tables)
-    text, figures = page.read_text(), json.loads(page.with_suffix(".json").read_text())
-    assert text.startswith("# Title\n\ntorch 1. Command: `c`") and "Not measured: te: not installed" in text
-    for name, (title, rows, _) in tables.items():
-        assert f"## {title}\n" in text and figures["parts"][name]["rows"] == rows
-    widths = {line.count("|") for line in text.split("## FProp")[1].split("##")[0].splitlines() if line.startswith("|")}
-    assert widths == {10 + 1}
+
+
+def test_a_figure_is_the_median_of_its_windows_after_the_warm_up(monkeypatch):
+    """The clock is a boost of ten turns, then 2 seconds a call, but for one window."""
+    made = []
+
+    def elapsed(run, times=1):
+        for _ in range(times):
+            run()
+        made.append(times)
+        return 0.5 if len(made) <= 10 else 20.0 if len(made) == 14 else 2.0 * times
+
+    monkeypatch.setattr(timing, "_elapsed", elapsed)
+    monkeypatch.setattr(timing, "_prepared", lambda call: timing._Ready(lambda: call(0), 1, True))
+    found = timing.CudaTimer(seconds=10, rounds=5, warm=4)({"a": lambda turn: None})["a"]
+    assert found.seconds == 2.0 and found.spread > timing.UNSTEADY and "windows differ" in found.note
+
+
+def test_what_a_library_refuses_is_told_by_the_timer(monkeypatch):
+    monkeypatch.setattr(timing, "_prepared", lambda call: "RuntimeError: no")
+    found = timing.CudaTimer()({"a": lambda turn: None})["a"]
+    assert math.isnan(found.seconds) and found.note == "RuntimeError: no"
 
 
 def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
@@ -168,29 +113,13 @@ def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
     assert len(done) == 4 * (2 * 2 + 1)
 
 
-def test_a_shape_that_a_library_refuses_is_a_row(machine, tiny):
+def test_a_shape_that_a_library_refuses_is_a_row(machine):
     machine.backends["refusing"] = Refusing()
     machine.ceilings = {"BF16 TFLOP/s": 1.0, "FP8 TFLOP/s": 1.0, "copy GB/s": 1.0}
-    refused = [row for row in gpu.PARTS["products"][1](machine) if row["backend"] == "refusing"]
-    assert len(refused) == 8 and all(row["note"] == "no kernel | for this shape" for row in refused)
-    line = report.markdown("t", refused).splitlines()[4]
-    assert "–" in line and "no kernel / for this shape" in line
-    verdicts = [row for row in gpu.PARTS["rows"][1](machine) if row["backend"] == "refusing"]
+    refused = [row for row in tables.TABLES["products"].tiny(machine) if row["backend"] == "refusing"]
+    assert len(refused) == 8 and all("no kernel | for this shape" in row["note"] for row in refused)
+    verdicts = [row for row in tables.TABLES["rows"].tiny(machine) if row["backend"] == "refusing"]
     assert all(row["verdict"] == "may not serve" and "no kernel" in row["found"] for row in verdicts)
-
-
-def test_a_part_that_fails_or_runs_out_of_time_is_told(machine, tiny, monkeypatch, tmp_path):
-    def failing(machine):
-        yield {"a": 1}
-        raise RuntimeError("out of memory\nand more")
-
-    monkeypatch.setitem(gpu.PARTS, "gradients", ("Gradients", failing, 0.5))
-    with Console(file=(tmp_path / "screen").open("w")) as console:
-        tables = gpu.measure(machine, ["products", "gradients"], 1e-9, console)
-        assert len(tables["products"][1]) == 1 and tables["products"][2] == "Time ran out after 1 rows."
-        tables = gpu.measure(machine, ["gradients"], 100, console)
-    assert tables["gradients"][2] == "This part failed after 1 rows: RuntimeError: out of memory"
-    assert "out of memory" in report.markdown("Gradients", [], tables["gradients"][2])
 
 
 def measured(ours="deep_gemm", speed=2.0, **changes):
@@ -198,7 +127,14 @@ def measured(ours="deep_gemm", speed=2.0, **changes):
     heads: list = [{"model": model.name, "linear": linear.name, "M": 16384} for model in MODELS for linear in model.linears]
     both = [("bf16", speed), (ours, 1.0), ("triton", 1.0)]
     rows = {
-        "rows": [{"backend": ours, "verdict": "may serve", "found": "rows equal"}],
+        "rows": [
+            {"backend": ours, "model": MODELS[0].name, "linear": linear.name, "verdict": "may serve", "found": "rows equal"}
+            for linear in MODELS[0].linears
+        ],
+        "blocks": [
+            {"model": m.name, "M": 16384, "backend": name, "ms": ms}
+            for m in MODELS for name, ms in (("bf16, compiled", speed), (ours + ", fused", 1.0))
+        ],
         "products": [{**head, "backend": name, "us": us} for head in heads for name, us in both],
         "layers": [
             {**head, "backend": name, "ms": ms, "saved MiB": 2.0 if name == "bf16" else 1.0}
@@ -207,33 +143,27 @@ def measured(ours="deep_gemm", speed=2.0, **changes):
         ],
         "decode": [{"model": m.name, "M": 64, "backend": name, "us per block": us} for m in MODELS for name, us in both],
         "quantizers": [
-            {"backend": ours, "quantizer": "activation 1x128", "M, K": "16384, 3584", "of the copy": 0.9},
-            {"backend": ours, "quantizer": parts.TWO_LAYOUTS, "M, K": "16384, 3584", "of the copy": 0.95},
-            {"backend": ours, "quantizer": "activation 1x128", "M, K": "64, 3584", "of the copy": 0.1},
+            {"backend": ours, "quantizer": name, "M, K": f"{M}, {K}", "of the copy": 0.1 if M < 16384 else share}
+            for M, K in parts.QUANTIZED
+            for name, share in {**dict.fromkeys(parts.QUANTIZERS, 0.9), parts.TWO_LAYOUTS: 0.95}.items()
         ],
     }
-    return {name: ("", changes.get(name, table), "") for name, table in rows.items()}
+    return rows | changes
 
 
-def verdicts(tables):
-    return {row["target"]: row["verdict"] for row in targets.targets(tables)}
+def verdicts(rows):
+    return {row["target"]: row["verdict"] for row in targets.targets(rows)}
 
 
 def test_targets_that_are_met():
     found = verdicts(measured())
-    assert len(found) == 1 + 2 + 3 * 5 and set(found.values()) == {"met"}
-    assert targets.missed(targets.targets(measured())) == ""
+    assert len(found) == 1 + 2 + 3 * 6 and set(found.values()) == {"met"}
 
 
-def test_targets_that_are_missed_are_marked_with_room_for_the_reason(tmp_path):
-    found = verdicts(measured(speed=1.45))
-    wrong = {name for name, verdict in found.items() if verdict == "MISSED"}
+def test_targets_that_are_missed():
+    rows = targets.targets(measured(speed=1.45))
+    wrong = {row["target"] for row in rows if row["verdict"] == "MISSED"}
     assert {name.split(",")[0] for name in wrong} == {"FProp", "decoding"} and len(wrong) == 6
-    page = tmp_path / "page.md"
-    record = {"versions": {}, "command": "c", "seconds": 1.0, "missing": {}}
-    report.write(page, "T", record, {"targets": ("Targets", targets.targets(measured(speed=1.45)), "")})
-    text = page.read_text()
-    assert text.count("MISSED") == 6 and text.count("not explained yet") == 6 and "## Missed" in text
 
 
 @pytest.mark.parametrize(
@@ -241,6 +171,13 @@ def test_targets_that_are_missed_are_marked_with_room_for_the_reason(tmp_path):
     [
         ("rows", lambda rows: [{**rows[0], "verdict": "may not serve", "found": "3 differ"}], "rows do not", "MISSED"),
         ("rows", lambda rows: [], "rows do not", "not measured"),
+        ("rows", lambda rows: rows[1:], "rows do not", "not measured"),
+        ("rows", lambda rows: [{**rows[0], "verdict": "may not serve"}], "rows do not", "MISSED"),
+        ("quantizers", lambda rows: rows[:-4], "quantizers at", "not measured"),
+        ("quantizers", lambda rows: [{**rows[-4], "of the copy": 0.5}], "quantizers at", "MISSED"),
+        ("quantizers", lambda rows: rows[:-1], "both layouts", "not measured"),
+        ("blocks", lambda rows: [{**r, "ms": 1.0 if "fused" in r["backend"] else 0.9} for r in rows], "a block", "MISSED"),
+        ("blocks", lambda rows: [r for r in rows if "fused" in r["backend"]], "a block", "not measured"),
         ("products", lambda rows: rows[3:], "FProp, Qwen2.5-7B", "not measured"),  # one linear is missing
         ("layers", lambda rows: [{**r, "ms": math.nan} for r in rows], "linears forward", "not measured"),
         ("layers", lambda rows: [{**r, "saved MiB": 1.5} for r in rows], "saved", "MISSED"),
@@ -248,27 +185,19 @@ def test_targets_that_are_missed_are_marked_with_room_for_the_reason(tmp_path):
         ("decode", lambda rows: [{**r, "M": 8} for r in rows], "decoding", "not measured"),
         ("quantizers", lambda rows: [{**r, "of the copy": 0.84} for r in rows], "quantizers at", "MISSED"),
         ("quantizers", lambda rows: [{**r, "of the copy": 0.9} for r in rows], "both layouts", "MISSED"),
-        ("quantizers", lambda rows: rows[2:], "quantizers at", "not measured"),
     ],
 )
 def test_each_target_sees_its_figure(part, change, target, verdict):
-    tables = measured()
-    found = verdicts(measured(**{part: change(tables[part][1])}))
+    found = verdicts(measured(**{part: change(measured()[part])}))
     assert {v for name, v in found.items() if name.startswith(target)} == {verdict}
 
 
 def test_a_slower_choice_than_the_best_backend_is_a_miss():
-    tables = measured()
-    rows = [{**row, "us": 0.9} if row["backend"] == "triton" else row for row in tables["products"][1]]
+    rows = [{**row, "us": 0.9} if row["backend"] == "triton" else row for row in measured()["products"]]
     found = verdicts(measured(products=rows))
     assert {v for name, v in found.items() if "the best backend" in name} == {"MISSED"}
     refused = [{"backend": "deep_gemm", "verdict": "may not serve", "found": "x"}]
     assert targets.serving({"rows": refused, "products": rows}) == "triton"
-
-
-def test_parts_get_a_page_of_their_own():
-    assert gpu.page_of(None) == gpu.page_of([]) == gpu.PAGE
-    assert gpu.page_of(["profile"]).name == "h200-profile.md" and gpu.page_of(["rows", "rows"]).name == "h200-rows.md"
 
 
 def test_one_launch_and_two_are_both_measured():
@@ -277,18 +206,3 @@ def test_one_launch_and_two_are_both_measured():
     assert 0 < get_backend("triton").few() < 64
     machine.backends = {"native": get_backend("native")}
     assert launches.one_launch(machine) == launches.two_launches(machine) == {}
-
-
-def test_the_shares_of_time_leave_room():
-    assert sum(share for _, _, share in gpu.PARTS.values()) == pytest.approx(1)
-    assert gpu.SECONDS <= 7 * 60
-
-
-def test_the_page_says_whether_it_was_measured():
-    """Before the first run the page has no figures; after it, a JSON file holds the same figures."""
-    page = ROOT / "docs" / "benchmarks" / "h200.md"
-    if page.with_suffix(".json").exists():
-        assert "Command: `python -m benchmarks.gpu" in page.read_text()
-    else:
-        text = page.read_text()
-        assert "Not measured yet" in text and "make bench-gpu" in text and "TFLOP" not in text

@@ -113,7 +113,7 @@ def test_wrong_operands(change, error, match):
 
 
 def test_the_benchmarks_run_on_this_backend():
-    """Run every call that ``make bench-gpu`` times on Triton once."""
+    """Run the calls that ``make hopper`` times on Triton once."""
 
     def once(calls):
         for call in calls.values():

@@ -1,0 +1,57 @@
+"""What the modules of the parts have in common: cells, and what a cell is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.hopper.record import Record, Rows
+
+#: rows of each cell, by its name
+Cells = Mapping[str, Rows]
+
+
+@dataclass
+class Setup:
+    """What the cells of a part are given.
+
+    Attributes:
+        dry: tiny sizes on a CPU.
+        scratch: folder for checkpoints and logs.
+        record: what has been found so far.
+        deep_gemm: whether DeepGEMM takes part.
+    """
+
+    dry: bool
+    scratch: Path
+    record: Record
+    deep_gemm: bool = True
+
+    @property
+    def device(self) -> str:
+        return "cpu" if self.dry else "cuda"
+
+
+class Cell(NamedTuple):
+    """A title, what yields the rows, and seconds: no row is begun after them, and no cell without so many left of a command."""
+
+    title: str
+    run: Callable[[], Iterable[dict[str, Any]]]
+    seconds: float
+
+
+class Derived(NamedTuple):
+    """A table that follows from the cells' rows."""
+
+    title: str
+    rows: Rows
+    note: str = ""
+
+
+def ratio(above: object, below: object) -> float | str:
+    """A quotient of two figures; "" if one is missing."""
+    if isinstance(above, (int, float)) and isinstance(below, (int, float)) and below:
+        return above / below
+    return ""

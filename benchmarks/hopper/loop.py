@@ -1,0 +1,87 @@
+"""Part g: GRPO in the real verl with real vLLM rollouts on one GPU, the task of ``make demo``, in each mode."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio
+from examples.common.recipe import Arm, Launch
+from examples.common.runner import run_arm
+from examples.verl.compare import MODES
+from examples.verl.recipe import Recipe
+from jetrl_patch.report import Run
+from jetrl_patch.report.runs import PARTS
+
+STEPS, BASELINE = 8, "bf16"
+
+#: writes what verl's ``file`` logger writes, for a dry run
+STAND_IN = """
+import json, os
+from pathlib import Path
+figures = {"critic/score/mean": 0.5, "timing_s/step": 4.0, "timing_s/gen": 2.0, "timing_s/update_weights": 0.5,
+           "timing_s/update_actor": 1.0, "jetrl/tokens": 100, "jetrl/bit_equal_fraction": 1.0}
+lines = [json.dumps({"step": step, "data": figures}) for step in range(1, %d)]
+Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text("\\n".join(lines) + "\\n")
+"""
+
+
+class DryRecipe(Recipe):
+    """Starts a stand-in for the trainer in the environment of a run."""
+
+    def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
+        return replace(super().launch(arm, folder, temporary, log), command=[sys.executable, "-c", STAND_IN % (self.steps + 1)])
+
+
+def cells(setup: Setup) -> dict[str, Cell]:
+    return {mode: Cell("Seconds of a step", lambda m=mode: _run(setup, m), 120) for mode in MODES}  # type: ignore[misc]
+
+
+def _run(setup: Setup, mode: str) -> Iterator[dict[str, Any]]:
+    precision, align = MODES[mode]
+    folder = (setup.scratch / "loop" / mode.replace("/", "-")).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    kind = DryRecipe if setup.dry else Recipe
+    recipe = kind(steps=3 if setup.dry else STEPS, held_out=64, validate_every=STEPS, device=setup.device)  # type: ignore[arg-type]
+    yield row(mode, run_arm(recipe, Arm(precision=precision, align=align), folder, lambda *_: None, lambda: None))
+
+
+def row(mode: str, run: Run) -> dict[str, Any]:
+    """Medians over the steps without the first, which compiles."""
+    phases: dict[str, Any] = {}
+    for name, timers in PARTS.items():
+        by_step: dict[int, float] = {}
+        for timer in timers:
+            for step, seconds in run.series(timer):
+                by_step[step] = by_step.get(step, 0.0) + seconds
+        phases[f"{name} s"] = _median(sorted(by_step.items()))
+    equal = [share for _, share in run.series("jetrl/bit_equal_fraction")]
+    return {
+        "mode": mode, "steps": len(run.training_steps), "step s": _median(run.seconds), **phases,
+        "old log-probs s": _median(run.series("timing_s/old_log_prob")),
+        "tokens": sum(value for _, value in run.series("jetrl/tokens")), "bit-equal, lowest": min(equal, default=""),
+        "mean abs Δ": _median(run.series("jetrl/logp_abs_diff_mean")), "reward, last": run.reward[-1][1] if run.reward else "",
+    }  # fmt: skip
+
+
+def _median(points: Sequence[tuple[int, float]]) -> float | str:
+    later = [value for step, value in points if step > 1]
+    return statistics.median(later) if later else ""
+
+
+def derive(cells: Cells, planned: Sequence[str]) -> list[Derived]:
+    rows = {row["mode"]: row for found in cells.values() for row in found}
+    base = rows.get(BASELINE)
+    if base is None:
+        return []
+    keys = [key for key in base if key.endswith(" s")]
+    table = [
+        {"mode": mode, **{f"{key[:-2]}, BF16 / this": ratio(base[key], mine[key]) for key in keys}} for mode, mine in rows.items()
+    ]
+    note = "A model of 2.4 million parameters: what is measured is overhead, not speed."
+    return [Derived("Time of each phase against BF16", table, note)]
