@@ -30,6 +30,11 @@ class Setup:
     deep_gemm: bool = True
 
     @property
+    def backend(self) -> str:
+        """The setting of every arm of the plugin."""
+        return "auto" if self.deep_gemm or self.dry else "triton"
+
+    @property
     def device(self) -> str:
         return "cpu" if self.dry else "cuda"
 

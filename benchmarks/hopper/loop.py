@@ -47,7 +47,7 @@ def _run(setup: Setup, mode: str) -> Iterator[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     kind = DryRecipe if setup.dry else Recipe
-    recipe = kind(steps=3 if setup.dry else STEPS, held_out=64, validate_every=STEPS, device=setup.device)  # type: ignore[arg-type]
+    recipe = kind(steps=3 if setup.dry else STEPS, held_out=64, validate_every=STEPS, device=setup.device, backend=setup.backend)  # type: ignore[arg-type]
     yield row(mode, run_arm(recipe, Arm(precision=precision, align=align), folder, lambda *_: None, lambda: None))
 
 

@@ -20,13 +20,13 @@ GRAPHS = "exact, CUDA graphs"
 
 
 def cells(setup: Setup) -> dict[str, Cell]:
-    exact = Config(precision="fp8-unified", align="exact", decode_graphs=True).resolved()
+    exact = Config(precision="fp8-unified", align="exact", decode_graphs=True, backend=setup.backend).resolved()
     jobs: dict[tuple[str, int], Job] = {}
     for batch in (2,) if setup.dry else BATCHES:
         jobs[GRAPHS, batch] = Job(model="", config=exact, batch=batch)
     if not setup.dry:
         jobs["exact, eager", 64] = Job(model="", config=exact.replace(decode_graphs=False), batch=64)
-        jobs["linear", 64] = Job(model="", config=Config(precision="fp8-unified", align="linear").resolved(), batch=64)
+        jobs["linear", 64] = Job(model="", config=exact.replace(align="linear", decode_graphs=False), batch=64)
         jobs["BF16 without the plugin", 64] = Job(model="", config=STOCK["bfloat16"].config(), stock="bfloat16", batch=64)
     title = "Log-probs of rollout and trainer"
     return {

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,8 +79,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     record = load(file, part.name)
     from benchmarks.gpu.machine import versions
 
-    if args.without_deep_gemm:
-        os.environ["JETRL_BACKEND"] = "triton"
     record.dry, record.versions = args.dry, versions()
     setup = Setup(args.dry, args.scratch, record, not args.without_deep_gemm)
     cells = importlib.import_module(f"benchmarks.hopper.{part.name}").cells(setup)

@@ -39,7 +39,8 @@ ROUNDS = 3
 
 def cells(setup: Setup) -> dict[str, Cell]:
     exact, linear = (
-        Config(precision="fp8-unified", align=a, decode_graphs=a == "exact").resolved() for a in ("exact", "linear")  # type: ignore[arg-type]
+        Config(precision="fp8-unified", align=a, decode_graphs=a == "exact", backend=setup.backend).resolved()  # type: ignore[arg-type]
+        for a in ("exact", "linear")
     )
     jobs = {
         BASELINE: Job(model="", config=STOCK["bfloat16"].config(), stock="bfloat16"),

@@ -36,7 +36,7 @@ def _run(setup: Setup, name: str) -> Iterator[dict[str, Any]]:
     layers = [key.removesuffix(".weight") for key in shapes if "_proj" in key] if name == FP8 else []
     engine = Memory(shapes, layers, device)
     if name == FP8:
-        backend = choose_backend("auto", setup.device)
+        backend = choose_backend(setup.backend, setup.device)
         terms = Terms(precision=FP8, align="exact", scale_format="pow2", backend=backend)
         run: Callable[[], object] = lambda: sync(weights, layers, engine, True, terms, device)  # noqa: E731
     else:

@@ -53,6 +53,7 @@ def cells(setup: Setup) -> dict[str, Cell]:
 def _run(setup: Setup, size: Size, arm: str, checkpointing: bool) -> Iterator[dict[str, Any]]:
     settings, compiled = ARMS[arm]
     if settings is not None:
+        settings = settings.replace(backend=setup.backend)
         jetrl_patch.enable(settings)
     try:
         yield {"mode": arm, "checkpointing": checkpointing, **_measure(setup, size, settings, compiled, checkpointing)}

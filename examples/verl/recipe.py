@@ -32,12 +32,14 @@ class Recipe(CommonRecipe):
     framework: ClassVar[str] = "verl"
 
     measure_routes: bool = False
+    backend: str = "auto"
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
         train, held_out = data.write(folder / "data", self.held_out)
         metrics, said = temporary / "steps.jsonl", temporary / "answers"
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(self, arm, train, held_out, said)]
-        env = environment(self, temporary) | arm.config(self.device).replace(measure_routes=self.measure_routes).to_env()
+        config = arm.config(self.device).replace(measure_routes=self.measure_routes, backend=self.backend)
+        env = environment(self, temporary) | config.to_env()
         env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
         return Launch(command, env, Follower(metrics), MILESTONES, lambda: answers(said))
 

@@ -14,7 +14,7 @@ import pytest
 
 from benchmarks.hopper import __main__ as hopper
 from benchmarks.hopper import clocks, needs, page, parity, part, tests
-from benchmarks.hopper.cells import Cell
+from benchmarks.hopper.cells import Cell, Setup
 from benchmarks.hopper.plan import LIMIT, PARTS, find
 from benchmarks.hopper.record import Found, Record, load
 from jetrl_patch import support
@@ -183,6 +183,17 @@ def test_samples_of_the_clocks():
         "SM MHz": 1790.0, "W": 695.5, "°C": 61.0, "lowest SM MHz": 1600.0,
     }  # fmt: skip
     assert clocks.summary("") == {}
+
+
+@pytest.mark.parametrize(("deep_gemm", "backend"), [(True, "auto"), (False, "triton")])
+def test_without_deep_gemm_no_engine_takes_it(tmp_path, monkeypatch, deep_gemm, backend):
+    found = []
+    monkeypatch.setattr(parity, "long_model", lambda folder: folder)
+    monkeypatch.setattr(parity, "run_mode", lambda job: found.append(job.config.backend) or {})
+    for cell in parity.cells(Setup(False, tmp_path, Record("parity"), deep_gemm)).values():
+        with pytest.raises(KeyError):  # the run has no result
+            list(cell.run())
+    assert set(found[:-1]) == {backend} and found[-1] == "auto"  # the last is without the plugin
 
 
 @pytest.mark.parametrize(
