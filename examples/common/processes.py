@@ -85,6 +85,8 @@ class Group:
                 last_weighed = time.monotonic()
             time.sleep(seconds)
         tick()
+        if not self.peak_memory_bytes:  # of a short run on a busy machine, what its children still hold
+            self.weigh()
         return status
 
     def end(self, patience: float = 10.0) -> None:
