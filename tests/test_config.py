@@ -32,6 +32,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "old_log_probs": "auto",
         "audit_fraction": 0.0625,
         "on_mismatch": "stop",
+        "router_replay": "none",
         "decode_graphs": False,
         "platform": "auto",
         "sync": "full",

@@ -21,6 +21,10 @@ def jagged(rows):
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
+def split(found, chosen):
+    return found[0], chosen, found[1]
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_routes_are_found_where_the_tokens_are(packed):
     """Layers 1 and 3 have experts. The last token of a sample, and what is zero in all layers, is not compared."""
@@ -35,8 +39,8 @@ def test_routes_are_found_where_the_tokens_are(packed):
     padded = own if packed else [torch.nn.functional.pad(rows, (0, 0, 0, 0, 0, width - len(rows))) for rows in own]
     everything = torch.cat([*padded, torch.zeros(2 if packed else 0, LAYERS, K, dtype=torch.long)])  # verl pads packed rows too
     ids = jagged([torch.arange(n) for n in LENGTHS])
-    found = routes.compared(ids, jagged(theirs), {layer: everything[:, layer] for layer in (1, 3)}, packed)
-    assert found == (2 * (2 + 3), 1)
+    found = routes.compare_routes(*split(routes.recorded(ids, jagged(theirs), packed), {n: everything[:, n] for n in (1, 3)}))
+    assert (found.compared, found.differ) == (2 * (2 + 3), 1)
 
 
 @pytest.fixture
@@ -68,12 +72,12 @@ def test_only_passes_with_the_weights_that_sampled_count(engine):
     wrong = given.clone()
     wrong[0, 0] = torch.tensor([i for i in range(8) if i not in given[0, 0]][:3])
     assert torch.equal(step(engine, True), step(engine, True, given))
-    assert routes.report() == {routes.ROUTES: (33, 0)} and routes.report() == {}
+    assert routes.report() == {routes.ROUTES: (33, 0, 0)} and routes.report() == {}
     step(engine, False, wrong)  # an update whose loss compared nothing
     assert routes.report() == {}
     WORKER.compared = True
     step(engine, False, wrong)
-    assert routes.metrics([routes.report(), {routes.ROUTES: (33, 0)}, {}]) == {
+    assert routes.metrics([routes.report(), {routes.ROUTES: (33, 0, 0)}, {}]) == {
         "jetrl/route_mismatch": 1 / 66,
         "jetrl/routes": 66.0,
     }
@@ -83,7 +87,7 @@ def test_only_passes_with_the_weights_that_sampled_count(engine):
 def test_a_dense_model_has_none():
     jetrl_patch.enable(precision="bf16", measure_routes=True)
     found = SimpleNamespace(engine_config=SimpleNamespace(forward_only=False))
-    with pytest.raises(ModelError, match=r"measure_routes=True: required a mixture .*'qwen3'\. Drop"):
+    with pytest.raises(ModelError, match=r"measure_routes=True: required a mixture .*'qwen3'\. Ask"):
         routes.attach(found, models.build("qwen3"))
     found.engine_config.forward_only = True  # the reference model
     routes.attach(found, models.build("qwen3"))
