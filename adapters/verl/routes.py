@@ -39,11 +39,14 @@ def attach(engine: Any, module: Any) -> None:
     if not expert_modules(module):
         required, found = "a mixture of experts that the plugin knows", f"model_type={module.config.model_type!r}"
         raise ModelError(explain(beside(config), required=required, found=found, fix="ask for no routes"))
-    engine._jetrl_routes = Recorder(module)
     if config.router_replay != "none":
         from jetrl_patch.trainer.replay import Replay
 
+        if module.config.get_text_config().num_experts_per_tok == 1:
+            required = "two experts per token or more, because verl fills what the rollout did not record with expert 0"
+            raise ModelError(explain(beside(config), required=required, found="one", fix="set router_replay='none'"))
         engine._jetrl_replay = Replay(module)
+    engine._jetrl_routes = Recorder(module)
 
 
 @while_config(lambda config: config.returns_routes)
@@ -107,8 +110,10 @@ def recorded(input_ids: Any, routed_experts: Any, packed: bool) -> tuple[Tensor,
     theirs = torch.cat([start + torch.arange(length - 1) for start, length in zip(starts, lengths, strict=True)])
     rollout = routed_experts.values()[theirs.to(offsets.device)]
     own = own.to(offsets.device)
-    there = (rollout != 0).flatten(1).any(-1)
-    return rollout[there], own[there]
+    if rollout.shape[-1] > 1:  # the experts of a token are different ones
+        there = (rollout != 0).flatten(1).any(-1)
+        rollout, own = rollout[there], own[there]
+    return rollout, own
 
 
 def metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -97,7 +97,7 @@ class Fields:
         "none", "exactness",
         "of a mixture of experts in verl, `R3`: the trainer sends each token to the experts that the rollout chose for it, in "
         "the pass for old log-probs and in every update, with weights by its own logits. Not with `align=\"exact\"`, where "
-        "routes are equal. Routes are compared as with `measure_routes`",
+        "routes are equal, nor without an FP8 rollout. Routes are compared as with `measure_routes`",
         choices=get_args(RouterReplay), joint=True,
     )
     decode_graphs: bool = setting(
