@@ -60,6 +60,8 @@ def moe_table(arms: list[dict[str, Any]]) -> str:
     ]
     for arm in arms:
         align = "" if arm["align"] == "none" else f', `align="{arm["align"]}"`'
+        if arm["router_replay"]:
+            align += f', `router_replay="{arm["router_replay"]}"`'
         share = arm["route_mismatch_mean"]
         routes = "–" if share is None else "**0**" if share == 0 else f"{share:.3%}"
         lines.append(

@@ -32,6 +32,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "old_log_probs": "auto",
         "audit_fraction": 0.0625,
         "on_mismatch": "stop",
+        "router_replay": "none",
         "decode_graphs": False,
         "platform": "auto",
         "sync": "full",
@@ -130,6 +131,12 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"old_log_probs": "vllm"}, "unknown old_log_probs 'vllm'. Set it to one of 'auto', 'recompute', 'rollout'"),
         ({"audit_fraction": -0.1}, "audit_fraction=-0.1 must be between 0 and 1"),
         ({"on_mismatch": "warn"}, "unknown on_mismatch 'warn'"),
+        ({"router_replay": "R2"}, "unknown router_replay 'R2'. Set it to one of 'none', 'R3'"),
+        ({"router_replay": "R3"}, "router_replay='R3' contradicts align='exact'"),
+        *(
+            ({"router_replay": "R3", "precision": name}, f"router_replay='R3' contradicts precision={name!r}")
+            for name in ("bf16", "fp16", "int8-rollout")
+        ),
         ({"decode_graphs": True, "align": "linear"}, "decode_graphs=True contradicts align='linear'"),
         ({"decode_graphs": True, "guard_sqnr": 20}, "decode_graphs=True contradicts guard_sqnr=20"),
         ({"monitor_action": "halt"}, "unknown monitor_action 'halt'. Set it to one of 'warn', 'stop'"),

@@ -70,9 +70,12 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
                 fix="set fp8_all_gather=False",
             )
         )
-    if config.measure_routes:
+    if config.returns_routes:
+        what, off = "measure_routes=True", "measure_routes=False"
+        if config.router_replay != "none":
+            what, off = f"router_replay={config.router_replay!r}", "router_replay='none'"
         required, runs = "verl, whose samples carry the rollout's routes", "OpenRLHF, whose samples do not"
-        yield ConfigError(explain("measure_routes=True", required=required, found=runs, fix="set measure_routes=False"))
+        yield ConfigError(explain(what, required=required, found=runs, fix=f"set {off}"))
     yield from extensions.abandoned()
     rules = RULES
     if config.optimizer_states != "fp32":

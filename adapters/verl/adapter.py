@@ -304,8 +304,8 @@ ROUTES = Patch(
     attr="FSDPEngineWithLMHead.forward_step",
     make=routes.forward_step,
     reason="verl's FSDP engine ignores the experts that the rollout returned for its tokens, so nothing says how many routes "
-    "differ. Other engines are not covered",
-    remove_when="verl's FSDP engine compares routes",
+    "differ, and no update replays them (R3). Other engines are not covered",
+    remove_when="verl's FSDP engine compares and replays routes",
 )
 
 
@@ -331,7 +331,7 @@ class VerlAdapter(Adapter):
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
         if config.fp8_train:
             patches += (SAME_WEIGHTS,)
-        if config.measure_routes:
+        if config.returns_routes:
             patches += (ROUTES,)
         if config.sync == "delta":
             patches += (ANSWERS,)

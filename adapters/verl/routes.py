@@ -1,9 +1,9 @@
-"""``measure_routes``: of a mixture of experts, the share of routes in which verl's trainer differs from its rollout.
+"""``measure_routes`` and ``router_replay``: the experts that verl's rollout chose, compared with the trainer's and replayed.
 
 verl's R3 has vLLM return the experts of each token, as ``routed_experts`` of a sample
 (``rollout.enable_rollout_routing_replay``). They travel to the training workers whether or not an engine replays them; verl
 0.9.1's FSDP engine ignores them. Here each forward pass that runs with the weights that sampled is compared with them: the pass
-for old log-probs, or without it the first update.
+for old log-probs, or without it the first update. With ``router_replay`` each forward pass of the policy replays them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl.routes_settings import BESIDE
+from jetrl_patch.adapters.verl.routes_settings import beside
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.gate import while_config
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ROUTES", "attach", "forward_step", "metrics", "report"]
 
-#: key of what was compared in a worker's report: routes, and how many differ
+#: key of what was compared in a worker's report: routes, how many differ, how many were computed with other experts
 ROUTES = "routes"
 
 _RECORDED = "routed_experts"
@@ -30,53 +30,78 @@ _RECORDED = "routed_experts"
 
 def attach(engine: Any, module: Any) -> None:
     """Let the policy's engine record the routes of its model, which is not wrapped yet. Raises ModelError for a dense model."""
-    if not runtime.active_config().measure_routes or engine.engine_config.forward_only:
+    config = runtime.active_config()
+    if not config.returns_routes or engine.engine_config.forward_only:
         return
     from jetrl_patch.fp8.expert_layers import expert_modules
     from jetrl_patch.monitor.routes import Recorder
 
     if not expert_modules(module):
         required, found = "a mixture of experts that the plugin knows", f"model_type={module.config.model_type!r}"
-        raise ModelError(explain(BESIDE, required=required, found=found, fix="drop measure_routes"))
+        raise ModelError(explain(beside(config), required=required, found=found, fix="ask for no routes"))
+    if config.router_replay != "none":
+        from jetrl_patch.trainer.replay import Replay
+
+        if module.config.get_text_config().num_experts_per_tok == 1:
+            required = "two experts per token or more, because verl fills what the rollout did not record with expert 0"
+            raise ModelError(explain(beside(config), required=required, found="one", fix="set router_replay='none'"))
+        engine._jetrl_replay = Replay(module)
     engine._jetrl_routes = Recorder(module)
 
 
-@while_config(lambda config: config.measure_routes)
+@while_config(lambda config: config.returns_routes)
 def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``FSDPEngineWithLMHead.forward_step``: compare the routes of a micro-batch with those of its samples.
+    """Wrap ``FSDPEngineWithLMHead.forward_step``: compare the routes of a micro-batch with those of its samples, or replay them.
 
-    An update counts if its loss compared log-probs as well: later ones have other weights than the rollout.
+    What is replayed stays so after the step: backward may compute the forward pass again. An update counts if its loss
+    compared log-probs as well: later ones have other weights than the rollout.
     """
 
     def forward_step(self: Any, micro_batch: Any, loss_function: Any, forward_only: bool) -> Any:
-        recorder = getattr(self, "_jetrl_routes", None)
-        if recorder is None or micro_batch.get(_RECORDED, None) is None:
+        recorder, replay = getattr(self, "_jetrl_routes", None), getattr(self, "_jetrl_replay", None)
+        if recorder is None:
             return original(self, micro_batch, loss_function, forward_only)
-        with recorder.recording() as chosen:
+        if micro_batch.get(_RECORDED, None) is None:
+            if replay is not None:
+                required, fix = "the rollout's experts with every sample", "use an agent loop that returns routed_experts"
+                raise ModelError(explain("router_replay", required=required, found="a micro-batch without any", fix=fix))
+            return original(self, micro_batch, loss_function, forward_only)
+        from verl.utils import tensordict_utils as tu
+
+        packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
+        rollout, rows = recorded(micro_batch["input_ids"], micro_batch[_RECORDED], packed)
+        if replay is not None:
+            replay.follow(rollout, rows)
+        with recorder.recording() as used:
             result = original(self, micro_batch, loss_function, forward_only)
         if forward_only or WORKER.compared:
-            from verl.utils import tensordict_utils as tu
-
-            packed = tu.get_non_tensor_data(data=micro_batch, key="use_remove_padding", default=True)
-            WORKER.routes.append(compared(micro_batch["input_ids"], micro_batch[_RECORDED], chosen, packed))
+            own = used if replay is None else dict(replay.own)
+            found, other = compare_routes(rollout, own, rows), compare_routes(rollout, used, rows)
+            WORKER.routes.append((found.compared, found.differ, other.differ))
+        if replay is not None and forward_only:
+            replay.stop()
         return result
 
     return forward_step
 
 
-def compared(input_ids: Any, routed_experts: Any, chosen: Mapping[int, Tensor], packed: bool) -> tuple[int, int]:
-    """Compare the routes of a micro-batch; return how many there are, and how many differ.
+def compare_routes(rollout: Tensor, chosen: Mapping[int, Tensor], rows: Tensor) -> Any:
+    """``monitor.routes.compare``, loaded with torch."""
+    from jetrl_patch.monitor.routes import compare
+
+    return compare(rollout, chosen, rows)
+
+
+def recorded(input_ids: Any, routed_experts: Any, packed: bool) -> tuple[Tensor, Tensor]:
+    """Return the rollout's routes [T, layers, k] of a micro-batch, and where their tokens are among the trainer's [T].
 
     Args:
         input_ids: jagged [B, length].
         routed_experts: the rollout's, jagged [B, length, layers, k]. The rollout never computed with the last token, and in
             turns of several not with what follows the last of them: these rows are zeros.
-        chosen: number of a layer -> the trainer's experts, [N, k] of the tokens one after the other if ``packed``, else of rows
-            that are padded on the right.
+        packed: whether the trainer's tokens come one after the other, else in rows that are padded on the right.
     """
     import torch
-
-    from jetrl_patch.monitor.routes import compare
 
     offsets = input_ids.offsets()
     starts, lengths = offsets[:-1].tolist(), offsets.diff().tolist()
@@ -86,20 +111,27 @@ def compared(input_ids: Any, routed_experts: Any, chosen: Mapping[int, Tensor], 
     rollout = routed_experts.values()[theirs.to(offsets.device)]
     own = own.to(offsets.device)
     if rollout.shape[-1] > 1:  # the experts of a token are different ones
-        recorded = (rollout != 0).flatten(1).any(-1)
-        rollout, own = rollout[recorded], own[recorded]
-    found = compare(rollout, chosen, own)
-    return found.compared, found.differ
+        there = (rollout != 0).flatten(1).any(-1)
+        rollout, own = rollout[there], own[there]
+    return rollout, own
 
 
 def metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return the step's metric from the workers' reports; empty if nothing was compared."""
     parts = [report[ROUTES] for report in reports if ROUTES in report]
-    compared, differ = (sum(part[i] for part in parts) for i in (0, 1))
-    return {"jetrl/route_mismatch": differ / compared, "jetrl/routes": float(compared)} if compared else {}
+    compared, differ, other = (sum(part[i] for part in parts) for i in range(3))
+    if not compared:
+        return {}
+    found = {"jetrl/route_mismatch": differ / compared, "jetrl/routes": float(compared)}
+    if runtime.active_config().router_replay != "none":
+        found["jetrl/routes_replayed"] = 1 - other / compared
+    return found
 
 
-def report() -> dict[str, tuple[int, int]]:
-    """At a weight sync, report what was compared since the last one: routes, and how many differ; empty if nothing was."""
+def report() -> dict[str, tuple[int, int, int]]:
+    """At a weight sync, report what was compared since the last one, as in ``WORKER.routes``; empty if nothing was."""
     found, WORKER.routes = WORKER.routes, []
-    return {ROUTES: (sum(compared for compared, _ in found), sum(differ for _, differ in found))} if found else {}
+    if not found:
+        return {}
+    compared, differ, other = (sum(part[i] for part in found) for i in range(3))
+    return {ROUTES: (compared, differ, other)}

@@ -27,14 +27,15 @@ class WorkerState(state.Worker):
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
-        routes: with ``measure_routes``, what was compared since the last sync: routes, and how many differ.
+        routes: with ``measure_routes``, what was compared since the last sync: routes, how many differ, and how many were
+            computed with other experts than the rollout's.
         audit: with ``old_log_probs="rollout"``, what the losses compared (``old_log_probs``).
     """
 
     measuring: bool = False
     compared: bool = False
     measured: list[Any] = field(default_factory=list)
-    routes: list[tuple[int, int]] = field(default_factory=list)
+    routes: list[tuple[int, int, int]] = field(default_factory=list)
     audit: Audit = field(default_factory=Audit)
     rollout_tp: int = 1
     rollout_ep: int = 1

@@ -44,7 +44,8 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
     if args.enable_return_routed_experts and not returns_routes():
         from vllm import __version__
 
-        required, fix = "vLLM 0.28 to 0.30, which asks a module for its experts", "set measure_routes=False"
+        required = "vLLM 0.28 to 0.30, which asks a module for its experts"
+        fix = "set measure_routes=False and router_replay='none'"
         what = "enable_return_routed_experts with a quantized rollout"
         raise VersionError(explain(what, required=required, found=f"vLLM {__version__}", fix=fix))
     ours = quantization_name(config)

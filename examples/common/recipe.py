@@ -16,16 +16,17 @@ Device = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arm:
-    """One run of a comparison: a precision, an alignment (None: the precision's default) and a seed."""
+    """One run of a comparison: a precision, an alignment (None: the precision's default), a replay of routes and a seed."""
 
     precision: str
     align: str | None = None
+    router_replay: str = "none"
     seed: int = 0
 
     def config(self, device: Device) -> Config:
         """The plugin's settings. Raises ConfigError for an invalid combination."""
         settings: dict[str, Any] = {"precision": self.precision, "align": self.align, "platform": device}
-        return Config(**settings)
+        return Config(**settings, router_replay=self.router_replay)
 
     @property
     def resolved_align(self) -> str:
@@ -38,14 +39,15 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """``fp8-unified/exact, seed 0``."""
+        """``fp8-unified/exact, seed 0``, ``fp8-rollout+R3, seed 0``."""
         align = "" if self.resolved_align == "none" else f"/{self.resolved_align}"
-        return f"{self.precision}{align}, seed {self.seed}"
+        replay = "" if self.router_replay == "none" else f"+{self.router_replay}"
+        return f"{self.precision}{align}{replay}, seed {self.seed}"
 
     @property
     def slug(self) -> str:
         """The name in a form that suits a file name."""
-        return self.name.replace("/", "-").replace(", ", "-").replace(" ", "")
+        return self.name.replace("/", "-").replace("+", "-").replace(", ", "-").replace(" ", "")
 
 
 class Steps(Protocol):

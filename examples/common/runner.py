@@ -46,6 +46,8 @@ def run_arm(
     logs.mkdir(parents=True, exist_ok=True)
     log = logs / f"{arm.slug}.log"
     identity = {"precision": arm.precision, "align": arm.resolved_align, "seed": arm.seed}
+    if arm.router_replay != "none":
+        identity["router_replay"] = arm.router_replay
     started = time.monotonic()
     with temporary_folder() as temporary, (folder / "metrics.jsonl").open("a", encoding="utf-8") as out:
         launch = recipe.launch(arm, folder, temporary, log)

@@ -1,7 +1,7 @@
 """Four modes on the same data and seeds: BF16, FP8 rollout, unified FP8 with shared linears, unified FP8 exact.
 
 Run it by ``make compare`` or ``python -m examples.verl.compare``. ``make compare-moe`` runs them with a mixture of experts, which
-its first run makes of the dense model, and measures its routes.
+its first run makes of the dense model, measures its routes, and adds the FP8 rollout whose routes the trainer replays (R3).
 """
 
 from __future__ import annotations
@@ -10,32 +10,47 @@ import argparse
 import os
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from examples.common.recipe import Arm
+from examples.common.recipe import Arm, Device
 from examples.common.show import console, run_all
 from examples.verl.recipe import Recipe
 from examples.words.mixture import mixture
 from jetrl_patch.report import read_runs
 
-ARMS = (("bf16", None), ("fp8-rollout", None), ("fp8-unified", "linear"), ("fp8-unified", "exact"))
-MODES = {precision if align is None else f"{precision}/{align}": (precision, align) for precision, align in ARMS}
+MODES = {
+    "bf16": Arm(precision="bf16"),
+    "fp8-rollout": Arm(precision="fp8-rollout"),
+    "fp8-rollout+R3": Arm(precision="fp8-rollout", router_replay="R3"),
+    "fp8-unified/linear": Arm(precision="fp8-unified", align="linear"),
+    "fp8-unified/exact": Arm(precision="fp8-unified", align="exact"),
+}
+
+
+def chosen(names: Sequence[str] | None, experts: int, device: Device, seeds: Sequence[int]) -> list[Arm]:
+    """The arms of a comparison; None names all. A dense model has no routes, and the exact ops have not run on a GPU yet."""
+    modes = [
+        mode for mode in (MODES[name] for name in names or MODES)
+        if (experts or mode.router_replay == "none") and (device == "cpu" or mode.align != "exact")
+    ]  # fmt: skip
+    return [replace(mode, seed=seed) for mode in modes for seed in seeds]
 
 
 def main() -> int:
     defaults = Recipe()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--modes", nargs="+", choices=MODES)
     parser.add_argument("--steps", type=int, default=defaults.steps)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--experts", type=int, default=0, help="train a mixture with this many experts in each block")
     parser.add_argument("--out", type=Path, default=Path("outputs/compare"))
     args = parser.parse_args()
-    # The exact ops have not run on a GPU yet.
-    modes = [MODES[name] for name in args.modes if args.device == "cpu" or MODES[name][1] != "exact"]
-    arms = [Arm(precision=p, align=a, seed=seed) for p, a in modes for seed in args.seeds]
+    if not args.experts and any(MODES[name].router_replay != "none" for name in args.modes or ()):
+        parser.error("fp8-rollout+R3 replays routes of a mixture of experts, which a dense model has not. Add --experts 8.")
+    arms = chosen(args.modes, args.experts, args.device, args.seeds)
     out = args.out.resolve()
     recipe = Recipe(steps=args.steps, device=args.device)
     if args.experts:

@@ -89,6 +89,16 @@ def check_together(config: Config) -> None:
             f"old_log_probs='rollout' contradicts align={config.resolved_align!r}: only in exact mode are the rollout's "
             "log-probs the trainer's. Set align='exact' or old_log_probs='recompute'."
         )
+    if config.router_replay != "none" and config.exact:
+        raise ConfigError(
+            f"router_replay={config.router_replay!r} contradicts align='exact': there both sides choose the same experts. "
+            "Drop router_replay or use align='linear'."
+        )
+    if config.router_replay != "none" and not config.fp8_rollout:
+        raise ConfigError(
+            f"router_replay={config.router_replay!r} contradicts precision={config.precision!r}: routes are replayed from an FP8 "
+            "rollout alone. Drop router_replay or use precision='fp8-rollout'."
+        )
     if config.decode_graphs and not config.exact:
         raise ConfigError(
             f"decode_graphs=True contradicts align={config.resolved_align!r}: outside of exact mode vLLM captures graphs by "

@@ -23,6 +23,7 @@ Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", 
 Platform = Literal["auto", "cpu", "cuda"]
 OptimizerStates = Literal["fp32", "8bit", "fp8"]
 OldLogProbs = Literal["auto", "recompute", "rollout"]
+RouterReplay = Literal["none", "R3"]
 OnMismatch = Literal["stop", "recompute"]
 Sync = Literal["full", "delta"]
 
@@ -91,6 +92,13 @@ class Fields:
         "without the pass for old log-probs, what happens once a token's two log-probs differ: `stop` the run before an update "
         "with it, or log an error and `recompute` from then on",
         choices=get_args(OnMismatch), joint=True,
+    )
+    router_replay: RouterReplay = setting(
+        "none", "exactness",
+        "of a mixture of experts in verl, `R3`: the trainer sends each token to the experts that the rollout chose for it, in "
+        "the pass for old log-probs and in every update, with weights by its own logits. Not with `align=\"exact\"`, where "
+        "routes are equal, nor without an FP8 rollout. Routes are compared as with `measure_routes`",
+        choices=get_args(RouterReplay), joint=True,
     )
     decode_graphs: bool = setting(
         False, "exactness",

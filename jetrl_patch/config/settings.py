@@ -101,6 +101,11 @@ class Config(Fields):
         return self.old_log_probs == "rollout" or (self.old_log_probs == "auto" and self.exact)
 
     @property
+    def returns_routes(self) -> bool:
+        """Whether the rollout returns the experts of each token of a mixture."""
+        return self.measure_routes or self.router_replay != "none"
+
+    @property
     def compute_dtype(self) -> str:
         """torch's name of the 16-bit dtype on both sides."""
         return self.mode.dtype

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from jetrl_patch.fp8.expert_layers import expert_modules
 
-__all__ = ["Recorder", "Routes", "compare"]
+__all__ = ["Recorder", "Routes", "compare", "layer_number"]
 
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 
@@ -55,15 +55,20 @@ def compare(rollout_TLk: Tensor, trainer: Mapping[int, Tensor], rows: Tensor) ->
     return found
 
 
+def layer_number(name: str) -> int:
+    """The number of the layer that a module of a block, by its dotted name, belongs to."""
+    layer = _LAYER.search(name)
+    assert layer is not None, name
+    return int(layer[1])
+
+
 class Recorder:
     """Records the experts that a trainer's model chooses. It has to be made before FSDP or ZeRO wrap the model."""
 
     def __init__(self, model: nn.Module) -> None:
         self._open: dict[int, Tensor] | None = None
         for name, module in expert_modules(model).items():
-            layer = _LAYER.search(name)
-            assert layer is not None, name
-            module.register_forward_pre_hook(partial(self._note, int(layer[1])), with_kwargs=True)
+            module.register_forward_pre_hook(partial(self._note, layer_number(name)), with_kwargs=True)
 
     @contextmanager
     def recording(self) -> Iterator[dict[int, Tensor]]:

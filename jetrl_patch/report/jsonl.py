@@ -99,10 +99,11 @@ def _kind(record: dict[str, Any]) -> Callable[[dict[object, Run], dict[str, Any]
 
 def _add_ours(runs: dict[object, Run], record: dict[str, Any], where: str, keep: Keep) -> None:
     precision, align, seed = record.get("precision"), record.get("align"), record.get("seed")
-    correction = record.get("correction") or ""
+    correction, replay = str(record.get("correction") or ""), str(record.get("router_replay") or "")
     if not isinstance(precision, str) or not isinstance(align, str) or not isinstance(seed, int):
         raise ReportError(f"{where}: a record needs precision and align (strings) and seed (an integer)")
-    run = runs.setdefault((precision, align, seed, correction), Run(precision, align, seed, correction=str(correction)))
+    made = Run(precision, align, seed, correction=correction, router_replay=replay)
+    run = runs.setdefault((precision, align, seed, correction, replay), made)
     if isinstance(record.get("final"), dict):
         run.final.update(record["final"])
     elif isinstance(record.get("step"), int) and isinstance(record.get("data"), dict):

@@ -40,7 +40,7 @@ class Run:
     """One run: ``steps`` maps a step to the framework's metrics at that step.
 
     Attributes:
-        precision, align, seed, correction: the run's mode, as far as it is known; otherwise "" and 0.
+        precision, align, seed, correction, router_replay: the run's mode, as far as it is known; otherwise "" and 0.
         final: recorded at the end of the run: versions, memory, answers.
         name: display name; ``label`` falls back to the arm.
         source: where the run comes from; it keeps files with the same arm apart.
@@ -52,15 +52,17 @@ class Run:
     steps: dict[int, dict[str, Any]] = field(default_factory=dict)
     final: dict[str, Any] = field(default_factory=dict)
     correction: str = ""
+    router_replay: str = ""
     name: str = ""
     source: str = ""
 
     @property
     def arm(self) -> str:
-        """The name of the mode, ``PRECISION[/ALIGN][+CORRECTION]``; "" if unknown."""
+        """The name of the mode, ``PRECISION[/ALIGN][+CORRECTION][+ROUTER_REPLAY]``; "" if unknown."""
         align = "" if self.align in ("", "none") else f"/{self.align}"
         correction = "" if self.correction in ("", "none") else f"+{self.correction}"
-        return f"{self.precision}{align}{correction}"
+        replay = "" if self.router_replay in ("", "none") else f"+{self.router_replay}"
+        return f"{self.precision}{align}{correction}{replay}"
 
     @property
     def label(self) -> str:

@@ -12,10 +12,11 @@ from jetrl_patch.report.runs import Points, Run
 __all__ = ["SUMMARY_KEYS", "summarize"]
 
 SUMMARY_KEYS = (
-    "name", "precision", "align", "correction", "seed", "steps", "tokens", "reward_first", "reward_last", "reward_best",
-    "accuracy_first", "accuracy_last", "accuracy_best", "logp_abs_diff_mean", "logp_abs_diff_max", "bit_equal_fraction_min",
-    "route_mismatch_mean", "ess_mean", "clipped_fraction_mean", "k3_kl_mean", "sync_bytes", "sync_bytes_bf16",
-    "sync_seconds_mean", "sync_share", "step_seconds_median", "parts", "peak_memory_bytes", "quantized_layers", "versions",
+    "name", "precision", "align", "correction", "router_replay", "seed", "steps", "tokens", "reward_first", "reward_last",
+    "reward_best", "accuracy_first", "accuracy_last", "accuracy_best", "logp_abs_diff_mean", "logp_abs_diff_max",
+    "bit_equal_fraction_min", "route_mismatch_mean", "ess_mean", "clipped_fraction_mean", "k3_kl_mean", "sync_bytes",
+    "sync_bytes_bf16", "sync_seconds_mean", "sync_share", "step_seconds_median", "parts", "peak_memory_bytes",
+    "quantized_layers", "versions",
 )  # fmt: skip
 
 
@@ -33,6 +34,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "precision": run.precision,
         "align": run.align,
         "correction": run.correction,
+        "router_replay": run.router_replay,
         "seed": run.seed if run.precision else None,
         "steps": len(run.training_steps),
         "tokens": int(sum(finite(tokens))) if tokens else None,

@@ -265,6 +265,8 @@ def test_names_of_arms() -> None:
     assert EXACT.name == "fp8-unified/exact, seed 0"
     assert EXACT.slug == "fp8-unified-exact-seed0"
     assert Arm(precision="bf16", seed=3).name == "bf16, seed 3"
+    replaying = Arm(precision="fp8-rollout", router_replay="R3")
+    assert (replaying.name, replaying.slug) == ("fp8-rollout+R3, seed 0", "fp8-rollout-R3-seed0")
     assert not Arm(precision="fp8-unified", align="linear").exact
     with pytest.raises(ConfigError):
         Arm(precision="bf16", align="exact").config("cpu")

@@ -223,5 +223,7 @@ def test_a_mixture_for_the_comparison(tmp_path: Path) -> None:
     recipe = Recipe(model=made, measure_routes=True, held_out=8)
     launch = recipe.launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
     assert launch.env["JETRL_MEASURE_ROUTES"] == "1" and f"actor_rollout_ref.model.path={made}" in launch.command
+    replaying = Arm(precision="fp8-rollout", router_replay="R3")
+    assert recipe.launch(replaying, tmp_path, tmp_path, tmp_path / "log").env["JETRL_ROUTER_REPLAY"] == "R3"
     dense_run = Recipe(held_out=8).launch(Arm(precision="bf16"), tmp_path, tmp_path, tmp_path / "log")
     assert dense_run.env["JETRL_MEASURE_ROUTES"] == "0"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.verl.run_verl import R, Run, make_task
+from tests.verl.run_verl import M, R, Run, make_task
 from tests.verl.test_e2e import TIMEOUT, finish
 
 
@@ -29,6 +29,19 @@ def test_routes_differ_where_each_side_computes_by_itself(tmp_path):
     environ = {"JETRL_PRECISION": "fp8-rollout", "JETRL_MEASURE_ROUTES": "1"}
     steps = finish(Run(make_task(tmp_path, "qwen3_moe"), steps=2, environ=environ), 2)
     assert all(0 < step["jetrl/route_mismatch"] < 0.5 and step["jetrl/routes"] > 3 * step["jetrl/tokens"] for step in steps)
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize("trainer", ["V0", "V1"])
+def test_the_trainer_replays_the_routes_of_the_rollout(tmp_path, trainer):
+    """A pass without routes would end the run, so that every update has replayed them, its recomputation included."""
+    environ = {"JETRL_PRECISION": "fp8-rollout", "JETRL_ROUTER_REPLAY": "R3"}
+    extra = [f"trainer.use_v1={trainer == 'V1'}", f"{M}.enable_gradient_checkpointing=True"]
+    for step in finish(Run(make_task(tmp_path, "qwen3_moe"), *extra, steps=3, environ=environ), 3):
+        assert step["jetrl/routes_replayed"] == 1.0 and 0 < step["jetrl/route_mismatch"] < 0.5
+        assert step["jetrl/routes"] > 3 * step["jetrl/tokens"] and step["jetrl/logp_abs_diff_mean"] > 0
 
 
 @pytest.mark.e2e
