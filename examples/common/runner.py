@@ -87,7 +87,8 @@ def run_arm(
             f"{arm.name}: required {recipe.steps} steps, found {launch.steps.last}; see {log}\n{ending(log)}"
         )
     runs = read_runs(folder / "metrics.jsonl")
-    return next(r for r in runs if (r.precision, r.align, r.seed) == tuple(identity.values()))
+    wanted = {"router_replay": "", **identity}
+    return next(run for run in runs if all(getattr(run, name) == value for name, value in wanted.items()))
 
 
 class Phases:

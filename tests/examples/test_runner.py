@@ -82,6 +82,14 @@ def test_a_run_that_keeps_its_promise(tmp_path: Path, monkeypatch: pytest.Monkey
     assert nothing_left(tmp_path)
 
 
+def test_arms_that_differ_in_the_replay_of_routes_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer(monkeypatch, tmp_path, largest=1e-3)
+    arms = [Arm(precision="fp8-rollout"), Arm(precision="fp8-rollout", router_replay="R3")]
+    assert show.run_all(RECIPE, arms, tmp_path, "title", "subtitle") == 0
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(s["steps"], s["router_replay"]) for s in summary] == [(3, ""), (3, "R3")]
+
+
 def test_an_exact_arm_that_is_not_exact_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
