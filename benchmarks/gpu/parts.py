@@ -12,7 +12,7 @@ from benchmarks.gpu.launches import ONE_LAUNCH_ROWS, one_launch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.shapes import DECODE, MODELS, TRAIN, Model
-from benchmarks.gpu.timing import Call, copies
+from benchmarks.gpu.timing import Call, copies, told
 from jetrl_patch.fp8.backends import Backend, row_equality
 from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.formats import ScaleFormat
@@ -138,7 +138,7 @@ def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = 
                     shape = linear.N, linear.K
                     verdict = row_equality.compare_rows(backend, shape, machine.device, FORMAT, trained, decoded)
                 except Exception as error:
-                    verdict = row_equality.Verdict(False, f"{type(error).__name__}: {error}".splitlines()[0][:200])
+                    verdict = row_equality.Verdict(False, told(error))
                 yield {
                     "backend": name, "model": model.name, "linear": linear.name,
                     "verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found,

@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu import attention, block, head, launches, parts
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import Model
-from benchmarks.gpu.timing import Call, Timed
+from benchmarks.gpu.timing import Call, Timed, told
 from jetrl_patch.fp8.backends import get_backend
 
 Run = Callable[[Machine], Iterator[dict[str, Any]]]
@@ -64,7 +64,7 @@ def wall_clock(calls: Mapping[str, Call]) -> dict[str, Timed]:
             call(0), call(1)
             found[name] = Timed((time.perf_counter() - start) / 2, True)
         except Exception as error:
-            found[name] = Timed(math.nan, False, f"{type(error).__name__}: {error}".splitlines()[0])
+            found[name] = Timed(math.nan, False, told(error))
     return found
 
 

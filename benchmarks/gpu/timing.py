@@ -67,6 +67,11 @@ def copies(size: int, cache: int) -> int:
     return max(1, min(64, -(-2 * cache // max(size, 1))))
 
 
+def told(error: Exception) -> str:
+    """An error in a cell of a table: what failed is a row without a time, and the others still run."""
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
 class CudaTimer:
     """Median of ``rounds`` windows of ``seconds / rounds`` for each function, after ``warm`` seconds of all of them."""
 
@@ -112,7 +117,7 @@ def _prepared(call: Call) -> _Ready | str:
             call(turn)
         one = _elapsed(lambda: call(0))
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+        return told(error)
     calls = max(3, min(100, int(0.01 / max(one, 1e-6))))
 
     def several() -> None:

@@ -51,7 +51,7 @@ def measure(name: str, cell: Cell, command: str, clock: Callable[[], float] = ti
                 if clock() - start >= cell.seconds and next(rows, None) is not None:
                     found.note = f"Time ran out after {len(found.rows)} rows."
                     break
-        except Exception as error:
+        except Exception as error:  # the record keeps it, and the other cells still run
             found.error = f"failed after {len(found.rows)} rows: {type(error).__name__}: {error}"[:2000]
             print(f"  {found.error}", flush=True)
     found.seconds, found.clocks = clock() - start, clocks.found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
-import os
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.gathered_layers import gather_in_fp8
+from tests.fp8.facts import tell
 from tests.fp8.thresholds import sqnr
 from tests.models import build
 
@@ -199,13 +198,7 @@ def main() -> None:
         for state in optimizer.state.values() for t in state.values()
     )  # fmt: skip
     checkpoints(facts, ours, optimizer)
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, facts)
-    if dist.get_rank() == 0:
-        print("FACTS " + json.dumps(every), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
+    tell(facts)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
-import os
 import sys
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.gather import Fp8Gathered
 from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 from jetrl_patch.fp8.unchanged import unchanged_weights
+from tests.fp8.facts import tell
 from tests.fp8.test_training import PlainGpu
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
@@ -149,13 +148,7 @@ def main() -> None:
             found, facts[f"{name}, {kind}"], synced = train(make(kind == "reentrant", **settings), promised)
             facts["equal"] &= same(found, expected)
             facts["synced"] &= synced
-    every: list = [None] * dist.get_world_size()
-    dist.all_gather_object(every, facts)
-    if dist.get_rank() == 0:
-        print("FACTS " + json.dumps(every), flush=True)
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads may outlive the interpreter, which then aborts
+    tell(facts)
 
 
 if __name__ == "__main__":

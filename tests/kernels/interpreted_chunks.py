@@ -10,10 +10,10 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_patch.kernels import attention, attention_backward, attention_chunks
+from jetrl_patch.kernels import attention, attention_chunks
 
-from ..fp8.thresholds import SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
-from .interpreted_exact import ends, exact_dot, oracle, packed, paged, rand  # noqa: F401
+from ..fp8.thresholds import SQNR_ATTENTION, sqnr
+from .interpreted_exact import ends, exact_dot, gradients_against_fp64, oracle, packed, paged, rand  # noqa: F401
 
 assert triton.knobs.runtime.interpret
 
@@ -111,14 +111,7 @@ def flipped(*states):
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 def test_gradients_over_several_chunks_against_fp64(heads, kv_heads, width, monkeypatch):
     monkeypatch.setattr(attention_chunks, "CHUNK", 64)
-    q, k, v, cu = packed(heads, kv_heads, width, [1, 130])
-    out, lse = attention.attention_varlen(q, k, v, cu, width**-0.5)
-    g = rand(*q.shape, seed=5)
-    found = attention_backward.attention_backward(q, k, v, out, lse, g, cu, width**-0.5)
-    wide = [t.double().requires_grad_() for t in (q, k, v)]
-    oracle(*wide, cu, width**-0.5).backward(g.double())
-    for ours, theirs in zip(found, wide):
-        assert sqnr(ours, theirs.grad) > SQNR_ATTENTION_GRADIENT
+    gradients_against_fp64(width, *packed(heads, kv_heads, width, [1, 130]))
 
 
 def test_what_is_stored_is_bounded(monkeypatch):

@@ -169,7 +169,10 @@ def test_ranks_that_hold_some_heads_compute_the_same_bits(ranks):
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), HEADS)
 def test_gradients_of_attention_against_fp64(heads, kv_heads, width):
-    q, k, v, cu = packed(heads, kv_heads, width)
+    gradients_against_fp64(width, *packed(heads, kv_heads, width))
+
+
+def gradients_against_fp64(width, q, k, v, cu):
     out, lse = attention.attention_varlen(q, k, v, cu, width**-0.5)
     g = rand(*q.shape, seed=5)
     found = attention_backward.attention_backward(q, k, v, out, lse, g, cu, width**-0.5)
