@@ -1,6 +1,7 @@
-"""The sync under load: ``python -m tests.soak.many [--syncs N]``.
+"""The sync under load: ``python -m tests.soak.many [--syncs N] [--engines N] [--ranks N]``.
 
 Eight training ranks sync to sixteen real vLLM engines on one machine, over OpenRLHF's colocated transport, two thousand times.
+That takes 20 GB; fewer engines take less.
 Each sync brings other weights than the one before. Every so often the bytes in each engine are compared with the trainer's, and
 the engines generate, all the same. The processes are watched as in the other soaks.
 """
@@ -21,7 +22,6 @@ from tests.soak.__main__ import OUT
 from tests.soak.figures import growths, picture, rows
 from tests.soak.watch import Watch
 
-ENGINES, RANKS = 16, 8
 SETTINGS = {"JETRL_PRECISION": "fp8-unified", "JETRL_PLATFORM": "cpu", "OMP_NUM_THREADS": "1"}
 #: syncs after which every engine is looked into, and the seconds that one sync may take
 LOOK, PATIENCE = 50, 300.0
@@ -31,14 +31,14 @@ PATTERN = r"sync (\d+) done"
 class Rank:
     """One training rank, in a process of its own."""
 
-    def __init__(self, rank: int, store: str, model: str) -> None:
+    def __init__(self, rank: int, ranks: int, store: str, model: str) -> None:
         import torch.distributed as dist
 
         import jetrl_patch
         from tests.faults.roads import Trainer
 
         jetrl_patch.enable()
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
         self.trainer = Trainer(model, jetrl_patch.status().config)
 
     def reach(self, engines: list[Any]) -> None:
@@ -58,7 +58,7 @@ class Rank:
         return {name: digest(tensor) for name, tensor in self.trainer.messages(version)}
 
 
-def run(syncs: int, folder: Path, log: Path) -> bool:
+def run(syncs: int, number_of_engines: int, number_of_ranks: int, folder: Path, log: Path) -> bool:
     """Start the processes and sync. Returns whether every look found the trainer's bytes and one answer in all engines."""
     import ray
 
@@ -66,10 +66,11 @@ def run(syncs: int, folder: Path, log: Path) -> bool:
     from tests.faults.rollout import start
 
     model = models.variant(folder / "model", "qwen3", 0)
-    engines = [start("openrlhf", str(model), SETTINGS) for _ in range(ENGINES)]
+    engines = [start("openrlhf", str(model), SETTINGS) for _ in range(number_of_engines)]
     ray.get([engine.pid.remote() for engine in engines])
     options: dict[str, Any] = {"runtime_env": {"env_vars": {**SETTINGS, "PYTHONPATH": os.getcwd()}}, "num_cpus": 1}
-    ranks = [ray.remote(Rank).options(**options).remote(i, str(folder / "store"), str(model)) for i in range(RANKS)]
+    rank_of = ray.remote(Rank).options(**options)
+    ranks = [rank_of.remote(i, number_of_ranks, str(folder / "store"), str(model)) for i in range(number_of_ranks)]
     ray.get([rank.reach.remote(engines) for rank in ranks])
     sent, good = [ray.get(ranks[0].sent.remote(version)) for version in (0, 1)], True
     with log.open("a") as lines:
@@ -88,29 +89,35 @@ def run(syncs: int, folder: Path, log: Path) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.soak.many")
     parser.add_argument("--syncs", type=int, default=2000)
-    syncs = parser.parse_args().syncs
+    parser.add_argument("--engines", type=int, default=16)
+    parser.add_argument("--ranks", type=int, default=8)
+    options = parser.parse_args()
+    syncs, engines, ranks = options.syncs, options.engines, options.ranks
     OUT.mkdir(parents=True, exist_ok=True)
     import ray
+
+    import jetrl_patch
 
     with tempfile.TemporaryDirectory(prefix="jf", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
         os.environ.update(SETTINGS, TESTED_RUN=name)
+        jetrl_patch.enable()
         log = folder / "log"
         log.touch()
         quiet = {"include_dashboard": False, "log_to_driver": False}
-        ray.init(num_cpus=ENGINES + RANKS, _temp_dir=name, object_store_memory=200_000_000, **quiet)
+        ray.init(num_cpus=engines + ranks, _temp_dir=name, object_store_memory=200_000_000, **quiet)
         watch = Watch(SimpleNamespace(log=log), name, PATTERN)
         watch.start()
         begin = time.monotonic()
         try:
-            good = run(syncs, folder, log)
+            good = run(syncs, engines, ranks, folder, log)
         finally:
             watch.stop()
             ray.shutdown()
     seen = watch.as_json()
     (OUT / "many.json").write_text(json.dumps(seen))
     found = list(growths(seen))
-    picture(seen, f"{syncs:,} syncs of {RANKS} training ranks to {ENGINES} engines", OUT / "many.png")
+    picture(seen, f"{syncs:,} syncs of {ranks} training ranks to {engines} engines", OUT / "many.png")
     print("\n".join(rows(found)))
     print(f"{syncs:,} syncs in {time.monotonic() - begin:.0f} s; bytes and answers right: {good}")
     return 0 if good and all(one.flat for _, one in found) else 1
