@@ -68,7 +68,6 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MEGATRON}.expert_tensor_parallel_size", more_than_one, _DENSE, "set it to null", "quantized"),
     Rule(f"{MEGATRON}.use_mbridge", lambda value: not value, "Megatron-Bridge's export", "set it to true", "quantized"),
     Rule(f"{MEGATRON}.vanilla_mbridge", is_set, "Megatron-Bridge's export", _FALSE, "quantized"),
-    Rule(f"{MEGATRON}.use_megatron_fsdp", is_set, "parameters that Megatron-FSDP does not shard", _FALSE, "quantized"),
     Rule(f"{MEGATRON}.dynamic_context_parallel", is_set, "false (verl supports FP8 only without it)", _FALSE, "quantized"),
     Rule(
         f"{MEGATRON}.qat.enable", is_set, "no quantization but jetrl_patch's", _FALSE, "quantized", ConflictError,

@@ -121,6 +121,9 @@ def main(scale_format, wrong):
     model = chunks[0]
     if wrong == "plain":
         model.module.decoder.layers[1].mlp.linear_fc2 = te.nn.Linear(128, 128)
+    if wrong == "sharded":  # Megatron-FSDP's FP32 masters, whose values BF16 does not have
+        for parameter in hf.float().parameters():
+            parameter.data += 1e-3 * torch.randn(parameter.shape) * parameter.data
     if wrong == "nan":
         hf.model.layers[1].mlp.up_proj.weight.data[3, 4] = float("nan")
     tf_config = types.SimpleNamespace(
@@ -141,7 +144,8 @@ def main(scale_format, wrong):
         ),
         engine_config=Settings(
             tensor_model_parallel_size=1, pipeline_model_parallel_size=len(blocks), forward_only=False,
-            use_distributed_optimizer=True, use_megatron_fsdp=False, override_ddp_config={}, override_mcore_model_config={},
+            use_distributed_optimizer=True, use_megatron_fsdp=wrong == "sharded", override_ddp_config={},
+            override_mcore_model_config={},
             use_dist_checkpointing=False,
         ),
         optimizer_config=None, is_value_model=wrong == "critic", tf_config=None, provider=None, peft_cls=None,
@@ -158,7 +162,7 @@ def main(scale_format, wrong):
     from jetrl_patch.sync.manifest import Manifest
 
     manifest = Manifest.decode(sent["jetrl.manifest"])
-    weights = hf.state_dict()
+    weights = hf.bfloat16().state_dict()
     equal = 0
     for layer in manifest.layers:
         theirs = te.quantized(weights[f"{layer}.weight"].contiguous(), scale_format == "pow2").parts

@@ -172,7 +172,6 @@ CONTRADICTIONS = [
     (f"{M}.expert_tensor_parallel_size=2", ConfigError, "expert_tensor_parallel_size"),
     (f"{M}.use_mbridge=false", ConfigError, "use_mbridge"),
     (f"{M}.vanilla_mbridge=true", ConfigError, "vanilla_mbridge"),
-    (f"{M}.use_megatron_fsdp=true", ConfigError, "use_megatron_fsdp"),
     (f"{M}.dynamic_context_parallel=true", ConfigError, "dynamic_context_parallel"),
     (f"{M}.qat.enable=true", ConflictError, "qat.enable"),
     ("actor_rollout_ref.model.mtp.enable=true", ConfigError, "mtp.enable"),
@@ -361,6 +360,14 @@ def test_a_stage_of_a_pipeline_sends_the_whole_model():
     assert word == "FACTS", text
     facts = json.loads(text)
     assert facts["layers"] == facts["equal"] == 21 and facts["complete"] and facts["untouched"]
+
+
+def test_sharded_masters_are_sent_as_the_forward_pass_rounds_them():
+    """Megatron-Bridge exports Megatron-FSDP's FP32 masters; the layers compute with BF16 copies of them."""
+    word, text = engine("pow2", "sharded")
+    assert word == "FACTS", text
+    facts = json.loads(text)
+    assert facts["layers"] == facts["equal"] == 21 and facts["rest"] and facts["complete"] and facts["untouched"]
 
 
 def test_the_real_packages():
