@@ -33,8 +33,8 @@ class Rollout:
 
         config = jetrl_patch.status().config
         assert config is not None, "the environment's JETRL_* variables did not reach this process"
-        extension = (("worker_extension_cls", EXTENSIONS[framework]),)
-        self.llm = build_engine(Job(model=model, config=config, engine=extension), 160)
+        arguments = (("worker_extension_cls", EXTENSIONS[framework]), ("kv_cache_memory_bytes", 64 << 20))
+        self.llm = build_engine(Job(model=model, config=config, engine=arguments), 160)
 
     def pid(self) -> int:
         return os.getpid()

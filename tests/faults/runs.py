@@ -79,7 +79,7 @@ FAULTS: dict[str, str | None] = {
     "killed": _DEAD,
     "frozen briefly": None,
     "out of memory": rf"MemoryError|Cannot allocate|bad_alloc|out of memory|{_DEAD}",
-    "node lost": rf"raylet|[Nn]ode|{_DEAD}",
+    "node lost": _DEAD,
     "clock jumps": None,
     "full disk": r"No space left|errno 28|\[enforce fail at inline_container|PytorchStreamWriter",
 }
@@ -227,7 +227,8 @@ def cause(text: str, pattern: str | None) -> str:
     if pattern is None:
         return ""
     plain = re.sub(r"(?:\x1b\[\d+m|\(\w+ pid=\d+\))+ ?", "", text)  # without Ray's colours and prefixes
-    lines = [line for line in plain.splitlines() if re.search(pattern, line)]
+    said = (line for line in plain.splitlines() if "[state-dump]" not in line)  # which Ray's raylet writes when it ends
+    lines = [line for line in said if re.search(pattern, line)]
     named = [line for line in lines if re.search(r"\w(Error|Exception|Interrupt)\b", line)]
     return (named or lines or [""])[-1].strip()
 

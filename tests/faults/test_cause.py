@@ -18,3 +18,8 @@ def test_the_last_error_that_fits_without_colours():
 
 def test_a_line_counts_where_no_error_fits():
     assert cause("a worker was killed\nValueError: no\n", FAULTS["killed"]) == "a worker was killed"
+
+
+def test_what_a_raylet_counts_names_no_cause():
+    log = "[state-dump] \tNodeManagerService.dead - 1 total\nThe actor died because its node has died.\n[state-dump] dead"
+    assert cause(log, FAULTS["node lost"]) == "The actor died because its node has died."

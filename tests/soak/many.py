@@ -1,7 +1,7 @@
 """The sync under load: ``python -m tests.soak.many [--syncs N] [--engines N] [--ranks N]``.
 
 Eight training ranks sync to sixteen real vLLM engines on one machine, over OpenRLHF's colocated transport, two thousand times.
-That takes 20 GB; fewer engines take less.
+That takes 14 GB; fewer engines take less.
 Each sync brings other weights than the one before. Every so often the bytes in each engine are compared with the trainer's, and
 the engines generate, all the same. The processes are watched as in the other soaks.
 """
