@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from tests.soak.__main__ import OUT
+from tests.soak.__main__ import ENVIRON, OUT
 from tests.soak.figures import growths, picture, rows
 from tests.soak.watch import Watch
 
@@ -100,7 +100,7 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory(prefix="jf", dir="/tmp", ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        os.environ.update(SETTINGS, TESTED_RUN=name)
+        os.environ.update(SETTINGS, **ENVIRON, TESTED_RUN=name)
         jetrl_patch.enable()
         log = folder / "log"
         log.touch()
