@@ -131,7 +131,7 @@ def test_what_is_stored_is_bounded(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("width", [64, 128])
 def test_contexts_of_8192_keys_in_chunks_of_1024(width, launched):
     assert attention_chunks.CHUNK == 1024

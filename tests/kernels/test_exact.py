@@ -74,7 +74,7 @@ SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
     ("file", "which"),
     [
         *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "whole")),
-        pytest.param("interpreted_chunks", "slow", marks=[pytest.mark.slow, pytest.mark.timeout(1800)]),
+        pytest.param("interpreted_chunks", "slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
 def test_in_the_interpreter(file: str, which: str):
