@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | compare-moe | stability | sanity | faults | soak | official | test | test-all | test-pins
+# make demo | demo-openrlhf | compare | compare-moe | stability | sanity | faults | soak | official | test | test-all | test-pins | test-triton
 #      anchors | vision | lint | docs | bench | bench-gpu | hopper | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
@@ -31,7 +31,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins anchors vision lint docs \
+.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins test-triton anchors vision lint docs \
         bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -113,6 +113,16 @@ test-pins: $(PIN:%=test-pins-%)
 
 test-pins-%: build/pins/%/.done $(SELF)
 	$(subst $(PY),$(PY:$(VENV)/%=build/pins/$*/%),$(TEST)) -m pins tests/vllm/test_exact.py $(PINNED_$*) $(ARGS)
+
+# the Triton kernels with another triton, by default the one that verl's pins bring: within their limits and budgets on Hopper
+TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)
+test-triton: build/triton-$(TRITON)/.done $(SELF)
+	PYTHONPATH=build/triton-$(TRITON) $(TEST) tests/kernels -k "not interpreter" $(ARGS)
+
+.PRECIOUS: build/triton-%/.done
+build/triton-%/.done: | $(SELF)
+	$(PIP) --target $(@D) triton==$*
+	@touch $@
 
 .PRECIOUS: build/pins/%/.done
 build/pins/%/.done: requirements/pins-%.txt $(STAMP)

@@ -11,7 +11,7 @@ from torch import nn
 from benchmarks.gpu.launches import ONE_LAUNCH_ROWS, one_launch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
-from benchmarks.gpu.shapes import DECODE, MODELS, TRAIN, Model
+from benchmarks.gpu.shapes import DECODE, MODELS, RANKS, SMALL, TRAIN, Model
 from benchmarks.gpu.timing import Call, copies, told
 from jetrl_patch.fp8.backends import Backend, row_equality
 from jetrl_patch.fp8.backends.gpu import GpuBackend
@@ -143,6 +143,25 @@ def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = 
                     "backend": name, "model": model.name, "linear": linear.name,
                     "verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found,
                 }  # fmt: skip
+
+
+def fused(
+    machine: Machine, models: Sequence[Model] = (SMALL, *MODELS), sizes: Sequence[int] = RANKS, trained: int = TRAIN[0]
+) -> Iterator[Row]:
+    """The same for rows of fused and tensor-parallel weights against the trainer's whole weights, which have another N."""
+    for ranks in sizes:
+        for model in models:
+            for linear, layout in model.layouts(ranks):
+                for name, backend in machine.backends.items():
+                    try:
+                        shape = linear.N, linear.K
+                        verdict = row_equality.compare_parts(backend, shape, layout, machine.device, FORMAT, (1, 64, trained))
+                    except Exception as error:
+                        verdict = row_equality.Verdict(False, told(error))
+                    yield {
+                        "backend": name, "model": model.name, "TP": ranks, "linear": linear.name,
+                        "verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found,
+                    }  # fmt: skip
 
 
 def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:

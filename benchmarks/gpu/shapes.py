@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
+
+from jetrl_patch.fp8.backends.row_equality import Layout, Part
+from jetrl_patch.fp8.formats import BLOCK
 
 
 class Linear(NamedTuple):
@@ -34,14 +38,32 @@ class Model(NamedTuple):
             Linear("down", self.hidden, self.intermediate),
         )
 
+    def layouts(self, ranks: int) -> Iterator[tuple[Linear, Layout]]:
+        """The same GEMMs on the last of tensor-parallel ``ranks``, where they differ from the trainer's; none for a cut block."""
+        heads, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        if self.heads % ranks or self.kv_heads % ranks or heads % (ranks * BLOCK) or self.intermediate % (ranks * BLOCK):
+            return
+        fused = {"qkv": (heads, kv, kv), "gate_up": (self.intermediate, self.intermediate)}
+        for name, N, K in self.linears:
+            if name in fused:
+                offsets = [sum(fused[name][:i]) // ranks for i in range(len(fused[name]))]
+                parts = (Part(rows, rows - rows // ranks, rows, at) for rows, at in zip(fused[name], offsets, strict=True))
+                yield Linear(name, N // ranks, K), Layout(tuple(parts))
+            elif ranks > 1:
+                yield Linear(name, N, K // ranks), Layout((Part(N, 0, N, 0),), ranks)
+
 
 MODELS = (
     Model("Qwen2.5-7B", hidden=3584, intermediate=18944, heads=28, kv_heads=4),
     Model("Qwen3-8B", hidden=4096, intermediate=12288, heads=32, kv_heads=8),
     Model("Llama-3.1-8B", hidden=4096, intermediate=14336, heads=32, kv_heads=8),
 )
+#: the smallest model of many examples: its parts and what they are fused to get tiles of different widths on one rank
+SMALL = Model("Qwen2.5-0.5B", hidden=896, intermediate=4864, heads=14, kv_heads=2, head_dim=64)
 #: numbers of rows: decode batches, and a trainer's batch
 DECODE = (1, 8, 64, 256)
 TRAIN = (2048, 16384)
+#: sizes of a rollout's tensor parallelism
+RANKS = (1, 2, 4, 8)
 #: tokens of Qwen3's vocabulary
 VOCABULARY = 151_936

@@ -33,6 +33,10 @@ TABLES = {
     "rows": Table(
         "Batch invariance: backends that may serve a rollout", parts.rows, 60, lambda m: parts.rows(m, TINY, 300)
     ),
+    "fused": Table(
+        "Rows of fused and tensor-parallel weights against the trainer's", parts.fused, 90,
+        lambda m: parts.fused(m, TINY, (1,), 130),
+    ),
     "layers": Table("A linear layer, forward and backward", parts.layers, 90, lambda m: parts.layers(m, TINY, (256,))),
     "products": Table("FProp, quantized operands", parts.products, 130, lambda m: parts.products(m, TINY, (1, 16))),
     "decode": Table(

@@ -12,12 +12,14 @@ from typing import Any
 
 from benchmarks.gpu.block import COMPILED, FUSED
 from benchmarks.gpu.parts import QUANTIZED, QUANTIZERS, TWO_LAYOUTS
-from benchmarks.gpu.shapes import MODELS, TRAIN, Model
+from benchmarks.gpu.shapes import MODELS, RANKS, SMALL, TRAIN, Model
 
 Row = Mapping[str, Any]
 Tables = Mapping[str, Sequence[Row]]
 #: what backend="auto" picks, in order of preference
 OURS = ("deep_gemm", "triton")
+#: tables that must find equal bits
+EQUAL = ("rows", "fused")
 M = TRAIN[-1]
 MET, MISSED, UNKNOWN = "met", "MISSED", "not measured"
 
@@ -25,7 +27,8 @@ MET, MISSED, UNKNOWN = "met", "MISSED", "not measured"
 def targets(rows: Tables) -> list[dict[str, Any]]:
     """One row per target: the requirement, the result, and the verdict. ``rows`` are those of each table, by its name."""
     ours = serving(rows)
-    found = [*_rows(rows.get("rows", ()), ours), *_quantizers(rows.get("quantizers", ()), ours)]
+    found = [*_rows(rows.get("rows", ()), ours), *_fused(rows.get("fused", ()), ours)]
+    found += _quantizers(rows.get("quantizers", ()), ours)
     for model in [model.name for model in MODELS]:
         products = _sums(rows.get("products", ()), model, "us", M)
         layers, saved = (_sums(rows.get("layers", ()), model, key, M) for key in ("ms", "saved MiB"))
@@ -42,21 +45,34 @@ def targets(rows: Tables) -> list[dict[str, Any]]:
 
 
 def serving(rows: Mapping[str, Sequence[Row]]) -> str:
-    """The backend that a run would use: the first of ``OURS`` that was measured and did not fail the rows part."""
-    measured = {row["backend"] for name in ("rows", "products", "layers", "decode", "quantizers") for row in rows.get(name, ())}
-    refused = {row["backend"] for row in rows.get("rows", ()) if row["verdict"] != "may serve"}
+    """The backend that a run would use: the first of ``OURS`` that was measured and whose rows never differed."""
+    tables = (*EQUAL, "products", "layers", "decode", "quantizers")
+    measured = {row["backend"] for name in tables for row in rows.get(name, ())}
+    refused = {row["backend"] for name in EQUAL for row in rows.get(name, ()) if row["verdict"] != "may serve"}
     return next((name for name in OURS if name in measured - refused), OURS[-1])
 
 
 def _rows(rows: Sequence[Row], ours: str, models: Sequence[Model] = MODELS[:1]) -> Iterator[dict[str, Any]]:
     whole = {(model.name, linear.name) for model in models for linear in model.linears}
+    yield from _equal(rows, ours, whole, ("model", "linear"), "rows do not depend on the batch", f"equal to M = {M}")
+
+
+def _fused(rows: Sequence[Row], ours: str, models: Sequence[Model] = (SMALL, *MODELS)) -> Iterator[dict[str, Any]]:
+    whole = {(m.name, ranks, linear.name) for m in models for ranks in RANKS for linear, _ in m.layouts(ranks)}
+    target = "rows do not depend on what a weight is fused with"
+    yield from _equal(rows, ours, whole, ("model", "TP", "linear"), target, "equal to the whole weights'")
+
+
+def _equal(
+    rows: Sequence[Row], ours: str, whole: set[tuple[Any, ...]], keys: tuple[str, ...], target: str, required: str
+) -> Iterator[dict[str, Any]]:
     for backend in dict.fromkeys([row["backend"] for row in rows] or [ours]):
         mine = [row for row in rows if row["backend"] == backend]
         wrong = [row for row in mine if row["verdict"] != "may serve"]
-        complete = {(row["model"], row["linear"]) for row in mine} >= whole
+        complete = {tuple(row[key] for key in keys) for row in mine} >= whole
         found = "" if not mine else (wrong or mine)[0]["found"]
         met = False if wrong else True if complete else None
-        yield _row(f"rows do not depend on the batch, {backend}", f"equal to M = {M}", found, met)
+        yield _row(f"{target}, {backend}", required, found, met)
 
 
 def _quantizers(rows: Sequence[Row], ours: str) -> Iterator[dict[str, Any]]:

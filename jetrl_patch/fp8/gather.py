@@ -1,9 +1,9 @@
 """FP8 all-gather for FSDP2: ``Fp8Linear`` weights travel as FP8 bytes and block scales, about half the traffic of BF16.
 
-Each rank quantizes its shard once per update, from the BF16 value as the layer would, and the layer computes with the
-gathered bytes. No shard cuts a block of 128 rows, so bytes and scales equal those of the whole weight. Master weights,
-optimizer, gradients and checkpoints see the full-precision shard. ``fsdp_pre_all_gather`` and ``fsdp_post_all_gather``
-are FSDP2's extension point for such tensors.
+Each rank quantizes its shard once per update (before each gather where a compiled graph updates it), from the BF16 value as
+the layer would, and the layer computes with the gathered bytes. No shard cuts a block of 128 rows, so bytes and scales equal
+those of the whole weight. Master weights, optimizer, gradients and checkpoints see the full-precision shard.
+``fsdp_pre_all_gather`` and ``fsdp_post_all_gather`` are FSDP2's extension point for such tensors.
 
 Shape legend: N output features, K input features, G = ceil(K / 128), n = N / ranks.
 """
@@ -35,9 +35,13 @@ _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.as_strided.defau
 
 
 class _Writes:
-    """Number of writes to the memory that a tensor and its views share."""
+    """The writes to the memory that a tensor and its views share: their number, and whether there may be others.
 
-    count = 0
+    A compiled graph takes the plain tensor out of its wrapper once, when it is traced, and writes to it from then on without
+    an operator, a count or, compiled by inductor, a new ``_version``. ``torch.compile(optimizer.step)`` is such a graph.
+    """
+
+    count, uncounted = 0, False
 
 
 class Fp8Shard(torch.Tensor):
@@ -73,8 +77,8 @@ class Fp8Shard(torch.Tensor):
         self._cached: tuple[int, Tensor, Tensor] | None = None
 
     def quantized(self) -> tuple[Tensor, Tensor]:
-        """e4m3 [n, K] and block scales [ceil(n/128), G], computed once after each write."""
-        if self._cached is None or self._cached[0] != self.writes.count:
+        """e4m3 [n, K] and block scales [ceil(n/128), G], computed once after each write, or always if a graph may write."""
+        if self._cached is None or self._cached[0] != self.writes.count or self.writes.uncounted:
             w = self.plain.detach().to(torch.bfloat16).contiguous()
             self._cached = (self.writes.count, *get_backend(self.backend_name).quantize_weight(w, self.scale_format))
         return self._cached[1:]
@@ -115,7 +119,8 @@ class Fp8Shard(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, out) if func._schema.is_mutable else out
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["plain"], (self.scale_format, self.backend_name, self.writes)
+        self.writes.uncounted = True  # who asks is a graph that takes the plain tensor
+        return ["plain"], (self.scale_format, self.backend_name)
 
     @classmethod
     def __tensor_unflatten__(

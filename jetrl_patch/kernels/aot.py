@@ -89,19 +89,21 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
     return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"], built.asm["cubin"])
 
 
-def product_loop(made: Compiled) -> list[str]:
-    """The instructions that a warp runs per block of the contraction: the innermost loop around a tensor-core product.
+def inner_loop(made: Compiled, around: str = "GMMA") -> list[str]:
+    """The instructions of the innermost loop that has ``around`` among them, by default a tensor-core product.
+
+    Those are what a warp runs per block of the contraction, or of keys.
 
     Raises:
         ValueError: there is no such loop.
     """
     lines = _read(made.cubin, "nvdisasm", "--print-code").splitlines()
     places = {found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))}
-    products = [i for i, line in enumerate(lines) if "GMMA" in line]
+    wanted = [i for i, line in enumerate(lines) if around in line]
     jumps = ((places.get(found[1], i), i) for i, line in enumerate(lines) if (found := _JUMP.search(line)))
-    loops = [(end - start, start, end) for start, end in jumps if any(start < i < end for i in products)]
+    loops = [(end - start, start, end) for start, end in jumps if any(start < i < end for i in wanted)]
     if not loops:
-        raise ValueError("no loop with a product")
+        raise ValueError(f"no loop with {around}")
     _, start, end = min(loops)
     return [found[1] for line in lines[start : end + 1] if (found := _OPCODE.search(line))]
 

@@ -23,7 +23,7 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels import attention_chunks
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.attention_chunks import combine, finish, nothing
-from jetrl_patch.kernels.attention_rows import HEAD_DIMS, ROWS, TILES, narrowed, row_blocks, sequence_of
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, ROWS, TILES, block_of, narrowed, row_blocks, rows_from
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 LOG2E = math.log2(math.e)
@@ -54,10 +54,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     """
     tl.static_assert(CHUNK % KEYS == 0)
     block, kh = tl.program_id(0), tl.program_id(1)
-    r = sequence_of(block, starts, R, PER, ROWS)
-    start = tl.load(starts + r)
-    queries = tl.load(starts + r + 1) - start
-    begin = (block - (start * PER // ROWS + r)) * ROWS
+    r, start, queries, begin = block_of(block, starts, R, PER, ROWS)
     if begin >= queries * PER:
         return
     if SIZE == 0:
@@ -67,11 +64,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     last = length - queries + (tl.minimum(begin + ROWS, queries * PER) - 1) // PER  # the last key that a row of the tile sees
     if tl.program_id(2) * CHUNK > last:
         return
-    row = begin + tl.arange(0, ROWS)
+    valid, token, head = rows_from(begin, queries, kh, PER, ROWS)
     d = tl.arange(0, D)
-    valid = row < queries * PER
-    token = tl.minimum(row, queries * PER - 1) // PER
-    head = kh * PER + row % PER
     limit = length - queries + token  # the last key that a row sees
     token_at = (start + token).to(tl.int64)
     q_at = q + token_at[:, None] * q_t + head[:, None] * D + d[None, :]

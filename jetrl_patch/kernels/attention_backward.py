@@ -15,7 +15,7 @@ from torch import Tensor
 
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.attention import LOG2E, check_head_dim
-from jetrl_patch.kernels.attention_rows import HEAD_DIMS, narrowed, row_blocks, sequence_of
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, block_of, narrowed, row_blocks, rows_from
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 #: for dQ, a tile of ROWS rows walks blocks of KEYS keys; for dK and dV, a tile of HELD keys walks blocks of WALKED rows
@@ -30,17 +30,13 @@ def dq_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """All tensors are contiguous [T, heads, D], ``lse`` and ``delta`` [T, H]; ``scale`` is ``natural`` * log2(e)."""
     block, kh = tl.program_id(0), tl.program_id(1)
-    r = sequence_of(block, starts, R, PER, ROWS)
-    start = tl.load(starts + r)
-    rows = (tl.load(starts + r + 1) - start) * PER
-    begin = (block - (start * PER // ROWS + r)) * ROWS
+    _, start, tokens, begin = block_of(block, starts, R, PER, ROWS)
+    rows = tokens * PER
     if begin >= rows:
         return
-    row = begin + tl.arange(0, ROWS)
+    valid, token, head = rows_from(begin, tokens, kh, PER, ROWS)
     d = tl.arange(0, D)
-    valid = row < rows
-    token = tl.minimum(row, rows - 1) // PER
-    at = (start + token).to(tl.int64) * (KH * PER) + kh * PER + row % PER
+    at = (start + token).to(tl.int64) * (KH * PER) + head
     q_rows = tl.load(q + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     g_rows = tl.load(grad + at[:, None] * D + d[None, :], mask=valid[:, None], other=0.0)
     level = tl.load(lse + at, mask=valid, other=0.0) * 1.4426950408889634
@@ -68,10 +64,7 @@ def dkdv_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Hold keys and values, and walk the rows of all query heads that share them."""
     block, kh = tl.program_id(0), tl.program_id(1)
-    r = sequence_of(block, starts, R, 1, HELD)
-    start = tl.load(starts + r)
-    keys = tl.load(starts + r + 1) - start
-    begin = (block - (start // HELD + r)) * HELD
+    _, start, keys, begin = block_of(block, starts, R, 1, HELD)
     if begin >= keys:
         return
     key = begin + tl.arange(0, HELD)

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.attention_rows import HEAD_DIMS, narrowed, row_blocks, sequence_of
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, block_of, narrowed, row_blocks, rows_from
 from jetrl_patch.kernels.gemm_common import PINNED
 
 #: keys in a chunk. Trainer and rollout must agree on it: it decides where sums begin
@@ -35,8 +35,9 @@ PROGRAMS = 2048
 #: maximum bytes of stored states; a launch that would need more does all chunks of a row in one program
 WORKSPACE = 64 << 20
 
-#: rows per program of ``combine_kernel``, warps, and states that are loaded ahead
-ROWS, WARPS, STAGES = 16, 4, 4
+#: head dimension -> rows per program of ``combine_kernel``, so that nine fit on an SM; its warps, and states loaded ahead
+ROWS = {64: 16, 128: 8}
+WARPS, STAGES = 4, 4
 
 
 @triton.jit
@@ -75,18 +76,13 @@ def combine_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Add the stored states of a row's chunks: sums [chunks, T, KH * PER, D] and ends [chunks, T, KH * PER, 2] (m, l)."""
     block, kh = tl.program_id(0), tl.program_id(1)
-    r = sequence_of(block, starts, R, PER, ROWS)
-    start = tl.load(starts + r)
-    queries = tl.load(starts + r + 1) - start
-    begin = (block - (start * PER // ROWS + r)) * ROWS
+    r, start, queries, begin = block_of(block, starts, R, PER, ROWS)
     if begin >= queries * PER:
         return
-    row = begin + tl.arange(0, ROWS)
+    valid, token, head = rows_from(begin, queries, kh, PER, ROWS)
     d = tl.arange(0, D)
-    valid = row < queries * PER
-    token = tl.minimum(row, queries * PER - 1) // PER
     last = (tl.load(lengths + r) - queries + token) // CHUNK  # the last chunk that a row sees
-    at = (start + token).to(tl.int64) * (KH * PER) + kh * PER + row % PER
+    at = (start + token).to(tl.int64) * (KH * PER) + head
     top, total, acc = nothing(ROWS, D)
     for chunk in tl.range(0, tl.max(last, 0) + 1, num_stages=STAGES):
         stored = (chunk * T).to(tl.int64) * (KH * PER) + at
@@ -129,21 +125,24 @@ def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts:
     """Fill ``out`` [T, H, D] and ``lse`` [T, H] from the workspace that the attention kernel has filled."""
     T, H, D = out.shape
     per, sequences = H // kv_heads, starts.shape[0] - 1
-    combine_kernel[(row_blocks(T, per, sequences, ROWS), kv_heads)](
+    combine_kernel[(row_blocks(T, per, sequences, ROWS[D]), kv_heads)](
         sums, ends, out, lse, starts, lengths, sequences, T,
-        KH=kv_heads, PER=per, D=D, ROWS=ROWS, CHUNK=CHUNK, STAGES=STAGES, HARDWARE=not triton.knobs.runtime.interpret,
+        KH=kv_heads, PER=per, D=D, ROWS=ROWS[D], CHUNK=CHUNK, STAGES=STAGES, HARDWARE=not triton.knobs.runtime.interpret,
         num_warps=WARPS, num_stages=STAGES, **PINNED,
     )  # fmt: skip
 
 
 def _specs() -> tuple[Spec, ...]:
     types = {"sums": "*fp32", "ends": "*fp32", "out": "*bf16", "lse": "*fp32", "starts": "*i32", "lengths": "*i32"}
-    fixed = {"KH": 4, "PER": 7, "ROWS": ROWS, "CHUNK": CHUNK, "STAGES": STAGES, "HARDWARE": True}
+    fixed = {"KH": 4, "PER": 7, "CHUNK": CHUNK, "STAGES": STAGES, "HARDWARE": True}
     options = {"num_warps": WARPS, "num_stages": STAGES, **PINNED}
     return tuple(
-        Spec(f"attention_combine_{D}", combine_kernel, types | {"R": "i32", "T": "i32"}, {**fixed, "D": D}, options)
+        Spec(
+            f"attention_combine_{D}", combine_kernel, types | {"R": "i32", "T": "i32"},
+            {**fixed, "D": D, "ROWS": ROWS[D]}, options,
+        )
         for D in HEAD_DIMS
-    )
+    )  # fmt: skip
 
 
 KERNELS = _specs()

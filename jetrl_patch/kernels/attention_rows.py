@@ -46,6 +46,25 @@ def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # typ
     return low - 1
 
 
+@triton.jit
+def block_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sequence of a block of rows, the sequence's first token, its number of tokens, and the block's first row.
+
+    Nothing is left to do for a block whose first row is not below PER times the number of tokens.
+    """
+    r = sequence_of(block, starts, R, PER, ROWS)
+    start = tl.load(starts + r)
+    tokens = tl.load(starts + r + 1) - start
+    return r, start, tokens, (block - (start * PER // ROWS + r)) * ROWS
+
+
+@triton.jit
+def rows_from(begin, tokens, kh, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return, for ROWS rows of a sequence from ``begin`` on, whether there is such a row, its token and its query head."""
+    row = begin + tl.arange(0, ROWS)
+    return row < tokens * PER, tl.minimum(row, tokens * PER - 1) // PER, kh * PER + row % PER
+
+
 def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
     """Number of row blocks that covers any split of ``tokens`` into ``sequences``."""
     return tokens * per // rows + sequences

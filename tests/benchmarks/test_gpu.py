@@ -9,10 +9,11 @@ import torch
 
 from benchmarks.gpu import floors, launches, parts, tables, targets, timing
 from benchmarks.gpu.machine import Machine
-from benchmarks.gpu.shapes import MODELS
+from benchmarks.gpu.shapes import MODELS, RANKS, SMALL
 from benchmarks.gpu.tables import TINY, wall_clock
 from benchmarks.gpu.timing import copies
 from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.backends.row_equality import Layout, Part
 
 
 def test_shapes():
@@ -20,6 +21,24 @@ def test_shapes():
     assert qwen.linears == (("qkv", 4608, 3584), ("o", 3584, 3584), ("gate_up", 37888, 3584), ("down", 3584, 18944))
     assert llama.linears[0] == ("qkv", 6144, 4096) and llama.linears[3] == ("down", 4096, 14336)
     assert all(N % 128 == K % 128 == 0 for model in MODELS for _, N, K in model.linears)
+
+
+def test_layouts_of_a_tensor_parallel_rank():
+    """As the trial before serving finds them in vLLM's layers. The tile of Triton's product follows N."""
+    tile_for = pytest.importorskip("jetrl_patch.kernels.gemm_common").tile_for
+    found = {ranks: {linear.name: (linear, layout) for linear, layout in MODELS[1].layouts(ranks)} for ranks in RANKS}
+    assert set(found[1]) == {"qkv", "gate_up"} and all(len(found[ranks]) == 4 for ranks in RANKS[1:])
+    linear, layout = found[4]["qkv"]
+    parts = (4096, 3072, 4096, 0), (1024, 768, 1024, 1024), (1024, 768, 1024, 1280)
+    assert linear == ("qkv", 1536, 4096) and layout.parts == parts
+    assert found[8]["down"] == (("down", 4096, 1536), Layout((Part(4096, 0, 4096, 0),), 8))
+    assert not list(MODELS[0].layouts(8)) and not list(SMALL.layouts(2))  # a block would be cut
+    mixed = {
+        (model.name, ranks)
+        for model in (SMALL, *MODELS) for ranks in RANKS for linear, layout in model.layouts(ranks)
+        if any(tile_for(part.rows) != tile_for(linear.N) for part in layout.parts)
+    }  # fmt: skip
+    assert (SMALL.name, 1) in mixed and {(m.name, 4) for m in MODELS[1:]} < mixed
 
 
 @pytest.mark.parametrize(
@@ -70,13 +89,13 @@ def test_every_table_on_a_cpu(machine):
     machine.ceilings = dict.fromkeys(("BF16 TFLOP/s", "FP8 TFLOP/s", "copy GB/s"), 1.0)
     found = {name: list(table.tiny(machine)) for name, table in tables.TABLES.items()}
     assert {name: len(rows) for name, rows in found.items() if name != "profile"} == {
-        "rows": 8, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6, "layers": 4 * 3, "decode": 2 * 3, "blocks": 4,
-        "attention": 3 * 2, "head": 2 + 2 + 2 + 3,
+        "rows": 8, "fused": 4, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6, "layers": 4 * 3, "decode": 2 * 3,
+        "blocks": 4, "attention": 3 * 2, "head": 2 + 2 + 2 + 3,
     }  # fmt: skip
     for way in ("bf16", "torch", "native"):
         assert sum(row["share"] for row in found["profile"] if row["backend"] == way) == pytest.approx(1)
-    assert all(row["verdict"] == "may serve" for row in found["rows"])
-    assert not [row for name in found if name not in ("rows", "profile") for row in found[name] if row["note"]]
+    assert all(row["verdict"] == "may serve" for name in ("rows", "fused") for row in found[name])
+    assert not [row for name in found if name not in ("rows", "fused", "profile") for row in found[name] if row["note"]]
     saved = {row["backend"]: row["saved MiB"] for row in found["layers"] if row["linear"] == "down"}
     assert saved["bf16"] == 256 * 256 * 2 / 2**20 and saved["native"] < saved["bf16"]
 
@@ -131,6 +150,10 @@ def measured(ours="deep_gemm", speed=2.0, **changes):
             {"backend": ours, "model": MODELS[0].name, "linear": linear.name, "verdict": "may serve", "found": "rows equal"}
             for linear in MODELS[0].linears
         ],
+        "fused": [
+            {"backend": ours, "model": m.name, "TP": ranks, "linear": linear.name, "verdict": "may serve", "found": "rows equal"}
+            for m in (SMALL, *MODELS) for ranks in RANKS for linear, _ in m.layouts(ranks)
+        ],
         "blocks": [
             {"model": m.name, "M": 16384, "backend": name, "ms": ms}
             for m in MODELS for name, ms in (("bf16, compiled", speed), (ours + ", fused", 1.0))
@@ -157,7 +180,7 @@ def verdicts(rows):
 
 def test_targets_that_are_met():
     found = verdicts(measured())
-    assert len(found) == 1 + 2 + 3 * 6 and set(found.values()) == {"met"}
+    assert len(found) == 2 + 2 + 3 * 6 and set(found.values()) == {"met"}
 
 
 def test_targets_that_are_missed():
@@ -169,10 +192,12 @@ def test_targets_that_are_missed():
 @pytest.mark.parametrize(
     ("part", "change", "target", "verdict"),
     [
-        ("rows", lambda rows: [{**rows[0], "verdict": "may not serve", "found": "3 differ"}], "rows do not", "MISSED"),
-        ("rows", lambda rows: [], "rows do not", "not measured"),
-        ("rows", lambda rows: rows[1:], "rows do not", "not measured"),
-        ("rows", lambda rows: [{**rows[0], "verdict": "may not serve"}], "rows do not", "MISSED"),
+        ("rows", lambda rows: [{**rows[0], "verdict": "may not serve", "found": "x"}], "rows do not depend on the b", "MISSED"),
+        ("rows", lambda rows: [], "rows do not depend on the b", "not measured"),
+        ("rows", lambda rows: rows[1:], "rows do not depend on the b", "not measured"),
+        ("rows", lambda rows: [{**rows[0], "verdict": "may not serve"}], "rows do not depend on the b", "MISSED"),
+        ("fused", lambda rows: [{**rows[0], "verdict": "may not serve"}], "rows do not depend on what", "MISSED"),
+        ("fused", lambda rows: rows[1:], "rows do not depend on what", "not measured"),
         ("quantizers", lambda rows: rows[:-4], "quantizers at", "not measured"),
         ("quantizers", lambda rows: [{**rows[-4], "of the copy": 0.5}], "quantizers at", "MISSED"),
         ("quantizers", lambda rows: rows[:-1], "both layouts", "not measured"),
@@ -197,7 +222,7 @@ def test_a_slower_choice_than_the_best_backend_is_a_miss():
     found = verdicts(measured(products=rows))
     assert {v for name, v in found.items() if "the best backend" in name} == {"MISSED"}
     refused = [{"backend": "deep_gemm", "verdict": "may not serve", "found": "x"}]
-    assert targets.serving({"rows": refused, "products": rows}) == "triton"
+    assert all(targets.serving({name: refused, "products": rows}) == "triton" for name in ("rows", "fused"))
 
 
 def test_one_launch_and_two_are_both_measured():

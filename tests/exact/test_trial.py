@@ -54,6 +54,14 @@ def test_an_op_that_depends_on_its_batch_is_named(name, monkeypatch):
         trial.require_exact_ops(SIZES, torch.device("cuda:0"))
 
 
+@pytest.mark.parametrize(("name", "function"), [("lm_head", "head_linear"), ("BF16 partial sums", "partial_sum")])
+def test_a_product_whose_columns_depend_on_the_weights_height_is_named(name, function, monkeypatch):
+    original = getattr(ops, function)
+    monkeypatch.setattr(ops, function, lambda x, w: original(x, w) * (1 + (len(w) < 1001) / 64))
+    failed = {name: verdict.found for name, verdict in verdicts().items() if not verdict.ok}
+    assert list(failed) == [name] and "a rank that holds rows from 48 on" in failed[name]
+
+
 def test_an_op_that_cannot_run_is_named(monkeypatch):
     def fails(*args):
         raise RuntimeError("no kernel image is available")

@@ -13,7 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8 import quantize
@@ -65,6 +68,39 @@ def test_bytes_are_made_once_and_again_after_any_write(write):
         "in place",
         "foreach",
     )
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("eager", "foreach"), ("eager", "for"), ("eager", "fused"),
+     ("aot_eager", "for"), ("aot_eager", "fused"), ("inductor", "foreach")],
+)  # fmt: skip
+def test_an_optimizer_leaves_no_bytes_of_old_values(how, kind, one_rank):
+    """A compiled step writes to the plain tensors without an operator that could be counted, and inductor's without a version."""
+    model, names = blocks(256)
+    gather_in_fp8(model, names, 2)
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    (parameter,) = (p for p in model.parameters() if p.dim() == 2)
+    options = {"foreach": kind == "foreach", "fused": kind == "fused"}
+    weight, optimizer = parameter._local_tensor, torch.optim.AdamW([parameter], lr=1.0, **options)
+    assert type(weight) is Fp8Shard
+    step = optimizer.step if how == "eager" else torch.compile(optimizer.step, backend=how)
+    for _ in range(3):  # the first traces
+        before = weight.quantized()[0]
+        parameter.grad = torch.ones_like(parameter)
+        step()
+        after = weight.quantized()[0]
+        assert current(weight) and not torch.equal(after.view(torch.uint8), before.view(torch.uint8))
+        assert (weight.quantized()[0] is after) == (not weight.writes.uncounted)
+    assert weight.writes.uncounted == (how != "eager")
 
 
 def test_results_are_plain_tensors_and_copies_keep_the_kind():

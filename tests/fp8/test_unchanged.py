@@ -210,6 +210,21 @@ BROKEN = {
 }
 
 
+@pytest.mark.parametrize("how", ["step", "call"])
+def test_a_compiled_optimizer_ends_the_promise(how):
+    model = make()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = torch.compile(optimizer.step if how == "step" else lambda: optimizer.step(), backend="aot_eager")
+    for _ in range(2):  # the first traces
+        for x in micro_batches(0, 1):
+            model(x).float().sum().backward()
+        with unchanged_weights(model):
+            before = bytes_of(model)
+            step()
+            assert torch.equal(bytes_of(model), current(model)) and not torch.equal(bytes_of(model), before)
+    torch._dynamo.reset()
+
+
 @pytest.mark.parametrize("write", BROKEN)
 def test_a_broken_promise_is_seen(write):
     """By hooks, by the version and by the form; what leaves no trace is for the audit."""

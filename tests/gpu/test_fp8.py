@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks.gpu.shapes import MODELS, RANKS, SMALL
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.capability import CHECKS
-from jetrl_patch.fp8.backends.row_equality import compare_rows
+from jetrl_patch.fp8.backends.row_equality import compare_parts, compare_rows
 from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
@@ -56,6 +57,17 @@ def test_rows_do_not_depend_on_the_batch(device, backend, shape, scale_format):
     if backend.name == "cublaslt" and not verdict.ok:
         pytest.xfail(f"the rollout correctly refuses this backend: {verdict.found}")
     assert verdict.ok, verdict.found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("model", [SMALL, *MODELS], ids=lambda model: model.name)
+def test_rows_do_not_depend_on_what_a_weight_is_fused_with(device, backend, model, ranks):
+    """The trial before serving: the tile of a product follows N, which fusing and tensor parallelism change."""
+    for (_, *shape), layout in model.layouts(ranks):
+        verdict = compare_parts(backend, tuple(shape), layout, device)
+        if backend.name == "cublaslt" and not verdict.ok:
+            pytest.xfail(f"the rollout correctly refuses this backend: {verdict.found}")
+        assert verdict.ok, verdict.found
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -18,9 +18,9 @@ from triton.runtime import interpreter
 from jetrl_patch.fp8 import quantize, reference
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.deep_gemm import block_scales as in_torch
-from jetrl_patch.fp8.backends.row_equality import compare_rows
+from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.kernels import gemm_common
+from jetrl_patch.kernels import gemm, gemm_common
 from jetrl_patch.kernels.gemm import fprop
 from jetrl_patch.kernels.gemm_dgrad import dgrad, turned
 from jetrl_patch.kernels.gemm_scales import block_scales
@@ -323,6 +323,46 @@ def test_gradients_at_once_equal_those_one_by_one(scale_format):
 def test_the_row_comparison_passes_here():
     verdict = compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(1, 7))
     assert verdict.ok, verdict.found
+
+
+#: a fused weight in the wide tile, whose parts come in the narrow one; the reverse; and a range of K on each of two ranks
+FUSED = {
+    "qkv": ((384, 256), Layout((Part(256, 0, 256, 0), Part(64, 0, 64, 256), Part(64, 0, 64, 320)))),
+    "qkv of rank 1": ((224, 256), Layout((Part(320, 160, 320, 0), Part(64, 32, 64, 160), Part(64, 32, 64, 192)))),
+    "down of 2": ((64, 128), Layout((Part(64, 0, 64, 0),), 2)),
+}
+
+
+@pytest.fixture
+def tiles(monkeypatch):
+    """Widths of the tiles that were launched; the wide one begins at 300 columns here."""
+    seen, original = [], gemm.fprop_kernel
+    monkeypatch.setattr(gemm_common, "WIDE_FROM", 300)
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **options: seen.append(options["COLUMNS"]) or original[grid](*args, **options)
+
+    monkeypatch.setattr(gemm, "fprop_kernel", Kernel())
+    return seen
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_the_trial_of_fused_weights_passes_in_both_tiles(name, tiles):
+    verdict = compare_parts(get_backend("triton"), *FUSED[name], "cpu", batches=(1, 40))
+    assert verdict.ok, verdict.found
+    assert set(tiles) == ({64} if "down" in name else {64, 128})
+
+
+def test_the_trial_of_fused_weights_sees_a_tile_that_rounds_otherwise(tiles, monkeypatch):
+    original = gemm.launch
+
+    def launch(q, s, w, sw, y, tile, *how):
+        original(q, s * (1 + 2**-7 * (tile.columns == 128)), w, sw, y, tile, *how)
+
+    monkeypatch.setattr(gemm, "launch", launch)
+    verdict = compare_parts(get_backend("triton"), *FUSED["qkv"], "cpu", batches=(40,))
+    assert not verdict.ok and "at M = 40 differ between rows 0 to 256 of a weight [256, 256]" in verdict.found
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 272), (272, 144)])

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.kernels import combine, gemm_grouped, gemm_grouped_wgrad, plan, route
-from jetrl_patch.kernels.aot import Spec, compile_one, product_loop, specs
+from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: kernels without a product
@@ -54,7 +54,7 @@ def test_compiles_without_spills(spec: Spec):
 @pytest.mark.parametrize("name", LOOPS)
 def test_a_block_costs_few_instructions(name: str):
     most, copies = LOOPS[name]
-    loop = product_loop(compile_one(specs()[name]))
+    loop = inner_loop(compile_one(specs()[name]))
     assert len(loop) <= most and not any(opcode.startswith("STS") for opcode in loop)
     assert sum(opcode.startswith("LDGSTS") for opcode in loop) <= copies
     assert sum(opcode.startswith("QGMMA") for opcode in loop) >= 4 and loop.count("FFMA") == 64
