@@ -110,9 +110,7 @@ The linear layers alone: DeepGEMM's product for WGrad (`1D1D`) only adds to an F
 to, and rounded to BF16: 18 bytes an element where 2 would do (`new_zeros`, `_to_copy`). Each backward also turns the bytes of W
 (`turn_kernel`), and the saved X gets other groups for WGrad (`requantize_kernel`).
 
-A block in exact mode: attention's backward is two kernels with seven products, where FlashAttention-2 has five, and computes its
-row sums in operators of torch (`_to_copy`, `mul`). In `linear`, Qwen3's norms of each head are those of Hugging Face, which exact
-mode replaces by one kernel.
+In `linear`, Qwen3's norms of each head are those of Hugging Face, which exact mode replaces by one kernel.
 
 Not counted: the launches of a decoding step besides its linear layers.
 """

@@ -38,6 +38,7 @@ REGISTERS = {
     **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128"), 255),  # 1, of 256 threads
     "attention_dkdv_128": 255,  # 2
     **dict.fromkeys(("attention_combine_64", "attention_combine_128"), 72),  # 7
+    **dict.fromkeys(("attention_row_sums_64", "attention_row_sums_128"), 64),  # 8
     "attention_dq_64": 128,  # 4
     "attention_dq_128": 168,  # 3
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
@@ -79,7 +80,9 @@ def test_compiles_within_an_sm(spec: Spec):
     assert made.spills == 0 and made.registers <= REGISTERS[spec.name], made[:3]
     assert made.shared <= SHARED.get(spec.name, 75 << 10), made[:3]
     assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
-    if spec in attention_chunks.KERNELS:
+    if spec.kernel is attention_backward.row_sums_kernel:
+        assert not products(made.ptx) and "ld.global.v4.b32" in made.ptx
+    elif spec in attention_chunks.KERNELS:
         assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
     elif "attention" in spec.name or "gemm" in spec.name:
         assert products(made.ptx) and all(
