@@ -22,6 +22,7 @@ from jetrl_patch.fp8 import traced
 from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
+from jetrl_patch.fp8.handed import HANDED
 from jetrl_patch.fp8.quantize import expand_weight_scale
 from jetrl_patch.fp8.regrouped import Regrouped
 
@@ -193,6 +194,7 @@ class _Fp8Matmul(torch.autograd.Function):
         q_MK, s_MG, weight = ctx.saved_tensors
         state: Fp8State = ctx.state
         grad = grad_outputs[0]
+        both = HANDED.take(grad, state.backend_name, state.scale_format)
         g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         dx = dw = db = None
         main = None if ctx.parameter is None else ctx.parameter.main_grad
@@ -201,7 +203,7 @@ class _Fp8Matmul(torch.autograd.Function):
             w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in)
         if all(wanted):
             saved = q_MK, s_MG, state.scale_format
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main)
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both)
         elif wanted[0]:
             dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype)
         elif wanted[1]:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.handed import Both
 from jetrl_patch.fp8.regrouped import Regrouped
 
 
@@ -85,12 +86,14 @@ class Backend(ABC):
         dtypes: tuple[torch.dtype, torch.dtype],
         shared: Regrouped | None = None,
         main: Tensor | None = None,
+        both: Both | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``dgrad`` and ``wgrad`` together, in ``dtypes``. A backend may override this to read dY only once.
 
         Args:
             shared: what the layers that read this input share; only a backend that overrides this reads it.
             main: a main gradient, FP32 [N, K]: dW is added to it in FP32, and None returned in its place.
+            both: dY in both layouts, if its producer quantized it; a backend that does not read it quantizes dY.
         """
         dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
         return dx, self.weight_gradient(g_MN, q_MK, s_MG, scale_format, dtypes[1], shared, main)

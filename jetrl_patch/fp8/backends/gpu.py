@@ -20,6 +20,7 @@ from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.base import Backend
 from jetrl_patch.fp8.backends.capability import check_triton
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.fp8.handed import Both
 from jetrl_patch.fp8.regrouped import Regrouped
 
 
@@ -142,12 +143,13 @@ class GpuBackend(Backend):
         dtypes: tuple[torch.dtype, torch.dtype],
         shared: Regrouped | None = None,
         main: Tensor | None = None,
+        both: Both | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As the base class, but reads dY once and writes both of its layouts."""
+        """As the base class, but reads dY once and writes both of its layouts, or reads the bytes of its producer."""
         kernels = self.quantizers(g_MN)
         if kernels is None:
             return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes, shared, main)
-        q, s, q_NM, sg = kernels.quantize_both(g_MN, scale_format, columns=self.columns, pad=True)
+        q, s, q_NM, sg = both or kernels.quantize_both(g_MN, scale_format, columns=self.columns, pad=True)
         dx = self.dgrad_product(q, s, w_NK, s_blocks, written(dtypes[0])).to(dtypes[0])
         return dx, self._wgrad(q_NM, sg, q_MK, s_MG, scale_format, dtypes[1], shared, main)
 
