@@ -40,8 +40,9 @@ class FusedMLP:
     act_fn: nn.Module
 
     def forward(self, x: Tensor) -> Any:
-        gate, up = self.gate_proj(x), self.up_proj(x)
-        y = producers.silu_mul(gate, up, self.down_proj.fp8)
+        gate, up, state = self.gate_proj(x), self.up_proj(x), self.down_proj.fp8
+        straight = x.requires_grad and all(_has_both_gradients(layer, state) for layer in (self.gate_proj, self.up_proj))
+        y = producers.silu_mul(gate, up, state, straight)
         return self.down_proj(self.multiply(gate, up) if y is None else y)
 
     def multiply(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -97,6 +98,13 @@ def fuse_exact(model: nn.Module, backend: str, device_type: str) -> list[str]:
     for name in changed:
         swap(model.get_submodule(name), FusedExactMLP)
     return changed
+
+
+def _has_both_gradients(layer: nn.Module, state: Fp8State) -> bool:
+    """Whether a layer's backward reads its output gradient in both layouts, quantized as ``state`` says."""
+    if not isinstance(layer, Fp8Linear) or not layer.weight.requires_grad:
+        return False
+    return (layer.fp8.backend_name, layer.fp8.scale_format) == (state.backend_name, state.scale_format)
 
 
 def _is_silu(activation: object) -> bool:

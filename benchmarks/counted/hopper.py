@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
+import torch
 import triton
 from torch import Tensor
 from triton.runtime.jit import JITFunction
@@ -18,7 +19,7 @@ from triton.runtime.jit import JITFunction
 from benchmarks.counted import counter
 from jetrl_patch.exact import dispatch
 from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends import capability, deep_gemm, gpu
+from jetrl_patch.fp8.backends import capability, cublaslt, deep_gemm, gpu
 from jetrl_patch.kernels import aot, gemm_common, quantize
 
 #: streaming multiprocessors of an H100 and H200
@@ -36,13 +37,25 @@ class DeepGemm:
         counter.record(name, (q, s, w, sw, d, *([] if c is None else [c])), 2.0 * M * K * w.shape[0], peak)
 
 
+def _scaled_mm(a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, recipe_b: Any, out_dtype: torch.dtype) -> Tensor:
+    """Records cuBLASLt's product of scales per row, which only WGrad uses."""
+    (M, K), N = a.shape, b.shape[0]
+    d = torch.empty(M, N, dtype=out_dtype, device=a.device)
+    counter.record("cublaslt 1x128", (a, sa, b, sb, d), 2.0 * M * N * K, "fp8_wgrad")
+    return d
+
+
 def _multiprocessors(device: Any) -> int:
     return SMS
 
 
 @contextlib.contextmanager
-def hopper(best: str = "deep_gemm") -> Iterator[None]:
-    """Run a block of code as on an H200 whose best backend is ``best``: "deep_gemm" or "triton"."""
+def hopper(best: str = "deep_gemm", rounds: bool = True) -> Iterator[None]:
+    """Run a block of code as on an H200 whose best backend is ``best``: "deep_gemm" or "triton".
+
+    Args:
+        rounds: whether torch has cuBLASLt's product with block scales.
+    """
     aot.specs()  # imports every kernel: what is defined below this line would be the interpreter's
     yes = (True, "counted, not run")
     no = (False, "not asked for")
@@ -55,6 +68,8 @@ def hopper(best: str = "deep_gemm") -> Iterator[None]:
         checks = {"deep_gemm": (lambda: yes if best == "deep_gemm" else no), "triton": lambda: yes}
         stack.enter_context(mock.patch.dict(capability.CHECKS, checks))
         patch(deep_gemm, "find_deep_gemm", lambda: (DeepGemm(), "recorded"))
+        patch(deep_gemm, "check_cublaslt", lambda: yes if rounds else no)
+        patch(cublaslt, "_scaled_mm", _scaled_mm)
         stack.enter_context(mock.patch.dict(backends._LOADED, clear=True))
         patch(gpu.GpuBackend, "quantizers", lambda self, x: quantize)
         patch(dispatch, "check_exact_cuda", lambda: yes)

@@ -65,8 +65,8 @@ def pairs(tokens: int, length: int, width: int) -> float:
 
 
 @contextlib.contextmanager
-def block(model: Model, mode: str, best: str = "deep_gemm") -> Iterator[Any]:
-    """The one block of a model of these dimensions, prepared for a mode."""
+def block(model: Model, mode: str, best: str = "deep_gemm", rounds: bool = True) -> Iterator[Any]:
+    """The one block of a model of these dimensions, prepared for a mode; ``best`` and ``rounds`` are those of ``hopper``."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -79,7 +79,7 @@ def block(model: Model, mode: str, best: str = "deep_gemm") -> Iterator[Any]:
         num_key_value_heads=model.kv_heads, head_dim=model.head_dim, num_hidden_layers=1, vocab_size=512,
     )  # fmt: skip
     known = {NAME: exact_attention, FLASH: flash}
-    with hopper(best), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, known):
+    with hopper(best, rounds), mock.patch.dict(ALL_ATTENTION_FUNCTIONS._local_mapping, known):
         with torch.device(DEVICE):
             whole = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         whole.config._attn_implementation = FLASH
@@ -141,9 +141,11 @@ def count_block(model: Model, mode: str, best: str = "deep_gemm", tokens: int = 
         return _twice(layer, call, [x], pairs(tokens, LENGTH, model.heads * model.head_dim))
 
 
-def count_linears(model: Model, mode: str, best: str = "deep_gemm", tokens: int = TOKENS) -> Passes:
+def count_linears(
+    model: Model, mode: str, best: str = "deep_gemm", tokens: int = TOKENS, rounds: bool = True
+) -> Passes:
     """The linear layers of a block alone, each fed and asked by a tensor in BF16."""
-    with block(model, mode, best) as layer:
+    with block(model, mode, best, rounds) as layer:
         wide = model.heads * model.head_dim
         a, b, c, d = (_tensor(tokens, width) for width in (model.hidden, wide, model.hidden, model.intermediate))
         attention, mlp = layer.self_attn, layer.mlp

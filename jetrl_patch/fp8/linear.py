@@ -13,7 +13,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,9 @@ from jetrl_patch.fp8 import traced
 from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
+from jetrl_patch.fp8.handed import HANDED
 from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.fp8.regrouped import Regrouped
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,24 +118,32 @@ def _differ(a: QuantizedWeight, b: QuantizedWeight) -> Tensor:
     return bytes_differ | (a.s_blocks.view(torch.int32) != b.s_blocks.view(torch.int32)).any()
 
 
+class Read(NamedTuple):
+    """A quantized input: e4m3 [M, K], scales [M, G], and what the layers that read it share in backward."""
+
+    q_MK: Tensor
+    s_MG: Tensor
+    shared: Regrouped
+
+
 class _LastActivation(threading.local):
     """The last quantized input: q, k and v (or gate and up) read the same tensor, so it is quantized and saved once."""
 
     source: weakref.ref[Tensor] | None = None
     key: tuple[Any, ...] = ()
-    value: tuple[Tensor, Tensor] | None = None
+    value: Read | None = None
 
-    def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> tuple[Tensor, Tensor]:
+    def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> Read:
         if x.is_inference():  # inference tensors have no version to compare
-            return state.backend.quantize_activation(x_MK, state.scale_format)
+            return Read(*state.backend.quantize_activation(x_MK, state.scale_format), Regrouped())
         key = (x._version, state.backend_name, state.scale_format)
         if self.source is not None and self.source() is x and self.key == key and self.value is not None:
             return self.value
-        value = state.backend.quantize_activation(x_MK, state.scale_format)
+        value = Read(*state.backend.quantize_activation(x_MK, state.scale_format), Regrouped())
         self.keep(x, value, state)
         return value
 
-    def keep(self, x: Tensor, value: tuple[Tensor, Tensor], state: Fp8State) -> None:
+    def keep(self, x: Tensor, value: Read, state: Fp8State) -> None:
         """Cache ``value`` for ``x`` until ``x`` changes or is freed, or another tensor is quantized."""
         self.key = (x._version, state.backend_name, state.scale_format)
         self.value = value
@@ -153,25 +163,26 @@ def hand_over(x: Tensor, quantized: tuple[Tensor, Tensor], state: Fp8State) -> N
     ``quantized`` must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
     """
     if not x.is_inference():  # inference tensors have no version to compare
-        _last_activation.keep(x, quantized, state)
+        _last_activation.keep(x, Read(*quantized, Regrouped()), state)
 
 
-def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -> tuple[Tensor, Tensor, Tensor]:
-    """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x: e4m3 [M, K], scales [M, G]."""
+def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -> tuple[Tensor, Read]:
+    """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    q_MK, s_MG = _last_activation.quantize(x, x_MK, state)
-    y_MN = state.backend.gemm(q_MK, s_MG, w.q, w.s_rows, torch.bfloat16, state.splits, w.s_blocks)
+    read = _last_activation.quantize(x, x_MK, state)
+    y_MN = state.backend.gemm(read.q_MK, read.s_MG, w.q, w.s_rows, torch.bfloat16, state.splits, w.s_blocks)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
-    return y_MN.view(*x.shape[:-1], y_MN.shape[1]), q_MK, s_MG
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1]), read
 
 
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
         # Without DGrad, backward does not ask for the bytes of a recomputation.
-        y, q_MK, s_MG = fprop(x, state.quantized(weight, own=True, last=not ctx.needs_input_grad[0]), bias, state)
-        ctx.save_for_backward(q_MK, s_MG, weight)
+        y, read = fprop(x, state.quantized(weight, own=True, last=not ctx.needs_input_grad[0]), bias, state)
+        ctx.save_for_backward(read.q_MK, read.s_MG, weight)
+        ctx.shared = read.shared.add_reader(state) if ctx.needs_input_grad[1] else None
         ctx.state, ctx.made_in = state, backward_pass()
         # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
@@ -183,22 +194,24 @@ class _Fp8Matmul(torch.autograd.Function):
         q_MK, s_MG, weight = ctx.saved_tensors
         state: Fp8State = ctx.state
         grad = grad_outputs[0]
+        both = HANDED.take(grad, state.backend_name, state.scale_format)
         g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         dx = dw = db = None
-        w_dtype = ctx.w_dtype if ctx.parameter is None else torch.float32
-        wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, w_dtype)
+        main = None if ctx.parameter is None else ctx.parameter.main_grad
+        wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, ctx.w_dtype)
         if wanted[0]:
             w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in)
         if all(wanted):
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, q_MK, s_MG, state.scale_format, dtypes)
+            saved = q_MK, s_MG, state.scale_format
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both)
         elif wanted[0]:
             dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype)
         elif wanted[1]:
-            dw = state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, w_dtype)
+            dw = state.backend.weight_gradient(g_MN, q_MK, s_MG, state.scale_format, ctx.w_dtype, ctx.shared, main)
         if dx is not None:
             dx = dx.view(*grad.shape[:-1], dx.shape[1])
-        if dw is not None and ctx.parameter is not None:
-            dw = add_to_main_grad(ctx.parameter, dw)
+        if wanted[1] and ctx.parameter is not None:
+            dw = added_to_main_grad(ctx.parameter)
         if ctx.needs_input_grad[2]:
             db = g_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype)
         return dx, dw, db, None
@@ -231,19 +244,18 @@ def has_main_grad(weight: Any) -> bool:
     return isinstance(main, Tensor) and main.dtype == torch.float32 and not hasattr(weight, "__fsdp_param__")
 
 
-def add_to_main_grad(weight: Any, dw: Tensor) -> Tensor | None:
-    """Add an FP32 WGrad [N, K] to ``weight.main_grad`` and set its flag, as Megatron's fused accumulation does.
+def added_to_main_grad(weight: Any) -> Tensor | None:
+    """Say that ``weight.main_grad`` holds the WGrad: set its flag, as Megatron's fused accumulation does.
 
     Returns:
         The gradient for autograd. For a weight with ``grad_added_to_main_grad``, a dummy that makes the hooks run on
         the backward thread and whose values nobody reads (zeros under ``zero_out_wgrad``); otherwise None.
     """
-    weight.main_grad.add_(dw)
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
     weight.grad_added_to_main_grad = True
     make = torch.zeros if getattr(weight, "zero_out_wgrad", False) else torch.empty
-    return make(dw.shape, dtype=weight.dtype, device=dw.device)
+    return make(weight.main_grad.shape, dtype=weight.dtype, device=weight.main_grad.device)
 
 
 class Fp8Linear(nn.Linear):

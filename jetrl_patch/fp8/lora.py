@@ -103,8 +103,9 @@ class _MergedMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, a_RK: Tensor, b_NR: Tensor, bias: Tensor | None, scaling: float, state: Fp8State
     ) -> Tensor:
-        y, q_MK, s_MG = fprop(x, state.quantized(merged_weight(weight, a_RK, b_NR, scaling)), bias, state)
-        ctx.save_for_backward(q_MK, s_MG, weight, a_RK, b_NR)
+        y, read = fprop(x, state.quantized(merged_weight(weight, a_RK, b_NR, scaling)), bias, state)
+        ctx.save_for_backward(read.q_MK, read.s_MG, weight, a_RK, b_NR)
+        ctx.shared = read.shared.add_reader(state)
         ctx.state, ctx.scaling, ctx.x_dtype = state, scaling, x.dtype
         return y
 
@@ -116,11 +117,12 @@ class _MergedMatmul(torch.autograd.Function):
         g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
         if ctx.needs_input_grad[0]:
             w = state.quantized(merged_weight(weight, a_RK, b_NR, ctx.scaling))
-            dtypes = (ctx.x_dtype, torch.float32)
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, q_MK, s_MG, state.scale_format, dtypes)
+            saved, dtypes = (q_MK, s_MG, state.scale_format), (ctx.x_dtype, torch.float32)
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared)
             dx = dx.view(*grad.shape[:-1], dx.shape[1])
         else:
-            dx, dw = None, state.backend.wgrad(g_MN, q_MK, s_MG, state.scale_format, torch.float32)
+            dx, dw = None, state.backend.weight_gradient(g_MN, q_MK, s_MG, state.scale_format, torch.float32, ctx.shared)
+        assert dw is not None  # there is no main gradient
         return dx, None, *_factors(dw, a_RK, b_NR, ctx.scaling), None, None, None
 
 

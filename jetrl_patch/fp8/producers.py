@@ -1,8 +1,10 @@
 """RMSNorm and SiLU * up fused with quantization: the FP8 layers that follow reuse the bytes.
 
-| operation        | one kernel reads      | and writes                                   | hands over |
-| RMSNorm          | x BF16 [M, K], w [K]  | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M] | (q, s)     |
-| SiLU(gate) * up  | gate, up BF16 [M, K]  | y BF16 [M, K], q e4m3, s [M, G]              | (q, s)     |
+| operation                 | one kernel reads          | and writes                                          | hands over     |
+| RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
+| SiLU(gate) * up           | gate, up BF16 [M, K]      | y BF16 [M, K], q e4m3, s [M, G]                     | (q, s)         |
+| its gradient, where gate  | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
+| and up come of FP8 layers |                           | of ``quantize_both``                                | of each        |
 
 y equals that of ``exact.norm`` or ``exact.activation``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion
 saves a pass over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in
@@ -19,6 +21,7 @@ from torch import Tensor
 from jetrl_patch.exact.activation import silu_mul_gradients
 from jetrl_patch.exact.norm import rms_norm_gradients
 from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.fp8.handed import HANDED
 from jetrl_patch.fp8.linear import Fp8State, hand_over
 
 __all__ = ["available", "rms_norm", "silu_mul"]
@@ -64,11 +67,11 @@ class _NormedRows(torch.autograd.Function):
 
 class _MultipliedRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, state: Fp8State, kernels: Any) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, gate: Tensor, up: Tensor, state: Fp8State, kernels: Any, quantize: bool) -> tuple[Tensor, ...]:
         columns: bool = state.backend.columns  # type: ignore[attr-defined]
         made = kernels.silu_mul_quantize_rows(_rows(gate), _rows(up), state.scale_format, columns, keep=True)
         ctx.save_for_backward(gate, up)
-        ctx.dtypes = gate.dtype, up.dtype
+        ctx.dtypes, ctx.state, ctx.quantize = (gate.dtype, up.dtype), state, quantize
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(made.q_MK, made.s_MG)
         return made.y_MK.view(gate.shape), made.q_MK, made.s_MG
@@ -76,7 +79,16 @@ class _MultipliedRows(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         gate, up = ctx.saved_tensors
-        return *silu_mul_gradients(gate, up, grad_outputs[0], ctx.dtypes, True), None, None
+        if not ctx.quantize:
+            return *silu_mul_gradients(gate, up, grad_outputs[0], ctx.dtypes, True), None, None, None
+        from jetrl_patch.kernels.silu_backward import silu_mul_backward_both
+
+        state, form, gradients = ctx.state, ctx.state.scale_format, []
+        rows = _rows(gate), _rows(up), _rows(grad_outputs[0])
+        for grad_MK, both in silu_mul_backward_both(*rows, form, state.backend.columns):
+            gradients.append(grad := grad_MK.view(gate.shape))
+            HANDED.keep(grad, both, state.backend_name, form)
+        return *gradients, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:
@@ -93,11 +105,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor |
     return y
 
 
-def silu_mul(gate: Tensor, up: Tensor, state: Fp8State) -> Tensor | None:
-    """SiLU(gate) * up, BF16 [..., K], handing over the quantized rows; None if the kernel does not accept these inputs."""
+def silu_mul(gate: Tensor, up: Tensor, state: Fp8State, quantize_gradients: bool = False) -> Tensor | None:
+    """SiLU(gate) * up, BF16 [..., K], handing over the quantized rows; None if the kernel does not accept these inputs.
+
+    Args:
+        quantize_gradients: hand over the quantized gradients too: gate and up come straight from FP8 layers of the same settings,
+            which compute both of their gradients.
+    """
     kernels = _kernels(state, gate, up)
     if kernels is None:
         return None
-    y, q, s = _MultipliedRows.apply(gate, up, state, kernels)
+    y, q, s = _MultipliedRows.apply(gate, up, state, kernels, quantize_gradients)
     hand_over(y, (q, s), state)
     return y

@@ -16,10 +16,24 @@ from torch import Tensor
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.attention import LOG2E, check_head_dim
 from jetrl_patch.kernels.attention_rows import HEAD_DIMS, block_of, narrowed, row_blocks, rows_from
+from jetrl_patch.kernels.e4m3 import widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 #: for dQ, a tile of ROWS rows walks blocks of KEYS keys; for dK and dV, a tile of HELD keys walks blocks of WALKED rows
 ROWS, KEYS, HELD, WALKED, WARPS, STAGES = 64, 32, 64, 32, 4, 2
+#: rows of a program that sums them
+SUMMED = 32
+
+
+@triton.jit(do_not_specialize=["rows"])  # one binary for every batch
+def row_sums_kernel(grad, out, delta, rows, D: tl.constexpr, SUMMED: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """delta = rowsum(dO * O) in FP32; a row is one head of one token, contiguous in all tensors."""
+    row = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED)
+    at = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
+    valid = row < rows
+    g = widened(tl.load(grad + at, mask=valid[:, None], other=0.0), HARDWARE)
+    o = widened(tl.load(out + at, mask=valid[:, None], other=0.0), HARDWARE)
+    tl.store(delta + row, tl.sum(g * o, 1), mask=valid)
 
 
 @triton.jit(do_not_specialize=["R"])  # one binary for every batch
@@ -97,14 +111,17 @@ def attention_backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, cu_seqlens: Tensor, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return BF16 dQ [T, H, D], dK and dV [T, KH, D] from the forward's inputs and outputs; ``cu_seqlens`` is int32."""
-    q, k, v, grad = (t.contiguous() for t in (q, k, v, grad))
+    q, k, v, out, grad = (t.contiguous() for t in (q, k, v, out, grad))
     T, H, D = q.shape
     check_head_dim(D)
     check_device(q, k, v, out, lse, grad, cu_seqlens)
     kv_heads, sequences = k.shape[1], cu_seqlens.shape[0] - 1
     dq, dk, dv = (torch.empty_like(t) for t in (q, k, v))
     if T and sequences:
-        delta = (grad.float() * out.float()).sum(-1)
+        delta, hardware = torch.empty(T, H, dtype=torch.float32, device=q.device), not triton.knobs.runtime.interpret
+        row_sums_kernel[(-(-T * H // SUMMED),)](
+            grad, out, delta, T * H, D=D, SUMMED=SUMMED, HARDWARE=hardware, num_warps=WARPS, **PINNED
+        )
         numbers = (cu_seqlens, sequences, scale * LOG2E, scale)
         fixed = {
             "KH": kv_heads,
@@ -114,7 +131,7 @@ def attention_backward(
             "num_stages": STAGES,
             "num_warps": WARPS,
         }
-        fixed |= {"HARDWARE": not triton.knobs.runtime.interpret, **PINNED}
+        fixed |= {"HARDWARE": hardware, **PINNED}
         dq_kernel[(row_blocks(T, H // kv_heads, sequences, ROWS), kv_heads)](
             q, k, v, grad, lse, delta, dq, *numbers, ROWS=ROWS, KEYS=KEYS, **fixed
         )
@@ -136,6 +153,9 @@ def _specs() -> tuple[Spec, ...]:
                  {**fixed, "ROWS": ROWS, "KEYS": KEYS}, options),
             Spec(f"attention_dkdv_{D}", dkdv_kernel, inputs | {"dk": "*bf16", "dv": "*bf16"} | numbers,
                  {**fixed, "HELD": HELD, "WALKED": WALKED}, options),
+            Spec(f"attention_row_sums_{D}", row_sums_kernel,
+                 dict.fromkeys(("grad", "out"), "*bf16") | {"delta": "*fp32", "rows": "i32"},
+                 {"D": D, "SUMMED": SUMMED, "HARDWARE": True}, {"num_warps": WARPS, **PINNED}),
         ]  # fmt: skip
     return tuple(found)
 

@@ -14,6 +14,7 @@ from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, packed, pitched,
 
 from . import deep_gemm_double as double
 from .deep_gemm_double import DeepGemm, Refused
+from .test_backends import fake_scaled_mm
 from .thresholds import SQNR_GEMM, sqnr
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -78,6 +79,38 @@ def test_gradients(library, M, N, K):
         for mine, theirs in zip(found, expected):
             assert mine.dtype == dtype and mine.shape == theirs.shape and sqnr(mine, theirs) > SQNR_GEMM
     assert library.copies == 0
+
+
+def transposed(M, N, K):
+    """WGrad's operands, as the quantizers hand them over."""
+    g = torch.Generator().manual_seed(0)
+    ours = DeepGemmBackend()
+    return *(ours.quantize_transposed(torch.randn(M, width, generator=g).to(BF16), "pow2") for width in (N, K)), ours
+
+
+@pytest.mark.parametrize(("N", "K"), [(16, 48), (48, 16), (320, 1008)])
+def test_a_main_gradient_is_added_to_in_the_product(library, N, K, monkeypatch):
+    (g, sg), (x, sx), ours = transposed(300, N, K)
+    handed, product = [], library.fp8_gemm_nt
+    monkeypatch.setattr(library, "fp8_gemm_nt", lambda a, b, d, c, recipe: handed.append((c, d)) or product(a, b, d, c, recipe))
+    kinds = {"whole": torch.randn(N, K), "turned": torch.randn(K, N).t(), "shifted": torch.randn(N * K + 1)[1:].view(N, K)}
+    for kind, main in kinds.items():
+        expected = main + ours.wgrad_product(g, sg, x, sx, FP32)
+        handed.clear()
+        ours.add_wgrad_product(g, sg, x, sx, main)
+        assert torch.equal(main, expected)
+        direct = kind == "whole" and N > deep_gemm.FEW  # fewer rows are padded for its tile
+        assert len(handed) == 1 and (handed[0][0] is handed[0][1] is main) == direct
+
+
+def test_a_weight_gradient_in_bf16_is_rounded_in_the_product(library, monkeypatch):
+    monkeypatch.setattr(deep_gemm, "check_cublaslt", lambda: (True, "CUDA 12.9"))
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_scaled_mm)
+    (g, sg), (x, sx), ours = transposed(300, 48, 144)
+    found = ours.wgrad_product(g, sg, x, sx, BF16)
+    assert not library.calls and found.dtype == BF16
+    assert torch.equal(found, ours.wgrad_product(g, sg, x, sx, FP32).to(BF16)) and len(library.calls) == 1
+    assert not ours.wgrad_product(g[:, :0], sg[:0], x[:, :0], sx[:0], BF16).any()  # no tokens
 
 
 @pytest.mark.parametrize("M", [1, 40])

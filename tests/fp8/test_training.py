@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -17,6 +19,7 @@ from jetrl_patch.fp8.gather import Fp8Gathered
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
 from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight
 from jetrl_patch.fp8.reference import fprop
+from jetrl_patch.fp8.regrouped import Regrouped
 from tests.models import build
 
 from ..waits import NothingIsReadBack
@@ -152,6 +155,56 @@ def same(left, right):
 def test_activation_checkpointing_changes_nothing(backend, dtype, reentrant):
     model, other = Gated(backend, dtype), Gated(backend, dtype)
     same(results(model, lambda x: checkpoint(model, x, use_reentrant=reentrant)), results(other, other))
+
+
+class Counting(PlainGpu):
+    """Holds on weakly to each operand of WGrad that it makes of a saved input."""
+
+    def __init__(self):
+        self.made = []
+
+    def regrouped(self, q_MK, s_MG, scale_format):
+        pair = super().regrouped(q_MK, s_MG, scale_format)
+        self.made.append(weakref.ref(pair[0]))
+        return pair
+
+
+@pytest.fixture
+def counting(monkeypatch):
+    backend = Counting()
+    monkeypatch.setitem(backends._LOADED, "plain-gpu", backend)
+    return backend
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False])
+def test_an_input_is_regrouped_once_for_the_layers_that_read_it(reentrant, counting, monkeypatch):
+    calls = {None: lambda m: m, **{kind: lambda m, k=kind: lambda x: checkpoint(m, x, use_reentrant=k) for kind in (True, False)}}
+    model, other = Gated("plain-gpu"), Gated("plain-gpu")
+    found = results(model, calls[reentrant](model))
+    assert len(counting.made) == 2 * 2 and not any(operand() is not None for operand in counting.made)
+    monkeypatch.setattr(Regrouped, "get", lambda self, make: make())
+    same(found, results(other, other))
+    assert len(counting.made) == 2 * 2 + 2 * 3  # without sharing: gate, up and down each
+
+
+def test_a_pass_that_stops_half_way_leaves_nothing_wrong(counting):
+    model = Gated("plain-gpu")
+    (x, g), (_, h) = batches(2, 256, 256)
+    y = model(x)
+    expected = torch.autograd.grad(y, [model.gate.weight, model.up.weight], g, retain_graph=True)
+    torch.autograd.grad(y, [model.up.weight], h, retain_graph=True)  # the operand waits for gate
+    found = torch.autograd.grad(y, [model.gate.weight, model.up.weight], g, retain_graph=True)
+    same(found, expected)
+    assert not any(operand() is not None for operand in counting.made)  # although the graph is there for another pass
+
+
+def test_layers_without_a_weight_gradient_are_not_waited_for(counting):
+    model = Gated("plain-gpu")
+    model.gate.weight.requires_grad_(False)
+    for x, g in batches(1, 256, 256):
+        y = model(x)
+        y.backward(g)
+        assert len(counting.made) == 2 and not any(operand() is not None for operand in counting.made)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from jetrl_patch.exact import dispatch, ops
 from jetrl_patch.exact.activation import silu_mul_gradients
-from jetrl_patch.kernels import norm_backward, silu_backward
+from jetrl_patch.kernels import norm_backward, quantize, silu_backward
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_KERNEL_FP32, sqnr
 from .traffic import Traffic
@@ -63,6 +63,37 @@ def test_gradients_of_silu_at_every_gate():
         assert torch.equal(ours[~finite].isnan(), torchs[~finite].isnan())
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (130, 140), (300, 260)])
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+@pytest.mark.parametrize("bad", [None, float("nan")])
+def test_gradients_of_silu_quantized_equal_two_steps(shape, scale_format, bad):
+    """In BF16 and in both layouts, bit for bit, whatever the strides."""
+    M, K = shape
+    halves, dy = rand(M, 2 * K), rand(K, M, seed=1).t()
+    if bad is not None:
+        halves[M // 2, K // 2] = bad
+    gate, up = halves[:, :K], halves[:, K:]
+    separate = silu_backward.silu_mul_backward(gate, up, dy, (BF16, BF16))
+    for columns in (False, True):
+        at_once = silu_backward.silu_mul_backward_both(gate, up, dy, scale_format, columns)
+        for expected, (found, layouts) in zip(separate, at_once):
+            assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+            for ours, theirs in zip(layouts, quantize.quantize_both(expected, scale_format, columns, pad=True)):
+                assert ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.stride() == theirs.stride()
+                assert torch.equal(bits(ours), bits(theirs))
+
+
+def bits(t):
+    return t.contiguous().view(torch.int32 if t.dtype == FP32 else torch.uint8)
+
+
+def test_every_gate_quantized_equals_two_steps():
+    gate, up, dy = EVERY.view(256, 256), rand(256, 256), rand(256, 256, seed=1)
+    separate = silu_backward.silu_mul_backward(gate, up, dy, (BF16, BF16))
+    for expected, (found, _) in zip(separate, silu_backward.silu_mul_backward_both(gate, up, dy, "pow2")):
+        assert torch.equal(found.view(torch.int16), expected.view(torch.int16))
+
+
 def norm_gradients_in_fp64(x, weight, dy):
     wide = [t.double().requires_grad_() for t in (x, weight)]
     return torch.autograd.grad(F.rms_norm(wide[0], weight.shape, wide[1], EPS), wide, dy.double())
@@ -96,6 +127,7 @@ def test_a_row_that_is_not_finite_stays_visible():
 def test_empty_batches():
     x, weight = rand(0, 300), rand(300)
     assert silu_backward.silu_mul_backward(x, x, x, (BF16, BF16))[1].shape == (0, 300)
+    assert silu_backward.silu_mul_backward_both(x, x, x, "pow2")[1][1][2].shape == (300, 0)
     dx, dw = norm_backward.rms_norm_backward(x, weight, x[:, 0].float(), x, BF16, True)
     assert dx.shape == (0, 300) and torch.equal(dw, torch.zeros(300))
 

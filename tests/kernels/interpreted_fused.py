@@ -16,7 +16,8 @@ from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.linear import Fp8State
+from jetrl_patch.fp8.handed import HANDED
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels import quantize
 
 from ..fp8.thresholds import sqnr
@@ -40,6 +41,15 @@ def quantized(monkeypatch):
     shapes = []
     original = quantize.quantize_rows
     monkeypatch.setattr(quantize, "quantize_rows", lambda x, *a, **k: shapes.append(tuple(x.shape)) or original(x, *a, **k))
+    return shapes
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """The shapes of output gradients quantized in a separate launch."""
+    shapes = []
+    original = quantize.quantize_both
+    monkeypatch.setattr(quantize, "quantize_both", lambda x, *a, **k: shapes.append(tuple(x.shape)) or original(x, *a, **k))
     return shapes
 
 
@@ -67,18 +77,80 @@ def run(model):
     ("family", "scale_format", "options"),
     [("qwen2", "fp32", {}), ("qwen3", "pow2", {"layers": 2}), ("llama", "pow2", {"intermediate_size": 200, "mlp_bias": True})],
 )
-def test_outputs_and_gradients_are_the_same(family, scale_format, options, quantized):
+def test_outputs_and_gradients_are_the_same(family, scale_format, options, quantized, both):
     plain, ours, names = models(family, scale_format, **options)
     leaves, layers = ("input_layernorm", "post_attention_layernorm", "mlp"), len(ours.model.layers)
     assert sorted(names) == sorted(f"model.layers.{i}.{leaf}" for i in range(layers) for leaf in leaves)
     expected = run(plain)
-    separate = len(quantized)
+    separate, gradients = len(quantized), len(both)
+    assert gradients == layers * 7
     assert separate == layers * 4  # of a block's forward: before q, o, gate and down (backward writes both layouts at once)
     out, grads = run(ours)
     assert len(quantized) - separate == layers * 1  # before o
+    assert len(both) - gradients == layers * 5 and not len(HANDED)  # not those of gate and up
     assert torch.equal(out, expected[0])
     for name, grad in expected[1].items():
         assert grad is not None and torch.equal(grads[name], grad), name
+
+
+CHANGES = {
+    "a hook that changes it": lambda grad: grad * 2,
+    "a hook that changes it in place": lambda grad: grad.mul_(2),
+    "a hook that looks": lambda grad: None,
+}
+
+
+def gated(scale_format="pow2"):
+    """gate, up and down of a small MLP, and a call that multiplies with or without quantized gradients."""
+    torch.manual_seed(0)
+    layers = torch.nn.ModuleList(torch.nn.Linear(128, 128, bias=i == 0).bfloat16() for i in range(3))
+    for layer in layers:
+        layer.__class__, layer.fp8 = Fp8Linear, Fp8State(scale_format, "triton")
+
+    def call(quantize_gradients, hook=None):
+        layers.zero_grad()
+        x = torch.randn(2, 3, 128, generator=torch.Generator().manual_seed(1)).bfloat16().requires_grad_()
+        gate, up = layers[0](x), layers[1](x)
+        if hook is not None:
+            gate.register_hook(hook)
+        layers[2](producers.silu_mul(gate, up, layers[2].fp8, quantize_gradients)).sum().backward()
+        return [x.grad, *(p.grad for p in layers.parameters())]
+
+    return layers, call
+
+
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_a_gradient_that_was_changed_is_quantized_again(change, both):
+    """What a hook makes of the gradient is what the layer's backward reads."""
+    _, call = gated()
+    expected = call(False, CHANGES.get(change))
+    before = len(both)
+    found = call(True, CHANGES.get(change))
+    assert before == 3 and len(both) - before == (2 if "changes" in str(change) else 1) and not len(HANDED)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_bytes_that_nobody_takes_are_dropped(both):
+    layers, call = gated()
+    layers[1].weight.requires_grad_(False)  # a layer that computes DGrad alone, and asks for its bytes all the same
+    expected, found = call(False), call(True)
+    assert not len(HANDED) and all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    grad = torch.zeros(3, 128).bfloat16()
+    HANDED.keep(grad, (grad,) * 4, "triton", "pow2")
+    assert HANDED.take(grad, "triton", "fp32") is None and not len(HANDED)
+    HANDED.keep(grad, (grad.clone(),) * 4, "triton", "pow2")
+    del grad
+    assert not len(HANDED)
+
+
+def test_only_layers_that_read_them_get_quantized_gradients():
+    layer, state = gated()[0][0], Fp8State("pow2", "triton")
+    assert fused._has_both_gradients(layer, state)
+    assert not fused._has_both_gradients(layer, Fp8State("fp32", "triton"))
+    assert not fused._has_both_gradients(layer, Fp8State("pow2", "deep_gemm"))
+    assert not fused._has_both_gradients(torch.nn.Linear(2, 2), state)
+    layer.weight.requires_grad_(False)
+    assert not fused._has_both_gradients(layer, state)
 
 
 def test_exact_mode_fuses_activations_only(quantized, monkeypatch):
@@ -89,7 +161,7 @@ def test_exact_mode_fuses_activations_only(quantized, monkeypatch):
     separate = len(quantized)
     for left_to_the_op in (False, True):
         if left_to_the_op:
-            monkeypatch.setattr(producers, "silu_mul", lambda gate, up, state: None)
+            monkeypatch.setattr(producers, "silu_mul", lambda *_: None)
         before = len(quantized)
         found, grads = run(ours)
         assert len(quantized) - before == separate - (not left_to_the_op)  # not before down

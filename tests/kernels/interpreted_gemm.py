@@ -313,6 +313,11 @@ def test_gradients_at_once_equal_those_one_by_one(scale_format):
     dx, dw = ours.gradients(g, q, s, qx, sx, scale_format, dtypes)
     assert torch.equal(dx, ours.dgrad(g, q, s, scale_format, dtypes[0])) and dx.dtype == dtypes[0]
     assert torch.equal(dw, ours.wgrad(g, qx, sx, scale_format, dtypes[1])) and dw.dtype == dtypes[1]
+    main = torch.randn(257, 200, generator=gen)
+    for layout in (main.clone(), main.t().contiguous().t()):  # the kernel adds, or torch does
+        same_dx, added = ours.gradients(g, q, s, qx, sx, scale_format, dtypes, main=layout)
+        assert added is None and torch.equal(same_dx, dx)
+        assert torch.equal(layout, main + ours.wgrad(g, qx, sx, scale_format, torch.float32))
     expected = torch_backend.gradients(g, q, s, qx, sx, scale_format, dtypes)
     assert sqnr(dx, expected[0]) > SQNR_KERNEL_FP32 and (dw == expected[1]).float().mean() >= KERNEL_EQUALS_ORACLE
     # and the backend's quantizers equal the reference

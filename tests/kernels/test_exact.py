@@ -32,12 +32,13 @@ from jetrl_patch.kernels.outputs import COMPILER
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
 SPECS = [k for m in MODULES for k in m.KERNELS]
-#: maximum registers per thread, so that the stated number of programs fits on an SM; nothing may spill
+#: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
 REGISTERS = {
     **dict.fromkeys(("attention_paged_64", "attention_split_64", "attention_varlen_64", "attention_dkdv_64"), 168),  # 3
     **dict.fromkeys(("attention_paged_128", "attention_split_128", "attention_varlen_128"), 255),  # 1, of 256 threads
     "attention_dkdv_128": 255,  # 2
     **dict.fromkeys(("attention_combine_64", "attention_combine_128"), 56),  # 9
+    **dict.fromkeys(("attention_row_sums_64", "attention_row_sums_128"), 64),  # 8
     "attention_dq_64": 128,  # 4
     "attention_dq_128": 168,  # 3
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
@@ -47,9 +48,13 @@ REGISTERS = {
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
     **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
     "silu_mul_backward": 64,
+    **dict.fromkeys(("silu_mul_backward_both_pow2", "silu_mul_backward_both_fp32"), 128),  # 1, of 512 threads
 }
+#: bytes of spilled registers per thread
+SPILLS = {"silu_mul_backward_both_fp32": 48}
 if "sched4reg" not in COMPILER:  # an older triton, seen with 3.6.0: one program of this width on an SM instead of two
     REGISTERS |= {"rms_norm16384": 72}
+    SPILLS |= {"silu_mul_backward_both_fp32": 104}
 #: maximum instructions that a warp runs per block of keys (of rows: dkdv; of the contraction: bf16_gemm; per chunk: combine), and
 #: asynchronous copies among them
 LOOPS = {
@@ -92,10 +97,12 @@ def products(ptx: str) -> Counter[str]:
 def test_compiles_within_an_sm(spec: Spec):
     assert specs()[spec.name] is spec
     made = compile_one(spec)
-    assert made.spills == 0 and made.registers <= REGISTERS[spec.name], made[:3]
+    assert made.spills <= SPILLS.get(spec.name, 0) and made.registers <= REGISTERS[spec.name], made[:3]
     assert made.shared <= SHARED.get(spec.name, 75 << 10), made[:3]
     assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
-    if spec in attention_chunks.KERNELS:
+    if spec.kernel is attention_backward.row_sums_kernel:
+        assert not products(made.ptx) and "ld.global.v4.b32" in made.ptx
+    elif spec in attention_chunks.KERNELS:
         assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
     elif "attention" in spec.name or "gemm" in spec.name:
         assert products(made.ptx) and all(

@@ -34,7 +34,7 @@ def in_the_interpreter(*arguments: str) -> None:
 
 
 def test_one_model_in_the_interpreter():
-    in_the_interpreter("-k", "qwen2 or in_place or does_not_take or exact_mode")
+    in_the_interpreter("-k", "qwen2 or in_place or does_not_take or exact_mode or changed or nobody or only_layers")
 
 
 @pytest.mark.slow

@@ -30,6 +30,7 @@ from jetrl_patch.kernels import (
     requantize,
     route,
     silu,
+    silu_backward,
 )
 
 BATCHES = (1, 2, 3, 16, 17, 31, 32, 128, 1008, 1024)
@@ -88,6 +89,7 @@ def quantized(M: int) -> None:
         producers.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
         silu.silu_mul_quantize_both(rows(M, K), rows(M, K), "pow2", columns, pad=True)
+        silu_backward.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
         q, _ = formulas.quantize_activation(rows(M, K), "pow2")
         requantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
     quantize.quantize_tokens(rows(M, K), "pow2", turned=True, pad=True)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.handed import Both
+from jetrl_patch.fp8.regrouped import Regrouped
 
 
 class Backend(ABC):
@@ -82,10 +84,35 @@ class Backend(ABC):
         s_MG: Tensor,
         scale_format: ScaleFormat,
         dtypes: tuple[torch.dtype, torch.dtype],
-    ) -> tuple[Tensor, Tensor]:
-        """``dgrad`` and ``wgrad`` together, in ``dtypes``. A backend may override this to read dY only once."""
+        shared: Regrouped | None = None,
+        main: Tensor | None = None,
+        both: Both | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """``dgrad`` and ``wgrad`` together, in ``dtypes``. A backend may override this to read dY only once.
+
+        Args:
+            shared: what the layers that read this input share; only a backend that overrides this reads it.
+            main: a main gradient, FP32 [N, K]: dW is added to it in FP32, and None returned in its place.
+            both: dY in both layouts, if its producer quantized it; a backend that does not read it quantizes dY.
+        """
         dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
-        return dx, self.wgrad(g_MN, q_MK, s_MG, scale_format, dtypes[1])
+        return dx, self.weight_gradient(g_MN, q_MK, s_MG, scale_format, dtypes[1], shared, main)
+
+    def weight_gradient(
+        self,
+        g_MN: Tensor,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        shared: Regrouped | None = None,
+        main: Tensor | None = None,
+    ) -> Tensor | None:
+        """``wgrad``, or None where it was added to ``main``; the arguments are those of ``gradients``."""
+        if main is None:
+            return self.wgrad(g_MN, q_MK, s_MG, scale_format, out_dtype)
+        main.add_(self.wgrad(g_MN, q_MK, s_MG, scale_format, torch.float32))
+        return None
 
     def grouped(self, x: Tensor) -> Any:
         """``jetrl_patch.kernels.grouped`` if the experts of a mixture run in one launch for ``x``; None: expert by expert."""

@@ -46,7 +46,7 @@ class CublasLtBackend(GpuBackend):
         for k in range(0, q_MK.shape[1], step):
             q, w = q_MK[:, k : k + step], w_NK[:, k : k + step]
             g = slice(k // BLOCK, -(-(k + step) // BLOCK))
-            part = _product(q, s_MG[:, g], w, s_NG[:, g], out_dtype if splits == 1 else torch.float32)
+            part = row_product(q, s_MG[:, g], w, s_NG[:, g], out_dtype if splits == 1 else torch.float32)
             total = part if total is None else total + part
         assert total is not None
         return total.to(out_dtype)
@@ -57,10 +57,10 @@ class CublasLtBackend(GpuBackend):
         return _scaled_mm(g_MN, s_MG, self.turned(w_NK), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return _product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
+        return row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
 
 
-def _product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
+def row_product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
     """a b^T with 1x128 scales on both sides."""
     check_widths(CublasLtBackend.name, a_MK.shape[1], b_NK.shape[0])
     return _scaled_mm(a_MK, sa_MG, b_NK, _columns(sb_NG), F.ScalingType.BlockWise1x128, out_dtype)

@@ -2,17 +2,20 @@
 
 ``fp8_gemm_nt((a [M, K], sa [M, K/128]), (b [N, K], sb), d [M, N], c)`` computes ``a b^T``, all row-major:
 
-| recipe        | kernel | sb               | d    | c            | used for                                    |
-| (1, 128, 128) | 1D2D   | [N/128, K/128]   | BF16 | none         | FProp with block scales, DGrad              |
-| (1, 1, 128)   | 1D1D   | [N, K/128]       | FP32 | d, added to  | FP32 partial sums, scales per row, WGrad    |
+| recipe        | kernel | sb               | d    | c            | used for                                         |
+| (1, 128, 128) | 1D2D   | [N/128, K/128]   | BF16 | none         | FProp with block scales, DGrad                   |
+| (1, 1, 128)   | 1D1D   | [N, K/128]       | FP32 | d, added to  | FP32 partial sums, scales per row, WGrad in FP32 |
 
 Some of its requirements are not checked, or only where nvcc compiles a kernel, so this module sees to them:
 
 - 1D1D reads rows at a distance of K, whatever the strides say: a range of columns has to be copied first;
 - for M <= 32, 1D1D's heuristic may take a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
-- 1D1D adds to d in memory, so a new d starts as zeros;
+- 1D1D adds to d in memory. A main gradient is handed over as it is; a new d starts as zeros;
 - TMA wants addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4: ``outputs.new_rows``
   writes them so, and other layouts are copied here rather than by a further kernel of DeepGEMM's, compiled for each K.
+
+A dW in BF16 would cost zeros, the sum and a cast: 18 bytes an element where 2 do. cuBLASLt has the same product, one scale
+per row and group on both sides, and rounds in it. Where torch offers it, it computes that dW, which no other process shares.
 """
 
 from __future__ import annotations
@@ -25,7 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.fp8.backends.capability import find_deep_gemm
+from jetrl_patch.fp8.backends import cublaslt
+from jetrl_patch.fp8.backends.capability import check_cublaslt, find_deep_gemm
 from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 from jetrl_patch.fp8.operands import check_fprop
@@ -43,12 +47,15 @@ class DeepGemmBackend(GpuBackend):
     name = "deep_gemm"
     columns = True
     blocks = True
+    #: whether cuBLASLt computes weight gradients in BF16
+    rounds = False
 
     def __init__(self) -> None:
         module, reason = find_deep_gemm()
         if module is None:
             raise ConfigError(f'backend="deep_gemm" cannot run here: {reason}. Use a CUDA build of vLLM, or backend="triton".')
         self._module: Any = module
+        self.rounds = check_cublaslt()[0]
 
     def gemm(
         self,
@@ -98,7 +105,16 @@ class DeepGemmBackend(GpuBackend):
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
+        if self.rounds and out_dtype == torch.bfloat16 and g_NM.numel():
+            return cublaslt.row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
         return self._rows(g_NM, sg.t(), x_KM, sx.t()).to(out_dtype)
+
+    def add_wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, main: Tensor) -> None:
+        """1D1D adds to a main gradient that TMA can write and that is high enough for its tile."""
+        check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
+        if g_NM.shape[0] <= FEW or not main.is_contiguous() or main.data_ptr() % ALIGN:
+            return super().add_wgrad_product(g_NM, sg, x_KM, sx, main)
+        self._rows(g_NM, sg.t(), x_KM, sx.t(), main)
 
     def _blocks(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
         """The BF16 product; b [N, K] has one scale per 128x128 block."""
@@ -107,13 +123,13 @@ class DeepGemmBackend(GpuBackend):
             self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), row_major(sb)), d, recipe=BLOCKS)
         return d
 
-    def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
-        """The FP32 product; both operands have one scale per row and group."""
+    def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, main: Tensor | None = None) -> Tensor:
+        """The FP32 product, added to ``main`` if given; both operands have one scale per row and group."""
         M = a.shape[0]
         if 0 < M <= FEW:
             a = F.pad(packed(a).view(torch.uint8), (0, 0, 0, TILE - M)).view(FP8)
             sa = F.pad(sa.t(), (0, TILE - M)).t()
-        d = a.new_zeros(a.shape[0], b.shape[0], dtype=torch.float32)
+        d = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if main is None else main
         if d.numel():
             self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), pitched(sb)), d, c=d, recipe=ROWS)
         return d[:M]

@@ -20,6 +20,8 @@ from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.base import Backend
 from jetrl_patch.fp8.backends.capability import check_triton
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.fp8.handed import Both
+from jetrl_patch.fp8.regrouped import Regrouped
 
 
 class GpuBackend(Backend):
@@ -35,6 +37,10 @@ class GpuBackend(Backend):
     @abstractmethod
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         """dW [N, K], BF16 or FP32, from transposed operands with M a multiple of 128 and scales [M/128, N] and [M/128, K]."""
+
+    def add_wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, main: Tensor) -> None:
+        """Add the FP32 product to a main gradient, FP32 [N, K]. A product that adds by itself needs no buffer."""
+        main.add_(self.wgrad_product(g_NM, sg, x_KM, sx, torch.float32))
 
     def quantizers(self, x: Tensor) -> Any:
         """``jetrl_patch.kernels.quantize`` if it can run for ``x``; None selects the formulas of ``fp8.quantize``."""
@@ -109,8 +115,22 @@ class GpuBackend(Backend):
     def wgrad(
         self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
     ) -> Tensor:
+        dw = self.weight_gradient(g_MN, q_MK, s_MG, scale_format, out_dtype)
+        assert dw is not None  # there is no main gradient
+        return dw
+
+    def weight_gradient(
+        self,
+        g_MN: Tensor,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        shared: Regrouped | None = None,
+        main: Tensor | None = None,
+    ) -> Tensor | None:
         g = self.quantize_transposed(g_MN, scale_format)
-        return self._wgrad(*g, q_MK, s_MG, scale_format, out_dtype)
+        return self._wgrad(*g, q_MK, s_MG, scale_format, out_dtype, shared, main)
 
     def gradients(
         self,
@@ -121,24 +141,46 @@ class GpuBackend(Backend):
         s_MG: Tensor,
         scale_format: ScaleFormat,
         dtypes: tuple[torch.dtype, torch.dtype],
-    ) -> tuple[Tensor, Tensor]:
-        """As the base class, but reads dY once and writes both of its layouts."""
+        shared: Regrouped | None = None,
+        main: Tensor | None = None,
+        both: Both | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As the base class, but reads dY once and writes both of its layouts, or reads the bytes of its producer."""
         kernels = self.quantizers(g_MN)
         if kernels is None:
-            return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes)
-        q, s, q_NM, sg = kernels.quantize_both(g_MN, scale_format, columns=self.columns, pad=True)
+            return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes, shared, main)
+        q, s, q_NM, sg = both or kernels.quantize_both(g_MN, scale_format, columns=self.columns, pad=True)
         dx = self.dgrad_product(q, s, w_NK, s_blocks, written(dtypes[0])).to(dtypes[0])
-        return dx, self._wgrad(q_NM, sg, q_MK, s_MG, scale_format, dtypes[1])
+        return dx, self._wgrad(q_NM, sg, q_MK, s_MG, scale_format, dtypes[1], shared, main)
 
     def _wgrad(
-        self, g_NM: Tensor, sg: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
-    ) -> Tensor:
+        self,
+        g_NM: Tensor,
+        sg: Tensor,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        shared: Regrouped | None,
+        main: Tensor | None,
+    ) -> Tensor | None:
+        def regroup() -> tuple[Tensor, Tensor]:
+            return self.regrouped(q_MK, s_MG, scale_format)
+
+        x = regroup() if shared is None else shared.get(regroup)
+        if main is None:
+            return self.wgrad_product(g_NM, sg, *x, written(out_dtype)).to(out_dtype)
+        self.add_wgrad_product(g_NM, sg, *x, main)
+        return None
+
+    def regrouped(self, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """WGrad's right operand, e4m3 [K, M] (M padded) and scales [M/128, K], from a saved activation in 1x128 groups."""
         if self.quantizers(q_MK) is None:
-            x = self.quantize_transposed(quantize.dequantize_activation(q_MK, s_MG, torch.bfloat16), scale_format)
-        else:
-            kernels = importlib.import_module("jetrl_patch.kernels.requantize")
-            x = kernels.requantize_tokens(q_MK, s_MG, scale_format, pad=True)
-        return self.wgrad_product(g_NM, sg, *x, written(out_dtype)).to(out_dtype)
+            return self.quantize_transposed(quantize.dequantize_activation(q_MK, s_MG, torch.bfloat16), scale_format)
+        found: tuple[Tensor, Tensor] = importlib.import_module("jetrl_patch.kernels.requantize").requantize_tokens(
+            q_MK, s_MG, scale_format, pad=True
+        )
+        return found
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
         """None: each pass quantizes the weight, which moves 3 bytes per element, unless it is promised to stay (``unchanged``).

@@ -81,3 +81,11 @@ class TritonBackend(GpuBackend):
         from jetrl_patch.kernels.gemm_wgrad import wgrad
 
         return wgrad(g_NM, sg, x_KM, sx, out_dtype)
+
+    def add_wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, main: Tensor) -> None:
+        """The kernel adds where it would write."""
+        if not main.is_contiguous():
+            return super().add_wgrad_product(g_NM, sg, x_KM, sx, main)
+        from jetrl_patch.kernels.gemm_wgrad import wgrad
+
+        wgrad(g_NM, sg, x_KM, sx, add_to=main)
