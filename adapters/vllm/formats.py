@@ -11,7 +11,7 @@ import importlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
@@ -19,11 +19,14 @@ from jetrl_patch.adapters.vllm.scales import BlockScales, RowScales, Scales
 from jetrl_patch.fp8 import channel
 from jetrl_patch.fp8.backends import choose_backend, get_backend
 from jetrl_patch.fp8.backends.row_equality import Layout, require_row_equality
+from jetrl_patch.fp8.carried import fits
 from jetrl_patch.fp8.formats import FP8
+from jetrl_patch.fp8.producers import available
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
     from jetrl_patch.fp8.backends import Backend
+    from jetrl_patch.fp8.backends.gpu import GpuBackend
 
 logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
 #: the buffer of a layer that holds the block scales of its weight
@@ -72,6 +75,10 @@ class LinearFormat(abc.ABC):
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a whole BF16 weight [N, K] to bytes [N, K] and scales, as the trainer does."""
+
+    def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
+        """Return the backend that can quantize what this layer reads where it is computed; None: the layer takes BF16 alone."""
+        return None
 
     @abc.abstractmethod
     def product(
@@ -123,6 +130,14 @@ class BlockFp8(LinearFormat):
     def _blocks(self, layer: torch.nn.Module) -> torch.Tensor:
         scale = layer.weight_scale_inv.data
         return self.backend(scale.device).block_scales(scale)
+
+    def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
+        """On a GPU, for widths that the kernels take."""
+        backend, weight = self.backend(layer.weight.device), layer.weight
+        if not available(backend.name, weight.device.type):
+            return None
+        found = cast("GpuBackend", backend)
+        return found if fits(found, weight, weight.shape[1]) else None
 
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales [ceil(N/128), ceil(K/128)]."""

@@ -25,6 +25,7 @@ from jetrl_patch.kernels import (
     gemm_wgrad,
     grouped,
     norm,
+    norm_rows,
     producers,
     quantize,
     requantize,
@@ -86,6 +87,7 @@ def quantized(M: int) -> None:
         quantize.quantize_rows(rows(M, K), "pow2", columns)
         quantize.quantize_both(rows(M, K), "pow2", columns, pad=True)
         producers.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
+        norm_rows.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
         silu.silu_mul_quantize_both(rows(M, K), rows(M, K), "pow2", columns, pad=True)
         q, _ = formulas.quantize_activation(rows(M, K), "pow2")
