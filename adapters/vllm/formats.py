@@ -18,6 +18,7 @@ import torch
 from jetrl_patch.adapters.vllm.scales import BlockScales, RowScales, Scales
 from jetrl_patch.fp8 import channel
 from jetrl_patch.fp8.backends import choose_backend, get_backend
+from jetrl_patch.fp8.backends.deep_gemm import pitched
 from jetrl_patch.fp8.backends.row_equality import Layout, require_row_equality
 from jetrl_patch.fp8.carried import fits
 from jetrl_patch.fp8.formats import FP8
@@ -66,6 +67,9 @@ class LinearFormat(abc.ABC):
         """Numbers of rows up to ``most`` whose products compile every kernel of this layer."""
         return self.backend(device).compiled_rows(most)
 
+    def lay_out(self, layer: torch.nn.Module) -> None:  # noqa: B027  # see BlockFp8
+        """Store the parameters as the GEMM reads them. What is loaded later keeps this layout."""
+
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:  # noqa: B027  # see BlockFp8
         """Keep what the GEMM reads beside the parameters, if anything."""
 
@@ -109,6 +113,14 @@ class BlockFp8(LinearFormat):
             if require_row_equality(backend, shape, weight.device, self.config.scale_format, layout):
                 words = "jetrl_patch: backend=%r computes the trainer's rows for weights %s, tried in %.1f s"
                 logger.info(words, backend.name, list(shape), time.monotonic() - start)
+
+    def lay_out(self, layer: torch.nn.Module) -> None:
+        """Scales per row by columns where products read them so: for partial sums, or where blocks have no scale of their own.
+
+        Else each of these products would copy them first.
+        """
+        if getattr(self.backend(layer.weight.device), "columns", False):
+            layer.weight_scale_inv.data = pitched(layer.weight_scale_inv.data)
 
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
         """For a backend that reads block scales: keep them as a buffer, at the same address for every weight sync.

@@ -68,6 +68,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
         self.format.check_serving(layer.weight, layout)
+        self.format.lay_out(layer)
         self.format.hold_blocks(layer, layout)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
