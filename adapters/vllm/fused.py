@@ -79,7 +79,7 @@ def _plain(x: torch.Tensor) -> bool:
 
 def fuse(model: torch.nn.Module, family: Family) -> list[str]:
     """Fuse modules of a loaded model that vLLM's own code runs, in place; their names. A second call changes nothing."""
-    if not family.covers("fused") or family.rollout != "vllm":
+    if not family.covers("fused") or family.rollout != "vllm" or family.tower:  # vLLM's code of the last has not run so
         return []
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     quantized = {name: layer for layer, method in quantized_modules(model) for name in method.names}
@@ -100,7 +100,7 @@ def fuse(model: torch.nn.Module, family: Family) -> list[str]:
         if backend is None:
             continue
         swap(module, kind)
-        module.__dict__ |= {"jetrl_reader": layer, "jetrl_backend": backend}  # not a second registration of the layer
+        module.__dict__.update(jetrl_reader=layer, jetrl_backend=backend)  # not a second registration of the layer
         changed.append(prefix)
     return changed
 
