@@ -24,13 +24,16 @@ from jetrl_patch.kernels import (
     merge,
     norm,
     norm_backward,
+    rank_sum,
     silu_backward,
 )
 from jetrl_patch.kernels.aot import Spec, compile_one, specs
 from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
+MODULES = (
+    attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, rank_sum, silu_backward,
+)  # fmt: skip
 SPECS = [k for m in MODULES for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing may spill
 REGISTERS = {
@@ -43,6 +46,7 @@ REGISTERS = {
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
     "silu_mul": 96,
     "merge": 96,
+    **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
     **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
@@ -85,6 +89,14 @@ def test_compiles_within_an_sm(spec: Spec):
         assert products(made.ptx) and all(
             ".m64n" in found and found.endswith("k16.f32.bf16.bf16") for found in products(made.ptx)
         )
+
+
+@pytest.mark.parametrize("spec", rank_sum.KERNELS, ids=lambda spec: spec.name)
+def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
+    made = compile_one(spec).ptx
+    ranks = spec.constexprs["RANKS"]
+    assert len(re.findall(r"ld\.global\.v4", made)) == 2 * ranks  # 8 elements a thread
+    assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
 
 
 @pytest.mark.parametrize("width", attention.HEAD_DIMS)
@@ -135,6 +147,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: norm.rms_norm(rows, rows[0], 1e-6),
         lambda: elementwise.silu_mul(rows, rows),
         lambda: head.bf16_gemm(rows, rows, torch.bfloat16),
+        lambda: rank_sum.rank_sum(torch.zeros(2, 3, 4)),
     ):
         with pytest.raises(ConfigError, match="required a CUDA device, found cpu"):
             call()

@@ -28,6 +28,7 @@ from jetrl_patch.kernels import (
     norm_rows,
     producers,
     quantize,
+    rank_sum,
     requantize,
     route,
     silu,
@@ -94,6 +95,7 @@ def quantized(M: int) -> None:
         requantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
     quantize.quantize_tokens(rows(M, K), "pow2", turned=True, pad=True)
     norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
+    rank_sum.rank_sum(torch.zeros(2, M, K))
 
 
 def experts(M: int) -> None:
