@@ -114,10 +114,11 @@ def try_ops(worker: Any) -> None:
     """Test the ops on the device of a loaded worker. Does nothing on a CPU.
 
     Raises:
-        ModelError: an op depends on its batch, or another attention backend is active.
+        ModelError: an op depends on its batch, a fused one gives other bytes, or another attention backend is active.
     """
     from vllm.platforms import current_platform
 
+    from jetrl_patch.adapters.vllm.fused import require_equal_rows
     from jetrl_patch.exact.trial import require_exact_ops
 
     if current_platform.is_cpu():
@@ -138,3 +139,4 @@ def try_ops(worker: Any) -> None:
             )
         )
     require_exact_ops(rank_sizes(worker.vllm_config), worker.device)
+    require_equal_rows(worker.model_runner.get_model())

@@ -11,19 +11,23 @@ import importlib
 import logging
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 
 from jetrl_patch.adapters.vllm.scales import BlockScales, RowScales, Scales
 from jetrl_patch.fp8 import channel
 from jetrl_patch.fp8.backends import choose_backend, get_backend
+from jetrl_patch.fp8.backends.deep_gemm import pitched
 from jetrl_patch.fp8.backends.row_equality import Layout, require_row_equality
+from jetrl_patch.fp8.carried import fits
 from jetrl_patch.fp8.formats import FP8
+from jetrl_patch.fp8.producers import available
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
     from jetrl_patch.fp8.backends import Backend
+    from jetrl_patch.fp8.backends.gpu import GpuBackend
 
 logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
 #: the buffer of a layer that holds the block scales of its weight
@@ -63,6 +67,9 @@ class LinearFormat(abc.ABC):
         """Numbers of rows up to ``most`` whose products compile every kernel of this layer."""
         return self.backend(device).compiled_rows(most)
 
+    def lay_out(self, layer: torch.nn.Module) -> None:  # noqa: B027  # see BlockFp8
+        """Store the parameters as the GEMM reads them. What is loaded later keeps this layout."""
+
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:  # noqa: B027  # see BlockFp8
         """Keep what the GEMM reads beside the parameters, if anything."""
 
@@ -72,6 +79,10 @@ class LinearFormat(abc.ABC):
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a whole BF16 weight [N, K] to bytes [N, K] and scales, as the trainer does."""
+
+    def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
+        """Return the backend that can quantize what this layer reads where it is computed; None: the layer takes BF16 alone."""
+        return None
 
     @abc.abstractmethod
     def product(
@@ -103,6 +114,14 @@ class BlockFp8(LinearFormat):
                 words = "jetrl_patch: backend=%r computes the trainer's rows for weights %s, tried in %.1f s"
                 logger.info(words, backend.name, list(shape), time.monotonic() - start)
 
+    def lay_out(self, layer: torch.nn.Module) -> None:
+        """Scales per row by columns where products read them so: for partial sums, or where blocks have no scale of their own.
+
+        Else each of these products would copy them first.
+        """
+        if getattr(self.backend(layer.weight.device), "columns", False):
+            layer.weight_scale_inv.data = pitched(layer.weight_scale_inv.data)
+
     def hold_blocks(self, layer: torch.nn.Module, layout: Layout | None) -> None:
         """For a backend that reads block scales: keep them as a buffer, at the same address for every weight sync.
 
@@ -123,6 +142,14 @@ class BlockFp8(LinearFormat):
     def _blocks(self, layer: torch.nn.Module) -> torch.Tensor:
         scale = layer.weight_scale_inv.data
         return self.backend(scale.device).block_scales(scale)
+
+    def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
+        """On a GPU, for widths that the kernels take."""
+        backend, weight = self.backend(layer.weight.device), layer.weight
+        if not available(backend.name, weight.device.type):
+            return None
+        found = cast("GpuBackend", backend)
+        return found if fits(found, weight, weight.shape[1]) else None
 
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Scales [ceil(N/128), ceil(K/128)]."""

@@ -13,6 +13,7 @@ from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinea
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
+from jetrl_patch.fp8.carried import Rows
 
 __all__ = ["ExactReplicatedLinear", "JetrlRowParallelLinear"]
 
@@ -20,16 +21,19 @@ __all__ = ["ExactReplicatedLinear", "JetrlRowParallelLinear"]
 class JetrlRowParallelLinear(RowParallelLinear):
     """Replaces ``RowParallelLinear``. Other quantizations and single-rank runs are unchanged."""
 
-    def forward(self, input_: torch.Tensor) -> Any:
-        """``input_ [..., K / ranks]`` BF16 -> ``[..., N]`` BF16, the same on every rank."""
+    def forward(self, input_: torch.Tensor | Rows) -> Any:
+        """``input_ [..., K / ranks]`` BF16 or quantized -> ``[..., N]`` BF16, the same on every rank."""
         method = self.quant_method
         ours = isinstance(method, (QuantizedLinearMethod, ExactLinearMethod))
         if not ours or self.tp_size == 1 or not self.reduce_results:
             return super().forward(input_)
-        if not self.input_is_parallel:
-            input_ = input_.chunk(self.tp_size, dim=-1)[self.tp_rank].contiguous()
-        partial_MN = method.partial_sum(self, input_.reshape(-1, input_.shape[-1]))
-        output = sum_over_ranks(partial_MN).view(*input_.shape[:-1], -1)
+        if isinstance(input_, Rows):  # of this rank
+            output = sum_over_ranks(method.partial_sum(self, input_))
+        else:
+            if not self.input_is_parallel:
+                input_ = input_.chunk(self.tp_size, dim=-1)[self.tp_rank].contiguous()
+            partial_MN = method.partial_sum(self, input_.reshape(-1, input_.shape[-1]))
+            output = sum_over_ranks(partial_MN).view(*input_.shape[:-1], -1)
         if self.bias is not None and not self.skip_bias_add:
             output = output + self.bias
         if not self.return_bias:

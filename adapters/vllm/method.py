@@ -17,6 +17,7 @@ from jetrl_patch.adapters.vllm.formats import BLOCKS, format_of
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.fp8.backends.row_equality import Layout, Part
+from jetrl_patch.fp8.carried import Rows, product
 
 if TYPE_CHECKING:
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
@@ -67,21 +68,26 @@ class QuantizedLinearMethod(LinearMethodBase):
         """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
         self.format.check_serving(layer.weight, layout)
+        self.format.lay_out(layer)
         self.format.hold_blocks(layer, layout)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """``x [..., K]`` BF16 -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""
-        y = self._product(layer, x.reshape(-1, x.shape[-1]), torch.bfloat16).reshape(*x.shape[:-1], -1)
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """``x [..., K]``, BF16 or quantized by ``fused`` -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""
+        if isinstance(x, Rows):
+            y = self._product(layer, x, torch.bfloat16)
+        else:
+            y = self._product(layer, x.reshape(-1, x.shape[-1]), torch.bfloat16).reshape(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
-    def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor) -> torch.Tensor:
-        """``x [M, K of this rank]`` BF16 -> the unrounded FP32 sum ``[M, N]`` that the ranks add up."""
+    def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor | Rows) -> torch.Tensor:
+        """``x [M, K of this rank]`` BF16 or quantized -> the unrounded FP32 sum ``[M, N]`` that the ranks add up."""
         return self._product(layer, x, torch.float32)
 
-    def _product(self, layer: torch.nn.Module, x_MK: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
-        return self.format.product(
-            x_MK, layer.weight.data, layer.weight_scale_inv.data, out_dtype, getattr(layer, BLOCKS, None)
-        )
+    def _product(self, layer: torch.nn.Module, x_MK: torch.Tensor | Rows, out_dtype: torch.dtype) -> torch.Tensor:
+        weight, scale, blocks = layer.weight.data, layer.weight_scale_inv.data, getattr(layer, BLOCKS, None)
+        if isinstance(x_MK, Rows):  # only of a backend that ``format.producers`` has named
+            return product(x_MK, weight, scale, self.format.backend(weight.device), out_dtype, blocks)
+        return self.format.product(x_MK, weight, scale, out_dtype, blocks)
 
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.families import LLAMA_LIKE, family_of
 from jetrl_patch.sync.base import Received
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.receive import Receiver
@@ -29,6 +30,7 @@ def attach(worker: Any, config: Config) -> None:
             exact on this device.
     """
     from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
+    from jetrl_patch.adapters.vllm.fused import fuse
     from jetrl_patch.adapters.vllm.install import VllmInstaller
     from jetrl_patch.adapters.vllm.latent import follow_norms
     from jetrl_patch.adapters.vllm.live import keep_live_experts
@@ -53,9 +55,14 @@ def attach(worker: Any, config: Config) -> None:
     else:
         keep_live_experts(model)
     if config.exact:
-        from jetrl_patch.adapters.vllm.exact import finish_model, try_ops
+        from jetrl_patch.adapters.vllm.exact import finish_model
 
         finish_model(worker)
+    if config.quantized_rollout and not worker.vllm_config.model_config.using_transformers_backend():
+        fuse(model, family_of(worker.vllm_config.model_config.hf_config) or LLAMA_LIKE)
+    if config.exact:
+        from jetrl_patch.adapters.vllm.exact import try_ops
+
         try_ops(worker)
     if config.quantized_rollout:
         warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks.counted.counter import Launch
 from benchmarks.counted.decode import ROWS, count_decode
+from benchmarks.counted.rollout import rollout_tables
 from benchmarks.counted.training import LENGTH, MODES, TOKENS, Passes, count_block, count_linears
 from benchmarks.gpu.floors import PUBLISHED
 from benchmarks.gpu.report import markdown, show
@@ -104,6 +105,7 @@ def tables() -> dict[str, list[dict[str, Any]]]:
         "A block, forward and backward": list(_rows(blocks, weights=True)),
         "Its linear layers alone": list(_rows(linears, weights=False)),
         f"Its linear layers in a decoding step, M = {ROWS}": steps,
+        **rollout_tables(MODELS, lambda launch: launch.seconds(PUBLISHED)),
         f"The longest launches of a block, {MODELS[0].name}, linear": list(_longest(blocks[MODELS[0].name, "linear"])),
         f"The longest launches of a block, {MODELS[0].name}, exact": list(_longest(blocks[MODELS[0].name, "exact"])),
     }
@@ -125,7 +127,7 @@ that read it. Autograd adds up the dX of those layers (`add`).
 A block in exact mode: attention's backward is two kernels with seven products, where FlashAttention-2 has five. In `linear`,
 Qwen3's norms of each head are those of Hugging Face, which exact mode replaces by one kernel.
 
-Not counted: the launches of a decoding step besides its linear layers.
+Not counted: the launches of attention in a decoding step, with its rotary embedding and its cache.
 """
 
 

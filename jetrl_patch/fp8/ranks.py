@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ModelError, explain
+from jetrl_patch.fp8.backends.capability import check_triton
 from jetrl_patch.fp8.formats import BLOCK, split_width
 
 __all__ = ["WHOLE", "ExpertSplit", "added"]
@@ -90,7 +91,11 @@ WHOLE = ExpertSplit()
 
 
 def added(parts_RMN: Tensor) -> Tensor:
-    """Add the FP32 sums [R, M, N] of R ranks in rank order and round once: BF16 [M, N]."""
+    """Add the FP32 sums [R, M, N] of R ranks in rank order and round once: BF16 [M, N]. One launch where the kernel runs."""
+    if parts_RMN.is_cuda and not torch.compiler.is_compiling() and check_triton()[0]:
+        from jetrl_patch.kernels.rank_sum import rank_sum
+
+        return rank_sum(parts_RMN)
     total_MN = parts_RMN[0]
     for part_MN in parts_RMN[1:]:
         total_MN = total_MN + part_MN

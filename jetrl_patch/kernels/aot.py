@@ -45,13 +45,14 @@ class Spec(NamedTuple):
 
 
 class Compiled(NamedTuple):
-    """A compiled kernel's use of SM resources, and its PTX."""
+    """A compiled kernel's use of SM resources, its layouts (Triton's GPU dialect) and its PTX."""
 
     registers: int
     spills: int  # bytes of local memory per thread
     shared: int  # bytes per program
     ptx: str
     cubin: bytes
+    ttgir: str
 
 
 def specs() -> dict[str, Spec]:
@@ -86,7 +87,7 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
     )
     built = triton.compile(source, target=target, options=dict(spec.options))
     registers, spills = _resources(built.asm["cubin"])
-    return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"], built.asm["cubin"])
+    return Compiled(registers, spills, int(built.metadata.shared), built.asm["ptx"], built.asm["cubin"], built.asm["ttgir"])
 
 
 def inner_loop(made: Compiled, around: str = "GMMA") -> list[str]:

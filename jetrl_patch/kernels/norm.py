@@ -20,6 +20,15 @@ from jetrl_patch.kernels.producers import WIDEST, warps_for
 
 
 @triton.jit
+def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / rms of a row of BF16 values [GROUPS, 128], in FP64 and rounded to FP32. The order of its sum follows the layout of
+    ``value`` in the compiled kernel, which a test compares between the kernels whose rows must be equal."""
+    square = (value * value).to(tl.float64)  # 16 bits: exact
+    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
+    return (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+
+
+@triton.jit
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
     x, w, y, rstd, K, x_m, EPS: tl.constexpr, GROUPS: tl.constexpr, HARDWARE: tl.constexpr
 ):
@@ -27,9 +36,7 @@ def rms_norm_kernel(  # type: ignore[no-untyped-def]
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
-    square = (value * value).to(tl.float64)
-    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
-    root = (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+    root = reciprocal_rms(value, K, EPS)
     weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
     tl.store(y + m * K + k, rounded(weight * bf16_value(value * root, HARDWARE)), mask=k < K)
     tl.store(rstd + m, root)

@@ -10,6 +10,7 @@ pytest.importorskip("triton")
 from benchmarks.counted.__main__ import PAGE, page, tables
 from benchmarks.counted.counter import Counter, Launch, size
 from benchmarks.counted.hopper import DEVICE, hopper
+from benchmarks.counted.rollout import count_step
 from benchmarks.counted.training import count_linears
 from benchmarks.gpu.floors import PUBLISHED
 from benchmarks.gpu.shapes import Model
@@ -105,3 +106,13 @@ def test_an_added_cast_shows(monkeypatch):
     assert len(after.forward) >= len(before.forward) + 14
     more = [launch.name for launch in after.backward if launch.name == "requantize_kernel"]
     assert len(more) == 7 and len(after.backward) == len(before.backward) + 3  # no layer reads what another read
+
+
+@pytest.mark.parametrize("best", ["deep_gemm", "triton"])
+def test_both_modes_launch_the_same_once_producers_quantize(best):
+    counted = {(mode, fused): count_step(TINY, mode, fused, best)[0] for mode in ("linear", "exact") for fused in (False, True)}
+    assert counted["linear", True] == counted["exact", True]
+    numbers = {key: len(launches) for key, launches in counted.items()}
+    assert numbers == {("linear", False): 11, ("exact", False): 13, ("linear", True): 8, ("exact", True): 8}
+    moved = {key: sum(launch.bytes for launch in launches) for key, launches in counted.items()}
+    assert moved["exact", False] > moved["linear", False] > moved["linear", True]

@@ -21,7 +21,8 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import dispatch, ops
 from jetrl_patch.fp8.lora import merged_weight
-from jetrl_patch.kernels import attention, attention_backward, merge, norm
+from jetrl_patch.fp8.ranks import added
+from jetrl_patch.kernels import attention, attention_backward, merge, norm, rank_sum
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_KERNEL_FP32, sqnr
 
@@ -260,3 +261,15 @@ def test_what_has_no_kernel_is_refused():
         attention.attention_varlen(q, k, k, ends([3]), 1.0)
     with pytest.raises(ModelError, match="RMSNorm up to width 16384"):
         norm.rms_norm(rand(1, 16500), rand(16500), 1e-6)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 1), (2, 5, 300), (4, 7, 1000), (3, 0, 8), (8, 3, 16)])
+def test_ranks_are_added_in_order(shape):
+    parts = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(shape[0])[:, None, None]
+    found = rank_sum.rank_sum(parts)
+    assert torch.equal(found, added(parts)) and torch.equal(found, rank_sum.rank_sum(parts.mT.contiguous().mT))
+    order = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
+    assert rank_sum.rank_sum(order).item() == 0 and rank_sum.rank_sum(order.flip(0)).item() == 1
+    assert rank_sum.rank_sum(order * torch.nan).isnan()
+    with pytest.raises(TypeError, match=r"must be torch\.float32, found torch\.bfloat16"):
+        rank_sum.rank_sum(parts.bfloat16())

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from jetrl_patch.exact import activation, dispatch, norm
 from jetrl_patch.fp8 import quantize as reference
-from jetrl_patch.kernels import e4m3, producers, silu
+from jetrl_patch.kernels import e4m3, norm_rows, producers, silu
 
 from .interpreted_quantize import FORMATS, check
 
@@ -113,6 +113,27 @@ def test_rmsnorm_equals_two_steps(shape, scale_format, bad):
     check(alone.q_MK, alone.s_MG, made.q_MK, made.s_MG)
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (5, 130), (3, 1000), (2, 2048)])
+@pytest.mark.parametrize("scale_format", FORMATS)
+@pytest.mark.parametrize("bad", [None, math.nan, math.inf])
+def test_the_norm_of_a_sum_equals_three_steps(shape, scale_format, bad):
+    x, residual, weight = normal(*shape), normal(*shape, 1), normal(1, shape[1], 7)[0]
+    x[shape[0] // 2] = 0
+    if bad is not None:
+        residual[0, -1] = bad
+    for r in (residual, None, residual.repeat(1, 2)[:, : shape[1]]):
+        total = x if r is None else x + r
+        made = norm_rows.norm_quantize_rows(x, r, weight, 1e-5, scale_format, columns=r is residual)
+        check(made.q_MK, made.s_MG, *reference.quantize_activation(norm.rms_norm(total, weight, 1e-5), scale_format))
+        assert made.s_MG.stride(0) == 1 or r is not residual
+        if r is None:
+            assert made.total_MK is None
+        else:
+            nan = total.isnan()
+            assert torch.equal(made.total_MK.isnan(), nan)
+            assert torch.equal(made.total_MK[~nan].view(torch.int16), total[~nan].view(torch.int16))
+
+
 def test_eps_is_not_rounded():
     x = torch.zeros(1, 128, dtype=torch.bfloat16)
     eps = 1.0 + 2.0**-25  # an FP32 1.0
@@ -124,6 +145,8 @@ def test_empty_batches():
     x = torch.zeros(0, 260, dtype=torch.bfloat16)
     assert producers.rmsnorm_quantize_rows(x, torch.ones(260, dtype=torch.bfloat16), 1e-6, "pow2").s_MG.shape == (0, 3)
     assert producers.silu_mul_quantize_both(x, x, "pow2")[2].shape == (260, 0)
+    made = norm_rows.norm_quantize_rows(x, x, torch.ones(260, dtype=torch.bfloat16), 1e-6, "pow2")
+    assert made.s_MG.shape == (0, 3) and made.total_MK.shape == (0, 260)
 
 
 @pytest.mark.parametrize(
@@ -134,6 +157,10 @@ def test_empty_batches():
         (lambda x: producers.rmsnorm_quantize_rows(x, x[0, :9], 1e-6, "pow2"), ValueError, r"\[256\] on cpu, found .*\[9\]"),
         (lambda x: producers.rmsnorm_quantize_rows(x, x[0].float(), 1e-6, "pow2"), ValueError, ", found torch.float32"),
         (lambda x: producers.rmsnorm_quantize_rows(x.repeat(1, 65), x[0], 1e-6, "pow2"), ValueError, ", found 16640"),
+        (lambda x: norm_rows.norm_quantize_rows(x.repeat(1, 65), None, x[0], 1e-6, "pow2"), ValueError, ", found 16640"),
+        (lambda x: norm_rows.norm_quantize_rows(x, x[:3], x[0], 1e-6, "pow2"), ValueError, r"\[256\] and \[3, 256\]"),
+        (lambda x: norm_rows.norm_quantize_rows(x, None, x[0].float(), 1e-6, "pow2"), ValueError, "found torch.float32"),
+        (lambda x: norm_rows.norm_quantize_rows(x, x.float(), x[0], 1e-6, "pow2"), TypeError, "residual: required"),
     ],
 )
 def test_wrong_inputs(call, error, match):

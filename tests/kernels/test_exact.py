@@ -24,13 +24,16 @@ from jetrl_patch.kernels import (
     merge,
     norm,
     norm_backward,
+    rank_sum,
     silu_backward,
 )
 from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, specs
 from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-MODULES = (attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, silu_backward)
+MODULES = (
+    attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, rank_sum, silu_backward,
+)  # fmt: skip
 SPECS = [k for m in MODULES for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
 REGISTERS = {
@@ -44,6 +47,7 @@ REGISTERS = {
     **dict.fromkeys(("bf16_gemm_bf16", "bf16_gemm_fp32"), 128),  # 2, of 256 threads
     "silu_mul": 96,
     "merge": 96,
+    **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
     **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
@@ -111,7 +115,8 @@ def test_compiles_within_an_sm(spec: Spec):
 
 
 def test_every_kernel_with_a_long_loop_has_a_budget():
-    assert set(LOOPS) == {spec.name for spec in SPECS if "attention" in spec.name or "gemm" in spec.name}
+    long = {spec.name for spec in SPECS if "attention" in spec.name or "gemm" in spec.name}
+    assert set(LOOPS) == {name for name in long if "row_sums" not in name}
 
 
 @pytest.mark.parametrize("name", LOOPS)
@@ -120,6 +125,14 @@ def test_a_block_costs_few_instructions(name: str):
     loop = inner_loop(compile_one(specs()[name]), "MUFU.EX2" if "combine" in name else "GMMA")
     assert len(loop) <= most and sum(opcode.startswith("LDGSTS") for opcode in loop) <= copies, len(loop)
     assert not any(opcode.startswith(("STS", "LDL", "STL")) for opcode in loop)  # weights stay in registers
+
+
+@pytest.mark.parametrize("spec", rank_sum.KERNELS, ids=lambda spec: spec.name)
+def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
+    made = compile_one(spec).ptx
+    ranks = spec.constexprs["RANKS"]
+    assert len(re.findall(r"ld\.global\.v4", made)) == 2 * ranks  # 8 elements a thread
+    assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
 
 
 @pytest.mark.parametrize("width", attention.HEAD_DIMS)
@@ -170,6 +183,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: norm.rms_norm(rows, rows[0], 1e-6),
         lambda: elementwise.silu_mul(rows, rows),
         lambda: head.bf16_gemm(rows, rows, torch.bfloat16),
+        lambda: rank_sum.rank_sum(torch.zeros(2, 3, 4)),
     ):
         with pytest.raises(ConfigError, match="required a CUDA device, found cpu"):
             call()

@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import aot, producers, quantize, requantize, silu
+from jetrl_patch.kernels import aot, norm, norm_rows, producers, quantize, requantize, silu
 from jetrl_patch.kernels.aot import Spec, compile_one
 from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS, *silu.KERNELS]
+SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS, *norm_rows.KERNELS, *silu.KERNELS]
 
 #: maximum registers per thread and bytes of shared memory per program. An SM has 65,536 registers:
 #: the third column is how many of its 64 warps can then be active
@@ -42,6 +42,7 @@ LIMITS = {
     "rmsnorm_rows4096": (128, 4096, 16),
     "rmsnorm_rows8192": (128, 8192, 16),
     "rmsnorm_rows16384": (128, 16384, 16),
+    **{f"norm_rows{width}{kind}": (96, 512, 16) for width in (1024, 4096, 8192, 16384) for kind in ("", "_added")},
 }
 #: bytes of spilled registers per thread
 SPILLS: dict[str, int] = {}
@@ -74,6 +75,29 @@ def test_compiles_for_hopper_without_spills_and_with_exact_arithmetic(spec: Spec
     assert ("div.rn.f32" in made.ptx) == divides  # a power of two needs none
     assert "ld.global.v4.b32" in made.ptx  # 16 bytes at a time
     assert "st.global.v4.b32" in made.ptx or (silu.SPREAD > 1 and spec.kernel is silu.silu_mul_rows_kernel)
+
+
+def sum_of_squares(spec: Spec) -> list[str]:
+    """The tiles of FP64 that a kernel reduces, with the way in which its threads hold them: that is the order of the sum."""
+    lines = aot.compile_one(spec).ttgir
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", lines, re.M))
+    tiles = re.findall(r"\}\) : \((tensor<[^)]*f64[^)]*>)\) ->", lines)
+    return [re.sub(r"#(?!ttg)\w+", lambda found: layouts[found[0]], tile) for tile in tiles]
+
+
+@pytest.mark.parametrize("spec", norm_rows.KERNELS, ids=lambda spec: spec.name)
+def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
+    """Else one row in 10^8 would have another last bit, which no comparison of values would find."""
+    alone = next(s for s in norm.KERNELS if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
+    assert alone.options["num_warps"] == spec.options["num_warps"]
+    found = sum_of_squares(spec)
+    assert len(found) == 2 and "sizePerThread = [1, 8]" in found[0] and found == sum_of_squares(alone)
+
+
+def test_another_order_would_be_found():
+    """The trainer's kernel for ``align="linear"`` spreads a row as its bytes are stored."""
+    alone, fused = (next(s for s in module.KERNELS if s.constexprs["GROUPS"] == 32) for module in (norm, producers))
+    assert sum_of_squares(fused) != sum_of_squares(alone)
 
 
 @pytest.mark.parametrize("spec", [s for s in SPECS if s.name.endswith("_fp32")], ids=lambda spec: spec.name)
@@ -111,6 +135,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: producers.silu_mul_quantize_rows(x, x, "pow2"),
         lambda: producers.silu_mul_quantize_both(x, x, "pow2"),
         lambda: producers.rmsnorm_quantize_rows(x, x[0], 1e-6, "pow2"),
+        lambda: norm_rows.norm_quantize_rows(x, x, x[0], 1e-6, "pow2"),
     ):
         with pytest.raises(ConfigError, match=r'required a CUDA device, found cpu\. Use backend="native"'):
             call()

@@ -25,8 +25,10 @@ from jetrl_patch.kernels import (
     gemm_wgrad,
     grouped,
     norm,
+    norm_rows,
     producers,
     quantize,
+    rank_sum,
     requantize,
     route,
     silu,
@@ -87,6 +89,7 @@ def quantized(M: int) -> None:
         quantize.quantize_rows(rows(M, K), "pow2", columns)
         quantize.quantize_both(rows(M, K), "pow2", columns, pad=True)
         producers.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
+        norm_rows.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
         silu.silu_mul_quantize_both(rows(M, K), rows(M, K), "pow2", columns, pad=True)
         silu_backward.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
@@ -94,6 +97,7 @@ def quantized(M: int) -> None:
         requantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
     quantize.quantize_tokens(rows(M, K), "pow2", turned=True, pad=True)
     norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
+    rank_sum.rank_sum(torch.zeros(2, M, K))
 
 
 def experts(M: int) -> None:

@@ -81,6 +81,28 @@ def test_block_scales_follow_the_weight(library: DeepGemm) -> None:
     assert getattr(layer, BLOCKS) is held
 
 
+@pytest.mark.parametrize("N", [256, 250])
+def test_products_copy_no_scales_of_the_weight(library: DeepGemm, N: int) -> None:
+    """Partial sums, and weights whose blocks share no scale, read the scales per row by columns."""
+    layer, method = linear(N, 128, None)
+    layer.weight_scale_inv = torch.nn.Parameter(layer.weight_scale_inv)
+    scale, values = layer.weight_scale_inv, layer.weight_scale_inv.data.clone()
+    for _ in range(2):  # a second load
+        method.format.lay_out(layer)
+    pitch = -(-N // 4) * 4
+    assert layer.weight_scale_inv is scale and scale.stride() == (1, pitch) and torch.equal(scale.data, values)
+    assert deep_gemm.pitched(scale.data).data_ptr() == scale.data_ptr()
+    if N == 256:
+        x = torch.randn(5, 128).to(torch.bfloat16)
+        expected = get_backend("torch").fprop(x, layer.weight, values, "pow2", torch.float32)
+        assert torch.equal(method.partial_sum(layer, x), expected) and {kernel for kernel, *_ in library.calls} == {"1d1d"}
+    scale.data.narrow(0, 8, 16).copy_(torch.full((16, 1), 4.0))  # as vLLM's loaders write
+    assert (layer.weight_scale_inv[8:24] == 4.0).all() and torch.equal(layer.weight_scale_inv[24:], values[24:])
+    layer, method = linear(256, 128, WHOLE, get_backend("torch"))
+    method.format.lay_out(layer)
+    assert layer.weight_scale_inv.is_contiguous()
+
+
 def test_rows_that_make_no_blocks_keep_none(library: DeepGemm) -> None:
     for layout in (None, Layout((Part(512, 64, 320, 0),)), Layout((Part(192, 0, 192, 0), Part(64, 0, 64, 192)))):
         layer, _ = linear(256, 128, layout)

@@ -50,6 +50,21 @@ class GpuBackend(Backend):
         """``jetrl_patch.kernels.producers`` if the quantizers can run for ``x``; None leaves norm and activation unfused."""
         return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.producers")
 
+    def norm_rows(
+        self, x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, scale_format: ScaleFormat
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """``kernels.norm_rows.norm_quantize_rows``, with scales in the layout that the product reads."""
+        from jetrl_patch.kernels.norm_rows import norm_quantize_rows
+
+        return norm_quantize_rows(x_MK, residual_MK, weight_K, eps, scale_format, self.columns)
+
+    def silu_mul_rows(self, gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """The bytes and scales of ``kernels.silu.silu_mul_quantize_rows``, likewise."""
+        from jetrl_patch.kernels.silu import silu_mul_quantize_rows
+
+        made = silu_mul_quantize_rows(gate_MK, up_MK, scale_format, self.columns)
+        return made.q_MK, made.s_MG
+
     def grouped(self, x: Tensor) -> Any:
         """With every GPU backend the project's own: the libraries' grouped products read counts back, or choose by them."""
         return None if self.quantizers(x) is None else importlib.import_module("jetrl_patch.kernels.grouped")

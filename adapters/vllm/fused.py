@@ -1,0 +1,164 @@
+"""Norms and activations of vLLM's models that write the bytes and scales of the FP8 linear behind them, in one launch.
+
+A family's record names the linears that alone read a norm (``readers``); SiLU * up is read by ``down_proj``. In a loaded model
+such a module gets a class whose result is ``Rows``: vLLM's model code passes it on as it is, and ``QuantizedLinearMethod``
+multiplies it. vLLM has such a carrier of its own (``QuantizedActivation``), for its own formats and since 0.30 alone.
+
+Where the linear is not quantized, or no longer (``guard``), where the device has no producers, where a width or a tensor does
+not fit the kernels, the module computes what it did before. In exact mode the bytes are the same with and without. In ``linear``
+the values are those of the trainer's fused norm and activation, which vLLM's own kernels round now and then to a neighbour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from vllm.model_executor.layers.activation import SiluAndMul
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
+from jetrl_patch.adapters.vllm.names import hf_name
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact.modules import swap
+from jetrl_patch.families import Family
+from jetrl_patch.fp8.backends.gpu import GpuBackend
+from jetrl_patch.fp8.carried import multiplied, normed
+from jetrl_patch.fp8.formats import ScaleFormat
+
+__all__ = ["FusedNorm", "FusedSiluAndMul", "fuse", "require_equal_rows"]
+
+#: an activation of a block -> the linear that alone reads it
+ACTIVATIONS = {"act_fn": ("down_proj",)}
+#: rows of the trial: one, some, and more than a tile
+TRIED = (1, 7, 130)
+
+
+class _Producer:
+    """Knows the linear that reads it. The link is no submodule: the linear has a place in the model already."""
+
+    jetrl_reader: Any
+    jetrl_backend: GpuBackend
+
+    def scale_format(self) -> ScaleFormat | None:
+        """Return that of the linear's inputs, or None if it is not quantized any more."""
+        method = self.jetrl_reader.quant_method
+        return method.format.config.scale_format if isinstance(method, QuantizedLinearMethod) else None
+
+
+class FusedNorm(_Producer):
+    """RMSNorm of the sum with the residual, quantized."""
+
+    weight: torch.Tensor
+    variance_epsilon: float
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
+        """``x [M, K]`` BF16, ``residual`` the same or None -> ``Rows``, and the new residual if there was one."""
+        form = self.scale_format()
+        if form is None or not _plain(x) or not (residual is None or _plain(residual)):
+            return super().forward(x, residual)  # type: ignore[misc]
+        rows, total = normed(x, residual, self.weight.data, self.variance_epsilon, self.jetrl_backend, form)
+        return rows if residual is None else (rows, total)
+
+
+class FusedSiluAndMul(_Producer):
+    """``silu(gate) * up``, quantized."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """``x [M, 2K]`` BF16 -> ``Rows``."""
+        form = self.scale_format()
+        if form is None or not _plain(x):
+            return super().forward(x)  # type: ignore[misc]
+        return multiplied(x, self.jetrl_backend, form)
+
+
+def _plain(x: torch.Tensor) -> bool:
+    return x.dim() == 2 and x.dtype == torch.bfloat16 and x.is_contiguous()
+
+
+def fuse(model: torch.nn.Module, family: Family) -> list[str]:
+    """Fuse modules of a loaded model that vLLM's own code runs, in place; their names. A second call changes nothing."""
+    if not family.covers("fused") or family.rollout != "vllm" or family.tower:  # vLLM's code of the last has not run so
+        return []
+    mapper = getattr(model, "hf_to_vllm_mapper", None)
+    quantized = {name: layer for layer, method in quantized_modules(model) for name in method.names}
+    changed = []
+    for prefix, module in model.named_modules():
+        parent, _, leaf = hf_name(prefix, mapper).rpartition(".")
+        if isinstance(module, FusedNorm | FusedSiluAndMul):
+            continue
+        kind: type
+        if isinstance(module, RMSNorm) and _whole(module):
+            kind, readers = FusedNorm, family.readers.get(leaf, ())
+        elif isinstance(module, SiluAndMul):
+            kind, readers = FusedSiluAndMul, ACTIVATIONS.get(leaf, ())
+        else:
+            continue
+        layer = _one(quantized, [f"{parent}.{reader}" for reader in readers])
+        backend = None if layer is None else layer.quant_method.format.producers(layer)
+        if backend is None:
+            continue
+        swap(module, kind)
+        module.__dict__.update(jetrl_reader=layer, jetrl_backend=backend)  # not a second registration of the layer
+        changed.append(prefix)
+    return changed
+
+
+def _whole(norm: RMSNorm) -> bool:
+    """Whether it norms its whole width, by a weight in BF16."""
+    return norm.has_weight and norm.variance_size_override is None and norm.weight.dtype == torch.bfloat16
+
+
+def _one(quantized: dict[str, Any], names: Sequence[str]) -> Any:
+    """The one layer that vLLM makes of all these linears, if it is quantized."""
+    found = [quantized.get(name) for name in names]
+    return found[0] if found and all(layer is found[0] for layer in found) else None
+
+
+@torch.no_grad()
+def require_equal_rows(model: torch.nn.Module) -> None:
+    """Compare on this device each kind of fused module with the two steps that it replaces, once for each width.
+
+    Raises:
+        ModelError: a bit differs, so trainer and rollout would disagree.
+    """
+    for name, module in _kinds(model):
+        for M in TRIED:
+            expected, found = _both(module, M)
+            unequal = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(expected, found, strict=True))
+            if unequal:
+                raise ModelError(
+                    explain(
+                        f"align='exact', {name} fused with the quantization of {M} rows",
+                        required="the bytes of the two steps",
+                        found=f"{unequal} that differ",
+                        fix="use align='linear' (shared FP8 linears, a small mismatch)",
+                    )
+                )
+
+
+def _kinds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the first module of each kind and width."""
+    seen = set()
+    for name, module in model.named_modules():
+        if isinstance(module, FusedNorm | FusedSiluAndMul):
+            key = (isinstance(module, FusedNorm), module.jetrl_reader.weight.shape[1])
+            if key not in seen:
+                seen.add(key)
+                yield name, module
+
+
+def _both(module: Any, M: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What the two steps write, and what the fused module does."""
+    weight = module.jetrl_reader.weight
+    norm = isinstance(module, FusedNorm)
+    generator = torch.Generator(weight.device).manual_seed(M)
+    shape = (2, M, weight.shape[1]) if norm else (1, M, 2 * weight.shape[1])
+    given = torch.randn(*shape, generator=generator, device=weight.device).to(torch.bfloat16)
+    fused = module.forward(*given)
+    kind: Any = FusedNorm if norm else FusedSiluAndMul
+    plain = super(kind, module).forward(*given.clone())
+    (rows, *sums), (y, *totals) = (fused, plain) if norm else ((fused,), (plain,))
+    expected = module.jetrl_backend.quantize_activation(y, module.scale_format())
+    return [t.contiguous() for t in (*expected, *totals)], [t.contiguous() for t in (*rows, *sums)]
