@@ -60,6 +60,10 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.*.fsdp_config.forward_prefetch": _PLACE,
         "actor_rollout_ref.*.fsdp_config.reshard_after_forward": _PLACE,
         "actor_rollout_ref.*.megatron.*pipeline_model_parallel_size": _PLACE,
+        "actor_rollout_ref.*.veomni.fsdp_size": _PLACE,
+        "actor_rollout_ref.*.veomni.enable_full_shard": _PLACE,
+        "actor_rollout_ref.*.veomni.forward_prefetch": _PLACE,
+        "actor_rollout_ref.*.veomni.moe_implementation": "VeOmni's kernels for experts in BF16; FP8 has the plugin's",
         "actor_rollout_ref.rollout.free_cache_engine": _PLACE,
         "actor_rollout_ref.rollout.multi_stage_wake_up": "a field that no code of verl 0.9 reads",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": _PLACE,
@@ -157,11 +161,11 @@ def checked(framework: str) -> frozenset[str]:
 @functools.cache
 def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
-        from jetrl_patch.adapters.verl import lora, megatron, precision, settings
+        from jetrl_patch.adapters.verl import lora, megatron, precision, settings, veomni
         from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
 
         rules: Iterable[Rule] = itertools.chain(
-            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, lora.RULES, lora.WITH_ADAPTERS
+            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, veomni.RULES, lora.RULES, lora.WITH_ADAPTERS
         )
         more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
         more |= {
