@@ -118,7 +118,7 @@ def test_settings_of_the_plugin_that_nothing_has_tried_are_refused(composed, con
         settings.check(composed(), config.resolved())
 
 
-@pytest.mark.parametrize("version", [None, "0.1.10", "0.2.0"])
+@pytest.mark.parametrize("version", [None, "0.1.11", "0.2.0"])
 def test_veomni_is_there_in_a_version_that_has_run(composed, installed, version):
     installed(version)
     with pytest.raises(VersionError, match=rf"required veomni.*found {version or 'none'}"):
