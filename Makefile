@@ -1,5 +1,5 @@
 # make demo | demo-openrlhf | compare | compare-moe | stability | sanity | faults | soak | official | test | test-all | test-pins | test-triton
-#      anchors | vision | lint | docs | bench | bench-gpu | hopper | clean
+#      anchors | vision | veomni | lint | docs | bench | bench-gpu | hopper | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
 # DEVICE=cuda runs demo, compare and bench in the active Python environment, with its own vllm and verl.
@@ -31,7 +31,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins test-triton anchors vision lint docs \
+.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins test-triton anchors vision veomni lint docs \
         bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -86,15 +86,15 @@ else
 	$(TEST) -m "not slow" $(ARGS)
 endif
 
-test-engines: $(SELF) $(VENV)/vision
+test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni
 	@mkdir -p outputs
 	@$(TEST) -m "not slow" tests/vllm >outputs/test-engines.log 2>&1; status=$$?; cat outputs/test-engines.log; exit $$status
 
-test-others: $(SELF) $(VENV)/vision
+test-others: $(SELF) $(VENV)/vision $(VENV)/veomni
 	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # adds the slow tests: every model family, more ranks, both trainers, killed workers; one at a time, because of their memory
-test-all: lint $(VENV)/vision
+test-all: lint $(VENV)/vision $(VENV)/veomni
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
 	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm
@@ -142,6 +142,14 @@ vision: $(VENV)/vision
 
 $(VENV)/vision: requirements/vision.txt scripts/vision.py | $(SELF)
 	$(PY) scripts/vision.py $@ $<
+	@touch $@
+
+# what verl's VeOmni engine runs on, in a folder of its own, for its tests
+veomni: $(VENV)/veomni
+
+$(VENV)/veomni: requirements/veomni.txt | $(SELF)
+	rm -rf $@
+	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --no-compile --target $@ -r $<
 	@touch $@
 
 lint: $(SELF)

@@ -32,7 +32,9 @@ _DENSE = "vLLM does not say which layers it merges in a dense block"
 #: keys of config.json by which some blocks of a mixture have no experts -> values by which all have
 DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
 _NO_BIAS = "the model in transformers has no such bias"
+_NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
 _NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
+_ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
 _NOT_TIED = "vLLM gives lm_head a weight of its own"
 _ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
 #: for every family with experts
@@ -53,7 +55,7 @@ _SEEING: dict[Part, str] = {
 #: for every family with gated delta nets
 _STATE = "its gated delta nets, whose states pass from token to token, have no ops that both sides share"
 _ONE_PLUS = "its norms multiply by 1 + weight"
-_DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_NOT_MEGATRON}
+_DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
 #: for the family with latent attention
 _always = functools.partial(Setting, everywhere=True)
 _NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
@@ -78,12 +80,12 @@ _IN_MERGED = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
 _OUT = {"linear_attn.out_proj": "delta net"}
 
 #: stand-in for a family without a record, where only the layout of its layers matters
-LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron"), "it has no record"))
+LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron", "veomni"), "it has no record"))
 
 
 def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
     common: dict[str, Any] = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture()}
-    common |= {"uncovered": _EXPERTS, "settings": (*SETTINGS, *settings)}
+    common |= {"uncovered": _EXPERTS | _NOT_VEOMNI, "settings": (*SETTINGS, *settings)}
     return Family(model_type, classes, title, **common | fields)
 
 
@@ -100,7 +102,7 @@ _RECORDS = (
         "mistral",
         "Mistral",
         "Mistral",
-        uncovered=_NOT_MEGATRON,
+        uncovered=_ONLY_TRANSFORMERS,
         settings=(
             *SETTINGS,
             Setting("sliding_window", (None,), WINDOW),
@@ -117,14 +119,14 @@ _RECORDS = (
         uncovered={
             "exact": "its q, k and v share one weight, and so do gate and up; the shared ops do not split them",
             "fused": _ONE_WEIGHT,
-            **_NOT_MEGATRON,
+            **_ONLY_TRANSFORMERS,
         },
     ),
     Family(
         "seed_oss",
         "SeedOss",
         "Seed-OSS",
-        uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_NOT_MEGATRON},
+        uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
         settings=(
             *SETTINGS,
             Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
@@ -133,12 +135,12 @@ _RECORDS = (
             Setting("is_causal", (True,), "the shared attention is causal"),
         ),
     ),
-    Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_NOT_MEGATRON, rollout="transformers"),
+    Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_ONLY_TRANSFORMERS, rollout="transformers"),
     Family(
         "granite",
         "Granite",
         "Granite",
-        uncovered=_NOT_MEGATRON,
+        uncovered=_ONLY_TRANSFORMERS,
         settings=(
             *SETTINGS,
             Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
@@ -156,6 +158,7 @@ _RECORDS = (
         Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
         *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
         merged=(QKV,),
+        uncovered=_EXPERTS,
     ),
     _with_experts(
         "olmoe",
@@ -205,11 +208,15 @@ _RECORDS = (
         },
         merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
         row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
-        uncovered=_EXPERTS | {"exact": "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared"},
+        uncovered={
+            **_EXPERTS,
+            **_NOT_VEOMNI,
+            "exact": "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared",
+        },
         mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),
-    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING, tower="visual"),
+    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING | _NOT_VEOMNI, tower="visual"),
     Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
     Family(
         "qwen3_5",
@@ -258,7 +265,7 @@ _RECORDS = (
         "GLM-4.1V",
         readers={**_BEFORE_ATTENTION, "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(QKV,),
-        uncovered={**_SEEING, "fused": _ONE_WEIGHT},
+        uncovered={**_SEEING, **_NOT_VEOMNI, "fused": _ONE_WEIGHT},
         tower="visual",
     ),
 )

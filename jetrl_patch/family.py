@@ -12,8 +12,8 @@ from typing import Any, Literal
 __all__ = ["GATE_UP", "QKV", "READERS", "SETTINGS", "WINDOW", "Family", "Mixture", "Part", "Setting", "width"]
 
 #: what a family can be covered for: bit-equal outputs; folding scales into norms; norms and MLPs fused with the quantizer;
-#: Megatron
-Part = Literal["exact", "scaling", "fused", "megatron"]
+#: Megatron; VeOmni
+Part = Literal["exact", "scaling", "fused", "megatron", "veomni"]
 _ABSENT: Any = object()
 
 

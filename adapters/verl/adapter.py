@@ -24,6 +24,7 @@ from jetrl_patch.adapters.verl import (
     settings,
     state,
     sync,
+    veomni_engine,
     weights,
     worker,
 )
@@ -35,6 +36,7 @@ from jetrl_patch.patching.guards import is_installed
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
+_VEOMNI = "verl.workers.engine.veomni.transformer_impl"
 _NO_HOOK = "verl has an extension point for this"
 
 EVERY_MODE: tuple[Patch, ...] = (
@@ -237,6 +239,33 @@ MEGATRON: tuple[Patch, ...] = (
     ),
 )
 
+#: applied only where VeOmni is installed, because verl's engine cannot be imported without it
+VEOMNI: tuple[Patch, ...] = (
+    Patch(
+        module=_VEOMNI,
+        attr="VeOmniEngine._build_model_optimizer",
+        make=veomni_engine.build_model_optimizer,
+        reason="what shards VeOmni's model does not know the engine, whose settings decide how the model is converted. Value "
+        "models are not covered",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_VEOMNI,
+        attr="build_parallelize_model",
+        make=veomni_engine.build_parallelize_model,
+        reason="verl trains VeOmni's model in BF16; it is converted after it is built, before VeOmni shards and loads it",
+        remove_when=_NO_HOOK,
+    ),
+    Patch(
+        module=_VEOMNI,
+        attr="VeOmniEngine.get_per_tensor_param",
+        make=sync.get_per_tensor_param,
+        reason="verl sends FP32 weights, which the rollout would quantize again; the trainer's own bytes and scales are sent, "
+        "and BF16 for the rest",
+        remove_when="verl's VeOmni engine sends weights that it has quantized itself",
+    ),
+)
+
 #: applied only where verl has the function; ``compat`` says what older releases get instead
 TEMPERATURE = Patch(
     module=_ENGINE,
@@ -319,14 +348,15 @@ ANSWERS = Patch(
 
 
 class VerlAdapter(Adapter):
-    """verl 0.9: trainers V0 and V1, FSDP1, FSDP2 and Megatron, asynchronous vLLM servers."""
+    """verl 0.9: trainers V0 and V1, FSDP1, FSDP2, Megatron and VeOmni, asynchronous vLLM servers."""
 
     name: ClassVar[str] = "verl"
     requires: ClassVar[tuple[str, ...]] = ("torch", "transformers", "vllm", "verl", "ray")
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Return the patches of every mode, then those of Megatron, log-probs and corrections where ``config`` needs them."""
+        """Return the patches of every mode, then those of other engines, log-probs and corrections where they are needed."""
         patches = EVERY_MODE + SEEING + (MEGATRON if is_installed("megatron.core") else ())
+        patches += VEOMNI if is_installed("veomni") else ()
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
         if config.fp8_train:

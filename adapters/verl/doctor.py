@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.verl import preset
-from jetrl_patch.adapters.verl.paths import MODEL
+from jetrl_patch.adapters.verl import preset, veomni
+from jetrl_patch.adapters.verl.paths import ACTOR, MODEL
 from jetrl_patch.adapters.verl.programs import TRAINERS
 from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, explain
@@ -64,6 +64,10 @@ def needs_flash_attn(verl_config: Any) -> str:
     """Return the setting that needs flash-attn on a GPU; empty if none does."""
     from omegaconf import OmegaConf
 
+    if OmegaConf.select(verl_config, f"{ACTOR}.strategy") == veomni.STRATEGY:
+        own = f"{ACTOR}.veomni.attn_implementation"
+        chosen = OmegaConf.select(verl_config, own)
+        return f"{own}={chosen}" if "flash" in str(chosen) else ""
     chosen = OmegaConf.select(verl_config, f"{MODEL}.override_config.attn_implementation", default="flash_attention_2")
     if "flash" in str(chosen):
         return f"{MODEL}.override_config.attn_implementation={chosen}"

@@ -20,6 +20,7 @@ from jetrl_patch.adapters.verl import (
     routes_settings,
     seeing,
     ulysses,
+    veomni,
 )
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
@@ -43,14 +44,14 @@ def _dtype_other_than_bf16(value: Any) -> bool:
     return str(value).removeprefix("torch.") not in ("bf16", "bfloat16")
 
 
-_ENGINES = ("fsdp", "fsdp2", megatron.STRATEGY)
+_ENGINES = ("fsdp", "fsdp2", megatron.STRATEGY, veomni.STRATEGY)
 _PROCESSED = "processed_logprobs"
 _FALSE = "set it to false"
 _NSYS = "set it to nsys"
 _OURS = "no quantization but jetrl_patch's"
 _TP_ONLY = "a rollout with tensor parallelism alone"
 _ONLY = "the only value that the trainer reproduces"
-_STRATEGY = "fsdp, fsdp2 or megatron"
+_STRATEGY = "fsdp, fsdp2, megatron or veomni"
 _FRESH = "samples of this run, with the log-probs of its weights"
 _TRANSFERS = "naive or nccl, which send tensors as they are"
 _APART = "a rollout that stays on its own devices"
@@ -127,6 +128,8 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
+    elif veomni.is_chosen(select, config):
+        yield from veomni.problems(select, config)
     yield from correction_problems(verl_config, config)
     yield from _model_problems(select, config)
 
@@ -156,6 +159,8 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     yield from raised(lambda: lora.check_model(hf_config, select, config))
     if fused.is_used(select, config):
         yield from raised(lambda: fused.check_model(hf_config))
+    if veomni.is_chosen(select, config):
+        yield from raised(lambda: veomni.check_model(hf_config))
     if megatron.is_chosen(select, config):
         sizes = {int(select(f"{path}.megatron.tensor_model_parallel_size") or 1) for path in (ACTOR, REF)}
         for size in sorted(sizes):

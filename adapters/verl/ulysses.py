@@ -66,7 +66,8 @@ def sizes(select: Callable[[str], Any]) -> dict[int, str]:
         roles.append(REF)
     found: dict[int, str] = {}
     for role in roles:
-        for path in (f"{role}.{_SIZE}", f"{role}.fsdp_config.{_SIZE}"):  # the first above 1 wins, as in verl
+        own = (f"{role}.veomni.ulysses_parallel_size",) if select(f"{role}.strategy") == "veomni" else ()
+        for path in own or (f"{role}.{_SIZE}", f"{role}.fsdp_config.{_SIZE}"):  # the first above 1 wins, as in verl
             if (size := int(select(path) or 1)) > 1:
                 found.setdefault(size, path)
                 break

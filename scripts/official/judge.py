@@ -238,14 +238,14 @@ def _kind(path: str, asynchronous: bool) -> str:
 
 @contextlib.contextmanager
 def on_target() -> Iterator[None]:
-    """Judge as on the machine that the scripts are for: Megatron's packages are there.
+    """Judge as on the machine that the scripts are for: Megatron's packages and VeOmni are there.
 
     Models are built once, without memory, and ``READ`` collects the settings that the checks read.
     """
     from omegaconf import OmegaConf
     from transformers import AutoModelForCausalLM
 
-    from jetrl_patch.adapters.verl import megatron
+    from jetrl_patch.adapters.verl import megatron, veomni
 
     there = {"transformer_engine": "2.16.1", "megatron.core": "0.18.0", "megatron.bridge": "0.5.0"}
     version, installed, build = megatron.installed_version, megatron.is_installed, AutoModelForCausalLM.from_config
@@ -268,10 +268,12 @@ def on_target() -> Iterator[None]:
     OmegaConf.select = staticmethod(read)  # type: ignore[assignment]
     megatron.installed_version = lambda name: there.get(name) or version(name)  # type: ignore[assignment]
     megatron.is_installed = lambda name: name in there or installed(name)  # type: ignore[assignment]
+    veomni.installed_version = lambda name: "0.1.12"  # type: ignore[assignment]
     AutoModelForCausalLM.from_config = from_config
     try:
         yield
     finally:
         megatron.installed_version, megatron.is_installed = version, installed  # type: ignore[assignment]
+        veomni.installed_version = version  # type: ignore[assignment]
         AutoModelForCausalLM.from_config = build
         OmegaConf.select = staticmethod(select)  # type: ignore[assignment]

@@ -60,6 +60,13 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.*.fsdp_config.forward_prefetch": _PLACE,
         "actor_rollout_ref.*.fsdp_config.reshard_after_forward": _PLACE,
         "actor_rollout_ref.*.megatron.*pipeline_model_parallel_size": _PLACE,
+        "actor_rollout_ref.*.veomni.fsdp_size": _PLACE,
+        "actor_rollout_ref.*.veomni.enable_full_shard": _PLACE,
+        "actor_rollout_ref.*.veomni.forward_prefetch": _PLACE,
+        "actor_rollout_ref.*.veomni.*_implementation": "VeOmni's ops in BF16 around the FP8 layers, which exact mode refuses",
+        "actor_rollout_ref.*.pad_to_length": _SCHEDULE,
+        "actor_rollout_ref.rollout.disable_log_stats": _LOG,
+        "trainer.max_*_ckpt_to_keep": _LOG,
         "actor_rollout_ref.rollout.free_cache_engine": _PLACE,
         "actor_rollout_ref.rollout.multi_stage_wake_up": "a field that no code of verl 0.9 reads",
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": _PLACE,
@@ -157,11 +164,11 @@ def checked(framework: str) -> frozenset[str]:
 @functools.cache
 def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
-        from jetrl_patch.adapters.verl import lora, megatron, precision, settings
+        from jetrl_patch.adapters.verl import lora, megatron, precision, settings, veomni
         from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
 
         rules: Iterable[Rule] = itertools.chain(
-            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, lora.RULES, lora.WITH_ADAPTERS
+            settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, veomni.RULES, lora.RULES, lora.WITH_ADAPTERS
         )
         more = {f"{MODEL}.path", f"{MODEL}.trust_remote_code", f"{ROLLOUT}.tensor_model_parallel_size"}
         more |= {

@@ -64,13 +64,18 @@ def command(
     folder: Path, ray_dir: str, *extra: str, strategy: str = "fsdp2", processes: int = 1, steps: int = 2,
     program: str = "verl.trainer.main_ppo",
 ) -> list[str]:
+    own = [f"{A}.strategy={strategy}", f"{A}.fsdp_config.strategy={strategy}"]
+    own += [f"actor_rollout_ref.ref.fsdp_config.strategy={strategy}"]
+    cpu = cpu_overrides(processes)
+    if strategy == "veomni":
+        cpu = [override for override in cpu if "fsdp_config" not in override]
+        own = ["model_engine=veomni", f"{M}.use_remove_padding=True"]
+        own += [f"{A}.veomni.attn_implementation=sdpa", f"{A}.veomni.moe_implementation=eager"]
     return [
-        sys.executable, "-m", program, *cpu_overrides(processes),
+        sys.executable, "-m", program, *cpu, *own,
         "algorithm.adv_estimator=grpo", f"data.train_files={folder}/train.parquet", f"data.val_files={folder}/train.parquet",
         "data.train_batch_size=4", "data.max_prompt_length=32", "data.max_response_length=16",
         f"{M}.path={folder}/model", f"{M}.enable_gradient_checkpointing=False",
-        f"{A}.strategy={strategy}", f"{A}.fsdp_config.strategy={strategy}",
-        f"actor_rollout_ref.ref.fsdp_config.strategy={strategy}",
         f"{A}.optim.lr=1e-3", f"{A}.ppo_mini_batch_size=4", f"{A}.ppo_micro_batch_size_per_gpu=4",
         f"{R}.name=vllm", f"{R}.n=4", f"{R}.tensor_model_parallel_size={processes}",
         f"{R}.log_prob_micro_batch_size_per_gpu=8", "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
