@@ -51,6 +51,8 @@ class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
 class ExactCPUAttentionImpl(CPUAttentionBackendImpl):
     """Causal attention over whole contexts. Refuses, by name, everything that would change the formula."""
 
+    jetrl_exact = True
+
     def __init__(
         self,
         num_heads: int,

@@ -13,7 +13,15 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["capture_decoding", "choose_attention", "device_problems", "finish_model", "rank_sizes", "try_ops"]
+__all__ = [
+    "capture_decoding",
+    "choose_attention",
+    "device_problems",
+    "finish_model",
+    "rank_sizes",
+    "require_attention",
+    "try_ops",
+]
 
 
 def choose_attention(args: EngineArgs) -> None:
@@ -110,19 +118,8 @@ def finish_model(worker: Any) -> None:
         finish_routing(worker.model_runner.get_model())
 
 
-def try_ops(worker: Any) -> None:
-    """Test the ops on the device of a loaded worker. Does nothing on a CPU.
-
-    Raises:
-        ModelError: an op depends on its batch, a fused one gives other bytes, or another attention backend is active.
-    """
-    from vllm.platforms import current_platform
-
-    from jetrl_patch.adapters.vllm.fused import require_equal_rows
-    from jetrl_patch.exact.trial import require_exact_ops
-
-    if current_platform.is_cpu():
-        return
+def require_attention(worker: Any) -> None:
+    """Raise ModelError if a layer of a loaded worker has another attention than the trainer's."""
     layers = worker.vllm_config.compilation_config.static_forward_context
     others = {
         type(impl).__name__
@@ -138,5 +135,19 @@ def try_ops(worker: Any) -> None:
                 fix="leave the attention backend unset, or use align='linear'",
             )
         )
-    require_exact_ops(rank_sizes(worker.vllm_config), worker.device)
-    require_equal_rows(worker.model_runner.get_model())
+
+
+def try_ops(worker: Any) -> None:
+    """Test the ops on the device of a loaded worker. Does nothing on a CPU.
+
+    Raises:
+        ModelError: an op depends on its batch, or a fused one gives other bytes.
+    """
+    from vllm.platforms import current_platform
+
+    from jetrl_patch.adapters.vllm.fused import require_equal_rows
+    from jetrl_patch.exact.trial import require_exact_ops
+
+    if not current_platform.is_cpu():
+        require_exact_ops(rank_sizes(worker.vllm_config), worker.device)
+        require_equal_rows(worker.model_runner.get_model())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 
 import torch
@@ -10,6 +11,7 @@ import vllm.model_executor.custom_op as custom_op
 import vllm.model_executor.layers.quantization as quantization
 import vllm.model_executor.layers.rotary_embedding as rotary_embedding
 import vllm.v1.attention.backends.registry as attention_registry
+import vllm.v1.attention.selector as selector
 from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.filled import claim
@@ -95,4 +97,12 @@ def _exact(journal: Journal) -> None:
         f"jetrl_patch.adapters.vllm.{ours}",
         target=f"vllm attention backend {place.name!r}",
         reason="the trainer's attention over vLLM's paged cache",
+    )
+    # vLLM remembers which backend it chose, and would build another engine of this process with the one of an earlier engine.
+    journal.set_attr(
+        selector,
+        "_cached_get_attn_backend",
+        functools.cache(inspect.unwrap(selector._cached_get_attn_backend)),
+        target="vllm.v1.attention.selector._cached_get_attn_backend",
+        reason="engines built before, between and after enable() and disable() must not share this cache of attention backends",
     )

@@ -26,8 +26,8 @@ def attach(worker: Any, config: Config) -> None:
 
     Raises:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
-        ModelError: vLLM transforms a layer after loading, experts in BF16 meet captured graphs, or the ops of exact mode are not
-            exact on this device.
+        ModelError: vLLM transforms a layer after loading, experts in BF16 meet captured graphs, or in exact mode the attention is
+            another one, or an op is not exact on this device.
     """
     from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
     from jetrl_patch.adapters.vllm.fused import fuse
@@ -55,9 +55,10 @@ def attach(worker: Any, config: Config) -> None:
     else:
         keep_live_experts(model)
     if config.exact:
-        from jetrl_patch.adapters.vllm.exact import finish_model
+        from jetrl_patch.adapters.vllm.exact import finish_model, require_attention
 
         finish_model(worker)
+        require_attention(worker)
     if config.quantized_rollout and not worker.vllm_config.model_config.using_transformers_backend():
         fuse(model, family_of(worker.vllm_config.model_config.hf_config) or LLAMA_LIKE)
     if config.exact:

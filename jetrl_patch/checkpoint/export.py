@@ -21,7 +21,7 @@ from jetrl_patch.checkpoint.formats import (
     convert,
     quantization_config,
 )
-from jetrl_patch.checkpoint.source import INDEX, SINGLE, Source, empty_model, open_source, read_tensors
+from jetrl_patch.checkpoint.source import INDEX, SECOND_TOKEN, SINGLE, Source, empty_model, open_source, read_tensors
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.fp8.formats import ScaleFormat
 
@@ -143,6 +143,8 @@ def _write_config(source: Source, folder: Path, left: Sequence[str] | None) -> N
     config = dict(source.config)
     named = [key for key in ("dtype", "torch_dtype") if key in config] or ["torch_dtype"]
     config |= dict.fromkeys(named, "bfloat16")
+    if config.get(SECOND_TOKEN):
+        config[SECOND_TOKEN] = 0  # such blocks are left out
     if left is not None:
         config["quantization_config"] = quantization_config(left)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")

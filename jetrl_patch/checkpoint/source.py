@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +16,16 @@ from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.expert_layers import expert_modules, shapes_per_expert
 
-__all__ = ["INDEX", "SINGLE", "Source", "empty_model", "open_source", "read_tensors"]
+__all__ = ["INDEX", "SECOND_TOKEN", "SINGLE", "Source", "empty_model", "open_source", "read_tensors"]
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _REQUIRED = "a Hugging Face checkpoint (config.json with model.safetensors, or with shards and their index)"
 _WHOLE = "copy or save the checkpoint again"
 #: a buffer that the model computes; old versions of transformers saved it
 _NOT_LOADED = "rotary_emb.inv_freq"
+#: the number of blocks that predict a second token, in config.json
+SECOND_TOKEN = "num_nextn_predict_layers"
+_BLOCK = re.compile(r"model\.layers\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -37,11 +41,17 @@ class Source:
     config: dict[str, Any]
     files: dict[str, Path]
 
+    def holds(self, name: str) -> bool:
+        """Whether a tensor is the model's. Blocks behind the last one predict a second token, and no trainer loads them."""
+        block, count = _BLOCK.match(name), self.config.get("num_hidden_layers", 0)
+        behind = self.config.get(SECOND_TOKEN) and block is not None and int(block[1]) >= count
+        return not behind and not name.endswith(_NOT_LOADED)
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, file by file, one at a time."""
         for file in dict.fromkeys(self.files.values()):
             for name, tensor in read_tensors(file):
-                if not name.endswith(_NOT_LOADED):
+                if self.holds(name):
                     yield name, tensor
 
 
@@ -116,7 +126,7 @@ def empty_model(source: Source) -> Any:
         family = FAMILIES[model.config.model_type]
         expected = {family.to_stored(name): shape for name, shape in shapes_per_expert(expected).items()}
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    found_names = {name for name in source.files if not name.endswith(_NOT_LOADED)}
+    found_names = set(filter(source.holds, source.files))
     for problem, names in (
         ("missing", set(expected) - found_names - tied),
         ("unknown", found_names - set(expected)),
@@ -149,7 +159,7 @@ def _shapes(source: Source) -> Iterator[tuple[str, tuple[int, ...]]]:
     for file in dict.fromkeys(source.files.values()):
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118
-                if not name.endswith(_NOT_LOADED):
+                if source.holds(name):
                     yield name, tuple(opened.get_slice(name).get_shape())
 
 

@@ -16,13 +16,19 @@ from jetrl_patch.fp8.quantize import dequantize_weight, quantize_weight
 from tests.checkpoint.exported import config, straightforward, tensors
 from tests.models import save
 
-MIXTURES = ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe"]
+MIXTURES = ["qwen3_moe", "olmoe", "qwen2_moe", "mixtral", "glm4_moe", "deepseek_v3"]
+#: the first block is dense, and a bias corrects scores
+BY_SIGMOID = ("glm4_moe", "deepseek_v3")
+#: compressed queries as wide as whole blocks of 128 rows, which all published models have
+OPTIONS = {"deepseek_v3": {"q_lora_rank": 256}}
 
 
 @pytest.fixture(scope="module")
 def mixture(tmp_path_factory):
     root = tmp_path_factory.mktemp("mixtures")
-    return lambda family: root / family if (root / family).exists() else Path(save(root / family, family, steps=0))
+    return lambda family: root / family if (root / family).exists() else Path(
+        save(root / family, family, steps=0, **OPTIONS.get(family, {}))
+    )
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -31,7 +37,7 @@ def test_a_mixture_keeps_its_names_and_its_fp32_buffers_in_bf16(mixture, tmp_pat
     written, before = tensors(tmp_path / "bf16"), tensors(mixture(family))
     assert set(written) == set(before) and all(torch.equal(written[name], before[name]) for name in before)
     biases = [name for name in written if name.endswith("e_score_correction_bias")]
-    assert len(biases) == (2 if family == "glm4_moe" else 0) and all(written[name].dtype == torch.float32 for name in biases)
+    assert len(biases) == (2 if family in BY_SIGMOID else 0) and all(written[name].dtype == torch.float32 for name in biases)
 
 
 @pytest.mark.parametrize("family", MIXTURES)
@@ -40,12 +46,14 @@ def test_a_mixture_in_fp8_as_transformers_reads_it(mixture, tmp_path, family):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
     folder, exclude = mixture(family), ("layers.1.mlp.experts", "o_proj")
+    if family == "deepseek_v3":  # transformers dequantizes no weight that ends inside a block, DeepSeek's own neither
+        exclude += ("q_a_proj", "kv_a_proj_with_mqa")
     done = export(folder, tmp_path / "out", "fp8", exclude=exclude)
     before, after = tensors(folder), tensors(tmp_path / "out")
     record = FAMILIES[family]
     matrices = {name for name in before if ".experts." in name}
     quantized = {name for name in matrices if ".layers.1." not in name}
-    assert len(matrices) == (2 if family == "glm4_moe" else 3) * 8 * 3
+    assert len(matrices) == (2 if family in BY_SIGMOID else 3) * 8 * 3
     assert quantized == {f"{name}.weight" for name in done.layers if ".experts." in name}
     assert set(after) == set(before) | {f"{name}.weight_scale_inv" for name in done.layers}
     for name, value in before.items():
@@ -69,7 +77,7 @@ def test_a_mixture_in_fp8_as_transformers_reads_it(mixture, tmp_path, family):
         assert torch.equal(value, expected), name
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", *BY_SIGMOID])
 def test_vllms_own_fp8_experts_want_these_names_and_shapes(mixture, tmp_path, monkeypatch, family):
     fp8 = pytest.importorskip("vllm.model_executor.layers.quantization.fp8")
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
@@ -100,6 +108,21 @@ def test_vllms_own_fp8_experts_want_these_names_and_shapes(mixture, tmp_path, mo
     for name, pieces in found.items():
         (count, rows, columns), dtype = wanted[name]
         assert {(tuple(t.shape), t.dtype) for t in pieces} == {((rows * count // len(pieces), columns), dtype)}
+
+
+@pytest.mark.parametrize("form", ["bf16", "fp8"])
+def test_blocks_that_predict_a_second_token_are_left_out(tmp_path, form):
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(save(tmp_path / "model", "deepseek_v3", steps=0, **OPTIONS["deepseek_v3"], num_nextn_predict_layers=1))
+    weights = load_file(folder / "model.safetensors")
+    last = {name.replace("layers.2.", "layers.3."): weight for name, weight in weights.items() if ".layers.2." in name}
+    more = {**{name: weight.clone() for name, weight in last.items()}, "model.layers.3.eh_proj.weight": torch.ones(256, 512)}
+    save_file(weights | more, folder / "model.safetensors", {"format": "pt"})
+    assert config(folder)["num_nextn_predict_layers"] == 1
+    export(folder, tmp_path / "out", form)
+    assert not any("layers.3." in name for name in tensors(tmp_path / "out"))
+    assert config(tmp_path / "out")["num_nextn_predict_layers"] == 0
 
 
 def test_an_expert_that_ends_inside_a_block_is_refused_or_left_out(tmp_path):

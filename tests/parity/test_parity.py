@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 
 from jetrl_patch import Config, ConfigError, JetrlError, ModelError
+from jetrl_patch.checkpoint.export import export
 from jetrl_patch.parity import cli, prompts
 from jetrl_patch.parity.modes import Job, check_model, choose
 from jetrl_patch.parity.run import run_mode
 
 from .. import models
+from ..fp8.thresholds import MISMATCH
 
 KEYS = {
     "precision",
@@ -212,6 +214,23 @@ def test_the_command_with_a_split_mixture(tmp_path: Path, more: list[str]) -> No
     assert cli.main([*arguments, *more]) == 0
     (row,) = json.loads(file.read_text())
     assert row["tokens"] >= 256 and row["bit_equal_fraction"] == 1.0
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+def test_the_command_with_an_export_of_latent_attention(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What `jetrl export` writes in BF16 is a checkpoint that both sides load; no mode promises equality."""
+    models.save(tmp_path / "m", "deepseek_v3")
+    export(tmp_path / "m", tmp_path / "out", "bf16")
+    arguments = ["--model", str(tmp_path / "out"), "--precision", "bf16", "fp8-rollout", "fp8-unified", "--align", "linear"]
+    file = tmp_path / "out.json"
+    assert cli.main([*arguments, "--tokens", "256", "--length", "16", "--json", str(file)]) == 0
+    rows = {row["precision"]: row for row in json.loads(file.read_text())}
+    for name, row in rows.items():
+        assert row["tokens"] >= 256 and 0 < row["logp_abs_diff_mean"] < MISMATCH.get(name, MISMATCH["dense"])
+        assert row["route_mismatch"] < 0.5
+    assert rows["bf16"]["logp_abs_diff_mean"] < rows["fp8-unified"]["logp_abs_diff_mean"]
+    assert "other experts in trainer and rollout, of all tokens and blocks" in capsys.readouterr().out
 
 
 def test_a_granularity_belongs_to_the_fp8_rollout() -> None:

@@ -15,6 +15,9 @@ from jetrl_patch.adapters.verl.seeing import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from tests import models, seeing
+from tests.fp8.thresholds import MISMATCH
+from tests.verl.run_verl import Run, make_task
+from tests.verl.test_e2e import TIMEOUT, finish
 from tests.verl.test_settings import BF16, LINEAR, ROLLOUT
 
 A, M = "actor_rollout_ref.actor", "actor_rollout_ref.model"
@@ -109,3 +112,16 @@ def test_a_rule_that_names_boundaries_gets_them() -> None:
 
     accepts = delta_nets.accepts(lambda fn, name: True)
     assert accepts(rule, "cu_seqlens") and not accepts(rule, "cp_context")
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+def test_a_run(tmp_path: Path) -> None:
+    """Qwen3-Next with V1 and FSDP2, a sequence in a row."""
+    environ = {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear", "JETRL_MEASURE_ROUTES": "1"}
+    steps = finish(Run(make_task(tmp_path, "qwen3_next", fill=True), PADDED, steps=2, environ=environ), 2)
+    for step in steps:  # two delta nets and one attention, each with eight experts and a shared one
+        assert step["jetrl/quantized_layers"] == 2 * 2 + 4 + 3 * (3 + 8 * 3)
+        assert 0 < step["jetrl/logp_abs_diff_mean"] < MISMATCH["fp8-unified"], step
+        assert step["jetrl/route_mismatch"] < 0.5

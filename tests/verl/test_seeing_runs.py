@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests import seeing
+from tests.fp8.thresholds import MISMATCH
 from tests.verl.run_verl import A, M, R, Run
 from tests.verl.test_async_runs import APART
 from tests.verl.test_e2e import TIMEOUT, finish
@@ -75,6 +76,7 @@ V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
         ("qwen2_5_vl", LINEAR, (V1, *APART), {}),
         ("qwen3_5", LINEAR, (V1, f"{M}.use_remove_padding=True"), {}),
         ("qwen3_5", ROLLOUT, (V0, f"{M}.use_fused_kernels=True"), {"strategy": "fsdp"}),
+        ("qwen3_5_moe", LINEAR, (V1, f"{M}.use_remove_padding=True"), {}),
         ("qwen3_vl_moe", LINEAR, (V1, f"{A}.use_kl_loss=True"), {}),
         ("qwen3_vl_moe", ROLLOUT, (V0, f"{M}.use_remove_padding=True"), {"processes": 2}),
         ("glm4v", LINEAR, (V1,), {}),
@@ -97,6 +99,8 @@ def test_grpo_on_images_and_text(
         "fp8-unified": (inside + 4 * blocks + 2 * rest, 0.1),
         "fp8-rollout": (2 * (inside + rest), 0.2),
     }[environ["JETRL_PRECISION"]]
+    if family == "qwen3_5_moe":  # routes differ, and a state hands that on
+        most = MISMATCH[environ["JETRL_PRECISION"]]
     for step in finish(run, 2):
         assert step["jetrl/quantized_layers"] == (0 if environ is BF16 else layers)
         assert step["jetrl/sync_bytes_total"] == sent

@@ -197,12 +197,11 @@ def test_the_engines_arguments_ask_for_graphs(graphs: bool, checkpoint: Callable
     assert (args.compilation_config.cudagraph_mode == CUDAGraphMode.FULL_DECODE_ONLY) is graphs
 
 
-@pytest.mark.usefixtures("on_cuda")
 def test_a_worker_with_another_attention_does_not_serve() -> None:
     layers = {"a": SimpleNamespace(impl=object()), "b": SimpleNamespace()}
     config = SimpleNamespace(compilation_config=SimpleNamespace(static_forward_context=layers))
     with pytest.raises(ModelError, match=r"found object\. Leave the attention backend unset"):
-        exact.try_ops(SimpleNamespace(vllm_config=config))
+        exact.require_attention(SimpleNamespace(vllm_config=config))
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -126,12 +126,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [models.save(Path(root) / str(seed), "qwen3_next", seed, steps=0) for seed in (0, 1)]
 
 
-def trainer(path: str) -> tuple[Any, Source]:
+def trainer(path: str, tp: int = 1) -> tuple[Any, Source]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return model, convert(model, jetrl_patch.status().config, shapes, rollout_tp=1, device_type="cpu")
+    return model, convert(model, jetrl_patch.status().config, shapes, rollout_tp=tp, device_type="cpu")
 
 
 @torch.no_grad()

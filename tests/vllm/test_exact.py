@@ -159,6 +159,23 @@ def test_prefix_caching_and_chunked_prefill(
     assert_equal(job, samples, tokens=96)
 
 
+def test_an_engine_of_another_mode_in_the_process_changes_nothing(
+    checkpoint: Callable[..., str], engine: Callable[..., Any]
+) -> None:
+    """vLLM remembers the attention that it chose for an earlier engine of the process."""
+    from .test_weights import worker_of
+
+    for settings in ({"precision": "fp8-rollout"}, {"precision": "fp8-unified"}):
+        jetrl_patch.enable(**settings)
+        job = Job(model=checkpoint("qwen3"), config=jetrl_patch.status().config)
+        llm = engine(job)
+        layers = worker_of(llm).vllm_config.compilation_config.static_forward_context.values()
+        assert {getattr(layer.impl, "jetrl_exact", False) for layer in layers} == {job.config.exact}
+        if job.config.exact:
+            assert_equal(job, run(lambda _, llm=llm: llm, job, [(32, 1)], 12), tokens=384)
+        jetrl_patch.disable()
+
+
 def test_linear_alignment_is_close_and_not_equal(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
     """The other modes differ, so the comparison can tell a difference."""
     jetrl_patch.enable(precision="fp8-unified", align="linear")

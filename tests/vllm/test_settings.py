@@ -133,6 +133,7 @@ def test_disable_gives_the_registries_back(checkpoint: Callable[..., str]) -> No
     import vllm.model_executor.custom_op as custom_op
     import vllm.model_executor.layers.quantization as quantization
     import vllm.model_executor.layers.rotary_embedding as rotary
+    import vllm.v1.attention.selector as selector
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -145,15 +146,16 @@ def test_disable_gives_the_registries_back(checkpoint: Callable[..., str]) -> No
             EngineArgs.__dict__["create_engine_config"],
         )
 
-    before, ropes = state(), rotary._ROPE_DICT
+    before, ropes, chosen = state(), rotary._ROPE_DICT, selector._cached_get_attn_backend
     for _ in range(2):
         jetrl_patch.enable(precision="fp8-unified")
         build(checkpoint("qwen3"))
         assert AttentionBackendEnum.CPU_ATTN.is_overridden()
         assert "RMSNorm" in custom_op.op_registry_oot
+        assert rotary._ROPE_DICT is not ropes and selector._cached_get_attn_backend is not chosen
         jetrl_patch.disable()
         assert state() == before
-        assert rotary._ROPE_DICT is ropes
+        assert rotary._ROPE_DICT is ropes and selector._cached_get_attn_backend is chosen
 
 
 def test_somebody_elses_op_is_a_conflict(checkpoint: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
