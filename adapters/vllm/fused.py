@@ -11,7 +11,8 @@ the values are those of the trainer's fused norm and activation, which vLLM's ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,14 +21,15 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
 from jetrl_patch.adapters.vllm.names import hf_name
-from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.exact.modules import swap
+from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.families import Family
 from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.carried import multiplied, normed
 from jetrl_patch.fp8.formats import ScaleFormat
 
-__all__ = ["FusedNorm", "FusedSiluAndMul", "fuse", "require_equal_rows"]
+__all__ = ["FusedNorm", "FusedSiluAndMul", "fuse", "keep_equal"]
+
+logger = logging.getLogger("vllm.jetrl_patch")  # vLLM shows information from loggers below its own
 
 #: an activation of a block -> the linear that alone reads it
 ACTIVATIONS = {"act_fn": ("down_proj",)}
@@ -117,36 +119,40 @@ def _one(quantized: dict[str, Any], names: Sequence[str]) -> Any:
 
 
 @torch.no_grad()
-def require_equal_rows(model: torch.nn.Module) -> None:
+def keep_equal(model: torch.nn.Module) -> list[str]:
     """Compare on this device each kind of fused module with the two steps that it replaces, once for each width.
 
-    Raises:
-        ModelError: a bit differs, so trainer and rollout would disagree.
+    A kind whose bytes differ would make trainer and rollout disagree. Its modules run in two steps again, with a warning.
+
+    Returns:
+        The names of these modules.
     """
-    for name, module in _kinds(model):
-        for M in TRIED:
-            expected, found = _both(module, M)
-            unequal = sum(int((a.view(torch.uint8) != b.view(torch.uint8)).sum()) for a, b in zip(expected, found, strict=True))
-            if unequal:
-                raise ModelError(
-                    explain(
-                        f"align='exact', {name} fused with the quantization of {M} rows",
-                        required="the bytes of the two steps",
-                        found=f"{unequal} that differ",
-                        fix="use align='linear' (shared FP8 linears, a small mismatch)",
-                    )
-                )
+    apart = []
+    for names, modules in _kinds(model):
+        if all(_equal(modules[0], M) for M in TRIED):
+            continue
+        for module in modules:
+            unswap(module)
+        apart += names
+        words = "jetrl_patch: %s and %d more would give other bytes in one launch with their quantization here; they take two"
+        logger.warning(words, names[0], len(names) - 1)
+    return apart
 
 
-def _kinds(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the first module of each kind and width."""
-    seen = set()
+def _kinds(model: torch.nn.Module) -> list[tuple[list[str], list[Any]]]:
+    """Return names and modules of each kind and width."""
+    found: dict[tuple[bool, int], tuple[list[str], list[Any]]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FusedNorm | FusedSiluAndMul):
-            key = (isinstance(module, FusedNorm), module.jetrl_reader.weight.shape[1])
-            if key not in seen:
-                seen.add(key)
-                yield name, module
+            names, modules = found.setdefault((isinstance(module, FusedNorm), module.jetrl_reader.weight.shape[1]), ([], []))
+            names.append(name)
+            modules.append(module)
+    return list(found.values())
+
+
+def _equal(module: Any, M: int) -> bool:
+    expected, found = _both(module, M)
+    return all(torch.equal(a.view(torch.uint8), b.view(torch.uint8)) for a, b in zip(expected, found, strict=True))
 
 
 def _both(module: Any, M: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:

@@ -144,3 +144,8 @@ def swap(module: nn.Module, behaviour: type) -> None:
     if key not in _made:
         _made[key] = type(f"{behaviour.__name__}_{original.__name__}", key, {"__module__": __name__})
     module.__class__ = _made[key]
+
+
+def unswap(module: nn.Module) -> None:
+    """Take back the last ``swap``, in place."""
+    module.__class__ = type(module).__bases__[1]
