@@ -78,7 +78,7 @@ FAULTS: dict[str, str | None] = {
     "SIGTERM": "SIGTERM|Terminated|SystemExit",
     "killed": _DEAD,
     "frozen briefly": None,
-    "out of memory": rf"MemoryError|Cannot allocate|bad_alloc|out of memory|{_DEAD}",
+    "out of memory": rf"MemoryError|[Cc]annot allocate|bad_alloc|out of memory|{_DEAD}",
     "node lost": _DEAD,
     "clock jumps": None,
     "full disk": r"No space left|errno 28|\[enforce fail at inline_container|PytorchStreamWriter",
