@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,20 +27,8 @@ def growths(watched: Mapping[str, Any]) -> Iterator[tuple[str, Growth]]:
             yield name, growth(figure, [sample["step"] for sample in mine], of_one)
     moments = totals(samples)
     yield "whole run", growth("shared", [moment["step"] for moment in moments], [moment["shared"] for moment in moments])
-    speed = growth("processor seconds of a step", *zip(*watched["efforts"], strict=True))
-    yield "whole run", at_one_speed(growth("seconds of a step", *elapsed(watched["arrivals"])), speed)
-    yield "whole run", at_one_speed(growth("processor seconds of a step", *processor(moments)), speed)
-
-
-def at_one_speed(found: Growth, effort: Growth) -> Growth:
-    """Return what was found late as the machine would have taken for it early.
-
-    A virtual machine's cores are now faster, now slower, all processes alike, by more than the limit within one run.
-
-    Args:
-        effort: processor seconds of a piece of work that is always the same.
-    """
-    return replace(found, late=found.late * effort.early / effort.late)
+    yield "whole run", growth("seconds of a step", *elapsed(watched["arrivals"]))
+    yield "whole run", growth("processor seconds of a step", *processor(moments))
 
 
 def lasting(samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:

@@ -49,8 +49,6 @@ class Watch(threading.Thread):
         self.samples: list[Sample] = []
         #: seconds since the start at which each step was first seen to be complete
         self.arrivals: dict[int, float] = {}
-        #: step -> processor seconds that the same piece of work took during it
-        self.efforts: list[tuple[int, float]] = []
         self._ended, self._begun, self._read, self._step = threading.Event(), time.monotonic(), 0, 0
         self._environs: dict[tuple[int, float], bool] = {}
 
@@ -62,7 +60,6 @@ class Watch(threading.Thread):
             if now - last >= PERIOD:
                 last = now
                 self.samples += self._sample(now)
-                self.efforts.append((self._step, effort()))
 
     def stop(self) -> None:
         self._ended.set()
@@ -70,7 +67,7 @@ class Watch(threading.Thread):
 
     def as_json(self) -> dict[str, Any]:
         arrivals = {str(step): seconds for step, seconds in self.arrivals.items()}  # as JSON has them
-        return {"samples": [asdict(sample) for sample in self.samples], "arrivals": arrivals, "efforts": self.efforts}
+        return {"samples": [asdict(sample) for sample in self.samples], "arrivals": arrivals}
 
     def _read_steps(self, now: float) -> None:
         with open(self.run_watched.log, "rb") as log:
@@ -102,13 +99,6 @@ class Watch(threading.Thread):
         if key not in self._environs:
             self._environs[key] = process.environ().get("TESTED_RUN") == self.mark
         return self._environs[key]
-
-
-def effort() -> float:
-    """Do a small piece of work, always the same. Returns its processor seconds, which tell how fast the machine is now."""
-    begin = time.thread_time()
-    sorted(map(str, range(50_000)))
-    return time.thread_time() - begin
 
 
 def role(command: str) -> str:
