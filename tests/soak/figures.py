@@ -19,12 +19,11 @@ UNITS = {
 
 
 def growths(watched: Mapping[str, Any]) -> Iterator[tuple[str, Growth]]:
-    """Yield how the figures of each role grew, of one process in the mean, and those of the whole run."""
+    """Yield for each role, and for the whole run, how its figures grew."""
     samples = watched["samples"]
     for name, mine in lasting(samples):
         for figure in ("memory", "files", "threads"):
-            of_one = [sample[figure] / sample["processes"] for sample in mine]
-            yield name, growth(figure, [sample["step"] for sample in mine], of_one)
+            yield name, growth(figure, [sample["step"] for sample in mine], [sample[figure] for sample in mine])
     moments = totals(samples)
     yield "whole run", growth("shared", [moment["step"] for moment in moments], [moment["shared"] for moment in moments])
     yield "whole run", growth("seconds of a step", *elapsed(watched["arrivals"]))
