@@ -16,16 +16,7 @@ from jetrl_patch.fp8.formats import groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
-from jetrl_patch.kernels.producers import WIDEST, warps_for
-
-
-@triton.jit
-def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / rms of a row of BF16 values [GROUPS, 128], in FP64 and rounded to FP32. The order of its sum follows the layout of
-    ``value`` in the compiled kernel, which a test compares between the kernels whose rows must be equal."""
-    square = (value * value).to(tl.float64)  # 16 bits: exact
-    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
-    return (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+from jetrl_patch.kernels.producers import WIDEST, reciprocal_rms, warps_for
 
 
 @triton.jit

@@ -22,9 +22,8 @@ from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized, widened
 from jetrl_patch.kernels.gemm_common import check_device, rounded
-from jetrl_patch.kernels.norm import reciprocal_rms
 from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, options
-from jetrl_patch.kernels.producers import WIDEST, warps_for
+from jetrl_patch.kernels.producers import check_width, reciprocal_rms, warps_for
 
 
 @triton.jit(do_not_specialize=["s_g"])  # one binary for every batch
@@ -76,9 +75,7 @@ def norm_quantize_rows(
     """
     check_input("x", x_MK)
     M, K = x_MK.shape
-    if K > WIDEST:
-        fix = "call rms_norm and quantize_rows"
-        raise ValueError(explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix=fix))
+    check_width(K)
     if residual_MK is not None:
         check_input("residual", residual_MK)
         check_device(x_MK, residual_MK)

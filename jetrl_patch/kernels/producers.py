@@ -28,6 +28,15 @@ __all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_both"
 WIDEST = 16384
 
 
+@triton.jit
+def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / rms of a row of BF16 values [GROUPS, 128], in FP64 and rounded to FP32. The order of its sum follows the layout of
+    ``value`` in the compiled kernel, which a test compares between the kernels whose rows must be equal."""
+    square = (value * value).to(tl.float64)  # 16 bits: exact
+    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
+    return (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
 def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
     x, w, q, s, y, rstd, M, K, x_m, s_m, s_g,
@@ -38,9 +47,7 @@ def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
     g = tl.arange(0, GROUPS)
     k = g[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
-    square = (value * value).to(tl.float64)  # 16 bits: exact
-    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
-    root = (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+    root = reciprocal_rms(value, K, EPS)
     hat = bf16_value(value * root, HARDWARE)
     weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
     tile = bf16_value(weight * hat, HARDWARE)
@@ -77,10 +84,7 @@ def rmsnorm_quantize_rows(
     """
     check_input("x", x_MK)
     M, K = x_MK.shape
-    if K > WIDEST:
-        raise ValueError(
-            explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix="call rms_norm and quantize_rows")
-        )
+    check_width(K)
     if (
         weight_K.shape != (K,)
         or weight_K.dtype != torch.bfloat16
@@ -103,6 +107,13 @@ def rmsnorm_quantize_rows(
             EPS=float(eps), GROUPS=covering, KEEP=keep, num_warps=warps_for(covering), **fixed,
         )  # fmt: skip
     return Normed(as_fp8(q), s, rstd, y)
+
+
+def check_width(K: int) -> None:
+    """Raise ValueError for a row that no program can hold."""
+    if K > WIDEST:
+        fix = "call rms_norm and quantize_rows"
+        raise ValueError(explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix=fix))
 
 
 def warps_for(covering: int) -> int:
