@@ -149,7 +149,7 @@ veomni: $(VENV)/veomni
 
 $(VENV)/veomni: requirements/veomni.txt | $(SELF)
 	rm -rf $@
-	$(PY) -m pip --disable-pip-version-check install --quiet --no-deps --no-compile --target $@ -r $<
+	$(PIP) --target $@ -r $<
 	@touch $@
 
 lint: $(SELF)

@@ -12,12 +12,13 @@ bytes from TransformerEngine's own quantizer.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from packaging.version import Version
 
 from jetrl_patch.adapters.base import Journal
+from jetrl_patch.adapters.verl.engines import Select, mixed, runs
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
@@ -79,16 +80,9 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip
 
-Select = Callable[[str], Any]
-
-
 def is_chosen(select: Select, config: Config) -> bool:
-    """Whether Megatron trains the actor or the reference, in a mode with a quantized rollout.
-
-    Args:
-        select: returns verl's setting at a dotted path, None where it is missing.
-    """
-    return config.quantized_rollout and STRATEGY in (select(f"{ACTOR}.strategy"), select(f"{REF}.strategy"))
+    """Whether Megatron trains the actor or the reference, in a mode with a quantized rollout."""
+    return runs(STRATEGY, select, config)
 
 
 def chosen(select: Select, asked: Config) -> Config:
@@ -105,18 +99,16 @@ def chosen(select: Select, asked: Config) -> Config:
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that Megatron does not support, the mode's own settings first."""
-    found = {path: select(f"{path}.strategy") for path in (ACTOR, REF)}
-    if any(value is not None and value != STRATEGY for value in found.values()):
-        required, fix = "one engine for actor and reference", "set model_engine=megatron"
-        words = " and ".join(repr(value) for value in found.values())
-        yield ConfigError(explain(f"verl settings {ACTOR}.strategy and {REF}.strategy", required=required, found=words, fix=fix))
+    error = mixed(STRATEGY, select)
+    if error is not None:
+        yield error
         return
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=megatron", required=required, found=value, fix=fix))
     yield from broken(RULES, select, config, named)
-    error = _missing()
-    if error is not None:
-        yield error
+    missing = _missing()
+    if missing is not None:
+        yield missing
 
 
 def _modes(config: Config) -> Iterator[tuple[str, str, str, str]]:

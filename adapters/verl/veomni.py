@@ -11,6 +11,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from jetrl_patch.adapters.verl.engines import Select, mixed, runs
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
@@ -61,25 +62,16 @@ RULES: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
-Select = Callable[[str], Any]
-
-
 def is_chosen(select: Select, config: Config) -> bool:
-    """Whether VeOmni trains the actor or computes the reference, in a mode with a quantized rollout.
-
-    Args:
-        select: returns verl's setting at a dotted path, None where it is missing.
-    """
-    return config.quantized_rollout and STRATEGY in (select(f"{ACTOR}.strategy"), select(f"{REF}.strategy"))
+    """Whether VeOmni trains the actor or computes the reference, in a mode with a quantized rollout."""
+    return runs(STRATEGY, select, config)
 
 
 def problems(select: Select, config: Config) -> Iterator[JetrlError]:
     """Yield an error for each setting that VeOmni does not go with, the mode's own settings first."""
-    found = {path: select(f"{path}.strategy") for path in (ACTOR, REF)}
-    if any(value is not None and value != STRATEGY for value in found.values()):
-        required, fix = "one engine for actor and reference", "set model_engine=veomni"
-        words = " and ".join(repr(value) for value in found.values())
-        yield ConfigError(explain(f"verl settings {ACTOR}.strategy and {REF}.strategy", required=required, found=words, fix=fix))
+    error = mixed(STRATEGY, select)
+    if error is not None:
+        yield error
         return
     for what, required, value, fix in _modes(config):
         yield ConfigError(explain(f"{what} with {named(ACTOR)}.strategy=veomni", required=required, found=value, fix=fix))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -134,15 +135,17 @@ def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = 
         for linear in model.linears:
             for name, backend in {**machine.backends, **one_launch(machine)}.items():
                 decoded = row_equality.DECODED if name in machine.backends else ONE_LAUNCH_ROWS
-                try:
-                    shape = linear.N, linear.K
-                    verdict = row_equality.compare_rows(backend, shape, machine.device, FORMAT, trained, decoded)
-                except Exception as error:
-                    verdict = row_equality.Verdict(False, told(error))
-                yield {
-                    "backend": name, "model": model.name, "linear": linear.name,
-                    "verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found,
-                }  # fmt: skip
+                shape = linear.N, linear.K
+                found = _verdict(row_equality.compare_rows, backend, shape, machine.device, FORMAT, trained, decoded)
+                yield {"backend": name, "model": model.name, "linear": linear.name, **found}
+
+
+def _verdict(compare: Callable[..., row_equality.Verdict], *arguments: Any) -> Row:
+    try:
+        verdict = compare(*arguments)
+    except Exception as error:  # a compiler or driver may raise anything; the other rows still run
+        verdict = row_equality.Verdict(False, told(error))
+    return {"verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found}
 
 
 def fused(
@@ -153,15 +156,9 @@ def fused(
         for model in models:
             for linear, layout in model.layouts(ranks):
                 for name, backend in machine.backends.items():
-                    try:
-                        shape = linear.N, linear.K
-                        verdict = row_equality.compare_parts(backend, shape, layout, machine.device, FORMAT, (1, 64, trained))
-                    except Exception as error:
-                        verdict = row_equality.Verdict(False, told(error))
-                    yield {
-                        "backend": name, "model": model.name, "TP": ranks, "linear": linear.name,
-                        "verdict": "may serve" if verdict.ok else "may not serve", "found": verdict.found,
-                    }  # fmt: skip
+                    given = backend, (linear.N, linear.K), layout, machine.device, FORMAT, (1, 64, trained)
+                    found = _verdict(row_equality.compare_parts, *given)
+                    yield {"backend": name, "model": model.name, "TP": ranks, "linear": linear.name, **found}
 
 
 def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:

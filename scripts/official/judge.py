@@ -247,7 +247,7 @@ def on_target() -> Iterator[None]:
 
     from jetrl_patch.adapters.verl import megatron, veomni
 
-    there = {"transformer_engine": "2.16.1", "megatron.core": "0.18.0", "megatron.bridge": "0.5.0"}
+    there = {"transformer_engine": "2.16.1", "megatron.core": "0.18.0", "megatron.bridge": "0.5.0", "veomni": "0.1.12"}
     version, installed, build = megatron.installed_version, megatron.is_installed, AutoModelForCausalLM.from_config
     built: dict[str, Any] = {}
 
@@ -266,9 +266,9 @@ def on_target() -> Iterator[None]:
         return select(cfg, key, *args, **kwargs)
 
     OmegaConf.select = staticmethod(read)  # type: ignore[assignment]
-    megatron.installed_version = lambda name: there.get(name) or version(name)  # type: ignore[assignment]
+    for engine in (megatron, veomni):
+        engine.installed_version = lambda name: there.get(name) or version(name)  # type: ignore[attr-defined]
     megatron.is_installed = lambda name: name in there or installed(name)  # type: ignore[assignment]
-    veomni.installed_version = lambda name: "0.1.12"  # type: ignore[assignment]
     AutoModelForCausalLM.from_config = from_config
     try:
         yield
