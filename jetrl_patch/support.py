@@ -67,7 +67,7 @@ def require_torch(command: str) -> None:
     ok, found = check_torch()
     if not ok:
         fix = f"install torch{SUPPORTED['torch'][0]} anew"
-        raise VersionError(explain(command, required="torch", found=found, fix=fix))
+        raise VersionError(explain(command, required="torch", found=f"that {found}", fix=fix))
 
 
 def check_compiler() -> Check:

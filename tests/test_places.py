@@ -132,21 +132,32 @@ FINDER = (
 HIDE, BREAK = FINDER.format("raise ModuleNotFoundError(name)"), FINDER.format("pass")
 
 
-@pytest.mark.parametrize(
-    ("start", "found"),
-    [
-        (HIDE, "found torch is not installed"),
-        (BREAK, "found torch cannot be imported (OSError: libcudart.so.13: cannot open shared object file)"),
-    ],
-    ids=["missing", "broken"],
-)
+#: how a process starts, and what is then said of torch
+WITHOUT = {
+    HIDE: "torch is not installed",
+    BREAK: "torch cannot be imported (OSError: libcudart.so.13: cannot open shared object file)",
+}
+
+
+@pytest.mark.parametrize(("start", "found"), WITHOUT.items(), ids=["missing", "broken"])
 @pytest.mark.parametrize("command", ["export", "parity"])
 def test_without_a_torch_that_works(command: str, start: str, found: str, tmp_path: Path) -> None:
     words = {"export": ["export", "model", str(tmp_path / "out")], "parity": ["parity", "--model", "model"]}[command]
     code = f"{start}from jetrl_patch.cli.main import main\nsys.argv = ['jetrl', *{words!r}]\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and f"jetrl {command}: required torch, {found}" in done.stderr
+    assert done.stderr.count("\n") == 1 and f"jetrl {command}: required torch, found that {found}" in done.stderr
+
+
+@pytest.mark.parametrize("command", [[], ["--", "python", "-m", "verl.trainer.main_ppo"]], ids=["alone", "verl"])
+@pytest.mark.parametrize(("start", "found"), WITHOUT.items(), ids=["missing", "broken"])
+def test_doctor_without_a_torch_that_works(command: list[str], start: str, found: str) -> None:
+    code = f"{start}from jetrl_patch.cli.main import main\nsys.argv = ['jetrl', 'doctor', '--json', *{command!r}]\nmain()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
+    assert done.returncode == 1, done.stderr
+    checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert any(check["state"] == "problem" and found in check["finding"] for check in checks.values())
+    assert checks["patches"]["state"] == "skipped"
 
 
 @pytest.mark.parametrize("file", ["nowhere/x.json", "file/x.json", ".", "/proc/x.json", "/sys/x.json"])

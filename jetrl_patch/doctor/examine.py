@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jetrl_patch import env, registry
+from jetrl_patch import env, registry, support
 from jetrl_patch.config import Config
 from jetrl_patch.doctor import machine
 from jetrl_patch.doctor.command import Started, recognise
@@ -42,6 +42,9 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
     report.checks += check_versions(started.framework if started else None)
     if started is not None:
         report.checks += check_command(started.before)
+        if not support.check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
+            report.checks.append(Check("command", "skipped", "its arguments cannot be read without torch (see below)"))
+            started = None
     arguments, config = _settings(report, overrides, started)
     report.config = config
     report.checks += machine.check_machine(config)

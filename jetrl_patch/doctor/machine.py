@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from jetrl_patch import registry, support
 from jetrl_patch.config import Config
 from jetrl_patch.doctor.report import Check, from_error
-from jetrl_patch.errors import ConfigError, JetrlError
+from jetrl_patch.errors import ConfigError, JetrlError, split_fix
 from jetrl_patch.patching import guards
 
 __all__ = ["check_flash_attn", "check_machine", "is_cpu_run"]
@@ -20,7 +20,7 @@ def is_cpu_run(config: Config) -> bool:
 
 def check_machine(config: Config) -> Iterator[Check]:
     """Check the device, the compiler, the backend, and whether exact alignment works on the device."""
-    if not guards.is_installed("torch"):
+    if guards.installed_version("torch") is None:
         yield Check("device", "skipped", "torch is not installed")
         return
     ok, found = support.check_torch()
@@ -30,13 +30,7 @@ def check_machine(config: Config) -> Iterator[Check]:
     on_cpu = is_cpu_run(config)
     yield _device(on_cpu)
     if on_cpu:
-        ok, found = support.check_compiler()
-        yield Check(
-            "compiler",
-            "ok" if ok else "warning",
-            found if ok else f"{found}: FP8 products run in plain torch, many times slower",
-            "" if ok else "install a C compiler (gcc or clang)",
-        )
+        yield _compiler()
     yield _backend(config, on_cpu)
     if config.exact and not on_cpu:
         try:
@@ -56,6 +50,15 @@ def _device(on_cpu: bool) -> Check:
     if not fast:
         return Check("device", "warning", why, "use an H100 or newer; on this GPU FP8 saves memory but no time")
     return Check("device", "ok", found)
+
+
+def _compiler() -> Check:
+    ok, found = support.check_compiler()
+    if ok:
+        return Check("compiler", "ok", found)
+    what, fix = split_fix(found)
+    finding = f"{what}; without it FP8 products run in plain torch, many times slower"
+    return Check("compiler", "warning", finding, fix or "install a C compiler (gcc or clang)")
 
 
 def _backend(config: Config, on_cpu: bool) -> Check:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 
-from jetrl_patch import runtime
+from jetrl_patch import runtime, support
 from jetrl_patch.config import Config
 from jetrl_patch.doctor.report import Check, from_error
 from jetrl_patch.errors import JetrlError, VersionError
@@ -16,6 +16,8 @@ __all__ = ["check_patches"]
 
 def check_patches(config: Config) -> tuple[Check, list[PatchStatus]]:
     """Run the checks of ``enable()`` on versions, settings and targets. Imports no framework and changes nothing."""
+    if not support.check_torch()[0]:
+        return Check("patches", "skipped", "they need torch (see above)"), []
     try:
         planned = runtime.preview(config)
     except VersionError:

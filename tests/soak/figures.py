@@ -54,10 +54,10 @@ def elapsed(arrivals: Mapping[str, float]) -> tuple[list[int], list[float]]:
 
 
 def processor(moments: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
-    """Steps, and the processor's seconds for each, as means over windows."""
+    """Steps, and the processor's seconds for each, as means over windows. After the last step processes end."""
     steps, seconds, before = [], [], None
     for moment in moments:
-        if moment["step"] < 1:
+        if not 1 <= moment["step"] < moments[-1]["step"]:
             continue
         before = before or moment
         if moment["step"] - before["step"] >= WINDOW:

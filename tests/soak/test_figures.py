@@ -75,7 +75,8 @@ def test_a_leak_in_one_role_is_found_and_drawn(tmp_path):
 
 
 def test_processor_seconds_are_those_of_all_roles():
-    steps, seconds = processor(totals(watched(0)["samples"]))
+    moments = totals(watched(0)["samples"])
+    steps, seconds = processor([*moments, {**moments[-1], "cpu": 0.0}])  # one more look, at processes that have ended
     assert steps[0] == 11 and set(seconds) == {1.5}
 
 
