@@ -16,10 +16,10 @@ SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum
 PY    := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX=$(abspath $(VENV))/pycache $(VENV)/bin/python
 
 ifeq ($(DEVICE),cpu)
-  RUN   := $(PY)
+  START := $(PY)
   READY := $(SELF)
 else ifeq ($(DEVICE),cuda)
-  RUN   := $(firstword $(shell command -v python python3))
+  START := $(firstword $(shell command -v python python3))
   READY := cuda
 else
   $(error DEVICE=$(DEVICE): required cpu or cuda. Write make $(or $(MAKECMDGOALS),demo) DEVICE=cuda for a GPU)
@@ -36,21 +36,21 @@ PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -
 
 # the active environment must be able to run on a GPU; bench needs no framework
 cuda:
-	@$(RUN) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
+	@$(START) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
 
 demo: $(READY)
-	$(QUIET) $(RUN) -m examples.verl.demo --device $(DEVICE) $(ARGS)
+	$(QUIET) $(START) -m examples.verl.demo --device $(DEVICE) $(ARGS)
 
 # the same task in OpenRLHF; CPU only
 demo-openrlhf: $(SELF)
 	$(QUIET) $(PY) -m examples.openrlhf.demo $(ARGS)
 
 compare: $(READY)
-	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) $(ARGS)
+	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) $(ARGS)
 
 # the same modes with a small mixture of experts, which the first run makes, and its routes; ARGS="--modes fp8-unified/exact" runs one
 compare-moe: $(READY)
-	$(QUIET) $(RUN) -m examples.verl.compare --device $(DEVICE) --experts 8 --seeds 0 --steps 20 --out outputs/compare-moe $(ARGS)
+	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) --experts 8 --seeds 0 --steps 20 --out outputs/compare-moe $(ARGS)
 
 # long runs in miniature, on two cores: which precisions and corrections keep what the model has learned
 stability: $(SELF)
@@ -170,7 +170,7 @@ build/docs-env/.pins: requirements/docs.txt requirements/cpu.txt
 	@touch $@
 
 bench: $(READY)
-	$(QUIET) $(RUN) -m benchmarks $(ARGS)
+	$(QUIET) $(START) -m benchmarks $(ARGS)
 
 # everything that needs a Hopper GPU, in parts of less than nine minutes, in the active Python environment; writes
 # docs/benchmarks/hopper/. ARGS="--plan" says what it needs, ARGS="--part c" runs one part. ARGS="--dry" runs all on this CPU

@@ -21,6 +21,16 @@ def make(*words: str, path: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(["make", *words], capture_output=True, text=True, cwd=ROOT, env=environ)
 
 
+def test_each_goal_gets_only_what_it_was_given() -> None:
+    def last(*words: str) -> str:
+        return make("-n", *words).stdout.splitlines()[-1]
+
+    assert last("official", "SCRIPTS=a b").endswith("-m scripts.official a b  ")
+    assert last("official", "SCRIPTS=a", "RUN=1").endswith('-m scripts.official a --run "" ')
+    assert last("official", "SCRIPTS=a", "RUN=ppo").endswith("-m scripts.official a --run ppo ")
+    assert last("demo").endswith("-m examples.verl.demo --device cpu ")
+
+
 @pytest.mark.parametrize("goal", ["demo", "compare", "bench"])
 def test_a_device_that_does_not_exist(goal: str) -> None:
     done = make(goal, "DEVICE=gpu")
