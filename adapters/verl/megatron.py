@@ -80,6 +80,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{MODEL}.mtp.enable", is_set, "the same layers as in the rollout", _FALSE, "quantized"),
 )  # fmt: skip
 
+
 def is_chosen(select: Select, config: Config) -> bool:
     """Whether Megatron trains the actor or the reference, in a mode with a quantized rollout."""
     return runs(STRATEGY, select, config)

@@ -62,6 +62,7 @@ RULES: tuple[Rule, ...] = (
     ),
 )  # fmt: skip
 
+
 def is_chosen(select: Select, config: Config) -> bool:
     """Whether VeOmni trains the actor or computes the reference, in a mode with a quantized rollout."""
     return runs(STRATEGY, select, config)

@@ -1,14 +1,10 @@
-"""Whether a figure grows over a run: the last fifth of its steps beside the second fifth.
-
-What a process holds is compared by medians. Seconds are those of a fifth's fastest tenth: another program can only slow a step,
-while a run that slows by itself slows its fastest steps too.
-"""
+"""Whether a figure grows over a run: the last fifth of its steps beside the second fifth, as medians."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median, quantiles
+from statistics import median
 
 #: figure -> growth over a run that is no slope: bytes, numbers, and shares of what it was
 LIMITS: dict[str, tuple[float, float]] = {
@@ -23,7 +19,7 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Growth:
-    """A figure early and late in a run."""
+    """The medians of a figure early and late in a run."""
 
     figure: str
     early: float
@@ -47,10 +43,4 @@ def growth(figure: str, steps: Sequence[float], values: Sequence[float]) -> Grow
     late = [value for step, value in zip(steps, values, strict=True) if 0.8 * last < step]
     if not early or not late:
         raise ValueError(f"{figure}: too few values to see a slope in {len(values)}")
-    typical = fastest if "seconds" in figure else median
-    return Growth(figure, typical(early), typical(late))
-
-
-def fastest(seconds: Sequence[float]) -> float:
-    """What the fastest tenth takes at most."""
-    return quantiles(seconds, n=10, method="inclusive")[0] if len(seconds) > 1 else seconds[0]
+    return Growth(figure, median(early), median(late))

@@ -28,13 +28,6 @@ def test_noise_is_no_slope_and_growth_is(figure):
     assert not growth(figure, STEPS, noisy(3 * (least + share * level) / 1000 + level * 0.05 / 1000, level)).flat
 
 
-@pytest.mark.parametrize("figure", ["seconds of a step", "processor seconds of a step"])
-def test_another_program_is_no_slope_and_a_run_that_slows_is(figure):
-    beside = [0.5 * (1.25 if 600 < step < 950 else 1.0) for step in STEPS]
-    assert growth(figure, STEPS, beside).flat
-    assert not growth(figure, STEPS, [seconds * (1 + 0.12 * step / 1000) for step, seconds in zip(STEPS, beside)]).flat
-
-
 def test_a_cache_that_fills_in_the_first_fifth_is_no_slope():
     assert growth("memory", STEPS, [min(step, 200) * 2**20 for step in STEPS]).flat
 
