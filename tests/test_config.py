@@ -34,6 +34,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "on_mismatch": "stop",
         "router_replay": "none",
         "decode_graphs": False,
+        "exact_attention": "auto",
         "platform": "auto",
         "sync": "full",
         "sync_timeout": 300.0,

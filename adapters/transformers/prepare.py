@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
+import torch
 from torch import nn
 
 from jetrl_patch import active
@@ -15,6 +16,7 @@ from jetrl_patch.adapters.transformers.head import check_head, widen_head
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
 from jetrl_patch.exact import dispatch, modules
+from jetrl_patch.exact.choice import choose_attention
 from jetrl_patch.exact.coverage import check_family
 from jetrl_patch.family import DROPOUTS
 from jetrl_patch.fp8.backends import choose_backend
@@ -65,6 +67,7 @@ def prepare_model(
     if config.exact:
         kinds = _check_exact(model)
         dispatch.configure(config.backend, device_type)
+        choose_attention(config.exact_attention, *_heads(model.config), torch.device(device_type))
     backend = choose_backend(config.backend, device_type)
     swap_linears(model, config.exclude, config.scale_format, backend, rollout_tp, names, rollout_ep, config.exact)
     use_fp8_experts(model)
@@ -77,6 +80,13 @@ def prepare_model(
     else:
         fuse(model, backend, device_type)
     return names
+
+
+def _heads(config: Any) -> tuple[tuple[int, int], int]:
+    """Heads of queries, and of keys and values, and their width."""
+    heads = config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return (heads, getattr(config, "num_key_value_heads", None) or heads), width
 
 
 def note_cut(layers: list[str], tp: int) -> None:

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
+    from jetrl_patch.config import Config
+
 __all__ = [
     "capture_decoding",
     "choose_attention",
@@ -137,17 +139,21 @@ def require_attention(worker: Any) -> None:
         )
 
 
-def try_ops(worker: Any) -> None:
-    """Test the ops on the device of a loaded worker. Does nothing on a CPU.
+def try_ops(worker: Any, config: Config) -> None:
+    """Choose the attention of a loaded worker, and test the ops on its device. Does nothing on a CPU.
 
     Raises:
+        ConfigError: as ``choice.choose_attention``.
         ModelError: an op depends on its batch.
     """
     from vllm.platforms import current_platform
 
     from jetrl_patch.adapters.vllm.fused import keep_equal
-    from jetrl_patch.exact.trial import require_exact_ops
+    from jetrl_patch.exact import choice
+    from jetrl_patch.exact.trial import PAGE, require_exact_ops
 
     if not current_platform.is_cpu():
-        require_exact_ops(rank_sizes(worker.vllm_config), worker.device)
+        sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or PAGE
+        choice.choose_attention(config.exact_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
+        require_exact_ops(sizes, worker.device, page)
         keep_equal(worker.model_runner.get_model())

@@ -13,7 +13,9 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.families import LLAMA_LIKE, family_of
+from jetrl_patch.fp8.ranks import WHOLE
 from jetrl_patch.sync.base import Received
 from jetrl_patch.sync.manifest import Terms
 from jetrl_patch.sync.receive import Receiver
@@ -64,7 +66,7 @@ def attach(worker: Any, config: Config) -> None:
     if config.exact:
         from jetrl_patch.adapters.vllm.exact import try_ops
 
-        try_ops(worker)
+        try_ops(worker, config)
     if config.quantized_rollout:
         warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
     runtime.register_layers(layers)
@@ -72,8 +74,9 @@ def attach(worker: Any, config: Config) -> None:
     if backend:
         runtime.register_backend(backend)
     base = Received() if config.sync == "delta" else None
-    splits = {method.split for _, method in expert_modules(model)}  # one for all blocks, if there are experts
-    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, *splits), _gather, base)
+    splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
+    terms = Terms.of(config, backend, splits[0], chosen_attention(worker.device.type))
+    worker.jetrl_receiver = Receiver(installer, terms, _gather, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 

@@ -7,7 +7,7 @@ bytes of cache.
 
 from __future__ import annotations
 
-import importlib
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.shapes import MODELS, Model
 from benchmarks.gpu.timing import Call, copies
-from jetrl_patch.exact import ops
+from jetrl_patch.exact import dispatch, flash3, ops
 
 #: (sequences, tokens of each) of a training batch
 TRAINED = ((4, 4096), (2, 8192), (1, 32768))
@@ -29,6 +29,8 @@ BATCHES, CONTEXTS = (64, 16, 1), (8192, 16384, 32768)
 #: tokens in a block of the cache
 PAGE = 16
 EXACT, SDPA, FLASH3 = "exact", "SDPA", "FlashAttention-3"
+#: exact attention by the library, in the one configuration of ``exact.flash3``
+EXACT3 = "exact, FlashAttention-3"
 
 
 class _Cache(NamedTuple):
@@ -52,7 +54,7 @@ def attention(
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
 ) -> Iterator[dict[str, object]]:
-    """Rows per way; the speed-up is of the exact op over the fastest other way of the same row."""
+    """Rows per way; the speed-up is over the fastest way of the same row that is not exact."""
     for model in models:
         for L in contexts:
             for B in batches:
@@ -71,7 +73,7 @@ def _rows(
     machine: Machine, model: Model, what: str, shape: tuple[int, int], calls: dict[str, Call], work: float
 ) -> Iterator[dict[str, object]]:
     times = machine.timer(calls)
-    others = [timed.seconds for name, timed in times.items() if name != EXACT and not math.isnan(timed.seconds)]
+    others = [timed.seconds for name, timed in times.items() if name not in (EXACT, EXACT3) and not math.isnan(timed.seconds)]
     for name, timed in times.items():
         speed = work / timed.seconds / 1e9
         yield {
@@ -98,9 +100,15 @@ def _training(machine: Machine, model: Model, B: int, T: int) -> Iterator[tuple[
         out: Tensor = F.scaled_dot_product_attention(*heads, is_causal=True, scale=scale, enable_gqa=True)
         return out.transpose(1, 2).reshape(B * T, -1, D)
 
+    def exact3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with by_library(q):
+            return exact(q, k, v)
+
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {EXACT: exact, SDPA: sdpa}
+    if flash3.find()[0] is not None:
+        ways[EXACT3] = exact3
     forward: dict[str, Call] = {name: lambda i, f=f: _without_gradient(f, q, k, v) for name, f in ways.items()}
-    if (flash := flash3()) is not None:  # vLLM's build has no backward
+    if (flash := flash_attention_3()) is not None:  # vLLM's build has no backward
         forward[FLASH3] = lambda i: flash(
             q, k, v, T, ends, T, cu_seqlens_k=ends, softmax_scale=scale, causal=True, fa_version=3
         )
@@ -137,22 +145,33 @@ def _decode(machine: Machine, model: Model, B: int, L: int) -> dict[str, Call]:
         return out
 
     calls: dict[str, Call] = {EXACT: exact, SDPA: sdpa}
-    if (flash := flash3()) is not None:
+    if (flash := flash_attention_3()) is not None:
+
+        def exact3(i: int) -> Tensor:
+            with by_library(q):
+                return exact(i)
 
         def three(i: int) -> Tensor:
             c, where = caches[i % turns], {"seqused_k": seen, "block_table": table}
             out: Tensor = flash(q, c.keys, c.values, 1, starts, L, **where, softmax_scale=scale, causal=True, fa_version=3)
             return out
 
-        calls[FLASH3] = three
+        calls |= {FLASH3: three, EXACT3: exact3}
     return calls
 
 
-def flash3() -> Any:
-    """vLLM's FlashAttention-3, or None where there is none."""
+@contextlib.contextmanager
+def by_library(q: Tensor) -> Iterator[None]:
+    """Exact attention of these queries by FlashAttention-3."""
+    key, before = (q.device.type, q.shape[-1]), dict(dispatch.attentions)
+    dispatch.attentions[key] = flash3.FLASH3
     try:
-        module = importlib.import_module("vllm.vllm_flash_attn")
-        usable = torch.cuda.is_available() and module.is_fa_version_supported(3)
-    except Exception:  # an installation without its extension raises anything
-        return None
-    return module.flash_attn_varlen_func if usable else None
+        yield
+    finally:
+        dispatch.attentions.clear()
+        dispatch.attentions.update(before)
+
+
+def flash_attention_3() -> Any:
+    """vLLM's FlashAttention-3 as it is, or None where there is none."""
+    return flash3.find()[0]

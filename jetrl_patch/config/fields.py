@@ -20,6 +20,7 @@ ScaleFormat = Literal["pow2", "fp32"]
 MonitorAction = Literal["warn", "stop"]
 OnCut = Literal["refuse", "bf16"]
 Backend = Literal["auto", "native", "torch", "triton", "deep_gemm", "cublaslt", "te"]
+ExactAttention = Literal["auto", "triton", "flash3"]
 Platform = Literal["auto", "cpu", "cuda"]
 OptimizerStates = Literal["fp32", "8bit", "fp8"]
 OldLogProbs = Literal["auto", "recompute", "rollout"]
@@ -104,6 +105,13 @@ class Fields:
         False, "exactness",
         "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels, so the "
         "same bits, with one launch a step. Ignored on a CPU. Not run on a GPU yet",
+    )
+    exact_attention: ExactAttention = setting(
+        "auto", "exactness",
+        "in exact mode on a GPU, the attention of both sides: `triton` is the project's kernel, `flash3` the FlashAttention-3 in "
+        "vLLM's wheels, in one configuration. `auto` takes `flash3` on a Hopper GPU where a trial finds its rows equal, else "
+        "`triton`. Ignored on a CPU. Not run on a GPU yet",
+        choices=get_args(ExactAttention),
     )
     platform: Platform = setting(
         "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),

@@ -2,7 +2,8 @@
 
 Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
 online softmax over fixed blocks and chunks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same
-bits in a packed training batch, a prefill, a chunk of a prefill and a decode step.
+bits in a packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper ``exact.flash3`` may compute the
+forward in their place.
 Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from jetrl_patch.exact import flash3
+from jetrl_patch.exact.dispatch import attention as serving_attention
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
@@ -40,7 +43,9 @@ def attention_paged(
     Returns:
         BF16 [T, H, D].
     """
-    serves = implementation(q_THD)
+    serves = serving_attention(q_THD)
+    if serves == flash3.FLASH3:
+        return flash3.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
     if serves == "native":
         return ops.attention(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
     if serves == "triton":
@@ -75,8 +80,10 @@ class _VarlenAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
         q16, k16, v16 = (t.to(torch.bfloat16).contiguous() for t in (q, k, v))
-        serves = implementation(q)
-        if serves == "triton":
+        serves = serving_attention(q)
+        if serves == flash3.FLASH3:
+            out, lse = flash3.attention_varlen(q16, k16, v16, cu_seqlens.to(torch.int32), scale)
+        elif serves == "triton":
             from jetrl_patch.kernels import attention
 
             out, lse = attention.attention_varlen(q16, k16, v16, cu_seqlens.to(torch.int32), scale)

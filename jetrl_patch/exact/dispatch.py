@@ -13,6 +13,8 @@ from jetrl_patch.exact.capability import check_exact_cuda
 from jetrl_patch.fp8.backends import choose_backend
 
 _chosen: dict[str, str] = {}
+#: (device type, head width) -> what computes attention in the place of the implementation; "" if nothing does
+attentions: dict[tuple[str, int], str] = {}
 
 
 def configure(backend: str, device_type: str = "cpu") -> str:
@@ -34,9 +36,23 @@ def configure(backend: str, device_type: str = "cpu") -> str:
     return chosen
 
 
+def serving(device_type: str) -> str:
+    """The implementation on a type of device: "native", "triton" or "torch"."""
+    if device_type not in _chosen:
+        configure("auto", device_type)
+    return _chosen[device_type]
+
+
 def implementation(tensor: Tensor) -> str:
-    """The implementation for this tensor's device: "native", "triton" or "torch"."""
-    kind = tensor.device.type
-    if kind not in _chosen:
-        configure("auto", kind)
-    return _chosen[kind]
+    """The implementation for this tensor's device, as ``serving``."""
+    return serving(tensor.device.type)
+
+
+def attention(q_THD: Tensor) -> str:
+    """What computes the attention of these queries: an implementation, or what ``exact.choice`` has chosen in its place."""
+    return attentions.get((q_THD.device.type, q_THD.shape[-1])) or implementation(q_THD)
+
+
+def chosen_attention(device_type: str) -> str:
+    """What ``exact.choice`` has chosen in the place of the implementations on a type of device; "" if nothing."""
+    return "+".join(sorted({name for (kind, _), name in attentions.items() if kind == device_type and name}))

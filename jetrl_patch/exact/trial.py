@@ -22,7 +22,7 @@ from jetrl_patch.fp8.backends.row_equality import Verdict
 LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
 #: (first row, rows) of the parts of a batch that are computed separately
 PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
-#: tokens per block of the trial's cache
+#: tokens per block of the trial's cache, unless an engine has others
 PAGE = 16
 #: columns of ``lm_head`` and rows of the log-softmax in the trial; no kernel is selected by either
 COLUMNS, SCORED = 4096, 64
@@ -44,8 +44,8 @@ class Sizes(NamedTuple):
 
 
 class _Trial:
-    def __init__(self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...]) -> None:
-        self.sizes, self.device, self.lengths = sizes, device, lengths
+    def __init__(self, sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...], page: int = PAGE) -> None:
+        self.sizes, self.device, self.lengths, self.page = sizes, device, lengths, page
         self.tokens = sum(lengths)
         self.generator = torch.Generator(device).manual_seed(sum(sizes))
 
@@ -135,7 +135,8 @@ class _Trial:
 
     def pages(self, k: Tensor, v: Tensor, ends: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         """A paged cache with the sequences' blocks in random order and NaN in unwritten slots."""
-        needs = [-(-n // PAGE) for n in self.lengths]
+        page = self.page
+        needs = [-(-n // page) for n in self.lengths]
         order = torch.randperm(sum(needs), generator=torch.Generator().manual_seed(0)).tolist()
         table = torch.zeros(len(needs), max(needs), dtype=torch.int32)
         slots = torch.empty(self.tokens, dtype=torch.int64)
@@ -143,10 +144,10 @@ class _Trial:
             mine, order = order[:need], order[need:]
             table[r, :need] = torch.tensor(mine)
             place = torch.arange(self.lengths[r])
-            slots[ends[r] : ends[r + 1]] = torch.tensor(mine)[place // PAGE] * PAGE + place % PAGE
-        caches = torch.full((2, sum(needs) * PAGE, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
+            slots[ends[r] : ends[r + 1]] = torch.tensor(mine)[place // page] * page + place % page
+        caches = torch.full((2, sum(needs) * page, *k.shape[1:]), float("nan"), dtype=k.dtype, device=k.device)
         caches[0, slots.to(k.device)], caches[1, slots.to(k.device)] = k, v
-        k_cache, v_cache = caches.unflatten(1, (-1, PAGE))
+        k_cache, v_cache = caches.unflatten(1, (-1, page))
         return k_cache, v_cache, table.to(k.device)
 
 
@@ -156,12 +157,27 @@ def _equal(a: Tensor, b: Tensor, otherwise: str) -> Verdict:
     return Verdict(not unequal, f"{unequal} of {a.numel()} values: {otherwise}" if unequal else "equal")
 
 
+def _tried(call: Callable[[], Verdict]) -> Verdict:
+    try:
+        return call()
+    except Exception as error:  # a compiler, a library or a driver may raise anything
+        return Verdict(False, f"{type(error).__name__}: {error}")
+
+
+@torch.no_grad()
+def compare_attention(
+    heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS
+) -> Verdict:
+    """The verdict on attention alone; ``heads`` of queries, and of keys and values. As ``compare_ops``."""
+    return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page).attention)
+
+
 @torch.no_grad()
 def compare_ops(
-    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS
+    sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE
 ) -> Iterator[tuple[str, Verdict]]:
     """Yield each op's name and verdict, on any device. Reads results back, so do not call it during graph capture."""
-    trial = _Trial(sizes, device, lengths)
+    trial = _Trial(sizes, device, lengths, page)
     tried: dict[str, Callable[[], Verdict]] = {
         "attention": trial.attention,
         f"RMSNorm of width {sizes.hidden}": partial(trial.norm, sizes.hidden),
@@ -173,22 +189,19 @@ def compare_ops(
         f"log-softmax over {sizes.vocab}": trial.log_probs,
     }
     for name, call in tried.items():
-        try:
-            yield name, call()
-        except Exception as error:  # a compiler or driver may raise anything
-            yield name, Verdict(False, f"{type(error).__name__}: {error}")
+        yield name, _tried(call)
 
 
-def require_exact_ops(sizes: Sizes, device: torch.device) -> None:
+def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE) -> None:
     """Run ``compare_ops`` once per process for each device and set of sizes; never on a CPU.
 
     Raises:
         ModelError: an op depends on its batch or cannot run, so rollout and trainer would disagree.
     """
-    key = (*sizes, str(device))
+    key = (*sizes, page, str(device))
     if device.type == "cpu" or key in _proven:
         return
-    for name, verdict in compare_ops(sizes, device):
+    for name, verdict in compare_ops(sizes, device, LENGTHS, page):
         if not verdict.ok:
             raise ModelError(
                 explain(

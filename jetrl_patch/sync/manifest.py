@@ -41,6 +41,7 @@ class Terms:
         granularity: of the weight scales: "block" (128x128) or "channel" (one per output channel).
         experts: how the rollout's ranks split experts, by which sums are grouped; empty if they do not, or the trainer
             computes no FP8.
+        attention: what computes exact attention in the place of the backend's own; empty if that does.
     """
 
     precision: str
@@ -49,10 +50,11 @@ class Terms:
     backend: str = ""
     granularity: str = "block"
     experts: str = ""
+    attention: str = ""
 
     @classmethod
-    def of(cls, config: Config, backend: str, experts: ExpertSplit = WHOLE) -> Terms:
-        """Return the terms of one side: ``backend`` is the GEMM backend it has chosen, ``experts`` how it splits them.
+    def of(cls, config: Config, backend: str, experts: ExpertSplit = WHOLE, attention: str = "") -> Terms:
+        """Return the terms of one side: ``backend`` and ``attention`` are those it has chosen, ``experts`` how it splits them.
 
         Both are omitted if the trainer runs no FP8 GEMM: the two sides then have nothing of the kind to agree on.
         """
@@ -63,6 +65,7 @@ class Terms:
             backend=backend if config.fp8_train else "",
             granularity=config.granularity,
             experts=str(experts) if config.fp8_train else "",
+            attention=attention if config.exact else "",
         )
 
     @property
@@ -84,7 +87,7 @@ class Terms:
 
 _TERMS = tuple(field.name for field in fields(Terms))
 #: terms that a manifest holds only if they are not empty
-_OPTIONAL = ("experts",)
+_OPTIONAL = ("experts", "attention")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,6 +213,15 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
                 required=f"{rollout.experts or 'no split'}, as in the rollout",
                 found=f"{trainer.experts or 'no split'} in the trainer",
                 fix="give the trainer the rollout's own tensor and expert parallel sizes",
+            )
+        )
+    if trainer.attention != rollout.attention:
+        raise AuditError(
+            explain(
+                "exact attention",
+                required=f"{rollout.attention or 'the attention of the backend'}, as in the rollout",
+                found=f"{trainer.attention or 'the attention of the backend'} in the trainer",
+                fix="install the same vLLM on both sides, or set JETRL_EXACT_ATTENTION=triton",
             )
         )
     wrong = [

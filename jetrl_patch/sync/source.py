@@ -12,6 +12,7 @@ import torch
 from jetrl_patch import active, registry
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, SyncError, explain
+from jetrl_patch.exact.dispatch import chosen_attention
 from jetrl_patch.fp8.expert_layers import expert_matrices, expert_modules, per_expert, shapes_per_expert, stored_buffers
 from jetrl_patch.fp8.linear import Fp8State
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
@@ -196,7 +197,9 @@ def convert(
         experts=experts,
         monitor=make_monitor(config, layers, named, device_type),
         shapes=shapes_per_expert(shapes) if experts else shapes,
-        terms=Terms.of(config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if experts else WHOLE),
+        terms=Terms.of(
+            config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if experts else WHOLE, chosen_attention(device_type)
+        ),
         smoother=smoother,
         base=Sent() if config.sync == "delta" else None,
         buffers=buffers,

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetrl_patch.exact import capability, ops, trial
+from jetrl_patch.exact import capability, dispatch, flash3, ops, trial
 from jetrl_patch.fp8.lora import merged_weight
 
 from ..dispatched import dispatched
@@ -37,6 +37,17 @@ def kernels(device):
         yield
 
 
+@pytest.fixture(params=["triton", flash3.FLASH3])
+def attention(request, monkeypatch):
+    """What computes attention: the project's kernel, or FlashAttention-3 where vLLM has it."""
+    kernel, missing = flash3.find()
+    if request.param == flash3.FLASH3 and kernel is None:
+        pytest.skip(missing)
+    chosen = request.param if request.param == flash3.FLASH3 else ""
+    monkeypatch.setattr(dispatch, "attentions", {("cuda", width): chosen for width in (64, 128)})
+    return request.param
+
+
 def rand(device, *shape, seed=0):
     return torch.randn(*shape, generator=torch.Generator(device).manual_seed(seed), device=device).to(BF16)
 
@@ -45,6 +56,14 @@ def rand(device, *shape, seed=0):
 def test_rows_do_not_depend_on_the_batch(device, model):
     found = dict(trial.compare_ops(MODELS[model], device))
     assert all(verdict.ok for verdict in found.values()), found
+
+
+@pytest.mark.parametrize("page", [16, 64, 128])
+@pytest.mark.parametrize("model", MODELS)
+def test_rows_of_attention_do_not_depend_on_the_batch(device, attention, model, page):
+    sizes = MODELS[model]
+    verdict = trial.compare_attention((sizes.heads, sizes.kv_heads), sizes.head_dim, device, page)
+    assert verdict.ok, verdict.found
 
 
 def oracle(q, k, v, ends, scale):
@@ -60,7 +79,7 @@ def oracle(q, k, v, ends, scale):
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "width"), [(4, 2, 64), (7, 1, 64), (8, 2, 128), (28, 4, 128)])
-def test_attention_and_its_gradients_against_fp64(device, heads, kv_heads, width):
+def test_attention_and_its_gradients_against_fp64(device, attention, heads, kv_heads, width):
     ends = [0, *itertools.accumulate(LENGTHS)]
     q, k, v = (
         rand(device, ends[-1], h, width, seed=i).requires_grad_() for i, h in enumerate((heads, kv_heads, kv_heads))
@@ -105,7 +124,7 @@ def test_log_probs_are_those_of_vllms_sampler(device, temperature):
     assert torch.equal(ops.token_log_probs(logits, labels, temperature), expected)
 
 
-def test_a_captured_decode_step_follows_its_inputs(device):
+def test_a_captured_decode_step_follows_its_inputs(device, attention):
     # Three programs share a context. Without synchronization, and with a grid that depends on shapes only, a graph serves other
     # lengths and tables.
     g = torch.Generator().manual_seed(0)
