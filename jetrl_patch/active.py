@@ -39,13 +39,14 @@ class Notes:
         layers: FP8 layers.
         cut: layers that ``on_cut="bf16"`` leaves in BF16.
         guarded: layers that the precision guard took out of FP8.
-        backend: the GEMM backend.
+        backend: the GEMM backend. attention: what computes exact attention in the place of the backend's own, if anything.
     """
 
     layers: dict[str, None] = field(default_factory=dict)
     cut: dict[str, None] = field(default_factory=dict)
     guarded: dict[str, None] = field(default_factory=dict)
     backend: str = ""
+    attention: str = ""
 
 
 _config: Config | None = None
@@ -140,9 +141,9 @@ def register_guarded(names: Iterable[str]) -> None:
     _notes.guarded.update(dict.fromkeys(names))
 
 
-def register_backend(name: str) -> None:
-    """Record the GEMM backend chosen in this process, for ``status()``."""
-    _notes.backend = name
+def register_backend(name: str, attention: str = "") -> None:
+    """Record the GEMM backend, and another attention than its own, that this process has chosen, for ``status()``."""
+    _notes.backend, _notes.attention = name, attention
 
 
 def _not_patched(where: str) -> str:

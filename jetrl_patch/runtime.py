@@ -172,6 +172,7 @@ def status() -> Status:
         cut=tuple(notes.cut),
         guarded=tuple(notes.guarded),
         backend=notes.backend or session.config.backend,
+        attention=notes.attention,
     )
 
 

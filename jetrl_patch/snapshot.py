@@ -44,6 +44,7 @@ class Status:
         cut: names of the layers in BF16 because the rollout's tensor parallelism cuts a block of them (``on_cut``).
         guarded: names of the layers that the precision guard took out of FP8.
         backend: the GEMM backend.
+        attention: what computes exact attention in the place of the backend's own; empty if that does.
         failure: why the last session of the process failed; empty if it did not.
     """
 
@@ -56,6 +57,7 @@ class Status:
     cut: tuple[str, ...] = ()
     guarded: tuple[str, ...] = ()
     backend: str = ""
+    attention: str = ""
     failure: str = ""
 
     def as_dict(self) -> dict[str, Any]:
@@ -70,7 +72,7 @@ class Status:
         lines = [
             f"jetrl_patch: on in process {self.pid}",
             f"  precision {config.precision}, align {config.resolved_align}",
-            f"  scales    {config.scale_format}, backend {self.backend}",
+            f"  scales    {config.scale_format}, backend {self.backend}" + f", attention {self.attention}" * bool(self.attention),
             "  versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
             f"  layers    {len(self.layers)} in FP8"
             + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),

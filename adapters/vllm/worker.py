@@ -71,12 +71,12 @@ def attach(worker: Any, config: Config) -> None:
         warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
     runtime.register_layers(layers)
     backend = _backend(config, worker) if config.quantized_rollout else ""
+    attention = chosen_attention(worker.device.type) if config.exact else ""
     if backend:
-        runtime.register_backend(backend)
+        runtime.register_backend(backend, attention)
     base = Received() if config.sync == "delta" else None
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
-    terms = Terms.of(config, backend, splits[0], chosen_attention(worker.device.type))
-    worker.jetrl_receiver = Receiver(installer, terms, _gather, base)
+    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), _gather, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
@@ -107,8 +107,8 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
     Returns:
         ``pid``, ``tp_rank``, ``config`` (the ``JETRL_*`` variables), ``layers`` (Hugging Face names of the FP8
         modules), ``guarded`` (those the precision guard moved to BF16), ``digests`` (``[tensor, row0, row1,
-        col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend``, ``state`` of
-        the weights and ``held``, the identity of the last sync where the next may send changes only.
+        col0, col1, digest]`` of each piece held here), ``patches`` (``[target, state]``), ``backend``, ``attention``,
+        ``state`` of the weights and ``held``, the identity of the last sync where the next may send changes only.
     """
     from vllm.distributed import get_tensor_model_parallel_rank
 
@@ -123,6 +123,7 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
         "digests": [list(rect) for rect in receiver.installer.installed()] if digests else [],
         "patches": [[patch.target, patch.state] for patch in status.patches],
         "backend": status.backend,
+        "attention": status.attention,
         "state": receiver.state.value,
         "held": receiver.held(),
     }

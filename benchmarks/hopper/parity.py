@@ -25,6 +25,7 @@ def cells(setup: Setup) -> dict[str, Cell]:
     for batch in (2,) if setup.dry else BATCHES:
         jobs[GRAPHS, batch] = Job(model="", config=exact, batch=batch)
     if not setup.dry:
+        jobs[f"{GRAPHS}, the project's attention", 64] = Job(model="", config=exact.replace(exact_attention="triton"), batch=64)
         jobs["exact, eager", 64] = Job(model="", config=exact.replace(decode_graphs=False), batch=64)
         jobs["linear", 64] = Job(model="", config=exact.replace(align="linear", decode_graphs=False), batch=64)
         jobs["BF16 without the plugin", 64] = Job(model="", config=STOCK["bfloat16"].config(), stock="bfloat16", batch=64)
@@ -45,6 +46,7 @@ def _run(setup: Setup, mode: str, batch: int, job: Job) -> Iterator[dict[str, An
     found = run_mode(job)
     yield {
         "mode": mode, "batch": batch, "tokens a response": length, "tokens": found["tokens"], "backend": found["backend"],
+        "attention": found["attention"] or "its own",
         "mean abs Δ": found["logp_abs_diff_mean"], "max abs Δ": found["logp_abs_diff_max"],
         "bit-equal": found["bit_equal_fraction"],
     }  # fmt: skip

@@ -60,12 +60,12 @@ PARTS = (
         letter="c", name="parity", title="Parity through vLLM",
         what="`jetrl parity` of a small trained model: 2,048 tokens a response, batches of 1 to 256, exact mode from CUDA graphs "
         "and eagerly, beside BF16 and shared linears alone",
-        gpu_gib=24, minutes=8, packages=(*_COMMON, "vllm", "transformers"), frameworks=_ENGINE,
+        gpu_gib=24, minutes=9, packages=(*_COMMON, "vllm", "transformers"), frameworks=_ENGINE,
     ),
     Part(
         letter="d", name="rollout", title="Rollout of an 8B shape",
         what="prefill and decoding in vLLM, random weights made on the spot: BF16, vLLM's own FP8, shared linears, exact mode",
-        gpu_gib=70, disk_gib=20, minutes=10, packages=(*_COMMON, "vllm", "transformers"), frameworks=_ENGINE,
+        gpu_gib=70, disk_gib=20, minutes=12, packages=(*_COMMON, "vllm", "transformers"), frameworks=_ENGINE,
     ),
     Part(
         letter="e", name="training", title="A training step",

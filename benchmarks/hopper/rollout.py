@@ -47,6 +47,7 @@ def cells(setup: Setup) -> dict[str, Cell]:
         FP8: Job(model="", config=STOCK["fp8-online"].config(), stock="fp8-online"),
         "linear": Job(model="", config=linear, engine=(("enforce_eager", False),)),
         "exact": Job(model="", config=exact),
+        "exact, the project's attention": Job(model="", config=exact.replace(exact_attention="triton")),
     }
     chosen = {"exact": jobs["exact"]} if setup.dry else jobs
     return {mode: Cell("Tokens per second", lambda m=mode, j=job: _run(setup, m, j), 150) for mode, job in chosen.items()}  # type: ignore[misc]

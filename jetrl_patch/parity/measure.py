@@ -25,8 +25,8 @@ def measure(job: Job) -> dict[str, Any]:
     Returns:
         ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``route_mismatch`` (the
         share of token and block with other experts on the two sides; None without a mixture) and, for reference,
-        ``scale_format``, ``tp``, ``backend`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With
-        ``job.cost`` also ``rollout_tokens_per_second`` and ``trainer_tokens_per_second``.
+        ``scale_format``, ``tp``, ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see
+        ``on_cut``). With ``job.cost`` also ``rollout_tokens_per_second`` and ``trainer_tokens_per_second``.
     """
     import torch
 
@@ -39,7 +39,7 @@ def measure(job: Job) -> dict[str, Any]:
     rollout = torch.tensor([value for sample in sampled.samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scored.log_probs, rollout, torch.ones_like(rollout))
     status = runtime.status()
-    backend = status.backend if job.config.quantized_rollout else ""
+    backend, attention = (status.backend, status.attention) if job.config.quantized_rollout else ("", "")
     precision, align = job.label
     cost = {
         "rollout_tokens_per_second": sampled.tokens_per_second,
@@ -57,6 +57,7 @@ def measure(job: Job) -> dict[str, Any]:
         "scale_format": job.config.scale_format,
         "tp": job.tp,
         "backend": backend,
+        "attention": attention,
         "cut_layers": list(status.cut),
         **(cost if job.cost else {}),
     }

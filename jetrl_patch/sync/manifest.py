@@ -65,7 +65,7 @@ class Terms:
             backend=backend if config.fp8_train else "",
             granularity=config.granularity,
             experts=str(experts) if config.fp8_train else "",
-            attention=attention if config.exact else "",
+            attention=attention,
         )
 
     @property

@@ -184,8 +184,9 @@ def convert(
         scale_once(model, config.invariant_scale)
     active.register_layers(layers)
     backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
+    attention = chosen_attention(device_type) if config.exact else ""
     if backend:
-        active.register_backend(backend)
+        active.register_backend(backend, attention)
     experts = expert_modules(model)
     buffers = stored_buffers(model) if experts else {}
     shapes = {**shapes, **{name: tuple(getattr(*place).shape) for name, place in buffers.items()}}
@@ -197,9 +198,7 @@ def convert(
         experts=experts,
         monitor=make_monitor(config, layers, named, device_type),
         shapes=shapes_per_expert(shapes) if experts else shapes,
-        terms=Terms.of(
-            config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if experts else WHOLE, chosen_attention(device_type)
-        ),
+        terms=Terms.of(config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if experts else WHOLE, attention),
         smoother=smoother,
         base=Sent() if config.sync == "delta" else None,
         buffers=buffers,

@@ -204,4 +204,3 @@ def test_sides_that_chose_differently_do_not_sync():
     trainer, rollout = (Terms.of(Config(), "triton", attention=name) for name in ("", "flash3"))
     with pytest.raises(AuditError, match=r"exact attention: required flash3, as in the rollout, found .*JETRL_EXACT"):
         audit(trainer, rollout, set(), set())
-    assert Terms.of(Config(align="linear"), "triton", attention="flash3").attention == ""

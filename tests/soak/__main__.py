@@ -1,8 +1,9 @@
 """Run the soak: ``make soak``, or ``python -m tests.soak [verl|openrlhf] [--steps N]``.
 
 A run of a thousand steps with a weight sync each, watched from outside; then the last three tenths again, killed after three
-random steps and resumed each time. What is measured goes to build/soak, as JSON and as pictures; a framework that is there is
-not run again. Exit status 1 if a figure grows, a token differs, or the resumed run ends with other weights.
+random steps and resumed each time: these are new processes, with whose seconds those of the old ones are compared. What is
+measured goes to build/soak, as JSON and as pictures; a framework that is there is not run again. Exit status 1 if a figure grows,
+a token differs, or the resumed run ends with other weights.
 """
 
 from __future__ import annotations
@@ -45,10 +46,8 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     seen: dict[str, Any] = {"framework": framework, "steps": steps}
     whole = folder / "whole"
     run = start(whole, *RATE[framework])
-    watch = Watch(run, str(whole), STEP[framework])
-    watch.start()
-    seen["status"] = run.wait(LONGEST)
-    watch.stop()
+    with Watch(run, str(whole), STEP[framework]) as watch:
+        seen["status"] = run.wait(LONGEST)
     shutil.copy(run.log, OUT / f"{framework}.log")
     if seen["status"]:
         raise SystemExit(f"the undisturbed run of {framework} ended with {seen['status']}: {run.text[-4000:]}")
@@ -57,19 +56,24 @@ def soak(framework: str, steps: int, seed: int, folder: Path) -> dict[str, Any]:
     seen["tokens"] = int(sum(step.get("jetrl/tokens", 0) for step in run.metrics()))
     print(f"{framework}: {len(shares)} steps, {seen['tokens']:,} tokens, all equal: {seen['equal']}", flush=True)
 
-    broken, seen["killed"] = folder / "broken", []
+    broken, seen["killed"], seen["resumed"] = folder / "broken", [], []
     begin = steps * 7 // 10 // save_every * save_every
     runs.rewind(whole, broken, begin)
     kills = sorted(random.Random(seed).sample(range(begin + 1, steps), KILLS))
     for kill in kills:
         begun = runs.completed(broken)
         run = start(broken, *RATE[framework])
-        run.wait_for(re.compile(STEP[framework].replace(r"(\d+)", str(kill))).search, LONGEST)
+        with Watch(run, str(broken), STEP[framework]) as watch:
+            run.wait_for(re.compile(STEP[framework].replace(r"(\d+)", str(kill))).search, LONGEST)
         run.stop()
+        seen["resumed"].append(watch.as_json())
         seen["killed"].append({"at": kill, "resumed_from": begun, "left": wait_until_gone(str(broken))})
         print(f"{framework}: killed after step {kill}", flush=True)
     run = start(broken, *RATE[framework])
-    if run.wait(LONGEST):
+    with Watch(run, str(broken), STEP[framework]) as watch:
+        status = run.wait(LONGEST)
+    seen["resumed"].append(watch.as_json())
+    if status:
         raise SystemExit(f"the resumed run of {framework} failed: {run.text[-4000:]}")
     expected, found = runs.checkpoint(whole, steps), runs.checkpoint(broken, steps)
     seen["same"] = len(expected) == len(found) and all(map(torch.equal, expected, found))

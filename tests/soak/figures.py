@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from tests.soak.slopes import Growth, growth
 
 #: steps over which seconds are taken together, because they are read from outside, a few times a second
 WINDOW = 10
+#: steps after a start that are not compared: caches fill
+WARM = 30
 #: figure -> what one of it is called in a table, and how many of its unit that is
 UNITS = {
     "memory": ("MiB", 2**20), "shared": ("MiB", 2**20), "files": ("", 1), "threads": ("", 1),
@@ -26,8 +28,21 @@ def growths(watched: Mapping[str, Any]) -> Iterator[tuple[str, Growth]]:
             yield name, growth(figure, [sample["step"] for sample in mine], [sample[figure] for sample in mine])
     moments = totals(samples)
     yield "whole run", growth("shared", [moment["step"] for moment in moments], [moment["shared"] for moment in moments])
-    yield "whole run", growth("seconds of a step", *elapsed(watched["arrivals"]))
-    yield "whole run", growth("processor seconds of a step", *processor(moments))
+    resumed = watched.get("resumed", ())
+    for figure, read in {"seconds of a step": elapsed, "processor seconds of a step": processor}.items():
+        steps, seconds = read(watched)
+        yield "whole run", growth(figure, steps, seconds, new_processes(read, resumed, 0.8 * max(steps)))
+
+
+Reader = Callable[[Mapping[str, Any]], tuple[list[float], list[float]]]
+
+
+def new_processes(read: Reader, resumed: Sequence[Mapping[str, Any]], after: float) -> list[float]:
+    """What the resumed runs took for the steps beyond ``after``, without those that follow a start."""
+    found = []
+    for steps, seconds in map(read, resumed):
+        found += [one for step, one in zip(steps, seconds, strict=True) if step > max(after, steps[0] + WARM)]
+    return found
 
 
 def lasting(samples: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[Mapping[str, Any]]]]:
@@ -47,14 +62,16 @@ def totals(samples: Sequence[Mapping[str, Any]]) -> list[dict[str, float]]:
     return list(moments.values())
 
 
-def elapsed(arrivals: Mapping[str, float]) -> tuple[list[int], list[float]]:
+def elapsed(watched: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Steps, and the seconds of the clock for each, as means over windows."""
+    arrivals = watched["arrivals"]
     ends = sorted(int(step) for step in arrivals)[::WINDOW]
-    return ends[1:], [(arrivals[str(b)] - arrivals[str(a)]) / (b - a) for a, b in itertools.pairwise(ends)]
+    return list(ends[1:]), [(arrivals[str(b)] - arrivals[str(a)]) / (b - a) for a, b in itertools.pairwise(ends)]
 
 
-def processor(moments: Sequence[Mapping[str, float]]) -> tuple[list[float], list[float]]:
+def processor(watched: Mapping[str, Any]) -> tuple[list[float], list[float]]:
     """Steps, and the processor's seconds for each, as means over windows. After the last step processes end."""
+    moments = totals(watched["samples"])
     steps, seconds, before = [], [], None
     for moment in moments:
         if not 1 <= moment["step"] < moments[-1]["step"]:
@@ -73,7 +90,8 @@ def rows(found: Sequence[tuple[str, Growth]]) -> list[str]:
     for name, one in found:
         unit, size = UNITS[one.figure]
         early, late = (f"{value / size:.{2 if unit == 's' else 0}f} {unit}".strip() for value in (one.early, one.late))
-        lines.append(f"| {name} | {one.figure} | {early} | {late} | {'flat' if one.flat else '**grows**'} |")
+        fresh = f" (new processes: {one.fresh / size:.2f} {unit})" if one.fresh is not None else ""
+        lines.append(f"| {name} | {one.figure} | {early} | {late}{fresh} | {'flat' if one.flat else '**grows**'} |")
     return lines
 
 
@@ -91,8 +109,11 @@ def picture(watched: Mapping[str, Any], title: str, file: Path) -> None:
         above.plot([sample["step"] for sample in mine], memory, label=name, linewidth=1, color=color)
     above.set(ylabel="private memory [MiB]", title=title, ylim=(0, None))
     above.legend(fontsize=7, ncols=2)
-    below.plot(*elapsed(watched["arrivals"]), linewidth=1, label="wall clock")
-    below.plot(*processor(totals(samples)), linewidth=1, label="processor, all processes")
+    for read, label in ((elapsed, "wall clock"), (processor, "processor, all processes")):
+        (line,) = below.plot(*read(watched), linewidth=1, label=label)
+        for again in watched.get("resumed", ()):
+            below.plot(*read(again), linewidth=1, linestyle=":", color=line.get_color())
+    below.plot([], [], linewidth=1, linestyle=":", color="gray", label="the same steps in new processes")
     below.set(xlabel="step", ylabel="seconds of a step", ylim=(0, None))
     below.legend(fontsize=7)
     figure.tight_layout()

@@ -108,13 +108,11 @@ def main() -> int:
         log.touch()
         quiet = {"include_dashboard": False, "log_to_driver": False}
         ray.init(num_cpus=engines + ranks, _temp_dir=name, object_store_memory=200_000_000, **quiet)
-        watch = Watch(SimpleNamespace(log=log), name, PATTERN)
-        watch.start()
         begin = time.monotonic()
         try:
-            good = run(syncs, engines, ranks, folder, log)
+            with Watch(SimpleNamespace(log=log), name, PATTERN) as watch:
+                good = run(syncs, engines, ranks, folder, log)
         finally:
-            watch.stop()
             ray.shutdown()
     seen = watch.as_json()
     (OUT / "many.json").write_text(json.dumps(seen))

@@ -1,4 +1,8 @@
-"""Whether a figure grows over a run: the last fifth of its steps beside the second fifth, as medians."""
+"""Whether a figure grows over a run: the last fifth of its steps beside the second fifth, as medians.
+
+A machine's speed drifts, and with it the seconds of all its processes, by more than a leak would cost. So seconds that grew are
+compared with those of the same steps in processes that have just started: what slows these down too is not the age of a run.
+"""
 
 from __future__ import annotations
 
@@ -19,21 +23,25 @@ LIMITS: dict[str, tuple[float, float]] = {
 
 @dataclass(frozen=True)
 class Growth:
-    """The medians of a figure early and late in a run."""
+    """The medians of a figure early and late in a run, and that of new processes in the late steps, if it was taken."""
 
     figure: str
     early: float
     late: float
+    fresh: float | None = None
 
     @property
     def flat(self) -> bool:
-        """Whether the growth is within what the figure's limit allows. Less is never a slope."""
+        """Whether the late value is within what the figure's limit allows above another. Less is never a slope."""
         least, share = LIMITS[self.figure]
-        return self.late - self.early <= max(least, share * self.early)
+        return any(self.late - one <= max(least, share * one) for one in (self.early, self.fresh) if one is not None)
 
 
-def growth(figure: str, steps: Sequence[float], values: Sequence[float]) -> Growth:
+def growth(figure: str, steps: Sequence[float], values: Sequence[float], fresh: Sequence[float] = ()) -> Growth:
     """Compare the second fifth of the steps with the last. The first belongs to caches, which fill.
+
+    Args:
+        fresh: values of new processes in the last fifth.
 
     Raises:
         ValueError: one of the two has no value.
@@ -43,4 +51,4 @@ def growth(figure: str, steps: Sequence[float], values: Sequence[float]) -> Grow
     late = [value for step, value in zip(steps, values, strict=True) if 0.8 * last < step]
     if not early or not late:
         raise ValueError(f"{figure}: too few values to see a slope in {len(values)}")
-    return Growth(figure, median(early), median(late))
+    return Growth(figure, median(early), median(late), median(fresh) if fresh else None)

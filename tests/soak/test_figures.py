@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.soak.figures import elapsed, growths, picture, processor, rows, totals
+from tests.soak.figures import elapsed, growths, picture, processor, rows
 from tests.soak.slopes import LIMITS, growth
 from tests.soak.watch import Sample, Watch, role
 
@@ -68,14 +68,37 @@ def test_a_leak_in_one_role_is_found_and_drawn(tmp_path):
 
 
 def test_processor_seconds_are_those_of_all_roles():
-    moments = totals(watched(0)["samples"])
-    steps, seconds = processor([*moments, {**moments[-1], "cpu": 0.0}])  # one more look, at processes that have ended
+    ended = [{**sample, "seconds": sample["seconds"] + 2, "cpu": 0.0} for sample in watched(0)["samples"][-2:]]
+    steps, seconds = processor({"samples": [*watched(0)["samples"], *ended]})  # one more look, at processes that have ended
     assert steps[0] == 11 and set(seconds) == {1.5}
+
+
+def at(pace: float, first: int, last: int, warm: float = 0.0) -> dict[str, Any]:
+    """A run of these steps in ``pace`` seconds each, and ``warm`` more in each of the first thirty."""
+    times = {step: pace * (step - first) + warm * min(step - first, 30) for step in range(first, last + 1)}
+    samples = [vars(Sample(step, time, "vLLM", 1, 10**9, 40, 20, 0, time)) for step, time in times.items()]
+    return {"samples": samples, "arrivals": {str(step): time for step, time in times.items()}}
+
+
+@pytest.mark.parametrize(("pace", "flat"), [(1.2, True), (1.16, True), (1.1, False), (1.0, False)])
+def test_a_slower_machine_is_no_slope_if_new_processes_are_as_slow(pace, flat):
+    slow = at(1.2, 700, 1000)
+    for sample in slow["samples"]:
+        sample |= {"seconds": sample["seconds"] + 700, "cpu": sample["cpu"] + 700}
+    early = at(1.0, 1, 700)
+    late = {step: time + 700 for step, time in slow["arrivals"].items()}
+    run = {"samples": early["samples"] + slow["samples"][1:], "arrivals": early["arrivals"] | late}
+    alone = [one for _, one in growths(run) if "seconds" in one.figure]
+    assert len(alone) == 2 and not any(one.flat for one in alone)
+    resumed = [at(pace, 700, 842, warm=5.0), at(pace, 800, 1000, warm=5.0), at(pace, 990, 995)]
+    beside = [one for _, one in growths({**run, "resumed": resumed}) if "seconds" in one.figure]
+    assert [one.flat for one in beside] == [flat, flat]
+    assert f"1.20 s (new processes: {pace:.2f} s)" in rows([("whole run", beside[0])])[-1]
 
 
 def test_seconds_of_a_step_are_means_over_windows():
     read = {str(step): round(1.25 * step + 0.04, 1) for step in range(1, 102)}  # the clock is read ten times a second
-    steps, seconds = elapsed(read)
+    steps, seconds = elapsed({"arrivals": read})
     assert steps == list(range(11, 102, 10)) and all(abs(each - 1.25) < 0.01 for each in seconds)
 
 

@@ -41,7 +41,7 @@ class Sample:
 
 
 class Watch(threading.Thread):
-    """Samples the processes whose environment has ``TESTED_RUN=mark``, until ``stop``."""
+    """Samples the processes whose environment has ``TESTED_RUN=mark`` while its context is open."""
 
     def __init__(self, run: Any, mark: str, pattern: str) -> None:
         super().__init__(daemon=True)
@@ -61,7 +61,11 @@ class Watch(threading.Thread):
                 last = now
                 self.samples += self._sample(now)
 
-    def stop(self) -> None:
+    def __enter__(self) -> Watch:
+        self.start()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
         self._ended.set()
         self.join()
 
