@@ -117,16 +117,16 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if wire_format != "named_tensors":
             fix = "set checkpoint_engine.backend=naive"
             raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
-        config, run = runtime.active_config(), address.run_id()
+        config, sync = runtime.active_config(), address.sync_id(self, global_steps)
         call = await self._execute_method(
             "update_weights_from_ipc",
             non_block=True,
-            kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env(), "jetrl_run": run},
+            kwargs={**kwargs, "use_shm": self.use_shm, "jetrl": config.to_env(), "jetrl_sync": sync},
         )
         peer = Peer(None if call is None else call.future(), config.sync_timeout)
         sender = watched_sender(
             peer,
-            zmq_handle=address.own(self.zmq_handle, run),
+            zmq_handle=address.own(self.zmq_handle, sync),
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
         )

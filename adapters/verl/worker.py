@@ -21,7 +21,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
     An unpatched trainer waits without a limit, so its data is read to the end and dropped before the error.
 
     The extra argument ``jetrl`` carries the trainer's settings. An unpatched worker does not know it and fails at once; a
-    patched worker learns from it that its trainer is patched. ``jetrl_run`` says where they meet.
+    patched worker learns from it that its trainer is patched. ``jetrl_sync`` says where they meet.
     """
 
     def update_weights_from_ipc(
@@ -30,7 +30,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
         base_sync_done: bool = False,
         use_shm: bool = False,
         jetrl: dict[str, str] | None = None,
-        jetrl_run: str = "",
+        jetrl_sync: str = "",
     ) -> Any:
         if not runtime.is_active():
             if jetrl is not None:
@@ -44,7 +44,7 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
                 "variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
             )
         require_same("a vLLM worker", required=jetrl, found=config.to_env())
-        meet(self, jetrl_run)
+        meet(self, jetrl_sync)
         if not config.quantized_rollout:
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
         return _receive(self, use_shm, config.sync_timeout)

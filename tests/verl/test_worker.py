@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import worker
+from jetrl_patch.adapters.verl import address, worker
 from jetrl_patch.adapters.verl.address import own
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError
@@ -101,12 +103,20 @@ def test_a_worker_that_lost_its_patches(call, monkeypatch):
     assert call(Transport([])) == "verl's own"
 
 
-def test_a_worker_listens_to_its_own_run(call):
+def test_a_worker_listens_to_its_own_run_and_sync(call):
     """Two runs with a Ray each have job 01000000 both, and so the same address in verl."""
     mine, other = Worker(), Worker()
-    for _ in range(2):  # a second sync does not move it again
-        call(Transport([]), jetrl=MINE.to_env(), jetrl_run="0123", worker=mine)
-    call(Transport([]), jetrl=MINE.to_env(), jetrl_run="4567", worker=other)
-    assert mine._get_zmq_handle() == own(Worker()._get_zmq_handle(), "0123") != other._get_zmq_handle()
-    assert mine._get_zmq_handle() == "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0-0123.sock"
+    for sync in ("0123.1.0", "0123.2.0"):
+        call(Transport([]), jetrl=MINE.to_env(), jetrl_sync=sync, worker=mine)
+        assert mine._get_zmq_handle() == f"ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0-{sync}.sock"
+    call(Transport([]), jetrl=MINE.to_env(), jetrl_sync="4567.2.0", worker=other)
+    assert other._get_zmq_handle() == own(Worker()._get_zmq_handle(), "4567.2.0") != mine._get_zmq_handle()
     assert own("ipc:///x.sock", "") == "ipc:///x.sock"
+
+
+def test_no_two_syncs_have_one_address(monkeypatch):
+    monkeypatch.setattr(address, "run_id", lambda: "0123")
+    ranks = [SimpleNamespace(), SimpleNamespace()]
+    found = [[address.sync_id(rank, step) for step in (None, 0, 1, 1, 1, 2, 1)] for rank in ranks]
+    assert found[0] == found[1]  # ranks meet where the first of them says
+    assert found[0][2:6] == ["0123.1.0", "0123.1.1", "0123.1.2", "0123.2.0"] and len(set(found[0][:6])) == 6
