@@ -99,14 +99,15 @@ def grouped_wgrad_kernel(  # type: ignore[no-untyped-def]
         row, column = place(tile % (rows * columns), rows, columns, HEIGHT)
         n = row * SIDE + tl.arange(0, SIDE)
         k = column * SIDE + tl.arange(0, SIDE)
-        sg_at = sg + tl.minimum(n, N - 1)
-        sx_at = sx + tl.minimum(k, K - 1)
+        sg_at, sx_at = sg + n, sx + k
         first, end = tl.load(group_first + expert), tl.load(group_first + expert + 1)
         acc = tl.zeros((SIDE, SIDE), tl.float32)
         for group in tl.range(first, end, num_stages=STAGES):
             g = g_NM.load([row * SIDE, group * 128])
             x = x_KM.load([column * SIDE, group * 128])
-            scale = tl.load(sg_at + group * N)[:, None] * tl.load(sx_at + group * K)[None, :]
+            sg_here = tl.load(sg_at + group * N, mask=n < N, other=0.0)
+            sx_here = tl.load(sx_at + group * K, mask=k < K, other=0.0)
+            scale = sg_here[:, None] * sx_here[None, :]
             acc = tl.fma(tl.dot(g, x.T), scale, acc)
         at = dw + (expert.to(tl.int64) * N + n[:, None]) * K + k[None, :]
         tl.store(at, converted(acc, dw), mask=(n < N)[:, None] & (k < K)[None, :])

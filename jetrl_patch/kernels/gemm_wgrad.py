@@ -41,13 +41,14 @@ def wgrad_kernel(  # type: ignore[no-untyped-def]
         row, column = place(tile, rows, columns, HEIGHT)
         n = row * SIDE + tl.arange(0, SIDE)
         k = column * SIDE + tl.arange(0, SIDE)
-        sg_at = sg + tl.minimum(n, N - 1) * sg_n
-        sx_at = sx + tl.minimum(k, K - 1) * sx_k
+        sg_at, sx_at = sg + n * sg_n, sx + k * sx_k
         acc = tl.zeros((SIDE, SIDE), tl.float32)
         for mb in tl.range(0, tl.cdiv(M, 128), num_stages=STAGES):
             g = g_NM.load([row * SIDE, mb * 128])
             x = x_KM.load([column * SIDE, mb * 128])
-            scale = tl.load(sg_at + mb * sg_g)[:, None] * tl.load(sx_at + mb * sx_g)[None, :]
+            sg_here = tl.load(sg_at + mb * sg_g, mask=n < N, other=0.0)  # a mask, since a clamp hides what lies side by side
+            sx_here = tl.load(sx_at + mb * sx_g, mask=k < K, other=0.0)
+            scale = sg_here[:, None] * sx_here[None, :]
             acc = tl.fma(tl.dot(g, x.T), scale, acc)
         at = dw + n.to(tl.int64)[:, None] * K + k[None, :]
         inside = (n < N)[:, None] & (k < K)[None, :]
@@ -107,11 +108,11 @@ KERNELS = tuple(
         kernel=wgrad_kernel,
         types={
             "g_NM": box(SIDE), "x_KM": box(SIDE), "sg": "*fp32", "sx": "*fp32", "dw": f"*{out}",
-            **dict.fromkeys(("M", "N", "K", "sg_g", "sg_n", "sx_g", "sx_k", "programs"), "i32"),
+            **dict.fromkeys(("M", "N", "K", "sg_g", "sx_g", "programs"), "i32"),
         },
-        constexprs={"ADD": add, "SIDE": SIDE, "STAGES": STAGES, "HEIGHT": HEIGHT},
+        constexprs={"sg_n": 1, "sx_k": 1, "ADD": add, "SIDE": SIDE, "STAGES": STAGES, "HEIGHT": HEIGHT},
         options={"num_warps": WARPS, "num_stages": STAGES, **PINNED},
-        aligned=("N", "K"),
+        aligned=("N", "K", "sg_g", "sx_g"),
     )
     for out, add in (("bf16", False), ("fp32", False), ("fp32", True))
 )  # fmt: skip

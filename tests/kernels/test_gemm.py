@@ -39,7 +39,6 @@ SPILLS = {f"fprop_{tile}_{out}_splits2": 64 for tile in ("128x64", "128x128") fo
 SPILLS |= {"decode_64x128_fp32_pow2": 64, "decode_64x128_bf16_fp32": 64, "decode_64x128_fp32_fp32": 176}
 if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0, with scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits2": 296 for out in ("bf16", "fp32")}
-    SPILLS |= {"grouped_wgrad_fp32": 16}
 SPILLS |= {f"fprop_{tile}_{out}_blocks_splits2": 16 for tile in ("128x64", "128x128") for out in ("bf16", "fp32")}
 SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS, *gemm_grouped.KERNELS]
 SPECS += [spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" in spec.name]
@@ -51,11 +50,16 @@ LOOPS = {
     **{f"decode_64x128_{out}_pow2": (770, 9) for out in ("bf16", "fp32")},
     **{f"decode_64x64_{out}_fp32": (1620, 9) for out in ("bf16", "fp32")},  # most of them divide
     **{f"decode_64x128_{out}_fp32": (1710, 9) for out in ("bf16", "fp32")},
+    **{f"wgrad_128x128_{kind}": (270, 2) for kind in ("bf16", "fp32", "fp32_add")},
+    **{f"grouped_wgrad_{out}": (275, 2) for out in ("bf16", "fp32")},
+    **{f"grouped_{name}": (226, 7) for name in ("gate_up_bf16", "down_fp32", "down_dgrad_fp32")},
+    "grouped_gate_up_dgrad_fp32": (252, 7),
 }
 if "sched4reg" not in outputs.COMPILER:  # scales per row are copied one by one
     LOOPS |= {f"decode_64x64_{out}_pow2": (780, 24) for out in ("bf16", "fp32")}
     LOOPS |= {f"decode_64x64_{out}_fp32": (1740, 24) for out in ("bf16", "fp32")}
     LOOPS |= {f"decode_64x128_{out}_fp32": (1750, 9) for out in ("bf16", "fp32")}
+    LOOPS |= {name: (320, 18) for name in LOOPS if "wgrad" in name}
 
 
 @pytest.mark.parametrize("file", ["interpreted_gemm", "interpreted_decode"])
