@@ -7,7 +7,6 @@ bytes of cache.
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -101,7 +100,7 @@ def _training(machine: Machine, model: Model, B: int, T: int) -> Iterator[tuple[
         return out.transpose(1, 2).reshape(B * T, -1, D)
 
     def exact3(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with by_library(q):
+        with dispatch.attention_by(flash3.FLASH3, q.device.type, D):
             return exact(q, k, v)
 
     ways: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {EXACT: exact, SDPA: sdpa}
@@ -148,7 +147,7 @@ def _decode(machine: Machine, model: Model, B: int, L: int) -> dict[str, Call]:
     if (flash := flash_attention_3()) is not None:
 
         def exact3(i: int) -> Tensor:
-            with by_library(q):
+            with dispatch.attention_by(flash3.FLASH3, q.device.type, D):
                 return exact(i)
 
         def three(i: int) -> Tensor:
@@ -158,18 +157,6 @@ def _decode(machine: Machine, model: Model, B: int, L: int) -> dict[str, Call]:
 
         calls |= {FLASH3: three, EXACT3: exact3}
     return calls
-
-
-@contextlib.contextmanager
-def by_library(q: Tensor) -> Iterator[None]:
-    """Exact attention of these queries by FlashAttention-3."""
-    key, before = (q.device.type, q.shape[-1]), dict(dispatch.attentions)
-    dispatch.attentions[key] = flash3.FLASH3
-    try:
-        yield
-    finally:
-        dispatch.attentions.clear()
-        dispatch.attentions.update(before)
 
 
 def flash_attention_3() -> Any:

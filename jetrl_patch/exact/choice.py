@@ -11,11 +11,16 @@ from jetrl_patch.exact import dispatch, flash3, trial
 
 logger = logging.getLogger(__name__)
 
+#: (device, heads, head width, page) -> why FlashAttention-3 does not serve there; "" if it does
+_tried: dict[tuple[object, ...], str] = {}
+
 
 def choose_attention(
     asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int = trial.PAGE
 ) -> str:
-    """Choose once per process, type of device and head width. Both sides of a run must come to the same; a sync compares it.
+    """Choose what computes attention with this head width. Both sides of a run must come to the same; a sync compares it.
+
+    The trial runs once per process and set of sizes.
 
     Args:
         asked: ``Config.exact_attention``.
@@ -27,10 +32,9 @@ def choose_attention(
     Raises:
         ConfigError: FlashAttention-3 is asked for by name and cannot serve here.
     """
-    key = (device.type, head_dim)
-    if key not in dispatch.attentions:
-        dispatch.attentions[key] = _choose(asked, heads, head_dim, device, page)
-    return dispatch.attentions[key]
+    chosen = _choose(asked, heads, head_dim, device, page)
+    dispatch.attentions[device.type, head_dim] = chosen
+    return chosen
 
 
 def _choose(asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:
@@ -60,11 +64,10 @@ def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: 
     kernel, missing = flash3.find()
     if kernel is None:
         return missing
-    key = (device.type, head_dim)
-    dispatch.attentions[key] = flash3.FLASH3
-    try:
-        verdict = trial.compare_attention(heads, head_dim, device, page)
-    finally:
-        del dispatch.attentions[key]
-    torch.cuda.empty_cache()
-    return "" if verdict.ok else verdict.found
+    key = (str(device), heads, head_dim, page)
+    if key not in _tried:
+        with dispatch.attention_by(flash3.FLASH3, device.type, head_dim):
+            verdict = trial.compare_attention(heads, head_dim, device, page)
+        torch.cuda.empty_cache()
+        _tried[key] = "" if verdict.ok else verdict.found
+    return _tried[key]

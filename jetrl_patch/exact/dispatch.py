@@ -6,6 +6,9 @@ one implementation on both sides, chosen by ``Config.backend`` and the device ty
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 from torch import Tensor
 
 from jetrl_patch.errors import ConfigError, explain
@@ -51,6 +54,18 @@ def implementation(tensor: Tensor) -> str:
 def attention(q_THD: Tensor) -> str:
     """What computes the attention of these queries: an implementation, or what ``exact.choice`` has chosen in its place."""
     return attentions.get((q_THD.device.type, q_THD.shape[-1])) or implementation(q_THD)
+
+
+@contextlib.contextmanager
+def attention_by(name: str, device_type: str, head_dim: int) -> Iterator[None]:
+    """Have attention of this width computed in another way for a while."""
+    before = dict(attentions)
+    attentions[device_type, head_dim] = name
+    try:
+        yield
+    finally:
+        attentions.clear()
+        attentions.update(before)
 
 
 def chosen_attention(device_type: str) -> str:

@@ -98,6 +98,7 @@ def gpu(monkeypatch, library):
     chosen: dict[tuple[str, int], str] = {}
     monkeypatch.setattr(dispatch, "attentions", chosen)
     monkeypatch.setattr(dispatch, "_chosen", {"cuda": "triton", "cpu": "native"})
+    monkeypatch.setattr(choice, "_tried", {})
     compare, trials = trial.compare_attention, []
 
     def here(heads, width, device, page):
@@ -120,6 +121,7 @@ def test_equal_rows_are_taken_and_tried_once(gpu, asked):
     assert choice.choose_attention(asked, HEADS, 64, CUDA, 32) == "flash3"
     assert choice.choose_attention(asked, HEADS, 64, CUDA, 32) == "flash3"
     assert gpu == [(HEADS, 64, 32)] and dispatch.chosen_attention("cuda") == "flash3"
+    assert choice.choose_attention("triton", HEADS, 64, CUDA, 32) == dispatch.chosen_attention("cuda") == ""
 
 
 def broken(kernel):
@@ -152,17 +154,15 @@ def test_otherwise_the_projects_kernel_serves_or_the_name_is_refused(gpu, librar
         assert choice.choose_attention("auto", HEADS, 64, CUDA) == ""
     assert words in caplog.text and "Triton kernel" in caplog.text
     assert dispatch.chosen_attention("cuda") == ""
-    dispatch.attentions.clear()
     with pytest.raises(ConfigError, match=rf"exact_attention='flash3': required .*{words}.* Use exact_attention='auto'"):
         choice.choose_attention("flash3", HEADS, 64, CUDA)
-    assert not dispatch.attentions
+    assert dispatch.chosen_attention("cuda") == ""
 
 
 def test_who_asks_for_another_gets_it_without_a_trial(gpu):
     assert choice.choose_attention("triton", HEADS, 64, CUDA) == ""
     assert choice.choose_attention("flash3", HEADS, 64, CPU) == ""
     dispatch._chosen["cuda"] = "torch"
-    dispatch.attentions.clear()
     with pytest.raises(ConfigError, match=r"found the torch formulas"):
         choice.choose_attention("flash3", HEADS, 64, CUDA)
     assert not gpu
