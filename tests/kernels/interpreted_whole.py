@@ -29,7 +29,8 @@ def model(monkeypatch):
     jetrl_patch.enable(precision="fp8-unified")
     monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
     monkeypatch.setattr(dispatch, "configure", lambda *args: "triton")
-    monkeypatch.setitem(dispatch._chosen, "cpu", "triton")
+    monkeypatch.setattr(dispatch, "_chosen", {"cpu": "triton", "cuda": "triton"})
+    monkeypatch.setattr(dispatch, "attentions", {})
     made = build("qwen3", num_hidden_layers=1).train()
     prepare.prepare_model(made, Config(precision="fp8-unified").resolved(), device_type="cuda")
     return made
