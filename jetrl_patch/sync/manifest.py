@@ -86,8 +86,17 @@ class Terms:
 
 
 _TERMS = tuple(field.name for field in fields(Terms))
-#: terms that a manifest holds only if they are not empty
-_OPTIONAL = ("experts", "attention")
+#: terms that a manifest holds only if they are not empty -> what they are, what an empty one means, and what to do if they differ
+_OPTIONAL = {
+    "experts": (
+        "experts, whose sums trainer and rollout group alike", "no split",
+        "give the trainer the rollout's own tensor and expert parallel sizes",
+    ),
+    "attention": (
+        "exact attention", "the attention of the backend",
+        "install the same vLLM on both sides, or set JETRL_EXACT_ATTENTION=triton",
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,24 +215,11 @@ def audit(trainer: Terms, rollout: Terms, trainer_layers: set[str], rollout_laye
 
     Raises AuditError, which names the settings or the layers that differ.
     """
-    if trainer.experts != rollout.experts:
-        raise AuditError(
-            explain(
-                "experts, whose sums trainer and rollout group alike",
-                required=f"{rollout.experts or 'no split'}, as in the rollout",
-                found=f"{trainer.experts or 'no split'} in the trainer",
-                fix="give the trainer the rollout's own tensor and expert parallel sizes",
-            )
-        )
-    if trainer.attention != rollout.attention:
-        raise AuditError(
-            explain(
-                "exact attention",
-                required=f"{rollout.attention or 'the attention of the backend'}, as in the rollout",
-                found=f"{trainer.attention or 'the attention of the backend'} in the trainer",
-                fix="install the same vLLM on both sides, or set JETRL_EXACT_ATTENTION=triton",
-            )
-        )
+    for name, (what, empty, fix) in _OPTIONAL.items():
+        theirs, ours = (getattr(side, name) or empty for side in (trainer, rollout))
+        if theirs != ours:
+            required, found = f"{ours}, as in the rollout", f"{theirs} in the trainer"
+            raise AuditError(explain(what, required=required, found=found, fix=fix))
     wrong = [
         f"{name} is {theirs!r} in the trainer and {ours!r} in the rollout"
         for name, theirs, ours in ((field, getattr(trainer, field), getattr(rollout, field)) for field in _TERMS)
