@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.compat import backends_per_kind
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
     from jetrl_patch.config import Config
+
+logger = logging.getLogger(__name__)
 
 __all__ = [
     "capture_decoding",
@@ -62,7 +65,7 @@ def capture_decoding(args: EngineArgs) -> None:
     Prefill and mixed steps run eagerly.
 
     Raises:
-        ConflictError: a compilation is asked for.
+        ConflictError: a compilation, or another way to capture, is asked for.
     """
     from vllm.config import CompilationMode, CUDAGraphMode
 
@@ -76,6 +79,17 @@ def capture_decoding(args: EngineArgs) -> None:
                 fix="leave it unset",
             )
         )
+    if settings.cudagraph_mode not in (None, CUDAGraphMode.FULL_DECODE_ONLY):
+        raise ConflictError(
+            explain(
+                "vLLM compilation_config.cudagraph_mode with decode_graphs=True",
+                required="FULL_DECODE_ONLY (prefill and mixed steps run eagerly)",
+                found=str(settings.cudagraph_mode),
+                fix="leave it unset, or set decode_graphs=False",
+            )
+        )
+    if args.enforce_eager:
+        logger.warning("jetrl_patch: set enforce_eager=False, because decode_graphs=True replays decoding steps from CUDA graphs")
     settings.mode, settings.cudagraph_mode = CompilationMode.NONE, CUDAGraphMode.FULL_DECODE_ONLY
     args.enforce_eager = False
 

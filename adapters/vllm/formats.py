@@ -19,7 +19,7 @@ from jetrl_patch.adapters.vllm.scales import BlockScales, RowScales, Scales
 from jetrl_patch.fp8 import channel
 from jetrl_patch.fp8.backends import choose_backend, get_backend
 from jetrl_patch.fp8.backends.deep_gemm import pitched
-from jetrl_patch.fp8.backends.row_equality import Layout, require_row_equality
+from jetrl_patch.fp8.backends.row_equality import TRAINED, Layout, require_row_equality
 from jetrl_patch.fp8.carried import fits
 from jetrl_patch.fp8.formats import FP8
 from jetrl_patch.fp8.producers import available
@@ -55,7 +55,7 @@ class LinearFormat(abc.ABC):
     def check_width(self, name: str, K: int) -> None:  # noqa: B027  # most formats take any width
         """Raise ModelError for a layer that is too wide."""
 
-    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Choose the GEMM, and raise ModelError before serving if the format does not keep its guarantee on this device.
 
         Dummy weights are never quantized, so without this the first call would choose: inside a compiled graph, which
@@ -105,12 +105,12 @@ class BlockFp8(LinearFormat):
     dtype = FP8
     scales = BlockScales()
 
-    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
-        super().check_serving(weight, layout)
+        super().check_serving(weight, layout, most)
         if self.config.fp8_train:
             backend, shape, start = self.backend(weight.device), (weight.shape[0], weight.shape[1]), time.monotonic()
-            if require_row_equality(backend, shape, weight.device, self.config.scale_format, layout):
+            if require_row_equality(backend, shape, weight.device, self.config.scale_format, layout, most):
                 words = "jetrl_patch: backend=%r computes the trainer's rows for weights %s, tried in %.1f s"
                 logger.info(words, backend.name, list(shape), time.monotonic() - start)
 

@@ -18,7 +18,7 @@ from jetrl_patch.int8 import product
 from jetrl_patch.int8.quantize import quantize_rows
 
 if TYPE_CHECKING:
-    from jetrl_patch.fp8.backends.row_equality import Layout
+    from jetrl_patch.fp8.backends.row_equality import TRAINED, Layout
 
 __all__ = ["ChannelInt8"]
 
@@ -34,7 +34,7 @@ class ChannelInt8(LinearFormat):
         """Raise ModelError for a layer too wide for an int32 sum."""
         product.check_width(name, K)
 
-    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None) -> None:
+    def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Choose the integer product."""
         self._mm = product.choose(self.config.backend, weight.device.type)
 

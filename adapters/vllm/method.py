@@ -10,13 +10,14 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ModelWeightParameter
 
 from jetrl_patch.adapters.vllm.formats import BLOCKS, format_of
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8.backends.row_equality import Layout, Part
+from jetrl_patch.fp8.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.fp8.carried import Rows, product
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         self.prefix = prefix
         self.names = hf_names(prefix, quant_config.packed_modules_mapping)
         self.format = format_of(quant_config.config)
+        self.most = _largest_batch()
 
     def create_weights(
         self,
@@ -67,7 +69,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
-        self.format.check_serving(layer.weight, layout)
+        self.format.check_serving(layer.weight, layout, self.most)
         self.format.lay_out(layer)
         self.format.hold_blocks(layer, layout)
 
@@ -129,6 +131,12 @@ class QuantizedLinearMethod(LinearMethodBase):
         # At the first load the whole model is built, so the list is complete.
         if self.quant_config.cut:
             raise cut_error(self.quant_config.cut, layer.tp_size)
+
+
+def _largest_batch() -> int:
+    """Return the rows that the engine being built may compute at once."""
+    config = get_current_vllm_config_or_none()
+    return TRAINED if config is None else config.scheduler_config.max_num_batched_tokens
 
 
 def layout_of(layer: LinearBase, shards: Sequence[Shard]) -> Layout:

@@ -12,6 +12,7 @@ import vllm.model_executor.layers.quantization as quantization
 import vllm.model_executor.layers.rotary_embedding as rotary_embedding
 import vllm.v1.attention.backends.registry as attention_registry
 import vllm.v1.attention.selector as selector
+import vllm.v1.engine.core_client as core_client
 from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.filled import claim
@@ -23,6 +24,9 @@ from jetrl_patch.patching.journal import Journal
 
 __all__ = ["fill"]
 
+#: seconds that an engine may take to its first start. DeepGEMM compiles up to a hundred kernels with nvcc, some seconds each
+FIRST_START = 3600
+
 
 def fill(config: Config, journal: Journal) -> None:
     """Register, through the journal, the quantization, the row-parallel linear and, in exact mode, ops and attention."""
@@ -32,9 +36,24 @@ def fill(config: Config, journal: Journal) -> None:
         return
     _quantization(quantization_name(config), journal)
     _op(journal, "RowParallelLinear", JetrlRowParallelLinear, "partial sums stay FP32 and are added in rank order")
+    if not current_platform.is_cpu():
+        _wait_for_kernels(journal)
     if config.exact:
         configure(config.backend, current_platform.device_type)
         _exact(journal)
+
+
+def _wait_for_kernels(journal: Journal) -> None:
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    if name not in os.environ:
+        journal.set_attr(
+            core_client,
+            name,
+            max(FIRST_START, core_client.VLLM_ENGINE_READY_TIMEOUT_S),
+            target=f"vllm.v1.engine.core_client.{name}",
+            reason="at its first start an engine compiles FP8 kernels before it serves, for longer than vLLM waits",
+            remove_when="vLLM waits for an engine as long as it reports progress",
+        )
 
 
 def _quantization(name: str, journal: Journal) -> None:

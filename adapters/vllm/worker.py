@@ -30,9 +30,11 @@ def attach(worker: Any, config: Config) -> None:
         NotPatchedError: the mode quantizes the rollout, but this engine was built without the plugin's quantization.
         ModelError: vLLM transforms a layer after loading, experts in BF16 meet captured graphs, or in exact mode the attention is
             another one, or an op is not exact on this device.
+        ConflictError: as ``graphs.mark_settings``.
     """
     from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
     from jetrl_patch.adapters.vllm.fused import fuse
+    from jetrl_patch.adapters.vllm.graphs import mark_settings
     from jetrl_patch.adapters.vllm.install import VllmInstaller
     from jetrl_patch.adapters.vllm.latent import follow_norms
     from jetrl_patch.adapters.vllm.live import keep_live_experts
@@ -74,6 +76,8 @@ def attach(worker: Any, config: Config) -> None:
     attention = chosen_attention(worker.device.type) if config.exact else ""
     if backend:
         runtime.register_backend(backend, attention)
+    if config.quantized_rollout:
+        mark_settings(worker.vllm_config, config, backend, attention)
     base = Received() if config.sync == "delta" else None
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
     worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), _gather, base)

@@ -8,9 +8,9 @@ import torch
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.backends import deep_gemm, get_backend, row_equality
 from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend
-from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts
+from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts, compare_rows
 
-from .deep_gemm_double import DeepGemm
+from .deep_gemm_double import DeepGemm, best_tile
 
 #: (shape, layout): a fused qkv; rank 1 of 2 of it, which starts inside blocks; gate_up, whole and sliced; a range of K
 LAYOUTS = {
@@ -96,6 +96,48 @@ def test_what_depends_on_n_is_named(backend, name, match):
 def test_a_tile_that_rounds_otherwise_is_found(use):
     verdict = compare_parts(use(ByTile()), *LAYOUTS["qkv"], "cpu", batches=(1, 600))
     assert not verdict.ok
+
+
+class ByHeight(DeepGemm):
+    """A library that rounds otherwise in one tile, which some batches between those of ``DECODED`` take."""
+
+    def product(self, a, sa, b, sb, out_dtype, tile):
+        y = super().product(a, sa, b, sb, out_dtype, tile)
+        return y * (1 + 2**-6) if (tile.block_m, tile.block_n) == self.odd else y
+
+
+def test_every_kernel_that_serves_is_tried(use):
+    shape, trained, most = (512, 256), 2200, 2056
+    tiles = lambda batches: {best_tile("1d2d", M, *shape)[:2] for M in batches}  # noqa: E731
+    between = tiles(range(1, most + 1)) - tiles((*row_equality.DECODED, trained))
+    assert between
+    for odd in between:
+        library = ByHeight()
+        library.odd = odd
+        backend = use(library)
+        whole = Layout((Part(512, 0, 512, 0),))
+        assert compare_rows(backend, shape, "cpu", "pow2", trained, layout=whole).ok
+        verdict = compare_rows(backend, shape, "cpu", "pow2", trained, layout=whole, most=most)
+        assert not verdict.ok and "differ from those at M = 2200" in verdict.found
+        assert {kernel for kernel, *_ in library.calls} == {"1d2d"}  # what this rollout never calls is not compiled
+
+
+def test_a_longer_batch_of_the_trainer_is_tried(use):
+    shape, layout = LAYOUTS["gate_up"]
+    library = ByHeight()
+    library.odd = best_tile("1d2d", 2200, 384, 128)[:2]
+    assert library.odd not in {best_tile("1d2d", M, N, 128)[:2] for M in BATCHES for N in (384, 768)}
+    assert compare_parts(use(library), shape, layout, "cpu", batches=BATCHES).ok
+    verdict = compare_parts(use(library), shape, layout, "cpu", batches=BATCHES, longer=(2200,))
+    assert not verdict.ok and "a weight [384, 128] differ between M = 40 and M = 2200" in verdict.found
+
+
+@pytest.mark.parametrize(("name", "kernels"), [("down of 4", {"1d1d"}), ("qkv of rank 1", {"1d1d"}), ("qkv", {"1d2d"})])
+def test_a_layer_is_tried_with_the_product_that_it_serves(name, kernels, use):
+    shape, layout = LAYOUTS[name]
+    library = DeepGemm()
+    assert compare_rows(use(library), shape, "cpu", "pow2", 70, (1, 7), layout).ok
+    assert {kernel for kernel, *_ in library.calls} == kernels
 
 
 def test_an_engine_refuses_to_start(monkeypatch):

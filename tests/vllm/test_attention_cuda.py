@@ -170,7 +170,7 @@ def test_ours_is_chosen_unless_another_was_asked_for() -> None:
             exact.choose_attention(args)
 
 
-def test_vllm_captures_whole_decoding_steps_and_compiles_nothing() -> None:
+def test_vllm_captures_whole_decoding_steps_and_compiles_nothing(caplog: pytest.LogCaptureFixture) -> None:
     """As vLLM resolves the configuration: full graphs for decoding, none for mixed steps, custom operators as in eager mode."""
     args = SimpleNamespace(enforce_eager=True, compilation_config=CompilationConfig())
     exact.capture_decoding(args)
@@ -184,6 +184,13 @@ def test_vllm_captures_whole_decoding_steps_and_compiles_nothing() -> None:
     compiled = SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig(mode=CompilationMode.VLLM_COMPILE))
     with pytest.raises(ConflictError, match=r"required NONE .* found VLLM_COMPILE\. Leave it unset"):
         exact.capture_decoding(compiled)
+    other = SimpleNamespace(enforce_eager=False, compilation_config=CompilationConfig(cudagraph_mode="FULL"))
+    with pytest.raises(ConflictError, match=r"cudagraph_mode with decode_graphs=True: required FULL_DECODE_ONLY.*found FULL"):
+        exact.capture_decoding(other)
+    eager = SimpleNamespace(enforce_eager=True, compilation_config=CompilationConfig())
+    with caplog.at_level("WARNING", logger=exact.logger.name):
+        exact.capture_decoding(eager)
+    assert not eager.enforce_eager and "set enforce_eager=False" in caplog.text
 
 
 @pytest.mark.usefixtures("on_cuda")

@@ -117,3 +117,21 @@ def test_the_layout_of_a_layer() -> None:
     assert layout_of(layer, shards) == Layout((Part(896, 448, 896, 0), Part(128, 64, 128, 448)), 1)
     layer.input_size = 1024
     assert layout_of(layer, [Shard("down", None, 96, 0, 96, 256, 512, 0)]) == Layout((Part(96, 0, 96, 0),), 4)
+
+
+def test_vllm_waits_until_the_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.engine import core_client
+
+    from jetrl_patch.adapters.vllm import registries
+    from jetrl_patch.patching.journal import Journal
+
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    monkeypatch.delenv(name, raising=False)
+    before, journal = core_client.VLLM_ENGINE_READY_TIMEOUT_S, Journal()
+    registries._wait_for_kernels(journal)
+    assert core_client.VLLM_ENGINE_READY_TIMEOUT_S == registries.FIRST_START > before
+    journal.rollback()
+    assert before == core_client.VLLM_ENGINE_READY_TIMEOUT_S
+    monkeypatch.setenv(name, "30")  # the user's own
+    registries._wait_for_kernels(journal)
+    assert before == core_client.VLLM_ENGINE_READY_TIMEOUT_S

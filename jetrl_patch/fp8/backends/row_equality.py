@@ -3,11 +3,13 @@
 A rollout decodes M = 1 to a few hundred rows, and the trainer multiplies thousands at once. The same rows must be equal
 bit for bit, and so must the sum of a tensor-parallel rollout's partial products. The rollout also fuses weights (qkv, gate_up)
 and holds slices of them, where the trainer multiplies whole ones: other N, the same columns of Y. A library that selects its
-kernel by M or N can break all of this, depending on version, device and shape. The test suite proves the CPU backends.
+kernel by M or N can break all of this, depending on version, device and shape. So a backend that takes another kernel for other
+batches is tried with a batch for each of them. The test suite proves the CPU backends.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,8 @@ from jetrl_patch.fp8.quantize import expand_weight_scale
 DECODED = (1, 7, 32, 64, 256)
 #: rows of a training batch; not a multiple of a tile
 TRAINED = 2056
+#: rows of longer training batches, for which a library may take larger tiles
+LONG = (8200, 16392)
 #: rows of a batch in which parts of a fused weight are compared with whole weights
 FUSED = (1, 64, TRAINED)
 #: positions of the decoded rows in the training batch
@@ -65,49 +69,67 @@ def compare_rows(
     scale_format: ScaleFormat = "pow2",
     trained: int = TRAINED,
     decoded: tuple[int, ...] = DECODED,
+    layout: Layout | None = None,
+    most: int = 0,
 ) -> Verdict:
-    """Compare products of a whole batch and of its parts, in BF16 and FP32, for a weight [N, K] of this ``shape``.
+    """Compare products of a whole batch and of its parts for a weight [N, K] of this ``shape``.
 
-    If K is an even number of 128-blocks, also compare a product with ``splits=2`` and the sum of two partial products.
+    Args:
+        trained: rows of the whole batch.
+        decoded: rows of the parts.
+        most: rows that an engine may serve at once: a part is compared for each kernel that the backend may take for them too.
+        layout: of the rollout's weight, whose products are compared; None: in BF16 and in FP32, and, if K is an even number of
+            128-blocks, a product with ``splits=2`` with the sum of two partial products.
     """
     N, K = shape
     generator = torch.Generator(device).manual_seed(N + K)
-    x, size, w = (
-        torch.randn(*shape, generator=generator, device=device) for shape in ((trained, K), (trained, 1), (N, K))
+    x_MK, size, w_NK = (
+        torch.randn(*shape, generator=generator, device=device, dtype=torch.bfloat16)
+        for shape in ((trained, K), (trained, 1), (N, K))
     )
-    x_MK, w_NK = (x * torch.exp(size)).to(torch.bfloat16), (w * K**-0.5).to(torch.bfloat16)
+    x_MK, w_NK = x_MK * torch.exp(size), w_NK * K**-0.5
     q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
     s_NG = expand_weight_scale(s_blocks, N)
-    for out_dtype in (torch.bfloat16, torch.float32):
-        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype, s_blocks=s_blocks)
-        for rows in decoded:
+    served: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
+    if layout is not None:
+        served = (torch.float32 if layout.ranks > 1 else torch.bfloat16,)
+    blocks = s_blocks if layout is None or layout.in_blocks else None
+    batches = sorted({*decoded, *(backend.compiled_rows(most) if most else ())})
+    for out_dtype in served:
+        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype, s_blocks=blocks)
+        for rows in batches:
             for start in OFFSETS:
                 if start + rows > trained:
                     continue
-                part = backend.fprop(
-                    x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype, s_blocks=s_blocks
-                )
+                part = backend.fprop(x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype, s_blocks=blocks)
                 unequal = _unequal(part, whole[start : start + rows])
                 if unequal:
                     values = f"{unequal} of {part.numel()} {out_dtype} values"
                     return Verdict(False, f"{values} at M = {rows} differ from those at M = {trained}")
-    if K % (2 * BLOCK) == 0:
-        half, blocks = K // 2, K // 2 // BLOCK
-        sums = [
-            backend.fprop(
-                x_MK[:7, i * half : (i + 1) * half].contiguous(),
-                q_NK[:, i * half : (i + 1) * half].contiguous(),
-                s_NG[:, i * blocks : (i + 1) * blocks].contiguous(),
-                scale_format,
-                torch.float32,
-            )
-            for i in (0, 1)
-        ]
-        both = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.float32, 2)[:7]
-        unequal = _unequal(sums[0] + sums[1], both)
-        if unequal:
-            return Verdict(False, f"{unequal} of {both.numel()} values differ between splits=2 and the sum of two ranks")
-    return Verdict(True, f"rows at M = {', '.join(map(str, decoded))} equal those at M = {trained}")
+    if layout is not None or K % (2 * BLOCK):
+        return _equal(batches, trained)
+    half, blocks_of_half = K // 2, K // 2 // BLOCK
+    sums = [
+        backend.fprop(
+            x_MK[:7, i * half : (i + 1) * half].contiguous(),
+            q_NK[:, i * half : (i + 1) * half].contiguous(),
+            s_NG[:, i * blocks_of_half : (i + 1) * blocks_of_half].contiguous(),
+            scale_format,
+            torch.float32,
+        )
+        for i in (0, 1)
+    ]
+    both = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.float32, 2)[:7]
+    unequal = _unequal(sums[0] + sums[1], both)
+    if unequal:
+        return Verdict(False, f"{unequal} of {both.numel()} values differ between splits=2 and the sum of two ranks")
+    return _equal(batches, trained)
+
+
+def _equal(batches: Sequence[int], trained: int) -> Verdict:
+    many = len(batches) > len(DECODED)
+    few = f"{batches[0]} to {batches[-1]} ({len(batches)} sizes)" if many else ", ".join(map(str, batches))
+    return Verdict(True, f"rows at M = {few} equal those at M = {trained}")
 
 
 @torch.no_grad()
@@ -118,19 +140,29 @@ def compare_parts(
     device: torch.device | str,
     scale_format: ScaleFormat = "pow2",
     batches: tuple[int, ...] = FUSED,
+    longer: tuple[int, ...] = (),
 ) -> Verdict:
-    """Compare products with the rollout's weight [N, K] of this ``shape`` and ``layout`` with the trainer's, in BF16."""
-    K = shape[1] * layout.ranks
+    """Compare products with the rollout's weight [N, K] of this ``shape`` and ``layout`` with the trainer's, in BF16.
+
+    The trainer's own are compared with those of ``longer`` batches first.
+    """
+    K, most = shape[1] * layout.ranks, max(batches)
     generator = torch.Generator(device).manual_seed(sum(shape))
     x_MK, *ws = (
         torch.randn(rows, K, generator=generator, device=device, dtype=torch.bfloat16)
-        for rows in (max(batches), *(part.rows for part in layout.parts))
+        for rows in (max(batches + longer), *(part.rows for part in layout.parts))
     )
     expected, held = [], []
     for w_NK, part in zip(ws, layout.parts, strict=True):
         q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
         s_NG, mine = expand_weight_scale(s_blocks, part.rows), slice(part.row0, part.row1)
-        y_MN = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.bfloat16, layout.ranks, s_blocks)
+        y_MN = backend.fprop(x_MK[:most], q_NK, s_NG, scale_format, torch.bfloat16, layout.ranks, s_blocks)
+        for M in longer:
+            more_MN = backend.fprop(x_MK[:M], q_NK, s_NG, scale_format, torch.bfloat16, layout.ranks, s_blocks)
+            unequal = _unequal(more_MN[:most], y_MN)
+            if unequal:
+                values = f"{unequal} of {y_MN.numel()} values of a weight {[part.rows, K]}"
+                return Verdict(False, f"{values} differ between M = {most} and M = {M}")
         expected.append(y_MN[:, mine])
         held.append((q_NK[mine].view(torch.uint8), s_NG[mine]))
     q_NK, s_NG = (torch.cat(tensors) for tensors in zip(*held, strict=True))
@@ -181,10 +213,12 @@ def require_row_equality(
     device: torch.device,
     scale_format: ScaleFormat = "pow2",
     layout: Layout | None = None,
+    most: int = TRAINED,
 ) -> bool:
     """Run both comparisons once per process for each backend, device, shape, layout and scale format; never on a CPU.
 
-    Call it before a CUDA graph is captured, because it reads the verdict back to the host.
+    Call it before a CUDA graph is captured, because it reads the verdict back to the host. ``most`` is the largest batch of the
+    engine.
 
     Returns:
         whether they ran now.
@@ -194,12 +228,13 @@ def require_row_equality(
     """
     whole = Layout((Part(shape[0], 0, shape[0], 0),))  # the rollout holds the trainer's weight as it is
     layout = layout or whole
-    key = (backend.name, str(device), *shape, scale_format, layout)
+    key = (backend.name, str(device), *shape, scale_format, layout, most)
     if device.type == "cpu" or key in _PROVEN:
         return False
-    verdict = compare_rows(backend, shape, device, scale_format)
+    short, (longer, longest) = (*DECODED, TRAINED), LONG
+    verdict = compare_rows(backend, shape, device, scale_format, longest, (*short, longer), layout, most)
     if verdict.ok and layout != whole:
-        verdict = compare_parts(backend, shape, layout, device, scale_format)
+        verdict = compare_parts(backend, shape, layout, device, scale_format, FUSED, LONG)
     if not verdict.ok:
         raise ModelError(
             explain(
