@@ -22,8 +22,8 @@ def attend(
         step: the backend's step metadata, with vLLM's field names.
     """
     tokens = step.num_actual_tokens
-    found = ops.attention_paged(
-        query[:tokens], keys, values, step.block_table, step.seq_lens, step.query_start_loc, scale
+    rows = output[:tokens].view(tokens, *query.shape[1:])
+    ops.attention_paged(
+        query[:tokens], keys, values, step.block_table, step.seq_lens, step.query_start_loc, scale, rows
     )
-    output[:tokens] = found.view(tokens, *output.shape[1:])
     return output

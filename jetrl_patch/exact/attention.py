@@ -31,6 +31,7 @@ def attention_paged(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of the rollout over a paged cache (no gradient).
 
@@ -39,20 +40,21 @@ def attention_paged(
             the last positions of its keys.
         k_cache, v_cache: BF16 [blocks, block size, KH, D]; the last dimension is contiguous, other strides are free.
         block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
+        out: BF16 [T, H, D], contiguous, to be filled.
 
     Returns:
-        BF16 [T, H, D].
+        ``out``, or BF16 [T, H, D].
     """
     serves = serving_attention(q_THD)
-    if serves == flash3.FLASH3:
-        return flash3.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
     if serves == "native":
-        return ops.attention(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
-    if serves == "triton":
+        found = ops.attention(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
+        return found if out is None else out.copy_(found)
+    if serves in ("triton", flash3.FLASH3):
         from jetrl_patch.kernels import attention
 
-        return attention.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale)[0]
-    out = torch.empty_like(q_THD)
+        module = flash3 if serves == flash3.FLASH3 else attention
+        return module.attention_paged(q_THD, k_cache, v_cache, block_table, seq_lens, query_start_loc, scale, out)[0]
+    out = torch.empty_like(q_THD) if out is None else out
     size = k_cache.shape[1]
     starts, lengths = query_start_loc.tolist(), seq_lens.tolist()
     for r, length in enumerate(lengths):

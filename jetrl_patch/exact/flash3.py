@@ -35,7 +35,7 @@ PAGE = 16
 #: what is handed to ``flash_attn_varlen_func``
 ARGUMENTS = frozenset(
     "q k v max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale causal block_table return_softmax_lse num_splits "
-    "fa_version".split()
+    "out fa_version".split()
 )
 
 Kernel = Callable[..., tuple[Tensor, Tensor]]
@@ -68,6 +68,7 @@ def attention_paged(
     seq_lens: Tensor,
     query_start_loc: Tensor,
     scale: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``exact.attention.attention_paged``, and the log-sum-exp FP32 [T, H]. Reads nothing back from the device.
 
@@ -77,7 +78,7 @@ def attention_paged(
     kernel, missing = find()
     if kernel is None:
         raise RuntimeError(missing)
-    out, lse = kernel(
+    found, lse = kernel(
         q_THD,
         k_cache,
         v_cache,
@@ -90,9 +91,10 @@ def attention_paged(
         causal=True,
         num_splits=1,
         return_softmax_lse=True,
+        out=out,
         fa_version=3,
     )
-    return out, lse.t()
+    return found, lse.t()
 
 
 def attention_varlen(

@@ -108,6 +108,7 @@ def attention_paged(
     seq_lens: Tensor,
     query_start: Tensor,
     scale: float,
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H]. Shapes alone set the grid: no GPU synchronization."""
     heads = _check(q_THD, k_cache, v_cache)
@@ -117,7 +118,7 @@ def attention_paged(
     table = _integers("block_table", block_table)
     strides = (block, token, head, table.stride(0))
     ends = (_integers("query_start", query_start), _integers("seq_lens", seq_lens), table)
-    return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1])
+    return _launch(q_THD, k_cache, v_cache, ends, strides, scale, heads, k_cache.shape[1], out)
 
 
 def attention_varlen(
@@ -134,13 +135,16 @@ def attention_varlen(
 
 def _launch(
     q: Tensor, k: Tensor, v: Tensor, ends: tuple[Tensor, Tensor, Tensor], strides: tuple[int, ...], scale: float,
-    heads: tuple[int, int], size: int,
+    heads: tuple[int, int], size: int, out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     T, H, D = q.shape
     if q.stride(2) != 1 or q.stride(1) != D:
         q = q.contiguous()
     check_device(q, k, v, *ends)
-    out = torch.empty(T, H, D, dtype=torch.bfloat16, device=q.device)
+    if out is None:
+        out = torch.empty(T, H, D, dtype=torch.bfloat16, device=q.device)
+    elif out.shape != q.shape or out.dtype != torch.bfloat16 or not out.is_contiguous():
+        raise ValueError(f"attention: out must be contiguous BF16 {[T, H, D]}, found {out.dtype} {list(out.shape)}")
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     kv_heads, per = heads
     keys, stages, warps = TILES[D]

@@ -59,7 +59,7 @@ class FlashAttention3:
     def fa_version_unsupported_reason(self, version: int) -> str | None:
         return None if version == 3 else "the double has version 3 alone"
 
-    def flash_attn_varlen_func(self, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, softmax_scale=None, causal=False, block_table=None, return_softmax_lse=False, num_splits=0, fa_version=2):  # type: ignore[no-untyped-def]  # noqa: E501  # fmt: skip
+    def flash_attn_varlen_func(self, q, k, v, max_seqlen_q, cu_seqlens_q, max_seqlen_k, cu_seqlens_k=None, seqused_k=None, softmax_scale=None, causal=False, block_table=None, return_softmax_lse=False, out=None, num_splits=0, fa_version=2):  # type: ignore[no-untyped-def]  # noqa: E501  # fmt: skip
         need(fa_version == 3, "the default is FlashAttention-2")
         need((cu_seqlens_k is None) != (seqused_k is None), "cu_seqlens_k or seqused_k, not both")
         need(block_table is None or seqused_k is not None, "seqused_k must be provided if block_table is provided")
@@ -83,7 +83,9 @@ class FlashAttention3:
         blocks = -(-max_seqlen_k // keys)
         parts = splits(num_splits, R * KH * -(-max_seqlen_q * (H // KH) // rows), blocks)
         self.calls.append((keys, parts))
-        out, lse = torch.empty_like(q), torch.empty(H, T)
+        out = torch.empty_like(q) if out is None else out
+        need(out.dtype == torch.bfloat16 and out.shape == q.shape and out.stride(-1) == 1, "out")
+        lse = torch.empty(H, T)
         scale = D**-0.5 if softmax_scale is None else softmax_scale
         for r, (a, b) in enumerate(itertools.pairwise(starts)):
             if paged:

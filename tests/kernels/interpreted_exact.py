@@ -143,6 +143,20 @@ def test_a_graphs_padding_changes_nothing():
         assert all(torch.equal(f[:real], e) for f, e in zip(found, expected))
 
 
+def test_rows_are_written_where_vllm_wants_them():
+    q, k, v, cu = packed(4, 2, 64)
+    k_cache, v_cache, table = paged(k, v, cu, 16, seed=3)
+    rows, seen = cu[1:].long() - 1, torch.tensor(LENGTHS, dtype=torch.int32)
+    real = len(seen)
+    step = q[rows], k_cache, v_cache, table, seen, ends([1] * real), 0.125
+    output = torch.full((real + 2, 4, 64), 7.0, dtype=BF16)  # vLLM's buffer holds padding too
+    found = attention.attention_paged(*step, output[:real])[0]
+    assert found.data_ptr() == output.data_ptr() and torch.equal(output[:real], attention.attention_paged(*step)[0])
+    assert (output[real:] == 7.0).all()
+    with pytest.raises(ValueError, match="out must be contiguous BF16"):
+        attention.attention_paged(*step, torch.empty(real, 4, 64))
+
+
 def test_other_neighbours_change_nothing():
     q, k, v, cu = packed(7, 1, 64)
     whole = attention.attention_varlen(q, k, v, cu, 0.125)
