@@ -1,8 +1,8 @@
 """The rollout's attention in exact mode on CUDA: the trainer's kernel over vLLM's paged cache.
 
-The kernel is the project's own, or FlashAttention-3 (``exact.choice``). The cache, its layouts and the code that fills it are those
-of vLLM's own Triton backend; only the attention differs. The
-step's metadata stay on the device, and nothing is read back: grids follow from shapes, so a CUDA graph can hold a decoding step.
+The kernel is the project's own, or FlashAttention-3 (``exact.choice``). The cache, its layouts and the code that fills it are
+those of vLLM's own Triton backend; only the attention differs. The step's metadata stay on the device, and nothing is read back:
+grids follow from shapes, so a CUDA graph can hold a decoding step.
 """
 
 from __future__ import annotations
