@@ -91,9 +91,12 @@ def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
 
 
 def inner_loop(made: Compiled, around: str = "GMMA") -> list[str]:
-    """The instructions of the innermost loop that has ``around`` among them, by default a tensor-core product.
+    """The shortest of ``loops``: what a warp runs per block of the contraction, or of keys that all rows see."""
+    return loops(made, around)[0]
 
-    Those are what a warp runs per block of the contraction, or of keys.
+
+def loops(made: Compiled, around: str = "GMMA") -> list[list[str]]:
+    """The instructions of each loop that has ``around`` among them, by default a tensor-core product; the shortest first.
 
     Raises:
         ValueError: there is no such loop.
@@ -102,11 +105,10 @@ def inner_loop(made: Compiled, around: str = "GMMA") -> list[str]:
     places = {found[1]: i for i, line in enumerate(lines) if (found := _LABEL.match(line))}
     wanted = [i for i, line in enumerate(lines) if around in line]
     jumps = ((places.get(found[1], i), i) for i, line in enumerate(lines) if (found := _JUMP.search(line)))
-    loops = [(end - start, start, end) for start, end in jumps if any(start < i < end for i in wanted)]
-    if not loops:
+    ranges = sorted((end - start, start, end) for start, end in jumps if any(start < i < end for i in wanted))
+    if not ranges:
         raise ValueError(f"no loop with {around}")
-    _, start, end = min(loops)
-    return [found[1] for line in lines[start : end + 1] if (found := _OPCODE.search(line))]
+    return [[op[1] for line in lines[start : end + 1] if (op := _OPCODE.search(line))] for _, start, end in ranges]
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:

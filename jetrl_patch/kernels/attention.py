@@ -23,22 +23,48 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels import attention_chunks
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.attention_chunks import combine, finish, nothing
-from jetrl_patch.kernels.attention_rows import HEAD_DIMS, ROWS, TILES, block_of, narrowed, row_blocks, rows_from
+from jetrl_patch.kernels.attention_rows import HEAD_DIMS, TILES, block_of, narrowed, row_blocks, rows_from
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 LOG2E = math.log2(math.e)
 
 
 @triton.jit
-def attend(q, k, v, seen, scale, top, total, acc, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Process one block of keys: online softmax (arXiv 2205.14135) in base 2; the product with V starts from a fresh zero."""
-    s = tl.where(seen, tl.dot(q, tl.trans(k)) * scale, float("-inf"))
+def attend(q, k, v, key, limit, scale, top, total, acc, MASKED: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Process one block of keys: online softmax (arXiv 2205.14135) in base 2; the product with V starts from a fresh zero.
+
+    Without MASKED every row sees every key of the block, where a mask would change nothing.
+    """
+    s = tl.dot(q, tl.trans(k)) * scale
+    if MASKED:
+        s = tl.where(key[None, :] <= limit[:, None], s, float("-inf"))
     new = tl.maximum(top, tl.max(s, 1))
     p = tl.exp2(s - new[:, None])
     alpha = tl.exp2(top - new)
     total = tl.fma(total, alpha, tl.sum(p, 1))
     acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], acc.shape), tl.dot(narrowed(p, HARDWARE), v))
     return new, total, acc
+
+
+@triton.jit
+def block_of_keys(  # type: ignore[no-untyped-def]
+    kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh,
+    KEYS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Load keys and values of one block, from pages or packed: the positions of the keys, and both [KEYS, D].
+
+    With MASKED some of the block may lie behind the context: zeros.
+    """
+    key, d = kb * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
+    there = key < length if MASKED else tl.full((KEYS,), True, tl.int1)
+    if SIZE == 0:
+        at = (start + key).to(tl.int64) * k_t + kh * k_h
+    else:
+        page = tl.load(table + r.to(tl.int64) * table_r + key // SIZE, mask=there, other=0).to(tl.int64)
+        at = page * k_b + (key % SIZE) * k_t + kh * k_h
+    k_rows = tl.load(k + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    v_rows = tl.load(v + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
+    return key, k_rows, v_rows
 
 
 @triton.jit(do_not_specialize=["R", "T"])  # one binary for every number of requests and tokens
@@ -75,19 +101,21 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     for chunk in range(tl.program_id(2), last // CHUNK + 1, tl.num_programs(2)):
         chunk_top, chunk_total, chunk_acc = nothing(ROWS, D)
         first = chunk * (CHUNK // KEYS)
-        for kb in tl.range(first, tl.minimum(first + CHUNK // KEYS, last // KEYS + 1), num_stages=STAGES):
-            key = kb * KEYS + tl.arange(0, KEYS)
-            there = key < length
-            if SIZE == 0:
-                at = (start + key).to(tl.int64) * k_t + kh * k_h
-            else:
-                page = tl.load(table + r.to(tl.int64) * table_r + key // SIZE, mask=there, other=0).to(tl.int64)
-                at = page * k_b + (key % SIZE) * k_t + kh * k_h
-            k_rows = tl.load(k + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
-            v_rows = tl.load(v + at[:, None] + d[None, :], mask=there[:, None], other=0.0)
-            seen = key[None, :] <= limit[:, None]
+        end = tl.minimum(first + CHUNK // KEYS, last // KEYS + 1)
+        masked = tl.maximum(first, tl.minimum(end, (length - queries + begin // PER + 1) // KEYS))
+        for kb in tl.range(first, masked, num_stages=STAGES):
+            key, k_rows, v_rows = block_of_keys(
+                kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh, KEYS, D, SIZE, False
+            )
             chunk_top, chunk_total, chunk_acc = attend(
-                q_rows, k_rows, v_rows, seen, scale, chunk_top, chunk_total, chunk_acc, HARDWARE
+                q_rows, k_rows, v_rows, key, limit, scale, chunk_top, chunk_total, chunk_acc, False, HARDWARE
+            )
+        for kb in tl.range(masked, end, num_stages=STAGES):
+            key, k_rows, v_rows = block_of_keys(
+                kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh, KEYS, D, SIZE, True
+            )
+            chunk_top, chunk_total, chunk_acc = attend(
+                q_rows, k_rows, v_rows, key, limit, scale, chunk_top, chunk_total, chunk_acc, True, HARDWARE
             )
         if SPLIT:
             stored = (chunk * T).to(tl.int64) * (KH * PER) + out_at
@@ -147,19 +175,19 @@ def _launch(
         raise ValueError(f"attention: out must be contiguous BF16 {[T, H, D]}, found {out.dtype} {list(out.shape)}")
     lse = torch.empty(T, H, dtype=torch.float32, device=q.device)
     kv_heads, per = heads
-    keys, stages, warps = TILES[D]
+    tile = TILES[D]
     starts, lengths, table = ends
     sequences = starts.shape[0] - 1
     if not T or not sequences:
         return out, lse
-    blocks = row_blocks(T, per, sequences, ROWS)
+    blocks = row_blocks(T, per, sequences, tile.rows)
     context = table.shape[1] * size if size else 0
     shared = attention_chunks.splits(blocks * kv_heads, T, H, D, context)
     into = (out, lse) if shared == 1 else attention_chunks.workspace(q, context)
     attention_kernel[(blocks, kv_heads, shared)](
         q, k, v, *into, *ends, sequences, T, scale * LOG2E, q.stride(0), *strides,
-        KH=kv_heads, PER=per, D=D, ROWS=ROWS, KEYS=keys, CHUNK=attention_chunks.CHUNK, STAGES=stages, SIZE=size,
-        SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret, num_warps=warps, num_stages=stages, **PINNED,
+        KH=kv_heads, PER=per, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=attention_chunks.CHUNK, STAGES=tile.stages, SIZE=size,
+        SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret, num_warps=tile.warps, num_stages=tile.stages, **PINNED,
     )  # fmt: skip
     if shared > 1:
         attention_chunks.combine_chunks(*into, out, lse, starts, lengths, kv_heads)
@@ -203,8 +231,8 @@ def _specs() -> tuple[Spec, ...]:
     numbers = integers | {"scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "table_r"), "i32")
     kinds = {"varlen": (0, False), "paged": (16, False), "split": (16, True)}
     found = []
-    for D, (keys, stages, warps) in TILES.items():
-        fixed = {"KH": 4, "PER": 7, "D": D, "ROWS": ROWS, "KEYS": keys, "CHUNK": attention_chunks.CHUNK, "STAGES": stages}
+    for D, (rows, keys, stages, warps) in TILES.items():
+        fixed = {"KH": 4, "PER": 7, "D": D, "ROWS": rows, "KEYS": keys, "CHUNK": attention_chunks.CHUNK, "STAGES": stages}
         for kind, (size, split) in kinds.items():
             types = dict.fromkeys(("q", "k", "v"), "*bf16") | {"out": "*fp32" if split else "*bf16", "lse": "*fp32"}
             found.append(

@@ -6,17 +6,27 @@ A row is one query of one of the PER query heads that share a key/value head. Th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
 from jetrl_patch.kernels.gemm_common import rounded
 
-#: rows of the forward's tile: the minimum for ``wgmma``
-ROWS = 64
-#: head dimension -> keys per block, pipeline depth and warps, chosen so that no register spills (two sums are held, a chunk's and
-#: that of the chunks before it) and twelve or eight warps fit on an SM; nothing here may depend on the number of rows, keys or
-#: requests
-TILES = {64: (32, 2, 4), 128: (32, 3, 8)}
+
+class Tile(NamedTuple):
+    """Rows of a program of the forward (at least 64, for ``wgmma``), keys of a block, pipeline depth and warps."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+#: head dimension -> tile. A warpgroup has 64 rows to itself, so that its scores stay in its registers. Two sums are held, a
+#: chunk's and that of the chunks before it, and what spills is touched once a chunk. Nothing here may depend on the number of
+#: rows, keys or requests
+TILES = {64: Tile(64, 64, 2, 4), 128: Tile(128, 64, 2, 8)}
 HEAD_DIMS = tuple(TILES)
 
 
