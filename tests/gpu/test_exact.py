@@ -124,6 +124,24 @@ def test_log_probs_are_those_of_vllms_sampler(device, temperature):
     assert torch.equal(ops.token_log_probs(logits, labels, temperature), expected)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_log_probs_against_fp64(device, dtype, temperature):
+    logits, labels = (rand(device, 40, 151936) * 3).to(dtype), torch.arange(40, device=device)
+    grad = rand(device, 40, seed=1).float()
+    ours, reused = (logits.clone().requires_grad_() for _ in range(2))
+    ops.token_log_probs(ours, labels, temperature).backward(grad)
+    wide = logits.double().requires_grad_()
+    (wide / temperature).log_softmax(-1).gather(1, labels[:, None]).squeeze(1).backward(grad.double())
+    assert ours.grad.dtype == dtype and sqnr(ours.grad, wide.grad) > SQNR_GEMM
+    found = ops.token_log_probs(scores := reused * 1, labels, temperature, reuse=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    (gradient,) = torch.autograd.grad(found, scores, grad)
+    assert torch.equal(gradient, ours.grad)
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 10  # written over the logits, without copies
+
+
 @pytest.mark.parametrize(("heads", "others", "width", "rotated"), [(28, 4, 128, 128), (7, 1, 64, 64), (5, 3, 128, 64)])
 @pytest.mark.parametrize("table", [BF16, torch.float32], ids=str)
 def test_rotated_pairs_have_hugging_faces_bits_and_gradients(device, heads, others, width, rotated, table):

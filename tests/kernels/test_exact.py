@@ -21,6 +21,7 @@ from jetrl_patch.kernels import (
     attention_chunks,
     elementwise,
     head,
+    logprob_backward,
     merge,
     norm,
     norm_backward,
@@ -33,7 +34,7 @@ from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, rank_sum,
+    attention, attention_chunks, attention_backward, elementwise, head, logprob_backward, merge, norm, norm_backward, rank_sum,
     rotary, silu_backward,
 )  # fmt: skip
 SPECS = [k for m in MODULES for k in m.KERNELS]
@@ -51,7 +52,7 @@ REGISTERS = {
     "merge": 96,
     **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
-    **dict.fromkeys((spec.name for spec in rotary.KERNELS), 40),  # 12, of 128 threads
+    **dict.fromkeys((spec.name for spec in (*rotary.KERNELS, *logprob_backward.KERNELS)), 40),  # 12, of 128 threads
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
     **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
     "silu_mul_backward": 64,
@@ -85,7 +86,7 @@ SHARED = {"bf16_gemm_bf16": 113 << 10, "bf16_gemm_fp32": 113 << 10}
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "rotary", "whole")),
+        *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "rotary", "logprob", "whole")),
         pytest.param("interpreted_chunks", "slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
@@ -138,7 +139,7 @@ def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
 
 
-@pytest.mark.parametrize("spec", rotary.KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*rotary.KERNELS, *logprob_backward.KERNELS], ids=lambda spec: spec.name)
 def test_rows_are_read_and_written_16_bytes_at_a_time(spec: Spec):
     ptx = compile_one(spec).ptx
     least = "v4" if spec.constexprs.get("R", 0) == spec.constexprs.get("D", 0) else r"v[24]"  # 8 bytes, of parts of heads
