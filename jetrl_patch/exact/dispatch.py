@@ -51,6 +51,16 @@ def implementation(tensor: Tensor) -> str:
     return serving(tensor.device.type)
 
 
+def kernels_serve(tensor: Tensor, unless_chosen: bool = False) -> bool:
+    """Whether the Triton kernels were chosen for this tensor's device. Unlike ``implementation`` this chooses nothing.
+
+    Args:
+        unless_chosen: the answer where nothing was chosen, as in ``align="linear"``.
+    """
+    chosen = _chosen.get(tensor.device.type)
+    return unless_chosen if chosen is None else chosen == "triton"
+
+
 def attention(q_THD: Tensor) -> str:
     """What computes the attention of these queries: an implementation, or what ``exact.choice`` has chosen in its place."""
     return attentions.get((q_THD.device.type, q_THD.shape[-1])) or implementation(q_THD)

@@ -5,7 +5,7 @@ from jetrl_patch.exact.attention import attention_paged, attention_varlen
 from jetrl_patch.exact.head import head_linear, head_linear_fp32, linear, partial_sum
 from jetrl_patch.exact.logprob import token_log_probs
 from jetrl_patch.exact.norm import rms_norm
-from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table
+from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table, rotate_pair
 from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "rms_norm",
     "rope_frequencies",
     "rotary_table",
+    "rotate_pair",
     "route",
     "silu_mul",
     "token_log_probs",

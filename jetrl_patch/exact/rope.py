@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from jetrl_patch.exact.dispatch import implementation
+from jetrl_patch.exact.dispatch import implementation, kernels_serve
 from jetrl_patch.native import ops
 
 
@@ -69,8 +70,8 @@ def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> 
 
     Tables that are narrower rotate the first part of each head.
 
-    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables. Each of its
-    operations rounds separately, so both give the same bits.
+    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables, or ``rotate_pair``. Each
+    of the operations rounds separately, so all give the same bits.
     """
     width = 2 * cos.shape[-1]
     if width < x_ThD.shape[-1]:
@@ -86,3 +87,46 @@ def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> 
     c, s = (torch.cat((t, t), -1)[positions].unsqueeze(1) for t in (cos, sin))
     low, high = x_ThD.chunk(2, -1)
     return x_ThD * c + torch.cat((-high, low), -1) * s
+
+
+class _RotatedPair(torch.autograd.Function):
+    """Queries and keys [B, T, heads, D]; tables [B or 1, T, R]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from jetrl_patch.kernels.rotary import rotary_pair
+
+        ctx.save_for_backward(cos, sin)
+        ctx.dtypes = q.dtype, k.dtype
+        promoted = [t.dtype if t.dtype == cos.dtype else torch.float32 for t in (q, k)]
+        return rotary_pair(q, k, cos, sin, (promoted[0], promoted[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        from jetrl_patch.kernels.rotary import rotary_pair
+
+        cos, sin = ctx.saved_tensors
+        return *rotary_pair(grad_outputs[0], grad_outputs[1], cos, sin, ctx.dtypes, backward=True), None, None
+
+
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Hugging Face's ``apply_rotary_pos_emb`` by one kernel forward and one backward, with its bits; None if it cannot serve.
+
+    The gradients are computed in FP32 and rounded once. torch.compile fuses the operations itself.
+
+    Args:
+        q, k: [B, heads, T, D], BF16 or FP32, with any strides.
+        cos, sin: [B or 1, T, R], BF16 or FP32; the first R elements of a head are rotated.
+    """
+    if torch.compiler.is_compiling() or not kernels_serve(q, unless_chosen=q.is_cuda):
+        return None
+    if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
+        return None
+    if not {t.dtype for t in (q, k, cos, sin)} <= {torch.bfloat16, torch.float32} or cos.dtype != sin.dtype:
+        return None
+    (B, _, T, D), (rows, places, width) = q.shape, cos.shape
+    if (k.shape[0], *k.shape[2:]) != (B, T, D) or rows not in (1, B) or places != T or width % 2 or not 2 <= width <= D:
+        return None
+    q_BThD, k_BTgD = _RotatedPair.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q_BThD.transpose(1, 2), k_BTgD.transpose(1, 2)

@@ -75,19 +75,21 @@ class _Trial:
         return self.rows(lambda part: ops.silu_mul(*both[part].chunk(2, 1)), self.tokens)
 
     def rotary(self) -> Verdict:
-        """Compare also with Hugging Face's expression, which the trainer runs."""
+        """Compare also with Hugging Face's expression, and with the trainer's kernel for it where there is one."""
         x = self.random(self.tokens, self.sizes.heads, self.sizes.head_dim)
         frequencies = 1e4 ** (-torch.arange(0, self.sizes.head_dim, 2) / self.sizes.head_dim)
         cos, sin = (t.to(self.device) for t in ops.rotary_table(frequencies, self.tokens))
         places = torch.arange(self.tokens, device=self.device)
         c, s = (torch.cat((t, t), -1).unsqueeze(1) for t in (cos, sin))
         low, high = x.chunk(2, -1)
-        verdict = _equal(
-            ops.apply_rotary(x, cos, sin, places), x * c + torch.cat((-high, low), -1) * s, "differ from the trainer's"
-        )
-        return verdict if not verdict.ok else self.rows(
-            lambda part: ops.apply_rotary(x[part], cos, sin, places[part]), self.tokens
-        )  # fmt: skip
+        ours, theirs = ops.apply_rotary(x, cos, sin, places), x * c + torch.cat((-high, low), -1) * s
+        by_head = x.transpose(0, 1)[None]
+        pair = ops.rotate_pair(by_head, by_head, c.squeeze(1)[None], s.squeeze(1)[None]) or ()
+        for trainers in (theirs, *(y[0].transpose(0, 1) for y in pair)):
+            verdict = _equal(ours, trainers, "differ from the trainer's")
+            if not verdict.ok:
+                return verdict
+        return self.rows(lambda part: ops.apply_rotary(x[part], cos, sin, places[part]), self.tokens)
 
     def head(self, dtype: torch.dtype) -> Verdict:
         hidden = self.sizes.hidden

@@ -124,6 +124,44 @@ def test_log_probs_are_those_of_vllms_sampler(device, temperature):
     assert torch.equal(ops.token_log_probs(logits, labels, temperature), expected)
 
 
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_gradients_of_log_probs_against_fp64(device, dtype, temperature):
+    logits, labels = (rand(device, 40, 151936) * 3).to(dtype), torch.arange(40, device=device)
+    grad = rand(device, 40, seed=1).float()
+    ours, reused = (logits.clone().requires_grad_() for _ in range(2))
+    ops.token_log_probs(ours, labels, temperature).backward(grad)
+    wide = logits.double().requires_grad_()
+    (wide / temperature).log_softmax(-1).gather(1, labels[:, None]).squeeze(1).backward(grad.double())
+    assert ours.grad.dtype == dtype and sqnr(ours.grad, wide.grad) > SQNR_GEMM
+    found = ops.token_log_probs(scores := reused * 1, labels, temperature, reuse=True)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    (gradient,) = torch.autograd.grad(found, scores, grad)
+    assert torch.equal(gradient, ours.grad)
+    assert torch.cuda.max_memory_allocated() - before < logits.nbytes / 10  # written over the logits, without copies
+
+
+@pytest.mark.parametrize(("heads", "others", "width", "rotated"), [(28, 4, 128, 128), (7, 1, 64, 64), (5, 3, 128, 64)])
+@pytest.mark.parametrize("table", [BF16, torch.float32], ids=str)
+def test_rotated_pairs_have_hugging_faces_bits_and_gradients(device, heads, others, width, rotated, table):
+    from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb
+
+    fused = rand(device, 2, 300, heads + others, width)  # strided, as parts of one projection are
+    q, k = (t.transpose(1, 2).detach().requires_grad_() for t in fused.split((heads, others), 2))
+    angle = rand(device, 1, 300, rotated, seed=1).float() * 10
+    cos, sin = angle.cos().to(table), angle.sin().to(table)
+    found, expected = ops.rotate_pair(q, k, cos, sin), apply_rotary_pos_emb(q, k, cos, sin)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+    grads = [rand(device, *y.shape, seed=2).to(y.dtype) for y in found]
+    wide = [t.detach().double().requires_grad_() for t in (q, k)]
+    exact = apply_rotary_pos_emb(*wide, cos.double(), sin.double())
+    gradients = torch.autograd.grad(exact, wide, [g.double() for g in grads])
+    eager = torch.autograd.grad(expected, (q, k), grads)
+    for ours, theirs, exactly in zip(torch.autograd.grad(found, (q, k), grads), eager, gradients, strict=True):
+        assert sqnr(ours, exactly) > SQNR_GEMM and (ours - exactly).norm() <= (theirs - exactly).norm()
+
+
 def test_a_captured_decode_step_follows_its_inputs(device, attention):
     # Three programs share a context. Without synchronization, and with a grid that depends on shapes only, a graph serves other
     # lengths and tables.

@@ -21,10 +21,12 @@ from jetrl_patch.kernels import (
     attention_chunks,
     elementwise,
     head,
+    logprob_backward,
     merge,
     norm,
     norm_backward,
     rank_sum,
+    rotary,
     silu_backward,
 )
 from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, loops, specs
@@ -32,7 +34,8 @@ from jetrl_patch.kernels.outputs import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    attention, attention_chunks, attention_backward, elementwise, head, merge, norm, norm_backward, rank_sum, silu_backward,
+    attention, attention_chunks, attention_backward, elementwise, head, logprob_backward, merge, norm, norm_backward, rank_sum,
+    rotary, silu_backward,
 )  # fmt: skip
 SPECS = [k for m in MODULES for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
@@ -49,6 +52,7 @@ REGISTERS = {
     "merge": 96,
     **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
+    **dict.fromkeys((spec.name for spec in (*rotary.KERNELS, *logprob_backward.KERNELS)), 40),  # 12, of 128 threads
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
     **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
     "silu_mul_backward": 64,
@@ -90,7 +94,7 @@ SHARED = {
 @pytest.mark.parametrize(
     ("file", "which"),
     [
-        *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "whole")),
+        *((f"interpreted_{part}", "not slow") for part in ("exact", "chunks", "backward", "rotary", "logprob", "whole")),
         pytest.param("interpreted_chunks", "slow", marks=[pytest.mark.slow, pytest.mark.timeout(3600)]),
     ],
 )
@@ -150,6 +154,14 @@ def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     ranks = spec.constexprs["RANKS"]
     assert len(re.findall(r"ld\.global\.v4", made)) == 2 * ranks  # 8 elements a thread
     assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
+
+
+@pytest.mark.parametrize("spec", [*rotary.KERNELS, *logprob_backward.KERNELS], ids=lambda spec: spec.name)
+def test_rows_are_read_and_written_16_bytes_at_a_time(spec: Spec):
+    ptx = compile_one(spec).ptx
+    least = "v4" if spec.constexprs.get("R", 0) == spec.constexprs.get("D", 0) else r"v[24]"  # 8 bytes, of parts of heads
+    assert re.search(rf"st\.global\.{least}", ptx) and not re.search(r"st\.global\.b(?:16|32)\b", ptx)
+    assert re.search(rf"ld\.global\.{least}", ptx) and not re.search(r"ld\.global\.b16\b", ptx)
 
 
 @pytest.mark.parametrize("width", attention.HEAD_DIMS)

@@ -67,7 +67,8 @@ def test_a_model_for_a_gpu_is_fused_without_touching_its_weights(family, monkeyp
     before, parameters = kinds(model), {name: id(p) for name, p in model.named_parameters()}
     fp8 = prepare.prepare_model(model, LINEAR, device_type="cuda")
     changed = {name for name, kind in kinds(model).items() if kind != before[name]} - set(fp8)
-    assert len(changed) == 3 * 3 and all(name.endswith(("input_layernorm", "attention_layernorm", "mlp")) for name in changed)
+    parts = ("input_layernorm", "post_attention_layernorm", "mlp", "self_attn")  # attention rotates by one kernel
+    assert changed == {f"model.layers.{i}.{part}" for i in range(3) for part in parts}
     assert {name: id(p) for name, p in model.named_parameters()} == parameters
     assert isinstance(model.model.layers[0].mlp, type(build(family).model.layers[0].mlp))
     assert fused.fuse(model, "triton", "cuda") == []  # a second time changes nothing

@@ -24,12 +24,14 @@ from jetrl_patch.kernels import (
     gemm_dgrad,
     gemm_wgrad,
     grouped,
+    logprob_backward,
     norm,
     norm_rows,
     producers,
     quantize,
     rank_sum,
     requantize,
+    rotary,
     route,
     silu,
     silu_backward,
@@ -116,7 +118,22 @@ def experts(M: int) -> None:
     route.route(torch.zeros(M, 16), 4, True)
 
 
-@pytest.mark.parametrize("call", [forward, few, backward, quantized, experts])
+def scored(M: int) -> None:
+    logits, ones = rows(M, K), torch.ones(M)
+    for temperature in (torch.ones(1), ones) if M > 1 else (torch.ones(1),):
+        logprob_backward.log_prob_backward(logits, ones.long(), ones, ones, ones, temperature, logits)
+
+
+def rotated(M: int) -> None:
+    for batch in (1, 3):
+        q, k = (torch.zeros(batch, M, heads, 64).bfloat16() for heads in (6, 1))
+        for rows_of_tables in {1, batch}:
+            tables = [torch.zeros(rows_of_tables, M, 64).bfloat16() for _ in range(2)]
+            for back in (False, True):
+                rotary.rotary_pair(q, k, *tables, (q.dtype, k.dtype), back)
+
+
+@pytest.mark.parametrize("call", [forward, few, backward, quantized, experts, scored, rotated])
 def test_a_batch_of_another_size_compiles_nothing(call: Any, compiled: set[tuple[str, str]]) -> None:
     call(5)
     first = set(compiled)

@@ -144,5 +144,6 @@ def test_for_a_gpu_the_blocks_of_the_language_model_are_fused_and_the_tower_is_n
     before = {name: type(module) for name, module in model.named_modules()}
     fp8 = prepare.prepare_model(model, LINEAR.resolved(), device_type="cuda")
     changed = {name for name, module in model.named_modules() if type(module) is not before[name]} - set(fp8)
-    parts = ("input_layernorm", "post_attention_layernorm", "mlp")
+    rotated = ("self_attn",) if family == "qwen3_vl" else ()  # Qwen2.5-VL's angles have three dimensions
+    parts = ("input_layernorm", "post_attention_layernorm", "mlp", *rotated)
     assert changed == {f"model.language_model.layers.{i}.{part}" for i in range(2) for part in parts}
