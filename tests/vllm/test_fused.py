@@ -197,6 +197,6 @@ def test_ranks_add_the_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
     )  # fmt: skip
     rows = Rows(torch.zeros(3, 128, dtype=torch.float8_e4m3fn), torch.ones(3, 1))
     for given in (rows, torch.zeros(1, 3, 128).bfloat16()):
-        output, bias = linear.JetrlRowParallelLinear.forward(layer, given)
+        output, bias = linear.ExactRowParallelLinear.forward(layer, given)
         assert bias is None and output.shape == (*([] if given is rows else [1]), 3, 4) and (output == 3).all()
     assert seen[0] is rows and seen[1].shape == (3, 128)
