@@ -111,6 +111,8 @@ def _unfit(comm: CustomAllreduce | None, ranks: int) -> str:
         return "vLLM's custom all-reduce is off"
     if ranks not in ONE_STAGE:
         return f"vLLM's custom all-reduce has no kernel for {ranks} ranks"
+    if getattr(comm, "mnnvl_only", False):  # from vLLM 0.27 on; its kernels then wait for peers whose memory they do not have
+        return "the ranks are on several nodes"
     if ranks > 2 and not comm.fully_connected:
         return "vLLM's custom all-reduce serves more than two GPUs only if NVLink connects them all"
     if os.environ.get(ALGORITHM, FIRST[0]) not in FIRST:

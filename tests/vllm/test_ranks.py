@@ -111,6 +111,7 @@ def test_a_sum_whose_rows_are_apart_is_gathered() -> None:
         (2, {}, {"disabled": True}, "vLLM's custom all-reduce is off (rank 0)"),
         (4, {3: {"disabled": True}}, {}, "vLLM's custom all-reduce is off (rank 3)"),
         (4, {}, {"fully_connected": False}, "serves more than two GPUs only if NVLink connects them all (rank 0)"),
+        (2, {}, {"mnnvl_only": True}, "the ranks are on several nodes (rank 0)"),
         (3, {}, {}, "vLLM's custom all-reduce has no kernel for 3 ranks (rank 0)"),
         (2, {1: {"flips": True}}, {}, "4 values of one magnitude give 1 other ones (rank 1)"),
         (2, {1: {"max_size": 1024}}, {}, "the buffers of the ranks have [8388608, 1024] bytes (rank 0)"),
