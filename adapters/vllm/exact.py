@@ -154,7 +154,7 @@ def require_attention(worker: Any) -> None:
 
 
 def try_ops(worker: Any, config: Config) -> None:
-    """Choose the attention of a loaded worker, and test the ops on its device. Does nothing on a CPU.
+    """Choose the attention and the sum over ranks of a loaded worker, and test the ops on its device. Does nothing on a CPU.
 
     Raises:
         ConfigError: as ``choice.choose_attention``.
@@ -163,6 +163,7 @@ def try_ops(worker: Any, config: Config) -> None:
     from vllm.platforms import current_platform
 
     from jetrl_patch.adapters.vllm.fused import keep_equal
+    from jetrl_patch.adapters.vllm.ranks import choose_sum
     from jetrl_patch.exact import choice
     from jetrl_patch.exact.trial import PAGE, require_exact_ops
 
@@ -170,4 +171,5 @@ def try_ops(worker: Any, config: Config) -> None:
         sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or PAGE
         choice.choose_attention(config.exact_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
         require_exact_ops(sizes, worker.device, page)
+        choose_sum(worker.device)
         keep_equal(worker.model_runner.get_model())

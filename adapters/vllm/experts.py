@@ -239,6 +239,7 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
     ) -> torch.Tensor:
         backend, form, alone = self.plain or self.format.backend(x_TH.device), self.scale_format, self.split.ranks == 1
+        summed = self.exact and not alone  # else vLLM's runner adds the ranks' rounded sums
 
         def operands(expert: int) -> Operands:
             return Operands(*(self._operand(layer, expert, shard_id) for shard_id in _SHARDS))
@@ -250,12 +251,13 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         if kernels is None:
             sizes = (self.experts, x_TH.shape[1])
             mine_1TH = run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, form, held=self.held)
-            return added(mine_1TH) if alone else sum_over_ranks(mine_1TH[0])
+            return sum_over_ranks(mine_1TH[0]) if summed else added(mine_1TH)
         if not alone:  # experts of other ranks are beyond those of this one
             ids_Tk = torch.where((ids_Tk >= self.held.start) & (ids_Tk < self.held.stop), ids_Tk - self.held.start, -1)
         stacks = self.stacks(layer, kernels)
-        y_TH, _ = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, form, part=not alone)
-        return y_TH if alone else sum_over_ranks(y_TH)
+        dtype = torch.float32 if summed else torch.bfloat16
+        y_TH, _ = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, form, part=None if alone else dtype)
+        return sum_over_ranks(y_TH) if summed else y_TH
 
     def _operand(self, layer: RoutedExperts, expert: int, shard_id: str) -> tuple[torch.Tensor, torch.Tensor]:
         weight, scale, _ = self.piece(layer, expert, shard_id)

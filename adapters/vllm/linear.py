@@ -1,4 +1,4 @@
-"""Linears of vLLM that the plugin replaces: row-parallel ones, which round their sum over the ranks once, and routers.
+"""Linears of vLLM that exact mode replaces: row-parallel ones, which round their sum over the ranks once, and routers.
 
 Some models of vLLM build the router of a mixture without the quantization, which then cannot give it rows that are independent.
 """
@@ -15,11 +15,11 @@ from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
 from jetrl_patch.fp8.carried import Rows
 
-__all__ = ["ExactReplicatedLinear", "JetrlRowParallelLinear"]
+__all__ = ["ExactReplicatedLinear", "ExactRowParallelLinear"]
 
 
-class JetrlRowParallelLinear(RowParallelLinear):
-    """Replaces ``RowParallelLinear``. Other quantizations and single-rank runs are unchanged."""
+class ExactRowParallelLinear(RowParallelLinear):
+    """Replaces ``RowParallelLinear`` in exact mode. Single-rank runs are unchanged."""
 
     def forward(self, input_: torch.Tensor | Rows) -> Any:
         """``input_ [..., K / ranks]`` BF16 or quantized -> ``[..., N]`` BF16, the same on every rank."""

@@ -1,19 +1,167 @@
-"""Sums over the ranks of an engine.
+"""Sums over the ranks of an engine in exact mode.
 
-vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. Here partial sums stay FP32: every
-rank gathers all of them, adds them in rank order and rounds once. The trainer adds the same parts.
+vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. In exact mode partial sums stay
+FP32, are added in rank order and rounded once; the trainer adds the same parts. There are two ways, with the same bits:
+
+- Every rank gathers all parts and adds them.
+- One shot: each GPU reads the parts in its peers' memory and adds them, by vLLM's custom all-reduce. No part is stored twice.
+
+vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last one on every GPU, in FP32
+if that is what it is given. ``cross_device_reduce_2stage`` adds each rank's slice from that rank on, in another order. So one
+shot is for sums that are certain to meet the first. At load it is tried against the other way, and one bit that differs on one
+rank makes all ranks gather.
+
+vLLM chooses in ``CustomAllreduce::allreduce`` (csrc/custom_all_reduce.cuh):
+https://github.com/vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh
 """
 
 from __future__ import annotations
 
-import torch
-from vllm.distributed import tensor_model_parallel_all_gather
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+import torch
+from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
+from vllm.platforms import current_platform
+
+from jetrl_patch.adapters.vllm.formats import logger
 from jetrl_patch.fp8.ranks import added
 
-__all__ = ["sum_over_ranks"]
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
+
+__all__ = ["choose_sum", "gathered", "sum_over_ranks"]
+
+#: number of ranks -> bytes of a sum below which vLLM takes the kernel of one stage. Two ranks have no other kernel.
+ONE_STAGE = {2: math.inf, 4: 512 << 10, 6: 256 << 10, 8: 256 << 10}
+#: the variable that makes vLLM take one kernel for all sums, and its values that stand for the kernel of one stage
+ALGORITHM, FIRST = "VLLM_CUSTOM_ALLREDUCE_ALGO", ("1stage", "oneshot")
+#: elements of the sums that are tried, beside the largest that is added in one shot: one load of a thread, and several blocks
+TRIED = (4, 5 * 1024)
+
+#: the communicator that has passed the trial; it belongs to the groups of one engine
+_proven: CustomAllreduce | None = None
 
 
 def sum_over_ranks(partial_MN: torch.Tensor) -> torch.Tensor:
     """The sum of every rank's FP32 ``[M, N]``, rounded once: BF16 ``[M, N]``, the same on all."""
-    return added(tensor_model_parallel_all_gather(partial_MN.unsqueeze(0), dim=0))
+    comm = _proven
+    if comm is not None and comm is _communicator() and _takes(comm, partial_MN):
+        return _one_shot(comm, partial_MN).to(torch.bfloat16)
+    return added(_gather(partial_MN))
+
+
+def choose_sum(device: torch.device) -> None:
+    """Try the sum in one shot on this engine's ranks. It is used from now on if each bit is that of the other way.
+
+    The ranks decide together, so all of them must call this. What they take is in the log, with the reason.
+    """
+    global _proven
+    _proven, start = None, time.monotonic()
+    ranks = get_tp_group().world_size
+    if ranks == 1:
+        return
+    comm = _communicator()
+    reasons = gathered(_unfit(comm, ranks))
+    if not any(reasons):
+        assert comm is not None
+        limits = gathered(comm.max_size)
+        reasons = [""] * ranks if len({*limits}) == 1 else [f"the buffers of the ranks have {limits} bytes"]
+    if not any(reasons):
+        assert comm is not None
+        reasons = gathered(_difference(comm, device))
+    for rank, reason in enumerate(reasons):
+        if reason:
+            words = "jetrl_patch: the FP32 sums of %d ranks are gathered, not added in one shot: %s (rank %d)"
+            logger.warning(words, ranks, reason, rank)
+            return
+    _proven = comm
+    words = "jetrl_patch: the FP32 sums of %d ranks are added in one shot where they are small, tried in %.1f s"
+    logger.info(words, ranks, time.monotonic() - start)
+
+
+def gathered(mine: Any) -> Sequence[Any]:
+    """All-gather an object, in tensor-parallel rank order."""
+    group = get_tp_group()
+    if group.world_size == 1:
+        return [mine]
+    everybody: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(everybody, mine, group=group.cpu_group)
+    return everybody
+
+
+def _gather(partial_MN: torch.Tensor) -> torch.Tensor:
+    return tensor_model_parallel_all_gather(partial_MN.unsqueeze(0), dim=0)
+
+
+def _communicator() -> CustomAllreduce | None:
+    """vLLM's custom all-reduce of the tensor-parallel group, if it has one."""
+    found: CustomAllreduce | None = getattr(get_tp_group().device_communicator, "ca_comm", None)
+    return found
+
+
+def _unfit(comm: CustomAllreduce | None, ranks: int) -> str:
+    """Why these ranks cannot add in one shot, or nothing."""
+    if not current_platform.is_cuda():  # ROCm has kernels and limits of its own
+        return f"the device is {current_platform.device_type}, not CUDA"
+    if comm is None or comm.disabled:
+        return "vLLM's custom all-reduce is off"
+    if ranks not in ONE_STAGE:
+        return f"vLLM's custom all-reduce has no kernel for {ranks} ranks"
+    if getattr(comm, "mnnvl_only", False):  # from vLLM 0.27 on; its kernels then wait for peers whose memory they do not have
+        return "the ranks are on several nodes"
+    if ranks > 2 and not comm.fully_connected:
+        return "vLLM's custom all-reduce serves more than two GPUs only if NVLink connects them all"
+    if os.environ.get(ALGORITHM, FIRST[0]) not in FIRST:
+        return f"{ALGORITHM}={os.environ[ALGORITHM]}"
+    return ""
+
+
+def _takes(comm: CustomAllreduce, partial_MN: torch.Tensor) -> bool:
+    """Whether vLLM adds these parts by its kernel of one stage. The answer is the same on every rank."""
+    return 0 < partial_MN.nbytes < ONE_STAGE[comm.world_size] and comm.should_custom_ar(partial_MN)
+
+
+def _one_shot(comm: CustomAllreduce, partial_MN: torch.Tensor) -> torch.Tensor:
+    """The FP32 sum. While a CUDA graph is captured vLLM records the launch, and its warm-up gets a tensor without values."""
+    total_MN = comm.custom_all_reduce(partial_MN)
+    assert total_MN is not None  # ``should_custom_ar`` has said so
+    return total_MN
+
+
+@torch.no_grad()
+def _difference(comm: CustomAllreduce, device: torch.device) -> str:
+    """What one shot computes otherwise than the gathered parts added in rank order, or nothing.
+
+    A rank that has seen a difference goes on: the others wait for its parts.
+    """
+    found, largest = "", (int(min(ONE_STAGE[comm.world_size], comm.max_size)) - 1) // 16 * 4
+    for size in (*(size for size in TRIED if size < largest), largest):
+        for what, part_1N in _parts(size, comm.rank):
+            mine_1N = part_1N.to(device)
+            total_1N, parts_R1N = _one_shot(comm, mine_1N), _gather(mine_1N)
+            expected_1N = parts_R1N[0]
+            for rank in range(1, comm.world_size):
+                expected_1N = expected_1N + parts_R1N[rank]
+            unequal = int((total_1N.view(torch.int32) != expected_1N.view(torch.int32)).sum())
+            unequal += int((total_1N.to(torch.bfloat16).view(torch.int16) != added(parts_R1N).view(torch.int16)).sum())
+            if unequal and not found:
+                found = f"{size} {what} give {unequal} other ones"
+    return found
+
+
+def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield FP32 [1, size] of a rank, in which the order of a sum shows, by what they are. No sum of them is NaN."""
+    generator = torch.Generator("cpu").manual_seed(rank)
+
+    def bits(low: int, high: int) -> torch.Tensor:
+        return torch.randint(low, high, (1, size), generator=generator, device="cpu")
+
+    yield "values of one magnitude", torch.randn(1, size, generator=generator, device="cpu")
+    sign = bits(0, 2) * 2 - 1
+    yield "values that cancel", sign * torch.tensor((1.0, 2.0**-24, 2.0**24, 2.0**100))[bits(0, 4)]
+    yield "subnormal values", sign * bits(0, 1 << 23).to(torch.int32).view(torch.float32)
+    yield "values with any exponent", sign * bits(0, 0x7F80 << 16).to(torch.int32).view(torch.float32)

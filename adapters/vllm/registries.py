@@ -16,7 +16,7 @@ import vllm.v1.engine.core_client as core_client
 from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.filled import claim
-from jetrl_patch.adapters.vllm.linear import ExactReplicatedLinear, JetrlRowParallelLinear
+from jetrl_patch.adapters.vllm.linear import ExactReplicatedLinear, ExactRowParallelLinear
 from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig, quantization_name
 from jetrl_patch.config import Config
 from jetrl_patch.exact.dispatch import configure
@@ -29,13 +29,12 @@ FIRST_START = 3600
 
 
 def fill(config: Config, journal: Journal) -> None:
-    """Register, through the journal, the quantization, the row-parallel linear and, in exact mode, ops and attention."""
+    """Register, through the journal, the quantization and, in exact mode, the row-parallel linear, ops and attention."""
     # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
     getattr(torch.cpu, "_init_amx", lambda: None)()
     if not config.quantized_rollout:
         return
     _quantization(quantization_name(config), journal)
-    _op(journal, "RowParallelLinear", JetrlRowParallelLinear, "partial sums stay FP32 and are added in rank order")
     if not current_platform.is_cpu():
         _wait_for_kernels(journal)
     if config.exact:
@@ -85,6 +84,7 @@ def _exact(journal: Journal) -> None:
 
     for name, replacement in OPS.items():
         _op(journal, name, replacement, "the order and rounding of Hugging Face models")
+    _op(journal, "RowParallelLinear", ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order")
     _op(journal, "ReplicatedLinear", ExactReplicatedLinear, "routers that are built without a quantization")
     # get_rope() caches modules; those of an earlier engine would come back with the original class.
     journal.set_attr(

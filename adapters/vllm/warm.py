@@ -11,9 +11,9 @@ import time
 from typing import Any
 
 import torch
-from vllm.model_executor.layers.linear import RowParallelLinear
 
 from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
+from jetrl_patch.adapters.vllm.linear import ExactRowParallelLinear
 from jetrl_patch.adapters.vllm.method import quantized_modules
 
 __all__ = ["warm_up"]
@@ -28,7 +28,7 @@ def warm_up(model: torch.nn.Module, most: int) -> int:
     """
     kinds: dict[tuple[Any, ...], Any] = {}
     for layer, method in quantized_modules(model):
-        partial = isinstance(layer, RowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+        partial = isinstance(layer, ExactRowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
         kinds.setdefault((*layer.weight.shape, partial, hasattr(layer, BLOCKS)), (layer, method))
     done = 0
     for number, ((N, K, partial, _), (layer, method)) in enumerate(kinds.items(), 1):

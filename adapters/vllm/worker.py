@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Sequence
 from typing import Any
 
 from jetrl_patch import runtime
@@ -39,6 +38,7 @@ def attach(worker: Any, config: Config) -> None:
     from jetrl_patch.adapters.vllm.latent import follow_norms
     from jetrl_patch.adapters.vllm.live import keep_live_experts
     from jetrl_patch.adapters.vllm.postload import check_layers
+    from jetrl_patch.adapters.vllm.ranks import gathered
     from jetrl_patch.adapters.vllm.runner import finish
     from jetrl_patch.adapters.vllm.warm import warm_up
 
@@ -80,7 +80,7 @@ def attach(worker: Any, config: Config) -> None:
         mark_settings(worker.vllm_config, config, backend, attention)
     base = Received() if config.sync == "delta" else None
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
-    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), _gather, base)
+    worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), gathered, base)
     worker.jetrl_report = functools.partial(jetrl_report, worker)
 
 
@@ -90,19 +90,6 @@ def _backend(config: Config, worker: Any) -> str:
     from jetrl_patch.fp8.backends import choose_backend
 
     return choose_backend(config.backend, worker.device.type)
-
-
-def _gather(mine: Any) -> Sequence[Any]:
-    """All-gather an object, in tensor-parallel rank order."""
-    import torch
-    from vllm.distributed import get_tp_group
-
-    group = get_tp_group()
-    if group.world_size == 1:
-        return [mine]
-    everybody: list[Any] = [None] * group.world_size
-    torch.distributed.all_gather_object(everybody, mine, group=group.cpu_group)
-    return everybody
 
 
 def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:

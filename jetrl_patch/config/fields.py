@@ -48,7 +48,8 @@ class Fields:
     )
     align: Align | None = setting(
         None, "exactness",
-        "`exact` makes trainer and rollout bit-equal, `linear` shares only the FP8 linears (Jet-RL as published). "
+        "`exact` makes trainer and rollout bit-equal, `linear` shares only the FP8 linears (Jet-RL as published), "
+        "and vLLM adds the sums of tensor-parallel ranks in BF16. "
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
         choices=get_args(Align), option="NAME", help=_words(get_args(Align)),
     )

@@ -12,7 +12,7 @@ from jetrl_patch.fp8.expert_layers import attach_experts, check_experts, expert_
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.layers import check_splits, is_cut, is_quantized, is_row_parallel
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.fp8.ranks import ExpertSplit
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
 from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
 
 if TYPE_CHECKING:
@@ -126,10 +126,11 @@ def swap_linears(
 
     Args:
         backend: a resolved name from ``fp8.backends``, not "auto".
-        k_splits: the rollout's tensor-parallel size.
+        k_splits: the rollout's tensor-parallel size, which must not cut a block.
         names: the layers to turn; by default those that ``select_layers`` chooses.
         rollout_ep: the rollout's expert-parallel size.
-        exact: whether experts that stay in BF16 have products with independent rows.
+        exact: whether the rollout's ranks add FP32 sums in rank order, which the trainer's layers and experts then form too, and
+            whether experts that stay in BF16 have products with independent rows.
 
     Returns:
         The names of the FP8 modules.
@@ -143,8 +144,9 @@ def swap_linears(
     check_splits(((name, getattr(module, "in_features", 0)) for name, module in modules.items()), k_splits)
     if left_alone(modules, scale_format, backend):
         return names
-    attach_experts(model, names, scale_format, backend, ExpertSplit.of(k_splits, rollout_ep), exact)
+    split = ExpertSplit.of(k_splits, rollout_ep)
+    attach_experts(model, names, scale_format, backend, split if exact else WHOLE, exact)
     for name, module in modules.items():
         module.__class__ = Fp8Linear
-        module.fp8 = Fp8State(scale_format, backend, k_splits if is_row_parallel(name) else 1)
+        module.fp8 = Fp8State(scale_format, backend, k_splits if exact and is_row_parallel(name) else 1)
     return names

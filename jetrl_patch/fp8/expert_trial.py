@@ -58,7 +58,7 @@ def compare_experts(
     def mix(rows: Tensor | slice) -> Tensor:
         tokens = (quantized[0][rows], quantized[1][rows])
         kernels = backend.grouped(tokens[0])
-        return run_grouped(kernels, tokens, shares_Tk[rows], ids_Tk[rows], stacks, scale_format, part=True)[0]
+        return run_grouped(kernels, tokens, shares_Tk[rows], ids_Tk[rows], stacks, scale_format, part=torch.float32)[0]
 
     whole_TH, turned_T = mix(slice(None)), torch.arange(T - 1, -1, -1, device=device)
     unequal = int((mix(turned_T)[turned_T] != whole_TH).sum())

@@ -53,7 +53,7 @@ def run_grouped(
     stacks: Stacks,
     scale_format: ScaleFormat,
     split: ExpertSplit = WHOLE,
-    part: bool = False,
+    part: torch.dtype | None = None,
 ) -> tuple[Tensor, Saved]:
     """FProp of the experts: the trainer's forward and the rollout's, in six launches with the quantization of the tokens.
 
@@ -63,7 +63,7 @@ def run_grouped(
         kernels: ``Backend.grouped``.
         quantized: the tokens, e4m3 [T, H] with scales [T, G].
         split: the parts of the sum, all of which are computed here and added as a rollout's ranks add theirs, in BF16.
-        part: compute a rank's part, the unrounded sum in FP32; an index beyond the experts is another rank's.
+        part: compute a rank's part, in BF16 or as the unrounded sum in FP32; an index beyond the experts is another rank's.
 
     Returns:
         [T, H], NaN for a token with an index beyond the experts, unless it is a part.
@@ -76,7 +76,7 @@ def run_grouped(
     if split.ranks > 1:
         return added(torch.stack([*_parts(kernels, saved, weights, stacks.down, split)])), saved
     out_PH = kernels.grouped(qh_PI, sh_PG, *stacks.down, plan, torch.float32)
-    return kernels.combine(out_PH, plan, weights, torch.float32 if part else torch.bfloat16, part), saved
+    return kernels.combine(out_PH, plan, weights, part or torch.bfloat16, part is not None), saved
 
 
 def _parts(

@@ -56,7 +56,7 @@ class Fp8State:
 
     scale_format: ScaleFormat
     backend_name: str
-    #: ranges of K whose partial sums a tensor-parallel rollout adds; 1 unless the layer is row-parallel there
+    #: ranges of K whose FP32 sums a tensor-parallel rollout adds in order; 1 unless in exact mode, in a layer row-parallel there
     splits: int = 1
     _cached: tuple[int, QuantizedWeight] | None = field(default=None, repr=False)
     #: the promise that the layer's own weight stays as it is (``unchanged``)

@@ -1,4 +1,4 @@
-"""How a rollout splits the experts of a block over its ranks, and how the ranks' sums are added.
+"""How a rollout splits the experts of a block over its ranks, and how the ranks' sums are added in exact mode.
 
     columns   (tensor parallelism)   rank i holds columns i of each expert's intermediate size:
                                      part_i = sum over the chosen experts e of w_e * (h_e,i Wd_e,i^T)
@@ -7,7 +7,8 @@
 
     y = bf16( part_0 + part_1 + ... )         parts in FP32, added in rank order, rounded once
 
-FP32 sums depend on their order, so the trainer, which holds all experts, forms the same parts.
+FP32 sums depend on their order, so the trainer, which holds all experts, forms the same parts. Outside of exact mode vLLM
+adds the ranks' sums in BF16, in any order, and the trainer forms one.
 """
 
 from __future__ import annotations

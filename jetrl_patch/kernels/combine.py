@@ -146,7 +146,8 @@ KERNELS = (
             {"COLUMNS": COLUMNS, "CHOSEN": 8, "WEIGHTED": weighted, "PART": part}, {"num_warps": WARPS, **PINNED}, ("H",),
         )
         for out, weighted, part in (
-            ("bf16", True, False), ("fp32", True, False), ("fp32", True, True), ("bf16", False, False), ("fp32", False, False),
+            ("bf16", True, False), ("fp32", True, False), ("bf16", True, True), ("fp32", True, True), ("bf16", False, False),
+            ("fp32", False, False),
         )
     ),
     Spec(

@@ -60,7 +60,7 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
         else:
             sw_at = sw + tl.minimum(n, N - 1) * sw_n
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
-        for split in tl.static_range(SPLITS):
+        for split in tl.range(0, SPLITS):
             acc = tl.zeros((ROWS, COLUMNS), tl.float32)
             for kb in tl.range(split * blocks, (split + 1) * blocks, num_stages=STAGES):
                 x = x_MK.load([row * ROWS, kb * 128])
@@ -70,10 +70,7 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
                 else:
                     scale = tl.load(sx_at + kb * sx_g)[:, None] * tl.load(sw_at + kb * sw_g)[None, :]
                 acc = tl.fma(tl.dot(x, w.T), scale, acc)
-            if split == 0:
-                total = acc
-            else:
-                total += acc
+            total = tl.where(split == 0, acc, total + acc)  # a sum of zeros keeps its sign
         at = y + m.to(tl.int64)[:, None] * N + n[None, :]
         tl.store(at, converted(total, y), mask=(m < M)[:, None] & (n < N)[None, :])
 
@@ -148,5 +145,5 @@ KERNELS = tuple(
     for blocks in (False, True)
     for tile in (NARROW, WIDE)
     for out in ("bf16", "fp32")
-    for splits in (1, 2)
+    for splits in (1, 2, 4, 8)
 )

@@ -39,8 +39,8 @@ class Terms:
         scale_format: ``Config.scale_format``.
         backend: name of the FP8 GEMM backend; empty unless the trainer computes in FP8.
         granularity: of the weight scales: "block" (128x128) or "channel" (one per output channel).
-        experts: how the rollout's ranks split experts, by which sums are grouped; empty if they do not, or the trainer
-            computes no FP8.
+        experts: how the rollout's ranks split experts, by which both sides group sums; empty if the ranks do not, or outside of
+            exact mode, where no sum is grouped.
         attention: what computes exact attention in the place of the backend's own; empty if that does.
     """
 
@@ -56,7 +56,8 @@ class Terms:
     def of(cls, config: Config, backend: str, experts: ExpertSplit = WHOLE, attention: str = "") -> Terms:
         """Return the terms of one side: ``backend`` and ``attention`` are those it has chosen, ``experts`` how it splits them.
 
-        Both are omitted if the trainer runs no FP8 GEMM: the two sides then have nothing of the kind to agree on.
+        The backend is omitted if the trainer runs no FP8 GEMM, and the split outside of exact mode: the two sides then have
+        nothing of the kind to agree on.
         """
         return cls(
             precision=config.precision,
@@ -64,7 +65,7 @@ class Terms:
             scale_format=config.scale_format,
             backend=backend if config.fp8_train else "",
             granularity=config.granularity,
-            experts=str(experts) if config.fp8_train else "",
+            experts=str(experts) if config.exact else "",
             attention=attention,
         )
 

@@ -201,7 +201,7 @@ def test_what_the_libraries_are_handed(library, shape, scale_format):
         assert sqnr(dw, torch_backend.wgrad(g, qx, sx, scale_format, torch.float32)) > SQNR_GEMM
 
 
-@pytest.mark.parametrize("splits", [2, 4])
+@pytest.mark.parametrize("splits", [2, 4, 8])
 def test_the_libraries_add_partial_sums_in_the_order_of_the_ranks(library, splits):
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(5, 1024, generator=gen).to(torch.bfloat16)

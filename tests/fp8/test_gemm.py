@@ -102,14 +102,15 @@ def test_threads_change_nothing(backend):
 
 
 @pytest.mark.parametrize("backend", ["native", "torch"])
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks, scale_format):
-    x, w = operands(9, 130, 1024)
+    width = max(1024, 256 * ranks)
+    x, w = operands(9, 130, width)
     b = get_backend(backend)
     q, s = b.quantize_weight(w, scale_format)
     rows = quantize.expand_weight_scale(s, 130)
-    K, G = 1024 // ranks, 8 // ranks
+    K, G = width // ranks, width // 128 // ranks
     total = None
     for r in range(ranks):
         k, g = slice(r * K, (r + 1) * K), slice(r * G, (r + 1) * G)
@@ -117,7 +118,7 @@ def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks, scale_forma
         total = part if total is None else total + part
     assert torch.equal(b.fprop(x, q, rows, scale_format, splits=ranks), total.to(torch.bfloat16))
     with pytest.raises(ValueError, match="without cutting a block"):
-        b.fprop(x, q, rows, scale_format, splits=16)
+        b.fprop(x, q, rows, scale_format, splits=32)
 
 
 @pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1000), (260, 130, 257)])

@@ -13,7 +13,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
-from jetrl_patch.fp8.layers import check_splits, is_quantized, matches
+from jetrl_patch.fp8.layers import check_splits, is_quantized, is_row_parallel, matches
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from .thresholds import SAVED_BYTES_RATIO, SQNR_UNQUANTIZED, sqnr
@@ -45,6 +45,32 @@ def test_forward_and_gradients(backend, scale_format, shape, dtype):
         assert sqnr(value.detach(), expected[name]) > SQNR_UNQUANTIZED[name, scale_format], name
     # The bias gradient is a plain sum: equal to FP32 up to the dtype's rounding.
     assert torch.equal(layer.bias.grad, g.reshape(-1, 130).float().sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("backend", ["native", "torch"])
+@pytest.mark.parametrize("scale_format", ["pow2", "fp32"])
+def test_a_split_of_k_shows_in_the_output_alone(backend, scale_format):
+    """DGrad contracts over N and WGrad over tokens, whatever the rollout's ranks do with K."""
+    gen, found = torch.Generator().manual_seed(1), {}
+    g, given = (torch.randn(260, width, generator=gen).to(torch.bfloat16) for width in (130, 2048))
+    given *= 2.0 ** torch.arange(0, 24, 3).repeat_interleave(128).repeat(2)
+    given[:20, 1024:] = -given[:20, :1024]  # of sums that cancel, what rounding left is seen
+    for splits in (1, 2, 4, 8):
+        layer = make(2048, 130, bias=False, dtype=torch.bfloat16, scale_format=scale_format, backend=backend)
+        layer.fp8.splits = splits
+        layer.weight.data[:, 1024:] = layer.weight.data[:, :1024]
+        x = given.clone().requires_grad_()
+        y = layer(x)
+        y.backward(g)
+        found[splits] = y.detach(), x.grad, layer.weight.grad
+        x64, w64, g64 = (t.detach().double() for t in (x, layer.weight, g))
+        expected = {"fprop": x64 @ w64.t(), "dgrad": g64 @ w64, "wgrad": g64.t() @ x64}
+        for name, value in zip(expected, found[splits], strict=True):
+            assert sqnr(value, expected[name]) > SQNR_UNQUANTIZED[name, scale_format], (name, splits)
+    for splits in (2, 4, 8):
+        assert not torch.equal(found[splits][0], found[1][0])
+        for split, whole in zip(found[splits][1:], found[1][1:], strict=True):
+            assert torch.equal(split, whole)
 
 
 def saved_bytes(layer, x):
@@ -231,6 +257,16 @@ def test_a_split_that_cuts_a_block_is_refused_with_the_layers():
     with pytest.raises(ModelError, match="o_proj"):
         swap_linears(model, backend="native", k_splits=4)
     assert not any(isinstance(m, Fp8Linear) for m in model.modules())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_k_is_split_where_both_sides_add_in_rank_order(tp):
+    for exact in (False, True):
+        model = Model()
+        swap_linears(model, backend="native", k_splits=tp, exact=exact)
+        found = {name: m.fp8.splits for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
+        assert set(found.values()) == ({1, tp} if exact else {1})
+        assert all((splits > 1) == (exact and tp > 1 and is_row_parallel(name)) for name, splits in found.items())
 
 
 @pytest.mark.parametrize(("tp", "cut"), [(1, []), (2, []), (4, ["layers.0.o_proj", "layers.1.o_proj"])])

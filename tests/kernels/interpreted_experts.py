@@ -175,13 +175,15 @@ def test_a_machine_that_fails_the_trial_is_refused(monkeypatch):
     assert not expert_trial.require_expert_equality(backend, 8, 2, (2048, 768), torch.device("cpu"))
 
 
-def test_the_unrounded_sum_of_a_rank():
+def test_the_sum_of_a_rank_unrounded_and_rounded():
     layer = Layer(9, 3, hidden=128, width=96, k=2, backend="triton")
     kernels = layer.own.backend.grouped(layer.x)
     tokens = layer.own.backend.quantize_activation(layer.x.detach(), "pow2")
     stacks = layer.own.stacks(layer.gate_up, layer.down)
-    total, _ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, "pow2", part=True)
+    total, _ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, "pow2", part=torch.float32)
     assert total.dtype == FP32 and torch.equal(total.to(BF16), layer.run())
+    rounded, _ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, "pow2", part=BF16)
+    assert rounded.dtype == BF16 and torch.equal(rounded, layer.run())
 
 
 @pytest.mark.parametrize("by", ["columns", "experts"])
@@ -202,7 +204,7 @@ def test_the_trainer_adds_the_parts_that_a_rollouts_ranks_compute(by):
         else:
             at, one, own = slice(128 * rank, 128 * rank + 128), slice(rank, rank + 1), ids
             mine = Stacks((up[:, at].contiguous(), up_s[:, one]), (down[:, :, at].contiguous(), down_s[:, :, one]))
-        parts.append(run_grouped(kernels, tokens, weights, own, mine, "pow2", part=True)[0])
+        parts.append(run_grouped(kernels, tokens, weights, own, mine, "pow2", part=torch.float32)[0])
     assert found.dtype == BF16 and torch.equal(found, added(torch.stack(parts)))
 
     loop = run_experts(tokens, weights, ids, operands_of(stacks), (4, 128), backend, "pow2", split=split)

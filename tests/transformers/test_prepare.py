@@ -14,7 +14,11 @@ from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact.ops import token_log_probs
 from jetrl_patch.families import covering
 from jetrl_patch.family import DROPOUTS
+from jetrl_patch.fp8.expert_layers import experts_of
 from jetrl_patch.fp8.linear import Fp8Linear
+from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
+from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.sync.source import convert
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
 from ..models import VARIANTS, build
@@ -117,6 +121,25 @@ def test_linear_mode_changes_the_linears_alone():
     assert type(model.model.norm).__name__ == "Qwen3RMSNorm" and model.config._attn_implementation != "jetrl_exact"
     assert prepare_model(build("qwen3"), Config(precision="fp8-rollout").resolved()) == names
     assert prepare_model(build("qwen3"), Config(precision="bf16").resolved()) == []
+
+
+@pytest.mark.parametrize(("variant", "ep"), [("qwen3", 1), ("qwen3_moe-tp", 1), ("qwen3_moe", 2)])
+@pytest.mark.parametrize("align", ["linear", "exact"])
+def test_sums_are_split_as_the_rollouts_in_exact_mode_alone(variant, ep, align):
+    """Outside of it vLLM adds the ranks' sums in BF16, in an order of its own, and no split could follow it."""
+    jetrl_patch.enable(precision="fp8-unified", align=align)
+    family, options = VARIANTS[variant]
+    model, config = build(family, **options), jetrl_patch.status().config
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    source = convert(model, config, shapes, rollout_tp=2, rollout_ep=ep, device_type="cpu")
+    linears = {name: m.fp8.splits for name, m in model.named_modules() if isinstance(m, Fp8Linear)}
+    split = ("o_proj", "down_proj") if align == "exact" else ()
+    assert linears and all((splits == 2) == name.endswith(split) if split else splits == 1 for name, splits in linears.items())
+    mixtures = {str(own.split) for m in model.modules() if (own := experts_of(m)) is not None}
+    rollouts = ExpertSplit.of(2, ep) if variant != "qwen3" else WHOLE
+    assert mixtures == ({str(rollouts if align == "exact" else WHOLE)} if variant != "qwen3" else set())
+    assert source.terms.experts == (str(rollouts) if align == "exact" else "")
+    assert source.terms == Terms.of(config, source.terms.backend, rollouts)  # those of a worker
 
 
 def test_errors_come_before_any_change():

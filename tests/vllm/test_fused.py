@@ -190,6 +190,10 @@ def test_ranks_add_the_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
             seen.append(x)
             return torch.full((3, 4), 1.5)
 
+        def apply(self, layer: Any, x: Any, bias: Any = None) -> torch.Tensor:
+            seen.append(x)
+            return torch.full((3, 4), 1.5).bfloat16()
+
     monkeypatch.setattr(linear, "sum_over_ranks", lambda partial: (2 * partial).bfloat16())
     layer: Any = SimpleNamespace(
         quant_method=Method(), tp_size=2, tp_rank=0, reduce_results=True, input_is_parallel=True, bias=None,
@@ -197,6 +201,10 @@ def test_ranks_add_the_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
     )  # fmt: skip
     rows = Rows(torch.zeros(3, 128, dtype=torch.float8_e4m3fn), torch.ones(3, 1))
     for given in (rows, torch.zeros(1, 3, 128).bfloat16()):
-        output, bias = linear.JetrlRowParallelLinear.forward(layer, given)
+        output, bias = linear.ExactRowParallelLinear.forward(layer, given)
         assert bias is None and output.shape == (*([] if given is rows else [1]), 3, 4) and (output == 3).all()
     assert seen[0] is rows and seen[1].shape == (3, 128)
+    # without exact mode vLLM's own layer hands them on, and adds in BF16
+    monkeypatch.setattr("vllm.model_executor.layers.linear.tensor_model_parallel_all_reduce", lambda partial: 2 * partial)
+    output, _ = linear.RowParallelLinear.forward(layer, rows)
+    assert seen[2] is rows and output.dtype == torch.bfloat16 and (output == 3).all()
