@@ -99,9 +99,18 @@ class DeepGemmBackend(GpuBackend):
         rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
         return sorted({most, *(row for row in rows if row < most)})
 
-    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
         check_widths(self.name, *w_NK.shape)
-        return self._blocks(g_MN, s_MG, self.turned(w_NK), s_blocks.t()).to(out_dtype)
+        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        return self._blocks(g_MN, s_MG, w_KN, s_blocks.t()).to(out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, g_NM.shape[0], x_KM.shape[0])

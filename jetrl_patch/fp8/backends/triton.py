@@ -72,10 +72,18 @@ class TritonBackend(GpuBackend):
             return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
-    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
         from jetrl_patch.kernels.gemm_dgrad import dgrad
 
-        return dgrad(g_MN, s_MG, w_NK, s_blocks, out_dtype)
+        return dgrad(g_MN, s_MG, w_NK, s_blocks, out_dtype, w_KN)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         from jetrl_patch.kernels.gemm_wgrad import wgrad
