@@ -8,7 +8,6 @@ FP8 model on every rank.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,22 +22,8 @@ from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.handed import HANDED
-from jetrl_patch.fp8.quantize import expand_weight_scale
 from jetrl_patch.fp8.regrouped import Regrouped
-
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """e4m3 [N, K] and its block scales [ceil(N/128), G]; of a weight that is held, also W^T [K, N] if the backend reads it."""
-
-    q: Tensor
-    s_blocks: Tensor
-    turned: Tensor | None = None
-
-    @functools.cached_property
-    def s_rows(self) -> Tensor:
-        """The same scales per row, [N, G]."""
-        return expand_weight_scale(self.s_blocks, self.q.shape[0])
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 @dataclass(frozen=True, eq=False)
@@ -179,7 +164,7 @@ def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -
     """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     read = _last_activation.quantize(x, x_MK, state)
-    y_MN = state.backend.gemm(read.q_MK, read.s_MG, w.q, w.s_rows, torch.bfloat16, state.splits, w.s_blocks)
+    y_MN = state.backend.product(read.q_MK, read.s_MG, w, torch.bfloat16, state.splits)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
     return y_MN.view(*x.shape[:-1], y_MN.shape[1]), read

@@ -20,6 +20,7 @@ from torch import Tensor
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.handed import Both
 from jetrl_patch.fp8.regrouped import Regrouped
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 class Backend(ABC):
@@ -64,6 +65,12 @@ class Backend(ABC):
             s_blocks: the same scales per block [ceil(N/128), G], if every 128 rows share one. Only a backend with a kernel for
                 block scales reads them; the result is the same without.
         """
+
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        """``gemm`` of a whole weight. A backend that reads block scales overrides this and leaves those per row unmade."""
+        return self.gemm(q_MK, s_MG, w.q, w.s_rows, out_dtype, splits, w.s_blocks)
 
     @abstractmethod
     def dgrad(

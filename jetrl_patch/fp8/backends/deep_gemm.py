@@ -33,6 +33,7 @@ from jetrl_patch.fp8.backends.capability import check_cublaslt, find_deep_gemm
 from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 from jetrl_patch.fp8.operands import check_fprop
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
 #: up to this many rows 1D1D is handed ``TILE`` rows
@@ -80,6 +81,15 @@ class DeepGemmBackend(GpuBackend):
             total = part if total is None else total + part
         assert total is not None
         return total.to(out_dtype)
+
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        if splits > 1 or out_dtype != torch.bfloat16:
+            return super().product(q_MK, s_MG, w, out_dtype, splits)
+        check_fprop(q_MK, s_MG, w.q, w.s_blocks, out_dtype, blocks=True)
+        check_widths(self.name, *reversed(w.q.shape))
+        return self._blocks(q_MK, s_MG, w.q, w.s_blocks)
 
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """One launch; NaN for a block whose rows differ."""

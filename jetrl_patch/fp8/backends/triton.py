@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 class TritonBackend(GpuBackend):
@@ -35,6 +36,13 @@ class TritonBackend(GpuBackend):
         from jetrl_patch.kernels.gemm import fprop
 
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits, s_blocks)
+
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        from jetrl_patch.kernels.gemm import fprop
+
+        return fprop(q_MK, s_MG, w.q, None, out_dtype, splits, w.s_blocks)
 
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """One launch; NaN for a block whose rows differ."""
