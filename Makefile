@@ -77,11 +77,11 @@ official: $(SELF)
 	$(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m scripts.official $(SCRIPTS) $(if $(RUN),--run $(patsubst 1,"",$(RUN))) $(ARGS)
 
 # lint, types and the tests, including real runs of verl and OpenRLHF, two files at a time. tests/vllm, whose tests hold an
-# engine in their own process, runs in a separate pytest at the same time. Line coverage more than doubles Python's time, so
-# only test-all measures it.
+# engine in their own process, runs in a separate pytest at the same time, and after it the kernels with an older triton. Line
+# coverage more than doubles Python's time, so only test-all measures it.
 test: lint
 ifeq ($(ARGS),)
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others
+	@$(MAKE) --no-print-directory --jobs=2 --keep-going test-engines test-others test-triton
 else
 	$(TEST) -m "not slow" $(ARGS)
 endif
@@ -117,10 +117,13 @@ test-pins-%: build/pins/%/.done $(SELF)
 # the Triton kernels with another triton, by default the one that verl's pins bring: within their limits and budgets on Hopper
 TRITON ?= $(shell sed -n 's/^triton==//p' requirements/pins-verl.txt)
 test-triton: build/triton-$(TRITON)/.done $(SELF)
-	PYTHONPATH=build/triton-$(TRITON) $(TEST) tests/kernels -k "not interpreter" $(ARGS)
+	@mkdir -p outputs
+	@PYTHONPATH=build/triton-$(TRITON) $(TEST) tests/kernels -k "not interpreter" $(ARGS) >outputs/test-triton.log 2>&1; \
+	status=$$?; cat outputs/test-triton.log; exit $$status
 
 .PRECIOUS: build/triton-%/.done
 build/triton-%/.done: | $(SELF)
+	rm -rf $(@D)
 	$(PIP) --target $(@D) triton==$*
 	@touch $@
 

@@ -120,9 +120,11 @@ DeepGEMM's own product for WGrad (`1D1D`) only adds to an FP32 output: where tor
 12.9), each dW is filled with zeros, added to, and rounded, 18 bytes an element in place of 2, which is the row
 `linear, without cuBLASLt`. A main gradient in FP32 (Megatron) is handed to DeepGEMM as it is: nothing is filled, added or cast.
 
-Left in it: each backward turns the bytes of W (`turn_kernel`); to keep them turned would take one more byte for each weight, from
-the first micro-batch of a step to the last. The saved X gets other groups for WGrad (`requantize_kernel`), once for the layers
-that read it. Autograd adds up the dX of those layers (`add`).
+W is read twice, as it is and turned. Both are written by one launch for all micro-batches of a step, where no rank frees the
+weights between passes, and held to the last of them, 2 bytes a weight; else each backward turns W once more (`turn_kernel`).
+
+Left in it: the saved X gets other groups for WGrad (`requantize_kernel`), once for the layers that read it. Autograd adds up the
+dX of those layers (`add`).
 
 A block in exact mode: attention's backward is two kernels with seven products, where FlashAttention-2 has five. In `linear`,
 Qwen3's norms of each head are those of Hugging Face, which exact mode replaces by one kernel.

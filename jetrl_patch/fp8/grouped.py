@@ -30,10 +30,11 @@ __all__ = ["Saved", "Stacks", "grouped_experts_forward", "run_grouped"]
 
 
 class Stacks(NamedTuple):
-    """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block."""
+    """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block; if held, also turned, [S, K, N]."""
 
     gate_up: tuple[Tensor, Tensor]
     down: tuple[Tensor, Tensor]
+    turned: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class Saved(NamedTuple):
@@ -132,9 +133,8 @@ class _Grouped(torch.autograd.Function):
         weights = weights_Tk.float().contiguous()
         stacks = own.stacks(gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
         wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
-        u_PI = kernels.grouped(
-            *kernels.quantize_rows(dy_TH, form), *_turned(kernels, stacks.down), plan, torch.float32, tokens=True
-        )
+        down = _turned(kernels, stacks.down, stacks.turned[1])
+        u_PI = kernels.grouped(*kernels.quantize_rows(dy_TH, form), *down, plan, torch.float32, tokens=True)
         dab_PF, dweights_Tk = kernels.pair_backward(u_PI, ab_PF, qh_PI, sh_PG, weights, plan)
         if ctx.watched is not None:
             ctx.watched.backward(dy_TH, *dab_PF.chunk(2, 1))
@@ -147,7 +147,7 @@ class _Grouped(torch.autograd.Function):
             P, F = dab_PF.shape
             halves = kernels.quantize_rows(dab_PF.view(2 * P, F // 2), form)  # gate and up in groups of their own
             q, s = (t.view(P, 2 * t.shape[1]) for t in halves)
-            dx_PH = kernels.grouped(q, s, *_turned(kernels, stacks.gate_up), plan, torch.float32, summed=2)
+            dx_PH = kernels.grouped(q, s, *_turned(kernels, stacks.gate_up, stacks.turned[0]), plan, torch.float32, summed=2)
             dx = kernels.combine(dx_PH, plan, None, written(ctx.x_dtype)).to(ctx.x_dtype)
         if wants_gate_up:
             g = kernels.group_tokens(dab_PF, plan, form)
@@ -156,9 +156,9 @@ class _Grouped(torch.autograd.Function):
         return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None, None
 
 
-def _turned(kernels: Any, stack: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _turned(kernels: Any, stack: tuple[Tensor, Tensor], at_hand: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each matrix transposed, with its scales."""
-    return kernels.turned(stack[0]), stack[1].transpose(1, 2)
+    return kernels.turned(stack[0]) if at_hand is None else at_hand, stack[1].transpose(1, 2)
 
 
 def grouped_experts_forward(

@@ -8,7 +8,6 @@ FP8 model on every rank.
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -23,25 +22,19 @@ from jetrl_patch.fp8.backends import Backend, get_backend
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
 from jetrl_patch.fp8.handed import HANDED
-from jetrl_patch.fp8.quantize import expand_weight_scale
 from jetrl_patch.fp8.regrouped import Regrouped
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 @dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """e4m3 [N, K] and its block scales [ceil(N/128), G]."""
+class Promise:
+    """That weights stay as they are (``unchanged``); ``gradients``: backward passes read them too."""
 
-    q: Tensor
-    s_blocks: Tensor
-
-    @functools.cached_property
-    def s_rows(self) -> Tensor:
-        """The same scales per row, [N, G]."""
-        return expand_weight_scale(self.s_blocks, self.q.shape[0])
+    gradients: bool
 
 
-#: the promises that hold now (``unchanged``). A copy of a state, here or in another process, has a copy, which is none of them.
-PROMISES: set[object] = set()
+#: the promises that hold now. A copy of a state, here or in another process, has a copy, which is none of them.
+PROMISES: set[Promise] = set()
 
 
 def backward_pass() -> int | None:
@@ -60,7 +53,7 @@ class Fp8State:
     splits: int = 1
     _cached: tuple[int, QuantizedWeight] | None = field(default=None, repr=False)
     #: the promise that the layer's own weight stays as it is (``unchanged``)
-    promise: object = field(default=None, repr=False)
+    promise: Promise | None = field(default=None, repr=False)
     #: what is told whether a kept weight still is the weight, as a flag on its device (``unchanged``)
     audit: Callable[[Tensor], None] | None = field(default=None, repr=False)
     _kept: tuple[tuple[Any, ...], QuantizedWeight] | None = field(default=None, repr=False)
@@ -69,7 +62,7 @@ class Fp8State:
     def backend(self) -> Backend:
         return get_backend(self.backend_name)
 
-    def promised(self, promise: object) -> None:
+    def promised(self, promise: Promise | None) -> None:
         """Start to rely on a promise, or stop with None. What was kept is dropped."""
         self.promise, self.audit, self._kept = promise, None, None
 
@@ -88,25 +81,26 @@ class Fp8State:
             return QuantizedWeight(weight.q, weight.s_blocks)
         if isinstance(weight, Fp8Shard):  # not sharded, or not yet
             return QuantizedWeight(*weight.quantized())
-        promised = self.promise in PROMISES
-        since = self.promise if promised else backward_pass() if made_in is None else made_in
+        promise = self.promise if self.promise in PROMISES else None
+        since = promise or (backward_pass() if made_in is None else made_in)
         if not own or since is None or weight.is_inference():  # inference tensors have no version
             return self._of_content(weight)
         key, kept = (since, weight._version, weight.shape, weight.dtype, weight.device), self._kept
         if kept is None or kept[0] != key:
-            kept = key, self._of_content(weight)
+            kept = key, self._of_content(weight, turned=promise is not None and promise.gradients)
         elif last and self.audit is not None and backward_pass() is not None:
             self.audit(_differ(kept[1], self._of_content(weight)))
-        self._kept = kept if promised or not last else None
+        self._kept = kept if promise is not None or not last else None
         return kept[1]
 
-    def _of_content(self, weight: Tensor) -> QuantizedWeight:
+    def _of_content(self, weight: Tensor, turned: bool = False) -> QuantizedWeight:
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
         # The key is the content: an optimizer, a checkpoint or an EMA may write in ways that leave no other trace.
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
-        result = QuantizedWeight(*self.backend.quantize_weight(w_NK, self.scale_format))
+        quantize = self.backend.quantize_weight_turned if turned and self.backend.turns else self.backend.quantize_weight
+        result = QuantizedWeight(*quantize(w_NK, self.scale_format))
         if key is not None:
             self._cached = (key, result)
         return result
@@ -170,7 +164,7 @@ def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -
     """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
     read = _last_activation.quantize(x, x_MK, state)
-    y_MN = state.backend.gemm(read.q_MK, read.s_MG, w.q, w.s_rows, torch.bfloat16, state.splits, w.s_blocks)
+    y_MN = state.backend.product(read.q_MK, read.s_MG, w, torch.bfloat16, state.splits)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
     return y_MN.view(*x.shape[:-1], y_MN.shape[1]), read
@@ -203,9 +197,9 @@ class _Fp8Matmul(torch.autograd.Function):
             w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in)
         if all(wanted):
             saved = q_MK, s_MG, state.scale_format
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both)
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both, w.turned)
         elif wanted[0]:
-            dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype)
+            dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype, w.turned)
         elif wanted[1]:
             dw = state.backend.weight_gradient(g_MN, q_MK, s_MG, state.scale_format, ctx.w_dtype, ctx.shared, main)
         if dx is not None:

@@ -6,21 +6,26 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.errors import explain
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.fp8.formats import BLOCK, FP8, groups
 
 
-def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype) -> None:
+def check_fprop(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False
+) -> None:
     """Require e4m3 X [M, K] with FP32 scales [M, G] and W [N, K] with [N, G] on one device, and BF16 or FP32 output.
+
+    With ``blocks`` the scales of W are [ceil(N/128), G].
 
     Raises:
         TypeError: a dtype is wrong.
         ValueError: the shapes do not match, or the tensors are on several devices.
     """
-    for name, q, s in (("X", q_MK, s_MG), ("W", w_NK, s_NG)):
+    for name, q, s, rows in (("X", q_MK, s_MG, 1), ("W", w_NK, sw, BLOCK if blocks else 1)):
         if q.dtype != FP8 or s.dtype != torch.float32:
             raise TypeError(f"{name}: expected {FP8} with torch.float32 scales, found {q.dtype} with {s.dtype}")
-        if q.dim() != 2 or s.shape != (q.shape[0], groups(q.shape[1])):
-            raise ValueError(f"{name}: {list(q.shape)} needs one scale per row and 128 columns, found {list(s.shape)}")
+        if q.dim() != 2 or s.shape != (-(-q.shape[0] // rows), groups(q.shape[1])):
+            per = "row" if rows == 1 else f"{rows} rows"
+            raise ValueError(f"{name}: {list(q.shape)} needs one scale per {per} and 128 columns, found {list(s.shape)}")
     if q_MK.shape[1] != w_NK.shape[1]:
         raise ValueError(
             explain(
@@ -30,7 +35,7 @@ def check_fprop(q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtyp
                 fix="check the caller; if weights are sharded, check that this one is gathered",
             )
         )
-    devices = {str(t.device) for t in (q_MK, s_MG, w_NK, s_NG)}
+    devices = {str(t.device) for t in (q_MK, s_MG, w_NK, sw)}
     if len(devices) > 1:
         raise ValueError(
             explain(

@@ -59,7 +59,13 @@ class PlainProducts(Backend):
         return product(q_MK, w_NK)
 
     def dgrad(
-        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
     ) -> Tensor:
         """dX [M, K], summed in FP32."""
         return torch.mm(g_MN.float(), w_NK.float()).to(out_dtype)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.formats import ScaleFormat, groups
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str, splits: int) -> Tensor:
@@ -53,8 +53,7 @@ def _linear(
 ) -> Tensor:
     kind = get_backend(backend)
     q_NK, s_blocks = kind.quantize_weight(weight.to(torch.bfloat16).contiguous(), cast(ScaleFormat, scale_format))
-    s_NG = expand_weight_scale(s_blocks, weight.shape[0])
-    y_MN = kind.gemm(q_MK, s_MG, q_NK, s_NG, torch.bfloat16, splits, s_blocks)
+    y_MN = kind.product(q_MK, s_MG, QuantizedWeight(q_NK, s_blocks), torch.bfloat16, splits)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # not in the graph: fused with the next op, the sum would not be rounded
     return y_MN

@@ -17,7 +17,8 @@ The promise is guarded. A step of any torch optimizer and a load of a state dict
 layer, another one every time, is quantized again by each backward pass and compared on the device; the host reads the result when
 the next block begins: one wait in an optimizer step, and none among the passes.
 
-What is held are the FP8 bytes of the layers, 1 byte for each of their weights, on every rank. Where ranks free the gathered
+What is held are the FP8 bytes of the layers, on every rank: 1 byte for each of their weights and, for a backend whose DGrad reads
+W^T, 1 more. One launch writes both; otherwise every backward would turn W once more. Where ranks free the gathered
 weights after each layer, that would be the memory that sharding saves: there nothing is promised, and only a recomputation hands
 its bytes to the gradients after it (``linear``).
 """
@@ -34,7 +35,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jetrl_patch.errors import AuditError, explain
 from jetrl_patch.fp8.expert_layers import expert_states
-from jetrl_patch.fp8.linear import PROMISES, Fp8State
+from jetrl_patch.fp8.linear import PROMISES, Fp8State, Promise
 
 __all__ = ["unchanged_weights", "written_weights"]
 
@@ -67,16 +68,19 @@ def _read() -> None:
 
 
 @contextlib.contextmanager
-def unchanged_weights(model: nn.Module) -> Iterator[None]:
+def unchanged_weights(model: nn.Module, gradients: bool = True) -> Iterator[None]:
     """Promise that in this block nobody writes another value to a weight of ``model``, and hold its FP8 bytes meanwhile.
 
     Do not use it where ranks free the gathered weights between passes to save memory: the bytes of all layers add up.
+
+    Args:
+        gradients: backward passes follow, which read W^T. It is made and held only then.
 
     Raises:
         AuditError: in an earlier block, or on a CPU in this one, a weight was written.
     """
     _read()
-    promise, named = object(), _states(model)
+    promise, named = Promise(gradients), _states(model)
 
     def end(*_: Any) -> None:
         PROMISES.discard(promise)

@@ -31,6 +31,7 @@ from jetrl_patch.kernels.gemm_common import (
     place,
     programs,
     tile_for,
+    weight_scales,
 )
 
 #: rows of tiles per band; see ``place``
@@ -79,7 +80,7 @@ def fprop(
     q_MK: Tensor,
     s_MG: Tensor,
     w_NK: Tensor,
-    s_NG: Tensor,
+    s_NG: Tensor | None,
     out_dtype: torch.dtype = torch.bfloat16,
     splits: int = 1,
     s_blocks: Tensor | None = None,
@@ -87,6 +88,7 @@ def fprop(
     """Y [M, N] in BF16 or FP32, as ``fp8.reference.fprop``; scales may have any strides.
 
     Args:
+        s_NG: not read with ``s_blocks``; None if they are not at hand.
         s_blocks: the scales of W per block [ceil(N / 128), G], if every 128 rows share one: the same bits, with fewer
             instructions.
 
@@ -99,13 +101,9 @@ def fprop(
     if w_NK.shape[1] != K:
         raise ValueError(f"X {list(q_MK.shape)} and W {list(w_NK.shape)} differ in K")
     check_operand("X", q_MK, s_MG, (M, groups(K)))
-    check_operand("W", w_NK, s_NG, (N, groups(K)))
     split_width(K, splits)  # raises if that cuts a block
-    sw = s_NG
-    if s_blocks is not None:
-        check_operand("W", w_NK, s_blocks, (groups(N), groups(K)))
-        sw = s_blocks
-    check_device(q_MK, s_MG, w_NK, s_NG, sw)
+    sw = weight_scales(w_NK, s_NG, s_blocks)
+    check_device(q_MK, s_MG, w_NK, sw)
     y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
     if y.numel():
         launch(q_MK, s_MG, w_NK, sw, y, tile_for(N), s_blocks is not None, splits)

@@ -12,7 +12,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.fp8.formats import BLOCK, FP8
+from jetrl_patch.fp8.formats import BLOCK, FP8, groups
 
 #: TMA requires rows that start at multiples of 16 bytes
 ALIGN = 16
@@ -115,6 +115,22 @@ def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int])
         raise ValueError(f"{name}: {list(q.shape)} needs scales of shape {list(scale_shape)}, found {list(s.shape)}")
     if s.device != q.device:
         raise ValueError(f"{name}: the matrix is on {q.device}, its scales on {s.device}")
+
+
+def weight_scales(w_NK: Tensor, s_NG: Tensor | None, s_blocks: Tensor | None) -> Tensor:
+    """The scales of W that a product reads: those per block if they are given, else those per row; both are checked.
+
+    Raises:
+        TypeError, ValueError: as ``check_operand``, or there are none.
+    """
+    N, K = w_NK.shape
+    for s, rows in ((s_NG, N), (s_blocks, groups(N))):
+        if s is not None:
+            check_operand("W", w_NK, s, (rows, groups(K)))
+    sw = s_NG if s_blocks is None else s_blocks
+    if sw is None:
+        raise ValueError("W: expected its scales per row or per block, found neither")
+    return sw
 
 
 def check_output(out_dtype: torch.dtype) -> None:

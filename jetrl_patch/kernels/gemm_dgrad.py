@@ -3,8 +3,9 @@
     dY e4m3 [M, N] row-major, s [M, ceil(N/128)];  W e4m3 [N, K] row-major, s blocks [ceil(N/128), ceil(K/128)]
 
 ``wgmma`` needs the contraction dimension contiguous, but W has K contiguous. So W^T [K, N] is written first, 2 bytes an element,
-and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that the compiler turns each box of W in shared memory,
-byte by byte and once for every tile of dX: 64 byte stores a thread in a loop of 320 instructions, where FProp's has 200.
+unless the quantizer wrote it beside W, and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that the compiler
+turns each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte stores a thread in a loop of 320
+instructions, where FProp's has 200.
 """
 
 from __future__ import annotations
@@ -53,8 +54,18 @@ def turned(w_NK: Tensor) -> Tensor:
     return made.view(FP8)[..., :N]
 
 
-def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
+def dgrad(
+    g_MN: Tensor,
+    s_MG: Tensor,
+    w_NK: Tensor,
+    s_blocks: Tensor,
+    out_dtype: torch.dtype = torch.bfloat16,
+    w_KN: Tensor | None = None,
+) -> Tensor:
     """dX [M, K] in BF16 or FP32 from quantized operands; ``fp8.reference.dgrad`` is the reference.
+
+    Args:
+        w_KN: ``turned(w_NK)``, if it is at hand.
 
     Raises:
         TypeError, ValueError: the operands do not match.
@@ -69,7 +80,7 @@ def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype:
     check_device(g_MN, s_MG, w_NK, s_blocks)
     dx = torch.empty(M, K, dtype=out_dtype, device=g_MN.device)
     if dx.numel():
-        launch(g_MN, s_MG, turned(w_NK), s_blocks.t(), dx, TILE, blocks=True)
+        launch(g_MN, s_MG, turned(w_NK) if w_KN is None else w_KN, s_blocks.t(), dx, TILE, blocks=True)
     return dx
 
 

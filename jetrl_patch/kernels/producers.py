@@ -20,9 +20,9 @@ from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized, widened
 from jetrl_patch.kernels.gemm_common import rounded
 from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, options
-from jetrl_patch.kernels.silu import silu_mul_quantize_both, silu_mul_quantize_rows
+from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 
-__all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_both", "silu_mul_quantize_rows"]
+__all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_rows"]
 
 #: the widest row that a program can hold
 WIDEST = 16384

@@ -3,7 +3,7 @@
     rows    1x128 along K     q [M, K]                         s [M, G]
     tokens  128x1 along M     q [M, K] or transposed [K, M]    s [ceil(M / 128), K]
     both    both in one read: DGrad's operand [M, K] and WGrad's [K, M]
-    weight  128x128 blocks    q [N, K]                         s [ceil(N / 128), G]
+    weight  128x128 blocks    q [N, K], also as [K, N]         s [ceil(N / 128), G]
 
 G = ceil(K / 128). Matrices are row-major; elements outside count as zero. The tiling never affects a bit: a group's scale is
 a maximum, which has no order, and everything else is elementwise.
@@ -19,6 +19,7 @@ from torch import Tensor
 from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value, magnitude, quantized
+from jetrl_patch.kernels.gemm_common import ALIGN
 from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, new_tokens, options
 from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
 
@@ -28,6 +29,8 @@ ROWS, FEW_ROWS, FEW = 32, 4, 1024
 COLUMNS = 64
 #: warps per tile of 128 x 128; fewer would need too many registers
 BOTH_WARPS = 16
+#: warps per block of a weight, written once and also turned
+WEIGHT_WARPS = 8, BOTH_WARPS
 
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
@@ -66,8 +69,10 @@ def both_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def weight_kernel(w, q, s, N, K, w_n, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A block of one matrix of a stack, whose matrices are N rows apart."""
+def weight_kernel(  # type: ignore[no-untyped-def]
+    w, q, s, qt, N, K, w_n, pitch, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """A block of one matrix of a stack, whose matrices are N rows apart. TURNED also writes its bytes as [K, pitch]."""
     G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     n = (block // G) * 128 + tl.arange(0, 128)
@@ -78,6 +83,9 @@ def weight_kernel(w, q, s, N, K, w_n, POW2: tl.constexpr, HARDWARE: tl.constexpr
     codes, scale = quantized(tile, tl.max(tl.max(magnitude(tile), 1), 0), POW2, HARDWARE)
     tl.store(q + (matrix * N + n[:, None]) * K + k[None, :], codes, mask=(n < N)[:, None] & (k < K)[None, :])
     tl.store(s + tl.program_id(0), scale)
+    if TURNED:
+        at = qt + (matrix * K + k[:, None]) * pitch + n[None, :]
+        tl.store(at, tl.trans(codes), mask=(k < K)[:, None] & (n < pitch)[None, :])
 
 
 def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False) -> tuple[Tensor, Tensor]:
@@ -144,15 +152,31 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
     Of a stack [S, N, K], each matrix in blocks of its own: FP32 [S, ceil(N / 128), G], in one launch.
     """
+    q, s, _ = _weight(w_NK, scale_format, turned=False)
+    return q, s
+
+
+def quantize_weight_turned(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_weight``, and ``gemm_dgrad.turned`` of its bytes, e4m3 [K, N], from one read: one byte an element more."""
+    q, s, qt = _weight(w_NK, scale_format, turned=True)
+    return q, s, qt[..., : w_NK.shape[-2]]
+
+
+def _weight(w_NK: Tensor, scale_format: ScaleFormat, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``turned``: the third tensor is W^T, in rows of a pitch; otherwise it is W."""
     *stack, N, K = w_NK.shape
     w_RK = w_NK.flatten(0, 1) if stack else w_NK
     check_input("weight", w_RK, torch.bfloat16, torch.float32)
     fixed = options(w_RK, scale_format)
     q = torch.empty(w_NK.shape, dtype=torch.uint8, device=w_NK.device)
     s = torch.empty(*stack, groups(N), groups(K), dtype=torch.float32, device=w_NK.device)
+    pitch = -(-N // ALIGN) * ALIGN
+    qt = torch.empty(*stack, K, pitch, dtype=torch.uint8, device=w_NK.device) if turned else q
     if q.numel():
-        weight_kernel[(s.numel(),)](w_RK, q, s, N, K, w_RK.stride(0), num_warps=8, **fixed)
-    return as_fp8(q), s
+        weight_kernel[(s.numel(),)](
+            w_RK, q, s, qt, N, K, w_RK.stride(0), pitch, TURNED=turned, num_warps=WEIGHT_WARPS[turned], **fixed
+        )
+    return as_fp8(q), s, as_fp8(qt)
 
 
 _X = {"x": "*bf16", "q": "*u8", "s": "*fp32"}
@@ -185,12 +209,13 @@ def _specs() -> tuple[Spec, ...]:
                 {"num_warps": BOTH_WARPS, **COMPILER}, ("K", "x_m", "pitch"),
             )
         )  # fmt: skip
-        for dtype in ("bf16", "fp32"):
+        for dtype, turned in (("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)):
             found.append(
                 Spec(
-                    f"quantize_weight_{dtype}_{scale}", weight_kernel,
-                    {"w": f"*{dtype}", "q": "*u8", "s": "*fp32", "N": "i32", "K": "i32", "w_n": "i32"}, fixed,
-                    {"num_warps": 8, **COMPILER}, ("N", "K", "w_n"),
+                    f"quantize_weight_{dtype}{'_turned' * turned}_{scale}", weight_kernel,
+                    {"w": f"*{dtype}", "q": "*u8", "s": "*fp32", "qt": "*u8"}
+                    | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"),
+                    {"TURNED": turned, **fixed}, {"num_warps": WEIGHT_WARPS[turned], **COMPILER}, ("N", "K", "w_n", "pitch"),
                 )
             )  # fmt: skip
     return tuple(found)

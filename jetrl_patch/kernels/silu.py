@@ -19,9 +19,9 @@ from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.e4m3 import bf16_value
 from jetrl_patch.kernels.gemm_common import rounded
-from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, new_tokens, options
-from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
-from jetrl_patch.kernels.tiles import load_tile, store_rows, store_tokens
+from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, options
+from jetrl_patch.kernels.quantize import FEW, FEW_ROWS, ROWS
+from jetrl_patch.kernels.tiles import load_tile, store_rows
 
 #: rows and warps of a tile, for many and for few tokens. A triton that cannot schedule for few registers needs more than 64 for
 #: 16 elements a thread: there a thread gets 8
@@ -76,18 +76,6 @@ def silu_mul_rows_kernel(  # type: ignore[no-untyped-def]
         tl.store(y + m.to(tl.int64)[:, None] * K + k[None, :], rounded(tile), mask=(m < M)[:, None] & (k < K)[None, :])
 
 
-@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
-def silu_mul_both_kernel(  # type: ignore[no-untyped-def]
-    gate, up, q, s, qt, st, M, K, gate_m, up_m, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr
-):
-    G = tl.cdiv(K, 128)
-    gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
-    m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
-    tile = silu_mul_tile(gate, up, m, k, M, K, gate_m, up_m, HARDWARE)
-    store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
-    store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
-
-
 def _gate_and_up(gate_MK: Tensor, up_MK: Tensor) -> None:
     check_input("gate", gate_MK)
     check_input("up", up_MK)
@@ -135,30 +123,11 @@ def silu_mul_quantize_rows(
     return Multiplied(as_fp8(q), s, y)
 
 
-def silu_mul_quantize_both(
-    gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, pad: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """``quantize_both(silu_mul(gate, up))``; the two may be halves of one tensor.
-
-    Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
-    """
-    _gate_and_up(gate_MK, up_MK)
-    fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
-    (q, s), (qt, st) = new_rows(gate_MK, M, K, columns), new_tokens(gate_MK, M, K, True, pad)
-    if q.numel():
-        silu_mul_both_kernel[(groups(M) * groups(K),)](
-            gate_MK, up_MK, q, s, qt, st, M, K, gate_MK.stride(0), up_MK.stride(0), *s.stride(), qt.stride(0),
-            num_warps=BOTH_WARPS, **fixed,
-        )  # fmt: skip
-    return as_fp8(q), s, as_fp8(qt), st
-
-
 def _specs() -> tuple[Spec, ...]:
     found = []
     inputs = {"gate": "*bf16", "up": "*bf16", "q": "*u8", "s": "*fp32"}
     sizes = dict.fromkeys(("M", "K", "gate_m", "up_m", "s_m", "s_g"), "i32")
-    aligned = ("K", "gate_m", "up_m", "pitch")
+    aligned = ("K", "gate_m", "up_m")
     for scale in ("pow2", "fp32"):
         fixed = {"POW2": scale == "pow2", "HARDWARE": True}
         for rows, warps in (TILE, TILE_OF_FEW):
@@ -170,13 +139,6 @@ def _specs() -> tuple[Spec, ...]:
                         {"num_warps": warps, **COMPILER}, aligned,
                     )
                 )  # fmt: skip
-        found.append(
-            Spec(
-                f"silu_mul_both_{scale}", silu_mul_both_kernel,
-                inputs | {"qt": "*u8", "st": "*fp32"} | sizes | {"pitch": "i32"}, fixed,
-                {"num_warps": BOTH_WARPS, **COMPILER}, aligned,
-            )
-        )  # fmt: skip
     return tuple(found)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import builtins
-import importlib.util
 import types
 
 import pytest
@@ -96,7 +95,7 @@ def test_a_gpu_without_a_fast_backend_is_told_once(machine, sm, caplog):
         ("triton", {"sm": (8, 0)}, "needs compute capability 9.0 .Hopper., and this device has 8.0"),
         ("triton", {"sm": None}, "sees no CUDA device"),
         ("triton", {"hip": "6.2"}, "built for ROCm 6.2"),
-        ("triton", {"packages": ()}, "the triton package is not installed"),
+        ("triton", {"packages": ()}, "found triton is not installed"),
         ("deep_gemm", {"sm": (8, 9), "deep_gemm": working}, "this device has 8.9"),
         ("deep_gemm", {}, "deep_gemm is not installed, vllm.third_party.deep_gemm is not installed"),
         ("deep_gemm", {"deep_gemm": empty}, "deep_gemm has no fp8_gemm_nt"),
@@ -309,4 +308,5 @@ def test_a_rollout_is_refused_by_name_and_asked_once(monkeypatch):
 
 
 def test_find_spec_of_a_missing_parent():
-    assert importlib.util.find_spec("torch") and not capability._found("no_such_package.child")
+    assert capability._missing("torch") is None
+    assert capability._missing("no_such_package.child") == "no_such_package.child is not installed"

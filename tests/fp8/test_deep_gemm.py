@@ -11,6 +11,7 @@ import torch
 from jetrl_patch.fp8 import channel, quantize
 from jetrl_patch.fp8.backends import deep_gemm, get_backend
 from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, packed, pitched, row_major
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 from . import deep_gemm_double as double
 from .deep_gemm_double import DeepGemm, Refused
@@ -49,6 +50,22 @@ def test_every_number_of_rows(library, N, K):
             assert torch.equal(ours.fprop(x, q, rows, "pow2", dtype, s_blocks=blocks), expected), (M, dtype)
             assert torch.equal(ours.fprop(x, q, rows, "pow2", dtype), expected), (M, dtype)
     assert {kernel for kernel, *_ in library.calls} == {"1d1d", "1d2d"} and library.copies == 0
+
+
+def test_a_weight_in_blocks_needs_no_scales_per_row(library):
+    ours, (x, q, rows, blocks) = DeepGemmBackend(), operands(300, 320, 1008)
+    w, operand = QuantizedWeight(q, blocks), quantize.quantize_activation(x, "pow2")
+    expected = get_backend("torch").fprop(x, q, rows, "pow2")
+    assert torch.equal(ours.product(*operand, w, BF16), expected) and "s_rows" not in vars(w)
+    with pytest.raises(ValueError, match="inputs of width 1008"):
+        ours.product(operand[0][:, :128], operand[1][:, :1], w, BF16)
+    with pytest.raises(ValueError, match=r"W: \[320, 1008\] needs one scale per 128 rows"):
+        ours.product(*operand, QuantizedWeight(q, rows), BF16)
+    x, q, rows, blocks = operands(300, 48, 1024)
+    w, operand = QuantizedWeight(q, blocks), quantize.quantize_activation(x, "pow2")
+    for dtype, splits in ((FP32, 1), (BF16, 4)):
+        assert torch.equal(ours.product(*operand, w, dtype, splits), ours.gemm(*operand, q, rows, dtype, splits, blocks))
+    assert torch.equal(vars(w)["s_rows"], rows)
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -118,6 +118,11 @@ def test_a_cache_that_cannot_be_written(machine, monkeypatch):
     assert not jit.check_compiler("2.5.0")[0]
 
 
+def only(monkeypatch, *names):
+    """Only these modules are installed."""
+    monkeypatch.setattr(capability, "_missing", lambda name: None if name in names else f"{name} {capability.ABSENT}")
+
+
 @pytest.fixture
 def hopper(monkeypatch):
     """A Hopper GPU with DeepGEMM and triton installed; importing DeepGEMM is recorded."""
@@ -131,7 +136,7 @@ def hopper(monkeypatch):
 
     importlib_import = capability.importlib.import_module
     monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
-    monkeypatch.setattr(capability, "_found", lambda name: name in ("deep_gemm", "triton"))
+    only(monkeypatch, "deep_gemm", "triton")
     monkeypatch.setattr(capability.importlib, "import_module", load)
     monkeypatch.setattr(capability, "deep_gemm_version", lambda: "2.8.0")
     backends._say_next.cache_clear()
@@ -155,10 +160,31 @@ def test_with_nvcc_it_serves(hopper, machine, monkeypatch, caplog):
 
 def test_an_installation_without_it_is_no_warning(monkeypatch, caplog):
     monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
-    monkeypatch.setattr(capability, "_found", lambda name: name == "triton")
+    only(monkeypatch, "triton")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     backends._say_next.cache_clear()
     assert choose_backend("auto", "cuda") == "triton" and not caplog.records
+
+
+@pytest.mark.parametrize("error", [OSError("libcudart.so.12: no such file"), RuntimeError(), ModuleNotFoundError(name="numpy")])
+def test_a_broken_library_leaves_it_to_the_next_with_the_reason(error, monkeypatch, caplog):
+    """To look for what vLLM ships imports vLLM, whose CUDA libraries may not load."""
+
+    def find_spec(name):
+        if name.startswith("vllm."):
+            raise error
+        return None if name == "deep_gemm" else types.SimpleNamespace(origin=None)
+
+    monkeypatch.setattr(capability, "check_hopper", lambda: (True, "a GPU"))
+    monkeypatch.setattr(capability.importlib.util, "find_spec", find_spec)
+    backends._say_next.cache_clear()
+    assert choose_backend("auto", "cuda") == "triton"
+    (record,) = caplog.records
+    reason = f"vllm.third_party.deep_gemm cannot be imported ({type(error).__name__}: {error})"
+    assert record.levelname == "WARNING" and reason in record.getMessage()
+    with pytest.raises(ConfigError) as refused:
+        choose_backend("deep_gemm", "cuda")
+    assert reason in str(refused.value)
 
 
 @pytest.mark.parametrize("revision", FACTS["sources"])

@@ -34,8 +34,9 @@ class PlainGpu(GpuBackend):
     def gemm(self, q_MK, s_MG, w_NK, s_NG, out_dtype, splits=1, s_blocks=None):
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
-    def dgrad_product(self, g_MN, s_MG, w_NK, s_blocks, out_dtype):
-        return (dequantize_activation(g_MN, s_MG) @ dequantize_weight(w_NK, s_blocks)).to(out_dtype)
+    def dgrad_product(self, g_MN, s_MG, w_NK, s_blocks, out_dtype, w_KN=None):
+        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        return (dequantize_activation(g_MN, s_MG) @ dequantize_weight(w_KN.t().contiguous(), s_blocks)).to(out_dtype)
 
     def wgrad_product(self, g_NM, sg, x_KM, sx, out_dtype):
         g, x = (q.float() * s.t().repeat_interleave(BLOCK, 1) for q, s in ((g_NM, sg), (x_KM, sx)))

@@ -17,6 +17,7 @@ from jetrl_patch.fp8.backends.triton import TritonBackend
 from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.experts import run_experts
 from jetrl_patch.fp8.grouped import Stacks, run_grouped
+from jetrl_patch.fp8.linear import Promise
 from jetrl_patch.fp8.ranks import ExpertSplit, added
 from jetrl_patch.kernels import grouped
 
@@ -128,6 +129,18 @@ def test_the_bytes_are_those_that_a_sync_sends():
         index = expert if part == "down_proj" else 2 * expert + (part == "up_proj")
         sent = matrix.fp8.quantized(one)
         assert torch.equal(sent.q.view(torch.uint8), w[index].view(torch.uint8)) and torch.equal(sent.s_blocks, s[index])
+
+
+def test_held_matrices_are_not_turned_again(monkeypatch):
+    layer = Layer(20, 3, **SIZES, k=2, backend="triton")
+    expected, promise = gradients(layer), Promise(gradients=True)
+    for state in layer.own.states():
+        state.promised(promise)
+    monkeypatch.setattr(grouped, "turned", None)
+    monkeypatch.setattr("jetrl_patch.fp8.linear.PROMISES", {promise})
+    for _ in range(2):
+        y, found = gradients(layer)
+        assert torch.equal(y, expected[0]) and all(torch.equal(a, b) for a, b in zip(found, expected[1], strict=True))
 
 
 def launches(experts, backward):

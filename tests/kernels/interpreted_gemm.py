@@ -20,6 +20,7 @@ from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.backends.deep_gemm import block_scales as in_torch
 from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.unchanged import unchanged_weights
 from jetrl_patch.kernels import gemm, gemm_common
 from jetrl_patch.kernels.gemm import fprop
 from jetrl_patch.kernels.gemm_dgrad import dgrad, turned
@@ -376,3 +377,25 @@ def test_w_turned_by_tiles_is_its_transpose(shape):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     found = get_backend("triton").turned(codes.view(torch.float8_e4m3fn))
     assert found.is_contiguous() and torch.equal(found.view(torch.uint8), codes.t())
+
+
+def test_a_held_weight_is_not_turned_again(monkeypatch):
+    """Its quantizer wrote W^T, from which DGrad has the same bits."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(144, 272), nn.Linear(272, 130))
+    for layer in model:
+        layer.__class__, layer.fp8 = Fp8Linear, Fp8State("pow2", "triton")
+    x = torch.randn(2, 70, 144).to(torch.bfloat16).requires_grad_()
+
+    def step():
+        model.zero_grad()
+        return [torch.autograd.grad(model(part).float().pow(2).sum(), part)[0] for part in x.unbind()]
+
+    monkeypatch.setattr("jetrl_patch.fp8.weight.expand_weight_scale", None)  # nor are scales per row made
+    expected = step()
+    monkeypatch.setattr("jetrl_patch.kernels.gemm_dgrad.turned", None)
+    with pytest.raises(TypeError):
+        step()
+    with unchanged_weights(model):
+        found = step()
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))

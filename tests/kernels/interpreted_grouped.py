@@ -12,7 +12,7 @@ import triton
 from jetrl_patch.fp8 import quantize, reference
 from jetrl_patch.kernels import gemm_dgrad, gemm_wgrad, grouped
 from jetrl_patch.kernels.gemm import fprop
-from jetrl_patch.kernels.quantize import quantize_rows, quantize_tokens, quantize_weight
+from jetrl_patch.kernels.quantize import quantize_rows, quantize_tokens, quantize_weight, quantize_weight_turned
 from jetrl_patch.kernels.requantize import requantize_tokens
 
 from ..fp8.thresholds import SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
@@ -108,6 +108,9 @@ def test_a_stack_is_quantized_and_turned_matrix_by_matrix(shape):
     q, s = quantize_weight(w.float(), "pow2")
     turned = grouped.turned(q)
     assert turned.stride(1) % 16 == 0
+    beside = quantize_weight_turned(w.float(), "pow2")
+    assert torch.equal(beside[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(beside[1], s)
+    assert torch.equal(beside[2].view(torch.uint8), turned.view(torch.uint8)) and beside[2].stride() == turned.stride()
     for one, ours, scales, other in zip(w, q, s, turned, strict=True):
         expected = quantize_weight(one, "pow2")
         assert torch.equal(ours.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scales, expected[1])

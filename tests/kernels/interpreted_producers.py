@@ -70,7 +70,7 @@ def test_silu_mul_equals_two_steps(shape, scale_format, bad):
         both[0, 0] = bad
     gate, up = both[:, :K], both[:, K:]
     y = activation.silu_mul(gate, up)
-    rows, tokens = reference.quantize_activation(y, scale_format), reference.quantize_tokens(y, scale_format)
+    rows = reference.quantize_activation(y, scale_format)
     alone = producers.silu_mul_quantize_rows(gate, up, scale_format, columns=True)
     kept = producers.silu_mul_quantize_rows(gate, up, scale_format, keep=True)
     for made in (alone, kept):
@@ -78,9 +78,6 @@ def test_silu_mul_equals_two_steps(shape, scale_format, bad):
     assert alone.y_MK is None and kept.y_MK is not None
     nan = y.isnan()
     assert torch.equal(kept.y_MK.isnan(), nan) and torch.equal(kept.y_MK[~nan].view(torch.int16), y[~nan].view(torch.int16))
-    q, s, qt, st = producers.silu_mul_quantize_both(gate, up, scale_format)
-    check(q, s, *rows)
-    check(qt, st, tokens[0].t(), tokens[1])
 
 
 def test_large_tiles_of_silu_give_the_same_bits(monkeypatch):
@@ -144,7 +141,7 @@ def test_eps_is_not_rounded():
 def test_empty_batches():
     x = torch.zeros(0, 260, dtype=torch.bfloat16)
     assert producers.rmsnorm_quantize_rows(x, torch.ones(260, dtype=torch.bfloat16), 1e-6, "pow2").s_MG.shape == (0, 3)
-    assert producers.silu_mul_quantize_both(x, x, "pow2")[2].shape == (260, 0)
+    assert producers.silu_mul_quantize_rows(x, x, "pow2").q_MK.shape == (0, 260)
     made = norm_rows.norm_quantize_rows(x, x, torch.ones(260, dtype=torch.bfloat16), 1e-6, "pow2")
     assert made.s_MG.shape == (0, 3) and made.total_MK.shape == (0, 260)
 
@@ -153,7 +150,7 @@ def test_empty_batches():
     ("call", "error", "match"),
     [
         (lambda x: producers.silu_mul_quantize_rows(x, x[:2], "pow2"), ValueError, r"\[4, 256\] on cpu and \[2, 256\] on cpu"),
-        (lambda x: producers.silu_mul_quantize_both(x, x.float(), "pow2"), TypeError, "up: required torch.bfloat16"),
+        (lambda x: producers.silu_mul_quantize_rows(x, x.float(), "pow2"), TypeError, "up: required torch.bfloat16"),
         (lambda x: producers.rmsnorm_quantize_rows(x, x[0, :9], 1e-6, "pow2"), ValueError, r"\[256\] on cpu, found .*\[9\]"),
         (lambda x: producers.rmsnorm_quantize_rows(x, x[0].float(), 1e-6, "pow2"), ValueError, ", found torch.float32"),
         (lambda x: producers.rmsnorm_quantize_rows(x.repeat(1, 65), x[0], 1e-6, "pow2"), ValueError, ", found 16640"),

@@ -75,7 +75,12 @@ def test_every_layout_equals_the_reference(shape, scale_format, kind):
     q, s, qt, st_ = kernels.quantize_both(x, scale_format)
     check(q, s, *rows)
     check(qt, st_, tokens[0].t(), tokens[1])
-    check(*kernels.quantize_weight(x, scale_format), *reference.quantize_weight(x, scale_format))
+    weight = reference.quantize_weight(x, scale_format)
+    check(*kernels.quantize_weight(x, scale_format), *weight)
+    q, s, qt = kernels.quantize_weight_turned(x, scale_format)
+    check(q, s, *weight)
+    check(qt, s, weight[0].t(), weight[1])
+    assert qt.stride(0) % 16 == 0 and qt.stride(1) == 1
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -93,7 +93,6 @@ def quantized(M: int) -> None:
         producers.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
         norm_rows.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
-        silu.silu_mul_quantize_both(rows(M, K), rows(M, K), "pow2", columns, pad=True)
         silu_backward.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
         q, _ = formulas.quantize_activation(rows(M, K), "pow2")
         requantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)

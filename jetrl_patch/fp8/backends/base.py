@@ -20,6 +20,7 @@ from torch import Tensor
 from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.handed import Both
 from jetrl_patch.fp8.regrouped import Regrouped
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 class Backend(ABC):
@@ -28,6 +29,8 @@ class Backend(ABC):
     name: str
     #: whether FProp reads the weight's scales per block if it is handed them
     blocks = False
+    #: whether DGrad reads W^T, which it turns W into unless it is handed it
+    turns = False
 
     @abstractmethod
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -40,6 +43,10 @@ class Backend(ABC):
     @abstractmethod
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         """As ``fp8.quantize.quantize_weight``, bit for bit."""
+
+    def quantize_weight_turned(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
+        """``quantize_weight``, and W^T, e4m3 [K, N], as ``dgrad`` reads it; only if ``turns``."""
+        raise NotImplementedError
 
     @abstractmethod
     def gemm(
@@ -59,11 +66,27 @@ class Backend(ABC):
                 block scales reads them; the result is the same without.
         """
 
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        """``gemm`` of a whole weight. A backend that reads block scales overrides this and leaves those per row unmade."""
+        return self.gemm(q_MK, s_MG, w.q, w.s_rows, out_dtype, splits, w.s_blocks)
+
     @abstractmethod
     def dgrad(
-        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
     ) -> Tensor:
-        """dX [M, K] from the BF16 output gradient [M, N], which this method quantizes in 1x128 groups along N."""
+        """dX [M, K] from the BF16 output gradient [M, N], which this method quantizes in 1x128 groups along N.
+
+        Args:
+            w_KN: W^T of ``quantize_weight_turned``, if it is at hand; only a backend that ``turns`` reads it.
+        """
 
     @abstractmethod
     def wgrad(
@@ -87,6 +110,7 @@ class Backend(ABC):
         shared: Regrouped | None = None,
         main: Tensor | None = None,
         both: Both | None = None,
+        w_KN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """``dgrad`` and ``wgrad`` together, in ``dtypes``. A backend may override this to read dY only once.
 
@@ -94,8 +118,9 @@ class Backend(ABC):
             shared: what the layers that read this input share; only a backend that overrides this reads it.
             main: a main gradient, FP32 [N, K]: dW is added to it in FP32, and None returned in its place.
             both: dY in both layouts, if its producer quantized it; a backend that does not read it quantizes dY.
+            w_KN: as for ``dgrad``.
         """
-        dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0])
+        dx = self.dgrad(g_MN, w_NK, s_blocks, scale_format, dtypes[0], w_KN)
         return dx, self.weight_gradient(g_MN, q_MK, s_MG, scale_format, dtypes[1], shared, main)
 
     def weight_gradient(

@@ -27,6 +27,8 @@ CUDA_OF_CUBLASLT = (12, 9)
 TE_OF_BLOCKWISE = (2, 3)
 #: DeepGEMM as a package of its own and as bundled with CUDA builds of vLLM, in vLLM's search order
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+#: the end of a reason that needs no warning
+ABSENT = "is not installed"
 
 
 def check_hopper() -> Check:
@@ -44,9 +46,8 @@ def check_hopper() -> Check:
 def check_triton() -> Check:
     """Whether the project's own kernels run here."""
     ok, reason = check_hopper()
-    if ok and not _found("triton"):
-        return False, "the triton package is not installed"
-    return ok, reason
+    missing = _missing("triton") if ok else None
+    return (ok, reason) if missing is None else (False, missing)
 
 
 def check_cublaslt() -> Check:
@@ -68,7 +69,7 @@ def check_deep_gemm() -> Check:
     if not ok:
         return ok, reason
     compiler = ""
-    if deep_gemm_installed():
+    if any(_missing(name) is None for name in DEEP_GEMM):
         # first: some versions fail at import, without a word, where there is no toolkit
         ok, compiler = check_compiler(deep_gemm_version())
         if not ok:
@@ -78,13 +79,13 @@ def check_deep_gemm() -> Check:
 
 
 def deep_gemm_installed() -> bool:
-    """Whether there is something to import."""
-    return any(_found(name) for name in DEEP_GEMM)
+    """Whether there is a DeepGEMM, or may be one inside a package that is broken: then it is missed, not absent."""
+    return any((missing := _missing(name)) is None or not missing.endswith(ABSENT) for name in DEEP_GEMM)
 
 
 def deep_gemm_version() -> str | None:
     """The version that will be imported, read without importing it; None if its file does not say."""
-    spec = next((importlib.util.find_spec(name) for name in DEEP_GEMM if _found(name)), None)
+    spec = next((importlib.util.find_spec(name) for name in DEEP_GEMM if _missing(name) is None), None)
     if spec is None or spec.origin is None:
         return None
     said = re.search(r"^__version__ = ['\"]([\d.]+)", Path(spec.origin).read_text(errors="replace"), re.MULTILINE)
@@ -114,13 +115,13 @@ def find_deep_gemm() -> tuple[Any, str]:
     """The DeepGEMM module and its name, or None and why. The PyPI package of that name contains no kernels."""
     reasons = []
     for name in DEEP_GEMM:
-        if not _found(name):
-            reasons.append(f"{name} is not installed")
+        if (missing := _missing(name)) is not None:
+            reasons.append(missing)
             continue
         try:
             module = importlib.import_module(name)
         except Exception as error:  # a broken installation may raise anything
-            reasons.append(f"{name} cannot be imported ({type(error).__name__}: {error})")
+            reasons.append(_broken(name, error))
             continue
         if callable(getattr(module, "fp8_gemm_nt", None)):
             return module, name
@@ -128,8 +129,16 @@ def find_deep_gemm() -> tuple[Any, str]:
     return None, ", ".join(reasons)
 
 
-def _found(name: str) -> bool:
+def _missing(name: str) -> str | None:
+    """Why there is no module ``name`` to import, or None if there is one. To look for it imports the packages that it is in."""
     try:
-        return importlib.util.find_spec(name) is not None
-    except (ImportError, ValueError):  # a parent package is missing
-        return False
+        return f"{name} {ABSENT}" if importlib.util.find_spec(name) is None else None
+    except ModuleNotFoundError as error:
+        parent = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+        return f"{name} {ABSENT}" if parent else _broken(name, error)
+    except Exception as error:  # a CUDA library that cannot be loaded, for example, raises OSError
+        return _broken(name, error)
+
+
+def _broken(name: str, error: Exception) -> str:
+    return f"{name} cannot be imported ({type(error).__name__}: {error})"

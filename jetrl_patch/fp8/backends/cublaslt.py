@@ -51,10 +51,19 @@ class CublasLtBackend(GpuBackend):
         assert total is not None
         return total.to(out_dtype)
 
-    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
         check_widths(self.name, *w_NK.shape)
         s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
-        return _scaled_mm(g_MN, s_MG, self.turned(w_NK), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
+        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        return _scaled_mm(g_MN, s_MG, w_KN, s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         return row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)

@@ -33,6 +33,7 @@ from jetrl_patch.fp8.backends.capability import check_cublaslt, find_deep_gemm
 from jetrl_patch.fp8.backends.gpu import GpuBackend, check_widths
 from jetrl_patch.fp8.formats import BLOCK, FP8, split_width
 from jetrl_patch.fp8.operands import check_fprop
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
 #: up to this many rows 1D1D is handed ``TILE`` rows
@@ -81,6 +82,15 @@ class DeepGemmBackend(GpuBackend):
         assert total is not None
         return total.to(out_dtype)
 
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        if splits > 1 or out_dtype != torch.bfloat16:
+            return super().product(q_MK, s_MG, w, out_dtype, splits)
+        check_fprop(q_MK, s_MG, w.q, w.s_blocks, out_dtype, blocks=True)
+        check_widths(self.name, *reversed(w.q.shape))
+        return self._blocks(q_MK, s_MG, w.q, w.s_blocks)
+
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """One launch; NaN for a block whose rows differ."""
         if self.quantizers(s_NG) is None:
@@ -99,9 +109,18 @@ class DeepGemmBackend(GpuBackend):
         rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
         return sorted({most, *(row for row in rows if row < most)})
 
-    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
         check_widths(self.name, *w_NK.shape)
-        return self._blocks(g_MN, s_MG, self.turned(w_NK), s_blocks.t()).to(out_dtype)
+        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        return self._blocks(g_MN, s_MG, w_KN, s_blocks.t()).to(out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         check_widths(self.name, g_NM.shape[0], x_KM.shape[0])

@@ -30,9 +30,19 @@ class GpuBackend(Backend):
     #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M rounded up to 4)
     columns = False
 
+    turns = True
+
     @abstractmethod
-    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
-        """dX [M, K], BF16 or FP32, from e4m3 dY with groups along N and the weight in its blocks."""
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
+        """dX [M, K], BF16 or FP32, from e4m3 dY with groups along N and the weight in its blocks, also turned if at hand."""
 
     @abstractmethod
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -89,6 +99,13 @@ class GpuBackend(Backend):
             w_NK = w_NK.to(torch.bfloat16)
         return kernels.quantize_weight(w_NK, scale_format)  # or each matrix of a stack [S, N, K]
 
+    def quantize_weight_turned(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
+        kernels = self.quantizers(w_NK)
+        if kernels is None:
+            q, s = self.quantize_weight(w_NK, scale_format)
+            return q, s, turned(q)
+        return kernels.quantize_weight_turned(w_NK, scale_format)
+
     def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         """As ``quantize_tokens``, but in WGrad's layout: e4m3 [K, M], with M zero-padded to whole groups."""
         kernels = self.quantizers(x_MK)
@@ -122,10 +139,16 @@ class GpuBackend(Backend):
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
     def dgrad(
-        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
     ) -> Tensor:
         q, s = self.quantize_activation(g_MN, scale_format)
-        return self.dgrad_product(q, s, w_NK, s_blocks, written(out_dtype)).to(out_dtype)
+        return self.dgrad_product(q, s, w_NK, s_blocks, written(out_dtype), w_KN).to(out_dtype)
 
     def wgrad(
         self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
@@ -159,13 +182,14 @@ class GpuBackend(Backend):
         shared: Regrouped | None = None,
         main: Tensor | None = None,
         both: Both | None = None,
+        w_KN: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """As the base class, but reads dY once and writes both of its layouts, or reads the bytes of its producer."""
         kernels = self.quantizers(g_MN)
         if kernels is None:
-            return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes, shared, main)
+            return super().gradients(g_MN, w_NK, s_blocks, q_MK, s_MG, scale_format, dtypes, shared, main, w_KN=w_KN)
         q, s, q_NM, sg = both or kernels.quantize_both(g_MN, scale_format, columns=self.columns, pad=True)
-        dx = self.dgrad_product(q, s, w_NK, s_blocks, written(dtypes[0])).to(dtypes[0])
+        dx = self.dgrad_product(q, s, w_NK, s_blocks, written(dtypes[0]), w_KN).to(dtypes[0])
         return dx, self._wgrad(q_NM, sg, q_MK, s_MG, scale_format, dtypes[1], shared, main)
 
     def _wgrad(
@@ -217,8 +241,8 @@ def written(out_dtype: torch.dtype) -> torch.dtype:
 
 
 def turned(q: Tensor) -> Tensor:
-    """The transpose of an e4m3 matrix, copied row-major."""
-    return q.view(torch.uint8).t().contiguous().view(FP8)
+    """The transpose of an e4m3 matrix, or of each of a stack, copied row-major."""
+    return q.view(torch.uint8).mT.contiguous().view(FP8)
 
 
 def check_widths(backend: str, *widths: int) -> None:

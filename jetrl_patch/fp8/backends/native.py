@@ -37,7 +37,13 @@ class NativeBackend(Backend):
         return ops.fp8_gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
     def dgrad(
-        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
     ) -> Tensor:
         exact = _exact_dtype(scale_format)
         q, s = self.quantize_activation(g_MN, scale_format)

@@ -37,7 +37,13 @@ class TorchBackend(Backend):
         return reference.fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
     def dgrad(
-        self, g_MN: Tensor, w_NK: Tensor, s_blocks: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
     ) -> Tensor:
         q, s = self.quantize_activation(g_MN, scale_format)
         return reference.dgrad(q, s, w_NK, s_blocks).to(out_dtype)

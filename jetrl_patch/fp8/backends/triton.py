@@ -11,6 +11,7 @@ from torch import Tensor
 
 from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.weight import QuantizedWeight
 
 
 class TritonBackend(GpuBackend):
@@ -35,6 +36,13 @@ class TritonBackend(GpuBackend):
         from jetrl_patch.kernels.gemm import fprop
 
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits, s_blocks)
+
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        from jetrl_patch.kernels.gemm import fprop
+
+        return fprop(q_MK, s_MG, w.q, None, out_dtype, splits, w.s_blocks)
 
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """One launch; NaN for a block whose rows differ."""
@@ -72,10 +80,18 @@ class TritonBackend(GpuBackend):
             return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
-    def dgrad_product(self, g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor, out_dtype: torch.dtype) -> Tensor:
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
         from jetrl_patch.kernels.gemm_dgrad import dgrad
 
-        return dgrad(g_MN, s_MG, w_NK, s_blocks, out_dtype)
+        return dgrad(g_MN, s_MG, w_NK, s_blocks, out_dtype, w_KN)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
         from jetrl_patch.kernels.gemm_wgrad import wgrad
