@@ -40,8 +40,8 @@ the tensor parallelism of the rollout that is fastest for it, in brackets.
       BF16's all-reduce with 8 of them, so BF16 has more ranks and is as fast or faster: `fp8-rollout`, which has nothing else,
       is slower in the whole step in most rows;
     - in the mixture: blocks of 128 allow 2 ranks where BF16 has 4, which is worth as much as FP8.
-- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k): compare with the ranks that you
-  run.
+- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k): compare with the ranks that
+  you run.
 - The shares of rollout and old log-probs are those of BF16's step, whose update runs the forward twice (checkpointing).
 - Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), waits
   between phases. A part that is the same in all modes makes every ratio smaller.

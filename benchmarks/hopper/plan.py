@@ -58,8 +58,8 @@ class Part:
 _ENGINE = ("torch", "transformers", "vllm")
 PARTS = (
     Part(
-        letter="a", name="tests", title="Tests on a GPU", what="`pytest tests/gpu`, one file after the other",
-        gpu_gib=24, minutes=6, packages=(*_COMMON, "pytest"),
+        letter="a", name="tests", title="Tests on a GPU", what="`pytest tests/gpu`, one function after the other",
+        gpu_gib=24, minutes=6, packages=(*_COMMON, "pytest", "hypothesis", "transformers"), frameworks=("torch", "transformers"),
     ),
     Part(
         letter="b", name="kernels", title="Kernels",
