@@ -60,7 +60,6 @@ class Run:
             except BrokenDeviceError as error:
                 print(f"  {error}\nthe device is broken for this process; another one goes on", flush=True)
                 return BROKEN
-            release()
             if not record.cells[name].complete:
                 turns.append(name)
         return FAILED if record.failed else DONE
@@ -111,6 +110,7 @@ class Run:
                     found.lost.pop(piece.name, None)
                 self.record.running, measured = [], True
                 self.record.save(self.file)
+                release()
         return True
 
     def _failed(self, found: Found, piece: str, error: Exception) -> None:
@@ -139,7 +139,7 @@ def other(record: Record, here: Mapping[str, str], command: str) -> str:
 
 
 def release() -> None:
-    """Give back the device memory of a cell."""
+    """Give back the device memory of a piece."""
     gc.collect()
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_available():
         with contextlib.suppress(RuntimeError):  # of a broken device the next piece will tell

@@ -61,7 +61,7 @@ def cells(setup: Setup) -> dict[str, Cell]:
     }
     chosen = {"exact": jobs["exact"]} if setup.dry else jobs
     loads = TINY if setup.dry else LOADS
-    return {mode: Cell("Tokens per second", partial(_pieces, setup, mode, job, loads), 150) for mode, job in chosen.items()}
+    return {mode: Cell("Tokens per second", partial(_pieces, setup, mode, job, loads), 220) for mode, job in chosen.items()}
 
 
 def _pieces(setup: Setup, mode: str, job: Job, loads: Sequence[Load], done: Collection[str]) -> Iterator[Piece]:
@@ -91,16 +91,22 @@ class Engine:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self._process is None or self._rows is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()  # it ends at the end of its input
+        self._end()
+
+    def _end(self, patience: float = 20.0) -> int | None:
+        """Let the process end at the end of its input, and return its status; None if there was none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin is not None and self._rows is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
         self._rows.close()
         try:
-            self._process.wait(20)
+            return process.wait(patience)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            process.kill()
+            return process.wait()
 
     def time(self, load: Load) -> dict[str, Any]:
         """Time a workload.
@@ -117,8 +123,7 @@ class Engine:
             self._process.stdin.flush()
             line = self._rows.readline()
         if not line:
-            status = self._process.wait()
-            self._process = None  # the next workload gets another
+            status = self._end()  # the next workload gets another
             raise RuntimeError(f"the engine's process ended with status {status} and without a result for {load}")
         found: dict[str, Any] = json.loads(line)
         return found
