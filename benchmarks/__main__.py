@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks import linear, step
+from benchmarks.timing import shown
 from jetrl_patch._versions import VERSION
 
 PARTS = {
@@ -28,11 +29,6 @@ def processor() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def shown(value: object) -> str:
-    """Format a number with three significant digits."""
-    return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
 def markdown(title: str, rows: list[dict[str, object]]) -> str:

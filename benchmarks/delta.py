@@ -16,8 +16,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.__main__ import shown
-from benchmarks.timing import best_of
+from benchmarks.timing import best_of, shown
 from jetrl_patch.sync import delta
 from jetrl_patch.sync.digest import digest
 

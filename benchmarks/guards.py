@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.__main__ import shown
+from benchmarks.timing import shown
 
 #: guard -> module and functions that are nothing else
 GUARDS: dict[str, tuple[tuple[str, str], ...]] = {

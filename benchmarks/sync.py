@@ -17,8 +17,7 @@ from unittest import mock
 
 import torch
 
-from benchmarks.__main__ import shown
-from benchmarks.timing import best_of
+from benchmarks.timing import best_of, shown
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.sync import digest as module
 from jetrl_patch.sync.bucket import BUCKET_BYTES, pack, unpack

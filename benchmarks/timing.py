@@ -25,3 +25,8 @@ def best_of(functions: Mapping[str, Callable[[], object]], seconds: float = 0.3,
                 function()
             best[name] = min(best[name], (time.process_time() - start) / repeats[name])
     return best
+
+
+def shown(value: object) -> str:
+    """Format a number with three significant digits."""
+    return f"{value:.3g}" if isinstance(value, float) else str(value)

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.cost import parts
-from benchmarks.cost.model import Load, step, table
+from benchmarks.cost.model import Load, gathered, rollout, step, table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "scaling.md"
 LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (8192, 16384, 32768))
@@ -25,15 +25,23 @@ from the parts below; `benchmarks/cost/` holds the formulas, and a measured part
 have not run on a GPU at all ([limits](limits.md)).
 
 A synchronous GRPO step on H100s with {samples} samples of {prompt} prompt tokens. The lengths of responses are exponential with a
-quarter of the longest as mean. The last columns say how many times faster than BF16 the whole step is.
+quarter of the longest as mean. The last columns say how many times faster than BF16 the whole step is. Each mode, BF16 too, has
+the tensor parallelism of the rollout that is fastest for it, in brackets.
 
 {steps}
 
 - `exact` leaves out the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
-- **It pays** where linears dominate: large models, short and middling contexts, mixtures whose BF16 weights leave little room
-  for a KV cache.
-- **It does not** where attention dominates, as in an 8B model with responses of 32k tokens: attention stays in BF16, and in
-  exact mode its kernel is slower than FlashAttention-3. There use `linear`.
+- **It pays** where training in FP8 saves more than attention costs: `linear` in dense models, most in short contexts, and
+  `exact` in short contexts, where it also leaves out a pass.
+- **It pays little or not at all**
+    - where attention dominates, as with responses of 32k tokens: it stays in BF16, and in exact mode its kernel is slower than
+      FlashAttention-3, so `exact` loses there. Use `linear`;
+    - in a rollout over several ranks. A quantized rollout gathers the FP32 sums of all ranks, {gathered:.0f} times the bytes of
+      BF16's all-reduce with 8 of them, so BF16 has more ranks and is as fast or faster: `fp8-rollout`, which has nothing else,
+      is slower in the whole step in most rows;
+    - in the mixture: blocks of 128 allow 2 ranks where BF16 has 4, which is worth as much as FP8.
+- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k): compare with the ranks that
+  you run.
 - The shares of rollout and old log-probs are those of BF16's step, whose update runs the forward twice (checkpointing).
 - Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), waits
   between phases. A part that is the same in all modes makes every ratio smaller.
@@ -52,9 +60,12 @@ def page() -> str:
     """The text of ``docs/scaling.md``."""
     rows = list(table(parts.NETS, parts.WAYS, LOADS, parts.H100))
     load = LOADS[0]
+    ways = {way.name: way for way in parts.WAYS}
+    bf16, fp8 = (rollout(parts.NETS[0], ways[name], load, parts.H100, 1) for name in ("bf16", "linear"))
     return _PAGE.format(
-        samples=load.samples, prompt=load.prompt, steps=_markdown(rows), known=_markdown(_known()), parts=_markdown(_parts())
-    )
+        samples=load.samples, prompt=load.prompt, steps=_markdown(rows), known=_markdown(_known()), parts=_markdown(_parts()),
+        alone=bf16 / fp8, gathered=gathered(8),
+    )  # fmt: skip
 
 
 def _known() -> list[dict[str, Any]]:
@@ -81,7 +92,7 @@ def _parts() -> list[dict[str, Any]]:
         ("FP8 decoding, share of what bytes allow", parts.DECODED, "estimated"),
         ("quantization, bytes per element: input, gradient", ", ".join(map(str, parts.QUANTIZED)), "counted"),
         ("norms and activations, bytes per token and layer", f"{hidden} × hidden + {inner} × inner", "estimated"),
-        ("all-reduce besides its bytes, µs", f"{parts.LATENCY * 1e6:.0f}", "estimated"),
+        ("a sum over ranks besides its bytes, µs", f"{parts.LATENCY * 1e6:.0f}", "estimated"),
     )
     return [{"part": what, "value": value, "source": source} for what, value, source in rows]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -15,15 +16,16 @@ STRIDE = 64
 
 
 class Step(NamedTuple):
-    """Seconds of a step's phases."""
+    """Seconds of a step's phases, and the tensor parallelism of its rollout."""
 
     rollout: float
     old_log_probs: float
     update: float
+    tp: int
 
     @property
     def whole(self) -> float:
-        return sum(self)
+        return self.rollout + self.old_log_probs + self.update
 
 
 class Load(NamedTuple):
@@ -41,14 +43,26 @@ class Load(NamedTuple):
 
 
 def step(net: Net, way: Way, load: Load, gpu: Gpu) -> Step:
-    """The phases of one step on ``8 * net.nodes`` GPUs, one after the other."""
+    """The phases of one step on ``8 * net.nodes`` GPUs, one after the other, each mode with its best tensor parallelism.
+
+    Raises:
+        ValueError: the model leaves no room for a KV cache with any.
+    """
     gpus = 8 * net.nodes
     lengths = load.responses() + load.prompt
     forward = training_forward(net, way, lengths, gpu) / gpus
     backward = training_backward(net, way, lengths, gpu) / gpus
-    replicas = gpus // net.tp
-    rollout = max(decoding(net, way, load.responses()[i::replicas], load.prompt, gpu) for i in range(min(replicas, 2)))
-    return Step(rollout, way.passes * forward, 2 * forward + backward)  # the update's forward runs twice: checkpointing
+    seconds, tp = min((rollout(net, way, load, gpu, tp), tp) for tp in net.sizes(way.samples))
+    if seconds == float("inf"):
+        raise ValueError(f"{net.block.name} leaves no room for a KV cache")
+    return Step(seconds, way.passes * forward, 2 * forward + backward, tp)  # the update's forward runs twice: checkpointing
+
+
+@functools.cache
+def rollout(net: Net, way: Way, load: Load, gpu: Gpu, tp: int) -> float:
+    """Seconds of the slowest replica; infinite if the weights leave no room."""
+    replicas = 8 * net.nodes // tp
+    return max(decoding(net, way, load.responses()[i::replicas], load.prompt, gpu, tp) for i in range(min(replicas, 2)))
 
 
 def training_forward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> float:
@@ -71,28 +85,31 @@ def training_backward(net: Net, way: Way, lengths: np.ndarray, gpu: Gpu) -> floa
     return found + 2.25 * _rest(net, way, lengths, gpu)
 
 
-def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu) -> float:
-    """Seconds in which one replica of the rollout answers its prompts, as many at a time as its KV cache holds."""
+def decoding(net: Net, way: Way, responses: np.ndarray, prompt: int, gpu: Gpu, tp: int) -> float:
+    """Seconds in which one replica of the rollout answers its prompts, as many at a time as its KV cache holds.
+
+    Infinite if it does not hold one of the longest.
+    """
     size = net.matrices * (1 if way.samples else 2) + 4 * net.vocabulary * net.block.hidden
     per_token = 4.0 * net.layers * net.block.kv_heads * net.block.head_dim
-    room = (gpu.memory * ROOM * net.tp - size) / per_token
-    if room <= 0:
-        raise ValueError(f"{net.block.name} leaves no room for a KV cache with tensor parallelism {net.tp}")
+    room = (gpu.memory * ROOM * tp - size) / per_token
+    if room < prompt + responses.max() + STRIDE:
+        return float("inf")
     waiting, running, seconds = list(responses[::-1]), np.zeros((0, 2)), 0.0  # done, wanted
     while len(waiting) or len(running):
         held = running[:, 0].sum() + len(running) * (prompt + STRIDE)
         while waiting and held + prompt + STRIDE <= room:
             running = np.vstack([running, [0, waiting.pop()]])
             held += prompt + STRIDE
-        seconds += STRIDE * one_token(net, way, len(running), held, gpu)
+        seconds += STRIDE * one_token(net, way, len(running), held, gpu, tp)
         running[:, 0] += STRIDE
         running = running[running[:, 0] < running[:, 1]]
     return seconds
 
 
-def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu) -> float:
+def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) -> float:
     """Seconds of one decoding step of ``rows`` sequences that hold ``context`` tokens together."""
-    peaks, tp = gpu.peaks, net.tp
+    peaks = gpu.peaks
     peak = peaks.fp8 if way.samples else peaks.bf16
     linears = 0.0
     for linear in net.block.linears:
@@ -107,9 +124,28 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu) -> float:
     if way.samples:
         linears /= DECODED
     cache = context * 4 * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / way.decoding
-    shared = 0.0 if tp == 1 else 2 * (LATENCY + 4.0 * rows * net.block.hidden / gpu.link)
+    shared = 2 * sum_over_ranks(rows * net.block.hidden, way.samples, gpu, tp)
     head = gemm_seconds(rows, net.vocabulary // tp, net.block.hidden, False, peaks.bf16, peaks.bandwidth)
     return net.layers * (linears + cache + shared) + head
+
+
+def sum_over_ranks(elements: float, fp8: bool, gpu: Gpu, tp: int) -> float:
+    """Seconds of the sum behind a row-parallel linear.
+
+    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes; a quantized rollout of this project gathers the
+    FP32 sums of all other ranks, and reads them again to add them in rank order.
+    """
+    if tp == 1:
+        return 0.0
+    size = 4 * elements * (tp - 1) / tp
+    if not fp8:
+        return LATENCY + size / gpu.link
+    return LATENCY + gathered(tp) * size / gpu.link + 4 * elements * tp / (gpu.peaks.bandwidth * 1e9)
+
+
+def gathered(tp: int) -> float:
+    """Bytes that a rank receives in a gather of FP32 sums, over those of a BF16 all-reduce."""
+    return float(tp)
 
 
 def _active(net: Net) -> float:
@@ -146,7 +182,7 @@ def table(nets: tuple[Net, ...], ways: tuple[Way, ...], loads: tuple[Load, ...],
             steps = {way.name: step(net, way, load, gpu) for way in ways}
             base = steps[ways[0].name]
             row: dict[str, object] = {"model": net.block.name, "GPUs": 8 * net.nodes, "longest": load.longest}
-            row |= {"BF16 step, s": f"{base.whole:.0f}", "rollout": f"{base.rollout / base.whole:.0%}"}
+            row |= {"BF16 step, s": f"{base.whole:.0f} ({base.tp})", "rollout": f"{base.rollout / base.whole:.0%}"}
             row |= {"old log-probs": f"{base.old_log_probs / base.whole:.0%}"}
-            row |= {way.name: f"{base.whole / steps[way.name].whole:.2f}" for way in ways[1:]}
+            row |= {way.name: f"{base.whole / steps[way.name].whole:.2f} ({steps[way.name].tp})" for way in ways[1:]}
             yield row

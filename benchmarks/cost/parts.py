@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from benchmarks.gpu.floors import PUBLISHED, Peaks
-from benchmarks.gpu.shapes import Model
+from benchmarks.gpu.shapes import RANKS, Model
+from jetrl_patch.fp8.formats import BLOCK
 
 
 class Gpu(NamedTuple):
@@ -31,7 +33,6 @@ class Net(NamedTuple):
     """A whole model.
 
     Attributes:
-        tp: tensor parallelism of its rollout, the smallest that leaves room for a KV cache.
         nodes: of eight GPUs each.
         experts, active: experts in a block, and of a token; 1 and 1 in a dense model.
     """
@@ -39,7 +40,6 @@ class Net(NamedTuple):
     block: Model
     layers: int
     vocabulary: int
-    tp: int
     nodes: int = 1
     experts: int = 1
     active: int = 1
@@ -50,6 +50,13 @@ class Net(NamedTuple):
         attention, mlp = self.weights()
         return self.layers * (attention + self.experts * mlp)
 
+    def sizes(self, fp8: bool) -> Iterator[int]:
+        """Tensor parallelisms of its rollout: heads are whole, and in FP8 no block of a weight is cut."""
+        block = BLOCK if fp8 else 1
+        for size in RANKS:
+            if self.block.kv_heads % size == 0 == self.block.intermediate % (size * block):
+                yield size
+
     def weights(self) -> tuple[float, float]:
         """Parameters of a block's attention, and of its MLP or one of its experts."""
         sizes = {linear.name: float(linear.N * linear.K) for linear in self.block.linears}
@@ -57,10 +64,10 @@ class Net(NamedTuple):
 
 
 NETS = (
-    Net(Model("Qwen3-8B", 4096, 12288, 32, 8), 36, 151936, tp=1),
-    Net(Model("Qwen3-32B", 5120, 25600, 64, 8), 64, 151936, tp=2, nodes=4),
-    Net(Model("Llama-3.1-70B", 8192, 28672, 64, 8), 80, 128256, tp=4, nodes=8),
-    Net(Model("Qwen3-30B-A3B", 2048, 768, 32, 4), 48, 151936, tp=1, nodes=2, experts=128, active=8),
+    Net(Model("Qwen3-8B", 4096, 12288, 32, 8), 36, 151936),
+    Net(Model("Qwen3-32B", 5120, 25600, 64, 8), 64, 151936, nodes=4),
+    Net(Model("Llama-3.1-70B", 8192, 28672, 64, 8), 80, 128256, nodes=8),
+    Net(Model("Qwen3-30B-A3B", 2048, 768, 32, 4), 48, 151936, nodes=2, experts=128, active=8),
 )
 
 
@@ -98,7 +105,7 @@ DECODED = 0.85
 QUANTIZED = (5, 4)
 #: bytes per token and layer that norms, rotary embedding, activation and residuals move forward: per hidden, per inner element
 ELEMENTWISE = (75, 12)
-#: seconds of an all-reduce besides its bytes
+#: seconds of a sum over ranks besides its bytes
 LATENCY = 10e-6
 #: share of a GPU's memory for weights and KV cache of the rollout
 ROOM = 0.85

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
+from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import MODELS, Model
 from benchmarks.gpu.timing import Call, copies
 from jetrl_patch.exact import dispatch, flash3, ops
@@ -52,16 +54,24 @@ def attention(
     trained: Sequence[tuple[int, int]] = TRAINED,
     batches: Sequence[int] = BATCHES,
     contexts: Sequence[int] = CONTEXTS,
-) -> Iterator[dict[str, object]]:
+) -> Iterator[Piece]:
     """Rows per way; the speed-up is over the fastest way of the same row that is not exact."""
     for model in models:
         for L in contexts:
             for B in batches:
-                yield from _rows(machine, model, "decode", (B, L), _decode(machine, model, B, L), _read(model, B, L))
+                yield Piece(named(model.name, "decode", B, L), partial(_decoded, machine, model, B, L))
         for B, T in trained:
-            flops = 4 * model.head_dim * model.heads * B * T * (T + 1) / 2
-            for what, calls, factor in _training(machine, model, B, T):
-                yield from _rows(machine, model, what, (B, T), calls, factor * flops)
+            yield Piece(named(model.name, "training", B, T), partial(_trained, machine, model, B, T))
+
+
+def _decoded(machine: Machine, model: Model, B: int, L: int) -> Iterator[dict[str, object]]:
+    return _rows(machine, model, "decode", (B, L), _decode(machine, model, B, L), _read(model, B, L))
+
+
+def _trained(machine: Machine, model: Model, B: int, T: int) -> Iterator[dict[str, object]]:
+    flops = 4 * model.head_dim * model.heads * B * T * (T + 1) / 2
+    for what, calls, factor in _training(machine, model, B, T):
+        yield from _rows(machine, model, what, (B, T), calls, factor * flops)
 
 
 def _read(model: Model, B: int, L: int) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
+from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import MODELS, TRAIN, Model
 from benchmarks.gpu.timing import Call
 from jetrl_patch.fp8 import producers
@@ -63,13 +65,18 @@ class Block(nn.Module):
         return self.norms[i] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
-def _blocks(machine: Machine, model: Model) -> dict[str, Block]:
+def _ways(machine: Machine) -> dict[str, tuple[str | None, bool]]:
+    """What ``Block`` is built with, by name."""
     ways: dict[str, tuple[str | None, bool]] = {"bf16": (None, False)}
     for name, backend in machine.backends.items():
         ways[name] = name, False
         if isinstance(backend, GpuBackend):
             ways[name + FUSED] = name, True
-    return {way: Block(model, machine.device, backend, fused) for way, (backend, fused) in ways.items()}
+    return ways
+
+
+def _blocks(machine: Machine, model: Model) -> dict[str, Block]:
+    return {way: Block(model, machine.device, *given) for way, given in _ways(machine).items()}
 
 
 def _step(block: nn.Module, x: Tensor, g: Tensor) -> None:
@@ -77,43 +84,52 @@ def _step(block: nn.Module, x: Tensor, g: Tensor) -> None:
     torch.autograd.grad(block(x), (x, *block.parameters()), g)
 
 
-def blocks(machine: Machine, models: Sequence[Model] = MODELS, M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
+def blocks(machine: Machine, models: Sequence[Model] = MODELS, M: int = TRAIN[-1]) -> Iterator[Piece]:
     """A block's step in BF16, eager and compiled, with FP8 linears, and with norms and activation fused into the quantization."""
     for model in models:
-        x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
-        made: dict[str, nn.Module] = dict(_blocks(machine, model))
-        if machine.compiler:
-            made[COMPILED] = torch.compile(made["bf16"], backend=machine.compiler)  # type: ignore[assignment]
-        calls: dict[str, Call] = {way: lambda i, b=block, x=x, g=g: _step(b, x, g) for way, block in made.items()}
-        times = machine.timer(calls)
-        for way, timed in times.items():
-            yield {
-                "model": model.name, "M": M, "backend": way, "ms": timed.seconds * 1e3,
-                "BF16 / this": times["bf16"].seconds / timed.seconds,
-                "compiled BF16 / this": times[COMPILED].seconds / timed.seconds if COMPILED in times else math.nan,
-                "peak MiB": "" if timed.error else peak_mib(machine.device, calls[way]), "note": timed.note,
-            }  # fmt: skip
+        yield Piece(named(model.name, M), partial(_compared, machine, model, M))
 
 
-def profiles(machine: Machine, models: Sequence[Model] = MODELS[:1], M: int = TRAIN[-1]) -> Iterator[dict[str, object]]:
+def _compared(machine: Machine, model: Model, M: int) -> Iterator[dict[str, object]]:
+    x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
+    made: dict[str, nn.Module] = dict(_blocks(machine, model))
+    if machine.compiler:
+        made[COMPILED] = torch.compile(made["bf16"], backend=machine.compiler)  # type: ignore[assignment]
+    calls: dict[str, Call] = {way: lambda i, b=block: _step(b, x, g) for way, block in made.items()}
+    times = machine.timer(calls)
+    for way, timed in times.items():
+        yield {
+            "model": model.name, "M": M, "backend": way, "ms": timed.seconds * 1e3,
+            "BF16 / this": times["bf16"].seconds / timed.seconds,
+            "compiled BF16 / this": times[COMPILED].seconds / timed.seconds if COMPILED in times else math.nan,
+            "peak MiB": "" if timed.error else peak_mib(machine.device, calls[way]), "note": timed.note,
+        }  # fmt: skip
+
+
+def profiles(machine: Machine, models: Sequence[Model] = MODELS[:1], M: int = TRAIN[-1]) -> Iterator[Piece]:
     """The kernels of a block's step from torch's profiler, longest first: time, calls and share of the step."""
+    for model in models:
+        for way in _ways(machine):
+            yield Piece(named(model.name, way, M), partial(_profiled, machine, model, way, M))
+
+
+def _profiled(machine: Machine, model: Model, way: str, M: int) -> Iterator[dict[str, object]]:
     cuda = machine.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-    for model in models:
-        x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
-        for way, block in _blocks(machine, model).items():
-            _step(block, x, g)  # compiles
-            with profile(activities=activities) as found:
-                for _ in range(STEPS):
-                    _step(block, x, g)
-                if cuda:
-                    torch.cuda.synchronize()
-            times = {}
-            for event in found.key_averages():
-                if not cuda or event.device_type == DeviceType.CUDA:
-                    spent = event.self_device_time_total if cuda else event.self_cpu_time_total
-                    times[event.key] = spent / STEPS, event.count / STEPS
-            yield from _longest({"model": model.name, "backend": way, "M": M}, times)
+    x, g = machine.random(M, model.hidden), machine.random(M, model.hidden)
+    block = Block(model, machine.device, *_ways(machine)[way])
+    _step(block, x, g)  # compiles
+    with profile(activities=activities) as found:
+        for _ in range(STEPS):
+            _step(block, x, g)
+        if cuda:
+            torch.cuda.synchronize()
+    times = {}
+    for event in found.key_averages():
+        if not cuda or event.device_type == DeviceType.CUDA:
+            spent = event.self_device_time_total if cuda else event.self_cpu_time_total
+            times[event.key] = spent / STEPS, event.count / STEPS
+    return _longest({"model": model.name, "backend": way, "M": M}, times)
 
 
 def _longest(head: dict[str, object], times: dict[str, tuple[float, float]]) -> Iterator[dict[str, object]]:

@@ -9,20 +9,17 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.gpu import logprobs
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
+from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import DECODE, MODELS, VOCABULARY, Model
 from benchmarks.gpu.timing import Call, copies
 from jetrl_patch.exact import ops
 
 #: tokens of a training batch whose logits are taken at once
 SCORED = 8192
-BF16, COMPILED, EXACT = "bf16", "bf16, compiled", "exact"
-
-
-def plain_log_probs(logits_MV: Tensor, labels_M: Tensor) -> Tensor:
-    """BF16 log-probs [M] of labels under logits [M, V]: the formula of verl's ``logprobs_from_logits_naive``."""
-    return torch.log_softmax(logits_MV, -1).gather(-1, labels_M[:, None])[:, 0]
+BF16, PLAIN, COMPILED, EXACT = "bf16", "bf16, all rows at once", "bf16, compiled", "exact"
 
 
 def head(
@@ -31,26 +28,38 @@ def head(
     decoded: Sequence[int] = DECODE,
     scored: int = SCORED,
     vocabulary: int = VOCABULARY,
-) -> Iterator[dict[str, object]]:
+) -> Iterator[Piece]:
     """Logits of a decoding step; logits and log-probs of a training batch, forward and backward."""
     for model in models:
-        w = machine.random(vocabulary, model.hidden)
-        weights = [w, *(machine.random(*w.shape) for _ in range(copies(w.nbytes, machine.cache) - 1))]
+        yield Piece(named(model.name, "log-probs"), partial(_log_probs, machine, model, scored, vocabulary))
+        yield Piece(named(model.name, "logits"), partial(_logits, machine, model, scored, vocabulary))
         for M in decoded:
-            x = machine.random(M, model.hidden)
-            yield from _rows(machine, model, "logits, decode", M, _products(x, weights))
-        x, labels = machine.random(scored, model.hidden), torch.arange(scored, device=machine.device) % vocabulary
-        yield from _rows(machine, model, "logits", scored, _products(x, weights[:1]))
-        g = machine.random(scored, vocabulary)
-        both: dict[str, Callable[..., Tensor]] = {BF16: lambda x, w: x @ w.t(), EXACT: ops.head_linear}
-        calls: dict[str, Call] = {name: partial(_backward, f, g, (x, w)) for name, f in both.items()}
-        yield from _rows(machine, model, "logits, forward and backward", scored, calls)
-        logits, ones = 4 * g, torch.ones(scored, device=machine.device)
-        formulas: dict[str, Callable[..., Tensor]] = {BF16: plain_log_probs, EXACT: ops.token_log_probs}
-        if machine.compiler:
-            formulas[COMPILED] = torch.compile(plain_log_probs, backend=machine.compiler)
-        calls = {name: partial(_scored, f, labels, ones, logits) for name, f in formulas.items()}
-        yield from _rows(machine, model, "log-probs, forward and backward", scored, calls)
+            yield Piece(named(model.name, "logits, decode", M), partial(_decoded, machine, model, M, vocabulary))
+
+
+def _decoded(machine: Machine, model: Model, M: int, vocabulary: int) -> Iterator[dict[str, object]]:
+    size = 2 * vocabulary * model.hidden
+    weights = [machine.random(vocabulary, model.hidden) for _ in range(copies(size, machine.cache))]
+    return _rows(machine, model, "logits, decode", M, _products(machine.random(M, model.hidden), weights))
+
+
+def _logits(machine: Machine, model: Model, M: int, vocabulary: int) -> Iterator[dict[str, object]]:
+    x, w, g = machine.random(M, model.hidden), machine.random(vocabulary, model.hidden), machine.random(M, vocabulary)
+    yield from _rows(machine, model, "logits", M, _products(x, [w]))
+    both: dict[str, Callable[..., Tensor]] = {BF16: lambda x, w: x @ w.t(), EXACT: ops.head_linear}
+    calls: dict[str, Call] = {name: partial(_backward, f, g, (x, w)) for name, f in both.items()}
+    yield from _rows(machine, model, "logits, forward and backward", M, calls)
+
+
+def _log_probs(machine: Machine, model: Model, M: int, vocabulary: int) -> Iterator[dict[str, object]]:
+    """BF16's are verl's formula, which ``what`` names; compiled is the plain one."""
+    logits, ones = 4 * machine.random(M, vocabulary), torch.ones(M, device=machine.device)
+    labels, verl = torch.arange(M, device=machine.device) % vocabulary, logprobs.of_verl()
+    formulas: dict[str, logprobs.Formula] = {BF16: verl.run, PLAIN: logprobs.plain, EXACT: ops.token_log_probs}
+    if machine.compiler:
+        formulas[COMPILED] = torch.compile(logprobs.plain, backend=machine.compiler)
+    calls: dict[str, Call] = {name: partial(_scored, f, labels, ones, logits) for name, f in formulas.items()}
+    yield from _rows(machine, model, f"log-probs, forward and backward (bf16: {verl.name})", M, calls)
 
 
 def _products(x: Tensor, weights: Sequence[Tensor]) -> dict[str, Call]:

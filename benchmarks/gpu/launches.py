@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import DECODE, MODELS, Model
 from benchmarks.gpu.timing import Call, copies
 from jetrl_patch.fp8.backends import Backend
@@ -42,31 +44,32 @@ def two_launches(machine: Machine) -> dict[str, Backend]:
     return {"triton, two launches": TwoLaunches()} if "triton" in machine.backends else {}
 
 
-def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = DECODE) -> Iterator[dict[str, object]]:
+def decode(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = DECODE) -> Iterator[Piece]:
     """The four linears of a block with quantization: the products of one block in a decoding step."""
-    for model in models:
-        turns = copies(sum(N * K for _, N, K in model.linears), machine.cache)
-        weights = [[machine.random(N, K) for _ in range(turns)] for _, N, K in model.linears]
-        backends = machine.backends | one_launch(machine) | two_launches(machine)
-        held = {name: [[_weight(backend, w) for w in ws] for ws in weights] for name, backend in backends.items()}
-        for M in sorted(sizes, key=lambda M: M != 64):  # the target is at 64
-            xs = [machine.random(M, K) for _, _, K in model.linears]
-            calls: dict[str, Call] = {"bf16": lambda i, xs=xs, w=weights: [x @ ws[i % len(ws)].t() for x, ws in zip(xs, w)]}
-            for name, backend in backends.items():
-                if M > 64 and name == "triton, one launch":
-                    continue
-                calls[name] = lambda i, b=backend, xs=xs, w=held[name]: [
-                    b.fprop(x, q, s, FORMAT, s_blocks=blocks)
-                    for x, ws in zip(xs, w)
-                    for q, s, blocks in (ws[i % len(ws)],)
-                ]
-            times = machine.timer(calls)
-            for name, timed in times.items():
-                yield {
-                    "model": model.name, "M": M, "backend": name, "us per block": timed.seconds * 1e6,
-                    "BF16 / this": times["bf16"].seconds / timed.seconds,
-                    "note": timed.note,
-                }  # fmt: skip
+    for M in sorted(sizes, key=lambda M: M != 64):  # the target is at 64
+        for model in models:
+            yield Piece(named(model.name, M), partial(_decode, machine, model, M))
+
+
+def _decode(machine: Machine, model: Model, M: int) -> Iterator[dict[str, object]]:
+    turns = copies(sum(N * K for _, N, K in model.linears), machine.cache)
+    weights = [[machine.random(N, K) for _ in range(turns)] for _, N, K in model.linears]
+    xs = [machine.random(M, K) for _, _, K in model.linears]
+    calls: dict[str, Call] = {"bf16": lambda i: [x @ ws[i % len(ws)].t() for x, ws in zip(xs, weights)]}
+    for name, backend in (machine.backends | one_launch(machine) | two_launches(machine)).items():
+        if M > 64 and name == "triton, one launch":
+            continue
+        held = [[_weight(backend, w) for w in ws] for ws in weights]
+        calls[name] = lambda i, b=backend, held=held: [
+            b.fprop(x, q, s, FORMAT, s_blocks=blocks) for x, ws in zip(xs, held) for q, s, blocks in (ws[i % len(ws)],)
+        ]
+    times = machine.timer(calls)
+    for name, timed in times.items():
+        yield {
+            "model": model.name, "M": M, "backend": name, "us per block": timed.seconds * 1e6,
+            "BF16 / this": times["bf16"].seconds / timed.seconds,
+            "note": timed.note,
+        }  # fmt: skip
 
 
 def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

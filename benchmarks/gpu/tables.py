@@ -5,22 +5,23 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from benchmarks.gpu import attention, block, head, launches, parts
 from benchmarks.gpu.machine import Machine
+from benchmarks.gpu.piece import Piece
 from benchmarks.gpu.shapes import Model
 from benchmarks.gpu.timing import Call, Timed, told
 from jetrl_patch.fp8.backends import get_backend
 
-Run = Callable[[Machine], Iterator[dict[str, Any]]]
+Run = Callable[[Machine], Iterator[Piece]]
 TINY = (Model("tiny", hidden=128, intermediate=256, heads=2, kv_heads=1, head_dim=64),)
 
 
 class Table(NamedTuple):
-    """A table's title, how it is measured, its seconds of a run, after which no row is begun, and ``run`` on tiny shapes."""
+    """A table's title, how it is measured, its seconds of a run, after which no piece is begun, and ``run`` on tiny shapes."""
 
     title: str
     run: Run

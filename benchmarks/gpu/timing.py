@@ -12,27 +12,16 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
+from benchmarks.gpu.device import is_broken
+
 Call = Callable[[int], object]
 #: a larger spread between windows is noted in the table
 UNSTEADY = 0.1
-
-
-class Budget:
-    """The time budget of a part. It is checked between rows, so a part overruns by one row at most."""
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock = clock
-        self._end = clock() + seconds
-
-    @property
-    def spent(self) -> bool:
-        return self._clock() >= self._end
 
 
 class Timed(NamedTuple):
@@ -68,7 +57,12 @@ def copies(size: int, cache: int) -> int:
 
 
 def told(error: Exception) -> str:
-    """An error in a cell of a table: what failed is a row without a time, and the others still run."""
+    """An error in a cell of a table: what failed is a row without a time, and the others still run.
+
+    Raises the error where it has broken the device, on which nothing else would run.
+    """
+    if is_broken():
+        raise error
     return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 

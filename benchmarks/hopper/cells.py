@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.gpu.piece import Piece
 from benchmarks.hopper.record import Record, Rows
 
 #: rows of each cell, by its name
@@ -40,11 +41,22 @@ class Setup:
 
 
 class Cell(NamedTuple):
-    """A title, what yields the rows, and seconds: no row is begun after them, and no cell without so many left of a command."""
+    """A cell.
+
+    Attributes:
+        title: of its table.
+        run: yields its pieces, given the names of those that need not be measured; it may yield them all the same.
+        seconds: no piece is begun after so many, and no cell without so many left of a command.
+    """
 
     title: str
-    run: Callable[[], Iterable[dict[str, Any]]]
+    run: Callable[[Collection[str]], Iterator[Piece]]
     seconds: float
+
+
+def whole(rows: Callable[[], Iterable[dict[str, Any]]]) -> Callable[[Collection[str]], Iterator[Piece]]:
+    """A cell of one piece."""
+    return lambda done: iter([Piece("all", rows)])
 
 
 class Derived(NamedTuple):

@@ -1,10 +1,12 @@
-"""The GPU's clocks and power while something runs, as ``nvidia-smi`` reports them once a second."""
+"""The clocks and power of this process's GPU while something runs, as ``nvidia-smi`` reports them once a second."""
 
 from __future__ import annotations
 
 import contextlib
 import statistics
 import subprocess
+
+from benchmarks.gpu.device import smi_name
 
 QUERY = "--query-gpu=clocks.sm,power.draw,temperature.gpu"
 NAMES = ("SM MHz", "W", "°C")
@@ -18,7 +20,10 @@ class Clocks:
         self._sampler: subprocess.Popen[str] | None = None
 
     def __enter__(self) -> Clocks:
-        command = ["nvidia-smi", "--id=0", QUERY, "--format=csv,noheader,nounits", "-l", "1"]
+        name = smi_name()
+        if name is None:
+            return self
+        command = ["nvidia-smi", f"--id={name}", QUERY, "--format=csv,noheader,nounits", "-l", "1"]
         with contextlib.suppress(OSError):  # there is none
             self._sampler = subprocess.Popen(
                 command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, text=True

@@ -11,7 +11,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.tables import TABLES, tiny_machine
 from benchmarks.gpu.targets import targets
 from benchmarks.gpu.timing import CudaTimer
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup
+from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, whole
 
 CEILINGS = "ceilings"
 
@@ -23,10 +23,10 @@ def cells(setup: Setup) -> dict[str, Cell]:
     setup.record.missing = machine.missing
     if CEILINGS in setup.record.cells:
         machine.ceilings = {row["ceiling"]: row["measured"] for row in setup.record.cells[CEILINGS].rows}
-    found = {CEILINGS: Cell("Ceilings of this device", lambda: _ceilings(machine, setup.dry), 30)}
+    found = {CEILINGS: Cell("Ceilings of this device", whole(lambda: _ceilings(machine, setup.dry)), 30)}
     for name, table in TABLES.items():
         run = table.tiny if setup.dry else table.run
-        found[name] = Cell(table.title, lambda run=run: run(machine), table.seconds)  # type: ignore[misc]
+        found[name] = Cell(table.title, lambda done, run=run: run(machine), table.seconds)  # type: ignore[misc]
     return found
 
 
@@ -34,8 +34,10 @@ def _ceilings(machine: Machine, dry: bool) -> Iterator[dict[str, Any]]:
     short = machine.timer
     if not dry:
         machine.timer = CudaTimer(seconds=2.0, warm=2.0)
-    yield from machines.measure_ceilings(machine)
-    machine.timer = short
+    try:
+        yield from machines.measure_ceilings(machine)
+    finally:
+        machine.timer = short
 
 
 def derive(cells: Cells, planned: Sequence[str]) -> list[Derived]:

@@ -6,10 +6,12 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio
+from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio, whole
+from benchmarks.hopper.plan import find
 from examples.common.recipe import Arm, Launch
 from examples.common.runner import run_arm
 from examples.verl.compare import MODES
@@ -39,7 +41,7 @@ class DryRecipe(Recipe):
 
 def cells(setup: Setup) -> dict[str, Cell]:
     dense = (mode for mode, arm in MODES.items() if arm.router_replay == "none")
-    return {mode: Cell("Seconds of a step", lambda m=mode: _run(setup, m), 120) for mode in dense}  # type: ignore[misc]
+    return {mode: Cell("Seconds of a step", whole(partial(_run, setup, mode)), 120) for mode in dense}
 
 
 def _run(setup: Setup, mode: str) -> Iterator[dict[str, Any]]:
@@ -47,7 +49,10 @@ def _run(setup: Setup, mode: str) -> Iterator[dict[str, Any]]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.jsonl").unlink(missing_ok=True)
     kind = DryRecipe if setup.dry else Recipe
-    recipe = kind(steps=3 if setup.dry else STEPS, held_out=64, validate_every=STEPS, device=setup.device, backend=setup.backend)  # type: ignore[arg-type]
+    recipe = kind(
+        steps=3 if setup.dry else STEPS, held_out=64, validate_every=STEPS, device=setup.device, backend=setup.backend,  # type: ignore[arg-type]
+        gpu_memory_utilization=find(["loop"])[0].share,
+    )  # fmt: skip
     yield row(mode, run_arm(recipe, MODES[mode], folder, lambda *_: None, lambda: None))
 
 

@@ -23,11 +23,14 @@ def page(part: Part, record: Record) -> str:
     if not record.cells:
         return f"{what}\n**Not measured:** no figure of this project comes from a GPU.\n{_COMMAND.format(_only(part))}"
     dry = "**A dry run on a CPU: no figure here is a measurement.**\n\n" if record.dry else ""
-    ran = "; ".join(f"{name} {value}" for name, value in record.versions.items())
+    ran = " / ".join("; ".join(f"{name} {value}" for name, value in found.items()) for found in record.environments())
     commands = ", ".join(f"`{command}`" for command in dict.fromkeys(found.command for found in record.cells.values()))
     text = f"{what}\n{dry}{ran}. Command: {commands}.\n"
     if record.left:
-        text += f"\n**Incomplete:** not run yet: {', '.join(record.left)}.\n"
+        begun = [f"{name} (after {len(record.cells[name].done)} pieces)" for name in record.left if name in record.cells]
+        said = {"not run yet": [name for name in record.left if name not in record.cells], "not ended": begun}
+        words = [f"{what}: {', '.join(names)}" for what, names in said.items() if names]
+        text += f"\n**Incomplete:** {'; '.join(words)}.\n"
     if record.missing:
         text += f"\nNot there: {'; '.join(f'{name}: {reason}' for name, reason in record.missing.items())}.\n"
     module = importlib.import_module(f"benchmarks.hopper.{part.name}")
@@ -45,7 +48,11 @@ def _only(part: Part) -> str:
 def _merged(record: Record, title: str) -> tuple[Rows, str]:
     """The rows of all cells with this title, and why rows are missing."""
     mine = {name: found for name, found in record.cells.items() if found.title == title}
-    notes = [f"{name}: {text}" for name, found in mine.items() for text in (found.note, found.error) if text]
+    notes = [
+        f"{name}{f', {piece}' if piece else ''} failed: {text}"
+        for name, found in mine.items()
+        for piece, text in found.errors.items()
+    ]
     return [row for found in mine.values() for row in found.rows], " ".join(notes)
 
 
@@ -57,16 +64,18 @@ def index(states: dict[str, str]) -> str:
         "# On a Hopper GPU\n\nOne command measures everything that needs a GPU, on a machine with one H100 or H200:\n"
         f"{_COMMAND.format('')}\n"
         "It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, "
-        "checks the machine before anything starts, and downloads nothing. Each part runs in a process of its own and ends "
-        "before nine minutes. What it has measured is kept in a JSON file beside its page: the same command goes on where it "
-        "was stopped. Until then there is [what is counted](../counted.md) and [what arithmetic says](../../scaling.md).\n\n"
+        "checks the machine before anything starts, and downloads nothing. Parts for which a package is missing are named and "
+        "left out. Each part runs in a process of its own and ends before nine minutes. What it has measured is kept, row by "
+        "row, in a JSON file beside its page: the same command goes on where it was stopped, or says in what the machine or its "
+        "software differs. Until then there is [what is counted](../counted.md) and [what arithmetic says](../../scaling.md).\n\n"
         + markdown("Parts", rows, f"{ESTIMATED} A command of a part that needs several is given again.")
         + '\n| `ARGS=` | |\n| --- | --- |\n'
         "| `--plan` | prints this table with the state of each part, and exits |\n"
         "| `--part c` | one part, by letter or name; may be repeated |\n"
         "| `--dry` | tiny sizes on a CPU; its pages go to `outputs/hopper-dry` |\n"
-        "| `--failed`, `--again` | runs failed cells, or all cells, of the chosen parts again |\n"
+        "| `--failed`, `--again` | runs what failed, or everything, of the chosen parts again |\n"
         "| `--out DIR`, `--scratch DIR` | where records and pages go; where checkpoints and logs go |\n"
+        "| `--records`, `--pages` | writes records alone, one file a part; writes the pages of the records that are there |\n"
         "| `--without-deep-gemm` | measures without DeepGEMM, which needs `nvcc` |\n\n"
         "GPU timings are medians of several windows after a warm-up, in turns with BF16; each page has the clocks that "
         "`nvidia-smi` reported meanwhile. A target whose rows are incomplete gets no verdict.\n"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup
+from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, whole
+from benchmarks.hopper.plan import find
 from examples.words import CHECKPOINT
 from jetrl_patch import Config
 from jetrl_patch.parity.modes import Job
@@ -31,14 +33,15 @@ def cells(setup: Setup) -> dict[str, Cell]:
         jobs["BF16 without the plugin", 64] = Job(model="", config=STOCK["bfloat16"].config(), stock="bfloat16", batch=64)
     title = "Log-probs of rollout and trainer"
     return {
-        f"{mode}, {batch}": Cell(title, lambda k=(mode, batch), j=job: _run(setup, *k, j), 120)  # type: ignore[misc]
+        f"{mode}, {batch}": Cell(title, whole(partial(_run, setup, mode, batch, job)), 120)
         for (mode, batch), job in jobs.items()
     }
 
 
 def _run(setup: Setup, mode: str, batch: int, job: Job) -> Iterator[dict[str, Any]]:
     length = 8 if setup.dry else LENGTH
-    engine = () if setup.dry else (("gpu_memory_utilization", 0.4),)  # the trainer's model comes into the same process
+    # the trainer's model comes into the same process
+    engine = () if setup.dry else (("gpu_memory_utilization", find(["parity"])[0].share),)
     job = Job(
         model=str(long_model(setup.scratch / "words-long")), config=job.config, stock=job.stock, batch=batch, length=length,
         tokens=batch * length, engine=engine,

@@ -1,22 +1,32 @@
 """Part d: prefill and decoding of an 8B shape in vLLM, an engine in a process of its own for each mode.
 
-``python -m benchmarks.hopper.rollout JOB`` is that process: it reads a pickled job and workloads, and writes rows.
+``python -m benchmarks.hopper.rollout JOB FD`` is that process: it reads a pickled job, then a workload a line from its input, and
+writes a row a line to the file descriptor, because vLLM prints to its output.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import pickle
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
+import torch
+
+from benchmarks.gpu.piece import Piece, named
 from benchmarks.hopper import shape
 from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio
+from benchmarks.hopper.plan import find
 from jetrl_patch import Config
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.parity.run import environment
@@ -50,42 +60,105 @@ def cells(setup: Setup) -> dict[str, Cell]:
         "exact, the project's attention": Job(model="", config=exact.replace(exact_attention="triton")),
     }
     chosen = {"exact": jobs["exact"]} if setup.dry else jobs
-    return {mode: Cell("Tokens per second", lambda m=mode, j=job: _run(setup, m, j), 150) for mode, job in chosen.items()}  # type: ignore[misc]
-
-
-def _run(setup: Setup, mode: str, job: Job) -> Iterator[dict[str, Any]]:
-    folder = shape.checkpoint(setup.scratch / "qwen3-8b-random", shape.config(shape.LAYERS, setup.dry), setup.device)
     loads = TINY if setup.dry else LOADS
-    memory = () if setup.dry else (("gpu_memory_utilization", 0.85),)
+    return {mode: Cell("Tokens per second", partial(_pieces, setup, mode, job, loads), 220) for mode, job in chosen.items()}
+
+
+def _pieces(setup: Setup, mode: str, job: Job, loads: Sequence[Load], done: Collection[str]) -> Iterator[Piece]:
+    """A piece for each workload. The engine starts with the first that is measured, and is as long as the longest of all."""
+    folder = shape.checkpoint(setup.scratch / "qwen3-8b-random", shape.config(shape.LAYERS, setup.dry), setup.device)
+    memory = () if setup.dry else (("gpu_memory_utilization", find(["rollout"])[0].share),)
     engine = (*job.engine, ("enable_prefix_caching", False), *memory)
-    job = Job(
-        model=str(folder), config=job.config, stock=job.stock, batch=max(load.batch for load in loads), engine=engine
-    )
-    with tempfile.TemporaryDirectory() as place:
-        asked, answer = Path(place) / "job", Path(place) / "rows"
-        asked.write_bytes(pickle.dumps((job, loads)))
-        command = [sys.executable, "-m", "benchmarks.hopper.rollout", str(asked), str(answer)]
-        done = subprocess.run(command, env=environment(job), check=False)
-        if not answer.exists():
-            raise RuntimeError(f"the engine's process ended with status {done.returncode} and without a result")
-        for row in pickle.loads(answer.read_bytes()):
-            yield {"mode": mode, **row}
+    job = replace(job, model=str(folder), batch=max(load.batch for load in loads), engine=engine)
+    with Engine(job, max(load.prompt + load.response for load in loads)) as engine_:
+        for load in loads:
+            yield Piece(named(*load), lambda load=load: [{"mode": mode, **engine_.time(load)}])  # type: ignore[misc]
 
 
-def main(asked: str, answer: str) -> None:
-    """Build the engine, warm it up and time every workload."""
-    from jetrl_patch import runtime
-    from jetrl_patch.adapters.vllm.sample import build_engine
+class Engine:
+    """An engine in a process of its own, started by the first workload.
 
-    job, loads = pickle.loads(Path(asked).read_bytes())
-    if job.stock is None:
-        runtime.enable(job.config)
-    engine = build_engine(job, max(load.prompt + load.response for load in loads))
-    try:
-        found = [_time(engine, load, job.temperature) for load in loads]
-    finally:
-        engine.llm_engine.engine_core.shutdown()
-    Path(answer).write_bytes(pickle.dumps(found))
+    Args:
+        longest: tokens of its longest sequence.
+    """
+
+    def __init__(self, job: Job, longest: int) -> None:
+        self.job, self.longest = job, longest
+        self._process: subprocess.Popen[str] | None = None
+        self._rows: TextIO | None = None
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end()
+
+    def _end(self, patience: float = 20.0) -> int | None:
+        """Let the process end at the end of its input, and return its status; None if there was none."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        assert process.stdin is not None and self._rows is not None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        self._rows.close()
+        try:
+            return process.wait(patience)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            return process.wait()
+
+    def time(self, load: Load) -> dict[str, Any]:
+        """Time a workload.
+
+        Raises:
+            RuntimeError: the process ended.
+        """
+        if self._process is None:
+            self._start()
+        assert self._process is not None and self._process.stdin is not None and self._rows is not None
+        line = ""
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(load) + "\n")
+            self._process.stdin.flush()
+            line = self._rows.readline()
+        if not line:
+            status = self._end()  # the next workload gets another
+            raise RuntimeError(f"the engine's process ended with status {status} and without a result for {load}")
+        found: dict[str, Any] = json.loads(line)
+        return found
+
+    def _start(self) -> None:
+        read, write = os.pipe()
+        with tempfile.NamedTemporaryFile(suffix=".job") as file:
+            file.write(pickle.dumps((self.job, self.longest)))
+            file.flush()
+            command = [sys.executable, "-m", "benchmarks.hopper.rollout", file.name, str(write)]
+            self._process = subprocess.Popen(
+                command, env=environment(self.job), stdin=subprocess.PIPE, pass_fds=(write,), text=True
+            )
+            os.close(write)
+            self._rows = os.fdopen(read)
+            self._rows.readline()  # it has read the job
+
+
+def main(asked: str, descriptor: str) -> None:
+    """Build the engine and time a workload for every line of the input."""
+    job, longest = pickle.loads(Path(asked).read_bytes())
+    os.set_inheritable(int(descriptor), False)
+    with os.fdopen(int(descriptor), "w", buffering=1) as rows:
+        print(file=rows)
+        from jetrl_patch import runtime
+        from jetrl_patch.adapters.vllm.sample import build_engine
+
+        if job.stock is None:
+            runtime.enable(job.config)
+        engine = build_engine(job, longest)
+        try:
+            for line in sys.stdin:
+                print(json.dumps(_time(engine, Load(*json.loads(line)), job.temperature)), file=rows)
+        finally:
+            engine.llm_engine.engine_core.shutdown()
 
 
 def _time(engine: Any, load: Load, temperature: float) -> dict[str, Any]:
@@ -100,6 +173,9 @@ def _time(engine: Any, load: Load, temperature: float) -> dict[str, Any]:
         return time.perf_counter() - start
 
     seconds(min(load.response, 16))
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     turns = [(seconds(1), seconds(load.response)) for _ in range(ROUNDS)]
     first = statistics.median(one for one, _ in turns)
     rest = statistics.median(whole - one for one, whole in turns)
@@ -107,7 +183,14 @@ def _time(engine: Any, load: Load, temperature: float) -> dict[str, Any]:
         "batch": load.batch, "prompt": load.prompt, "response": load.response,
         "prefill tokens/s": load.batch * load.prompt / first,
         "decode tokens/s": load.batch * (load.response - 1) / rest if rest > 0 else float("nan"),
+        "KV tokens": _kv_tokens(engine), "peak GiB": torch.cuda.max_memory_allocated() / 2**30 if cuda else "",
     }  # fmt: skip
+
+
+def _kv_tokens(engine: Any) -> int:
+    """Tokens that its cache holds."""
+    cache = engine.llm_engine.vllm_config.cache_config
+    return int(cache.num_gpu_blocks * cache.block_size)
 
 
 def derive(cells: Cells, planned: Sequence[str]) -> list[Derived]:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks.hopper import shape
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio
+from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio, whole
 from benchmarks.sync import Memory, sync
 from jetrl_patch.fp8.backends import choose_backend
 from jetrl_patch.sync.bucket import pack, unpack
@@ -25,7 +26,7 @@ ROUNDS = 5
 
 
 def cells(setup: Setup) -> dict[str, Cell]:
-    return {name: Cell("Syncs", lambda n=name: _run(setup, n), 90) for name in (PLAIN, FP8)}  # type: ignore[misc]
+    return {name: Cell("Syncs", whole(partial(_run, setup, name)), 90) for name in (PLAIN, FP8)}
 
 
 def _run(setup: Setup, name: str) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,8 @@
 """Part e: a training step of a stack of blocks with ``lm_head`` and log-probs, by phase.
 
 Parameters, gradients and AdamW's states are BF16 on one GPU without FSDP, in every mode. BF16 runs as transformers has it, with
-SDPA or, where it is installed, flash-attn; its log-probs are verl's formula.
+SDPA or, where it is installed, flash-attn; its log-probs are those of verl, which also depend on flash-attn. Compiled, they are
+those of all rows at once, because verl's cannot be compiled.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import jetrl_patch
-from benchmarks.gpu.head import plain_log_probs
+from benchmarks.gpu import logprobs
 from benchmarks.hopper import shape
-from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio
+from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio, whole
 from jetrl_patch import Config
 
 BASELINE, COMPILED = "BF16", "BF16, compiled"
@@ -44,7 +46,7 @@ class Size(NamedTuple):
 def cells(setup: Setup) -> dict[str, Cell]:
     size = Size(1, 2, 16, 1) if setup.dry else Size()
     return {
-        f"{arm}{', checkpointing' if again else ''}": Cell("Steps", lambda a=arm, c=again: _run(setup, size, a, c), 60)  # type: ignore[misc]
+        f"{arm}{', checkpointing' if again else ''}": Cell("Steps", whole(partial(_run, setup, size, arm, again)), 60)
         for again in ((False,) if setup.dry else (False, True))
         for arm in ARMS
     }
@@ -59,6 +61,7 @@ def _run(setup: Setup, size: Size, arm: str, checkpointing: bool) -> Iterator[di
         yield {"mode": arm, "checkpointing": checkpointing, **_measure(setup, size, settings, compiled, checkpointing)}
     finally:
         jetrl_patch.disable()
+        torch._dynamo.reset()  # graphs of this arm would count against the next one's limit of recompilations
 
 
 def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, checkpointing: bool) -> dict[str, Any]:
@@ -75,10 +78,11 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
         model: Any = AutoModelForCausalLM.from_config(
             config, dtype=torch.bfloat16, attn_implementation="flash_attention_2" if flash else "sdpa"
         )
-    formula: Callable[[Tensor, Tensor], Tensor] = plain_log_probs
+    name, formula = ("all rows at once", logprobs.plain) if compiled else logprobs.of_verl()
     if settings is not None:
         prepare_model(model, settings.resolved(), device_type=setup.device)
-        formula = token_log_probs
+        if settings.resolved().same_log_probs:
+            name, formula = "exact", token_log_probs
     if checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
@@ -116,7 +120,8 @@ def _measure(setup: Setup, size: Size, settings: Config | None, compiled: bool, 
     whole = statistics.median(sum(found[name] for name in counted) for found in steps)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else ""
     return {
-        "tokens": ids.numel(), "blocks": config.num_hidden_layers, "attention": model.config._attn_implementation, **medians,
+        "tokens": ids.numel(), "blocks": config.num_hidden_layers, "attention": model.config._attn_implementation,
+        "log-probs": name, **medians,
         "step ms": whole, "tokens/s": 1e3 * ids.numel() / whole, "peak GiB": peak,
     }  # fmt: skip
 

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import psutil
 
-#: environment variable in every process of a run: Ray starts its own sessions, so the process group misses some
+#: Environment variable in every process of a run: Ray starts its own sessions, so the process group misses some. A run within a
+#: run has the marks of both.
 MARK = "WORDS_RUN"
 
 
@@ -49,10 +50,13 @@ class Group:
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path) -> None:
         self.mark = uuid.uuid4().hex
+        marks = "/".join(filter(None, (env.get(MARK), self.mark)))
+        # SPT_NOENV: a process that renames itself (vLLM's engines do) would write over the environment that others see
+        env = {**env, MARK: marks, "SPT_NOENV": "1"}
         self.peak_memory_bytes = 0
         with log.open("wb") as out:
             self.leader = subprocess.Popen(
-                command, env={**env, MARK: self.mark}, cwd=cwd, stdout=out, stderr=subprocess.STDOUT,
+                command, env=env, cwd=cwd, stdout=out, stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -61,7 +65,7 @@ class Group:
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                if self.mark in process.environ().get(MARK, "").split("/") and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
 

@@ -33,6 +33,7 @@ class Recipe(CommonRecipe):
 
     measure_routes: bool = False
     backend: str = "auto"
+    gpu_memory_utilization: float = 0.3
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
         train, held_out = data.write(folder / "data", self.held_out)
@@ -97,7 +98,7 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Pa
         "hydra.run.dir=.",
         "hydra.output_subdir=null",
     ]
-    return shared + (_cpu() if recipe.device == "cpu" else _cuda())
+    return shared + (_cpu() if recipe.device == "cpu" else _cuda(recipe, arm))
 
 
 def _cpu() -> list[str]:
@@ -106,16 +107,19 @@ def _cpu() -> list[str]:
     return cpu_overrides()
 
 
-def _cuda() -> list[str]:
-    """Overrides for one GPU with the user's own CUDA builds of torch and vLLM; flash-attn is not needed."""
+def _cuda(recipe: Recipe, arm: Arm) -> list[str]:
+    """Overrides for one GPU with the user's own CUDA builds of torch and vLLM; flash-attn is not needed.
+
+    vLLM compiles and captures as it does for its users, except in exact mode, which asks for eager layers.
+    """
     rollout = "actor_rollout_ref.rollout"
     return [
         "trainer.n_gpus_per_node=1",
         "trainer.nnodes=1",
         "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
         "actor_rollout_ref.model.use_remove_padding=False",
-        f"{rollout}.gpu_memory_utilization=0.3",
-        f"{rollout}.enforce_eager=True",
+        f"{rollout}.gpu_memory_utilization={recipe.gpu_memory_utilization}",
+        f"{rollout}.enforce_eager={arm.exact}",
         f"{rollout}.agent.num_workers=1",
         "reward.num_workers=1",
         "data.dataloader_num_workers=0",

@@ -20,7 +20,8 @@ def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
 
     "pow2" rounds the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
     """
-    scale = amax.float().clamp(min=AMAX_FLOOR) / FP8_MAX
+    scale = amax.float().clamp(min=AMAX_FLOOR)
+    scale = scale / scale.new_full((), FP8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
     if scale_format == "fp32":
         return scale
     bits = scale.view(torch.int32)

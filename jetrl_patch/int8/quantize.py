@@ -21,7 +21,8 @@ INT8_MAX = 127
 def quantize_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
     """Quantize weights [N, K] or activations [M, K] of any float dtype to int8 of the same shape and FP32 scales [rows, 1]."""
     x = x_MK.float()
-    scale = x.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR) / INT8_MAX
+    scale = x.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
+    scale = scale / scale.new_full((), INT8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
     # a non-finite value has no integer; the row's scale, also non-finite, keeps it visible
     steps = (x / scale).round().nan_to_num(0.0).clamp(-INT8_MAX, INT8_MAX)
     return steps.to(torch.int8), scale

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.cost import parts
 from benchmarks.cost.__main__ import PAGE, page
-from benchmarks.cost.model import Load, one_token, step, training_forward
+from benchmarks.cost.model import Load, one_token, rollout, step, sum_over_ranks, training_forward
 
 WAYS = {way.name: way for way in parts.WAYS}
 NETS = {net.block.name: net for net in parts.NETS}
@@ -33,23 +33,51 @@ def test_a_forward_pass_is_what_its_products_take():
 def test_one_token_of_one_sequence_reads_every_weight_once():
     net = NETS["Qwen3-8B"]
     size = 2 * (net.matrices + net.vocabulary * net.block.hidden)
-    assert one_token(net, WAYS["bf16"], 1, 1, parts.H100) == pytest.approx(size / (parts.H100.peaks.bandwidth * 1e9), rel=0.01)
+    assert one_token(net, WAYS["bf16"], 1, 1, parts.H100, 1) == pytest.approx(size / (parts.H100.peaks.bandwidth * 1e9), rel=0.01)
 
 
 def test_experts_that_no_token_uses_are_not_read():
     net = NETS["Qwen3-30B-A3B"]
-    few, many = (one_token(net, WAYS["bf16"], rows, 1, parts.H100) for rows in (1, 512))
+    few, many = (one_token(net, WAYS["bf16"], rows, 1, parts.H100, 1) for rows in (1, 512))
     assert 5 * few < many
 
 
 def test_what_a_mode_does_not_change_costs_the_same():
-    bf16, rollout, exact, with_pass = (
+    bf16, mixed, exact, with_pass = (
         step(NETS["Qwen3-8B"], WAYS[name], LOAD, parts.H100) for name in ("bf16", "fp8-rollout", "exact", "exact, with the pass")
     )
-    assert rollout[1:] == bf16[1:] and rollout.rollout < bf16.rollout
+    assert mixed[1:3] == bf16[1:3]
+    on_one_rank = (rollout(NETS["Qwen3-8B"], WAYS[name], LOAD, parts.H100, 1) for name in ("fp8-rollout", "bf16"))
+    assert next(on_one_rank) < next(on_one_rank)
     assert exact.old_log_probs == 0 and (with_pass.rollout, with_pass.update) == (exact.rollout, exact.update)
 
 
+@pytest.mark.parametrize("net", parts.NETS, ids=lambda net: net.block.name)
+def test_each_mode_has_its_own_best_parallelism(net):
+    """No mode is compared with one whose parallelism suits it badly."""
+    for way in parts.WAYS[:3]:
+        found = step(net, way, LOAD, parts.H100)
+        every = {tp: rollout(net, way, LOAD, parts.H100, tp) for tp in net.sizes(way.samples)}
+        assert found.rollout == min(every.values()) == every[found.tp] and len(every) > 1
+
+
+def test_sizes_cut_no_head_and_no_block():
+    """768 inner features are six blocks of 128; BF16 has none to cut."""
+    net = NETS["Qwen3-30B-A3B"]
+    assert list(net.sizes(fp8=False)) == [1, 2, 4] and list(net.sizes(fp8=True)) == [1, 2]
+
+
 def test_a_model_that_does_not_fit_is_an_error():
+    big = NETS["Llama-3.1-70B"]
+    assert rollout(big, WAYS["bf16"], LOAD, parts.H100, 1) == float("inf") and step(big, WAYS["bf16"], LOAD, parts.H100).tp > 2
     with pytest.raises(ValueError, match=r"Llama-3\.1-70B leaves no room"):
-        step(NETS["Llama-3.1-70B"]._replace(tp=1), WAYS["bf16"], LOAD, parts.H100)
+        step(big, WAYS["bf16"], LOAD, parts.H100._replace(memory=1e9))
+
+
+def test_a_sum_over_ranks_moves_what_its_mode_moves():
+    """BF16 by an all-reduce of two bytes, FP8 by a gather of four from every other rank: as many times as there are ranks."""
+    free = parts.H100._replace(peaks=parts.H100.peaks._replace(bandwidth=float("inf")))
+    assert sum_over_ranks(1e6, True, free, 1) == sum_over_ranks(1e6, False, free, 1) == 0
+    for tp in (2, 4, 8):
+        moved = [sum_over_ranks(1e6, fp8, free, tp) - parts.LATENCY for fp8 in (True, False)]
+        assert moved[0] == pytest.approx(4e6 * (tp - 1) / free.link) and moved[0] / moved[1] == pytest.approx(tp)

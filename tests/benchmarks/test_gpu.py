@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import sys
+import types
 
 import pytest
 import torch
 
-from benchmarks.gpu import floors, launches, parts, tables, targets, timing
-from benchmarks.gpu.machine import Machine
+from benchmarks.gpu import device, floors, launches, logprobs, parts, tables, targets, timing
+from benchmarks.gpu.machine import Machine, this_machine, versions
 from benchmarks.gpu.shapes import MODELS, RANKS, SMALL
 from benchmarks.gpu.tables import TINY, wall_clock
 from benchmarks.gpu.timing import copies
-from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.exact import flash3
+from jetrl_patch.fp8.backends import capability, get_backend
 from jetrl_patch.fp8.backends.row_equality import Layout, Part
 
 
@@ -85,12 +88,19 @@ def machine(monkeypatch):
     return tables.tiny_machine()
 
 
+def measured_by(pieces):
+    """The rows of all pieces, whose names differ."""
+    pieces = list(pieces)
+    assert len({piece.name for piece in pieces}) == len(pieces)
+    return [row for piece in pieces for row in piece.rows()]
+
+
 def test_every_table_on_a_cpu(machine):
     machine.ceilings = dict.fromkeys(("BF16 TFLOP/s", "FP8 TFLOP/s", "copy GB/s"), 1.0)
-    found = {name: list(table.tiny(machine)) for name, table in tables.TABLES.items()}
+    found = {name: measured_by(table.tiny(machine)) for name, table in tables.TABLES.items()}
     assert {name: len(rows) for name, rows in found.items() if name != "profile"} == {
         "rows": 8, "fused": 4, "products": 4 * 2 * 3, "gradients": 4 * 2 * 3, "quantizers": 6, "layers": 4 * 3, "decode": 2 * 3,
-        "blocks": 4, "attention": 3 * 2, "head": 2 + 2 + 2 + 3,
+        "blocks": 4, "attention": 3 * 2, "head": 2 + 2 + 2 + 4,
     }  # fmt: skip
     for way in ("bf16", "torch", "native"):
         assert sum(row["share"] for row in found["profile"] if row["backend"] == way) == pytest.approx(1)
@@ -127,7 +137,7 @@ def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
     original = type(backend).quantize_activation
     monkeypatch.setattr(type(backend), "quantize_activation", lambda *args: done.append(1) or original(*args))
     machine.backends = {"torch": backend}
-    list(parts.layers(machine, TINY, (16,)))
+    measured_by(parts.layers(machine, TINY, (16,)))
     # per layer, of four: two timed steps (input, output gradient), and the forward pass whose saved bytes are counted
     assert len(done) == 4 * (2 * 2 + 1)
 
@@ -135,9 +145,9 @@ def test_a_layer_quantizes_its_input_in_every_step(machine, monkeypatch):
 def test_a_shape_that_a_library_refuses_is_a_row(machine):
     machine.backends["refusing"] = Refusing()
     machine.ceilings = {"BF16 TFLOP/s": 1.0, "FP8 TFLOP/s": 1.0, "copy GB/s": 1.0}
-    refused = [row for row in tables.TABLES["products"].tiny(machine) if row["backend"] == "refusing"]
+    refused = [row for row in measured_by(tables.TABLES["products"].tiny(machine)) if row["backend"] == "refusing"]
     assert len(refused) == 8 and all("no kernel | for this shape" in row["note"] for row in refused)
-    verdicts = [row for row in tables.TABLES["rows"].tiny(machine) if row["backend"] == "refusing"]
+    verdicts = [row for row in measured_by(tables.TABLES["rows"].tiny(machine)) if row["backend"] == "refusing"]
     assert all(row["verdict"] == "may not serve" and "no kernel" in row["found"] for row in verdicts)
 
 
@@ -231,3 +241,89 @@ def test_one_launch_and_two_are_both_measured():
     assert 0 < get_backend("triton").few() < 64
     machine.backends = {"native": get_backend("native")}
     assert launches.one_launch(machine) == launches.two_launches(machine) == {}
+
+
+def test_what_the_targets_need_is_measured_first():
+    """A table that runs out of time has the rows of the targets."""
+    machine = tables.tiny_machine()
+    for name, needed in (("products", "16384"), ("layers", "16384"), ("gradients", "16384"), ("decode", "64")):
+        sizes = [piece.name.rpartition(", ")[2] for piece in tables.TABLES[name].run(machine)]
+        assert sizes[: sizes.count(needed)] == [needed] * sizes.count(needed) and sizes.count(needed) >= len(MODELS), name
+
+
+@pytest.mark.parametrize("table", tables.TABLES)
+def test_no_table_allocates_before_a_piece_is_measured(table, monkeypatch):
+    """Pieces that were measured before are passed over without their operands."""
+    machine = tables.tiny_machine()
+    monkeypatch.setattr(Machine, "random", lambda *_: pytest.fail("allocated"))
+    names = [piece.name for piece in tables.TABLES[table].run(machine)]
+    assert len(set(names)) == len(names) > 0
+
+
+def test_a_broken_device_is_no_row(monkeypatch):
+    """After an illegal access nothing else would run: the error goes on to the end of the process."""
+
+    def refuses(turn):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    assert "illegal" in timing._prepared(refuses)  # the device answers: a row
+    monkeypatch.setattr(timing, "is_broken", lambda: True)
+    with pytest.raises(RuntimeError, match="illegal"):
+        timing._prepared(refuses)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_device_is_broken_if_it_does_not_answer(monkeypatch, fails):
+    def synchronize():
+        if fails:
+            raise RuntimeError("CUDA error")
+
+    assert not device.is_broken()  # no device was used
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    assert device.is_broken() == fails
+
+
+@pytest.mark.parametrize("uuid", ["GPU-1234", "1234"])
+def test_the_sampled_device_is_the_one_that_is_used(monkeypatch, uuid):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: types.SimpleNamespace(uuid=uuid))
+    assert device.smi_name() == "GPU-1234"
+
+
+def test_log_probs_are_those_that_verl_takes(monkeypatch):
+    functional = pytest.importorskip("verl.utils.torch_functional")
+    logits, labels = torch.randn(9, 50).bfloat16(), torch.arange(9)
+    found = logprobs.of_verl()
+    assert torch.equal(found.run(logits, labels), functional.logprobs_from_logits(logits, labels)) and "row by row" in found.name
+    asked = []
+
+    def cross_entropy_loss(logits, labels, inplace_backward):
+        asked.append(inplace_backward)
+        return -logprobs.plain(logits, labels), None
+
+    stand_in = types.SimpleNamespace(cross_entropy_loss=cross_entropy_loss)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(ops=None))
+    monkeypatch.setitem(sys.modules, "flash_attn.ops.triton.cross_entropy", stand_in)
+    monkeypatch.setattr(functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", True)
+    monkeypatch.setattr(functional, "cross_entropy_loss", cross_entropy_loss, raising=False)
+    found = logprobs.of_verl()
+    assert torch.equal(found.run(logits, labels), functional.logprobs_from_logits(logits, labels)) and asked == [True, True]
+    assert "flash-attn's" in found.name
+
+
+def test_what_is_missing_names_flash_attention_3(monkeypatch):
+    properties = types.SimpleNamespace(L2_cache_size=1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    monkeypatch.setattr(capability, "CHECKS", {})
+    monkeypatch.setattr(flash3, "find", lambda: (None, "no vllm"))
+    assert this_machine().missing == {"FlashAttention-3": "no vllm"}
+    monkeypatch.setattr(flash3, "find", lambda: (object(), ""))
+    assert this_machine().missing == {}
+
+
+def test_the_versions_of_a_record_tell_the_code(monkeypatch):
+    before = versions()
+    assert {"torch", "code", "commit"} <= set(before) and before["code"] == versions()["code"]
+    monkeypatch.setattr("benchmarks.gpu.machine.CODE", ("jetrl_patch",))
+    assert versions()["code"] != before["code"]

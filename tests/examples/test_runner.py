@@ -178,6 +178,31 @@ def test_a_group_finds_descendants_in_other_sessions_and_weighs_them(tmp_path: P
     assert all(map(gone, pids))
 
 
+def test_a_run_within_a_run_ends_with_it(tmp_path: Path) -> None:
+    """The inner run has a session and a mark of its own; at the end of the outer one, nobody is left to end it."""
+    code = (
+        "import os, sys, time; from pathlib import Path; from examples.common.processes import Group; "
+        "inner = Group([sys.executable, '-c', 'import time; time.sleep(600)'], os.environ, Path.cwd(), Path(sys.argv[1])); "
+        "print(inner.leader.pid, flush=True); os._exit(0)"
+    )
+    log = tmp_path / "log"
+    group = Group([sys.executable, "-c", code, str(tmp_path / "inner")], os.environ, Path.cwd(), log)
+    assert group.leader.wait(60) == 0
+    inner = psutil.Process(int(log.read_text()))
+    assert inner.environ()["SPT_NOENV"] == "1" and [process.pid for process in group.members()] == [inner.pid]
+    group.end()
+    assert gone(inner.pid)
+
+
+def test_on_a_gpu_an_arm_runs_as_its_users_run_it(tmp_path: Path) -> None:
+    """vLLM compiles and captures, but in exact mode, which asks for eager layers."""
+    for precision, align, eager in (("bf16", None, False), ("fp8-unified", "linear", False), ("fp8-unified", "exact", True)):
+        arm = Arm(precision=precision, align=align)
+        command = Recipe(device="cuda", gpu_memory_utilization=0.2).launch(arm, tmp_path, Path("t"), tmp_path / "log").command
+        assert f"actor_rollout_ref.rollout.enforce_eager={eager}" in command
+        assert "actor_rollout_ref.rollout.gpu_memory_utilization=0.2" in command
+
+
 def test_the_temporary_folder_is_short_and_goes() -> None:
     with temporary_folder() as folder:
         assert len(str(folder)) < 30

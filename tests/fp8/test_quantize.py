@@ -8,10 +8,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from jetrl_patch.fp8 import quantize
+from jetrl_patch.fp8 import channel, quantize
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.formats import FP8, FP8_MAX, groups
+from jetrl_patch.int8 import quantize as int8
 
 SHAPES = [(1, 1), (3, 127), (7, 128), (128, 129), (130, 320), (257, 1000), (64, 64)]
 FORMATS = ["pow2", "fp32"]
@@ -118,3 +120,38 @@ def test_any_slice_of_rows_keeps_its_scales(n, k, data):
     start = data.draw(st.integers(0, n - 1))
     part = quantize.dequantize_activation(q[start:], rows[start:])
     assert torch.equal(part, quantize.dequantize_weight(q, s)[start:])
+
+
+class Divisors(TorchDispatchMode):
+    """Notes what tensors are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.found.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [*(getattr(quantize, kind) for kind in KINDS), channel.quantize_rows, lambda x, _: int8.quantize_rows(x)],
+    ids=[*KINDS, "one scale a row", "int8"],
+)
+def test_no_quantizer_divides_by_a_number(run):
+    """CUDA multiplies by the rounded reciprocal of a number, and of a tensor of one value that lies on the CPU."""
+    x = torch.ones(3, 200, dtype=torch.bfloat16, device="meta")
+    with Divisors() as divisors:
+        run(x, "fp32")
+    assert len(divisors.found) == 2  # amax by the largest value, values by their scale
+    assert all(isinstance(found, torch.Tensor) and found.device == x.device for found in divisors.found)
+
+
+def test_a_reciprocal_would_be_another_scale():
+    """Why the division matters: about half of all FP32 scales differ by their last bit."""
+    amax = torch.arange(1, 2**15, dtype=torch.int16).view(torch.bfloat16)
+    amax = amax[(amax.float() > 1e-9) & amax.isfinite()].float()
+    turned = amax * torch.tensor(1 / FP8_MAX, dtype=torch.float32)
+    assert (turned != quantize.scale_from_amax(amax, "fp32")).any()

@@ -13,6 +13,7 @@ from jetrl_patch.fp8.lora import merged_weight
 
 from ..dispatched import dispatched
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_GEMM, sqnr
+from .optional import not_tried
 
 pytestmark = pytest.mark.gpu
 
@@ -42,7 +43,7 @@ def attention(request, monkeypatch):
     """What computes attention: the project's kernel, or FlashAttention-3 where vLLM has it."""
     kernel, missing = flash3.find()
     if request.param == flash3.FLASH3 and kernel is None:
-        pytest.skip(missing)
+        not_tried("FlashAttention-3", missing)
     chosen = request.param if request.param == flash3.FLASH3 else ""
     monkeypatch.setattr(dispatch, "attentions", {("cuda", width): chosen for width in (64, 128)})
     return request.param

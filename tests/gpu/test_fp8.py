@@ -18,6 +18,7 @@ from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from ..dispatched import dispatched
 from ..fp8.mixture import Layer
 from ..fp8.thresholds import SQNR_EXPERTS, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
+from .optional import not_tried
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +31,7 @@ BACKENDS = ["triton", "deep_gemm", "cublaslt"]
 def backend(request, device):
     ok, reason = CHECKS[request.param]()
     if not ok:
-        pytest.skip(reason)
+        not_tried(request.param, reason)
     return get_backend(request.param)
 
 
