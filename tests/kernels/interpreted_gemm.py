@@ -99,7 +99,7 @@ def test_a_row_depends_on_itself_alone(out_dtype):
 
 
 def test_a_tile_follows_the_width_and_whether_rows_are_few(monkeypatch):
-    """Nothing else: one tile up to 64 rows, one above, whose bits ``interpreted_decode`` compares. Split sums have one for all."""
+    """Nothing else: one tile up to 64 rows, one above, whose bits ``interpreted_decode`` compares. Split sums have one."""
     seen = []
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: seen.append((k["ROWS"], k["COLUMNS"]))})
     monkeypatch.setattr("jetrl_patch.kernels.gemm.fprop_kernel", kernel())
