@@ -5,7 +5,8 @@
 
 Both operands have K contiguous, the only layout that FP8 ``wgmma`` accepts. The dot product of a block goes to a fresh
 accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``, as in the formula. A row's bits
-depend on that row alone: N determines the tile, K is walked in a fixed order, and no two programs share a sum.
+depend on that row alone: N determines the tile, or the one for up to 64 rows, K is walked in a fixed order, and no two programs
+share a sum.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from torch import Tensor
 from jetrl_patch.fp8.formats import groups, split_width
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import (
+    FEW,
+    FEW_ROWS,
     NARROW,
     PINNED,
     WIDE,
@@ -28,6 +31,7 @@ from jetrl_patch.kernels.gemm_common import (
     check_output,
     converted,
     descriptor,
+    few_tile_for,
     place,
     programs,
     tile_for,
@@ -106,7 +110,8 @@ def fprop(
     check_device(q_MK, s_MG, w_NK, sw)
     y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
     if y.numel():
-        launch(q_MK, s_MG, w_NK, sw, y, tile_for(N), s_blocks is not None, splits)
+        tile = few_tile_for(N) if M <= FEW_ROWS and splits == 1 else tile_for(N)
+        launch(q_MK, s_MG, w_NK, sw, y, tile, s_blocks is not None, splits)
     return y
 
 
@@ -144,4 +149,4 @@ KERNELS = tuple(
     for tile in (NARROW, WIDE)
     for out in ("bf16", "fp32")
     for splits in (1, 2, 4, 8)
-)
+) + tuple(_spec(tile, out, 1, blocks) for blocks in (False, True) for tile in FEW for out in ("bf16", "fp32"))

@@ -38,8 +38,25 @@ WIDE_FROM = 8192
 
 
 def tile_for(columns: int) -> Tile:
-    """The tile for a product with this many output columns. It never depends on M: a row's bits must not."""
+    """The tile of more rows for a product with this many output columns."""
     return WIDE if columns >= WIDE_FROM else NARROW
+
+
+#: the tiles of up to 64 rows, the widest first: one ``wgmma`` high, with the weights of many blocks of K on their way
+FEW_ROWS = 64
+FEW = tuple(Tile(FEW_ROWS, columns, 4, stages, 2) for columns, stages in ((128, 4), (64, 6), (32, 8)))
+#: so many programs fill a Hopper GPU (132 SMs; an H200 is not asked, so that N alone decides)
+FILLED = 120
+
+
+def few_tile_for(columns: int, tiles: tuple[Tile, ...] = FEW) -> Tile:
+    """The tile of few rows for this many output columns: the widest of which enough run at once, else the narrowest.
+
+    It may have another width than ``tile_for``'s. Within a block of 128 a sum is the same four ``wgmma`` of k = 32 in the same
+    order, and so are the promotion and the order of K. Only the number of columns of the instruction differs, and an element's
+    dot product has no part in other columns. As for weights that are fused (``row_equality``), the trial on the machine judges.
+    """
+    return next((tile for tile in tiles if -(-columns // tile.columns) >= FILLED), tiles[-1])
 
 
 @triton.jit

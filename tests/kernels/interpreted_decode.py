@@ -44,15 +44,30 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("kind", ["wide", "not finite"])
-@pytest.mark.parametrize("wide", [False, True])
-def test_one_launch_equals_two(shape, scale_format, kind, wide, monkeypatch):
-    monkeypatch.setattr(gemm_common, "WIDE_FROM", 1 if wide else 10**9)
+@pytest.mark.parametrize("columns", [32, 64, 128])
+def test_one_launch_equals_two_and_the_tile_of_many_rows(shape, scale_format, kind, columns, monkeypatch):
+    """Whatever the tile, and whether scales are read per row or per block."""
     M, N, K = shape
-    x, w = data(kind, (M, K)), weight(N, K, scale_format)
+    tile = next(tile for tile in gemm_common.FEW if tile.columns == columns)
+    monkeypatch.setattr(gemm, "few_tile_for", lambda N: tile)
+    monkeypatch.setattr(gemm_decode, "few_tile_for", lambda N, tiles: tile)
+    x, (q, s) = data(kind, (M, K)), weight(N, K, scale_format)
+    blocks, operand = s[::128].contiguous(), quantize.quantize_rows(x, scale_format)
     for out_dtype in (torch.bfloat16, torch.float32):
-        expected = gemm.fprop(*quantize.quantize_rows(x, scale_format), *w, out_dtype)
-        assert same(gemm_decode.fprop(x, *w, scale_format, out_dtype), expected)
+        expected = many_rows(*operand, q, s, out_dtype)
+        assert same(gemm.fprop(*operand, q, s, out_dtype), expected)
+        assert same(gemm.fprop(*operand, q, None, out_dtype, s_blocks=blocks), expected)
+        assert same(gemm_decode.fprop(x, q, s, scale_format, out_dtype), expected)
+        assert same(gemm_decode.fprop(x, q, None, scale_format, out_dtype, blocks), expected)
     assert (kind == "not finite") == bool(expected.isnan().any())
+
+
+def many_rows(q_MK, s_MG, w_NK, s_NG, out_dtype):
+    """The rows of a training batch."""
+    rows, copies = q_MK.shape[0], gemm_common.FEW_ROWS // q_MK.shape[0] + 1
+    q, s = (t.view(torch.uint8).repeat(copies, 1).view(t.dtype) for t in (q_MK, s_MG))
+    assert q.shape[0] > gemm_common.FEW_ROWS
+    return gemm.fprop(q, s, w_NK, s_NG, out_dtype)[:rows]
 
 
 def test_rows_may_have_a_stride_and_scales_any_layout():

@@ -98,14 +98,17 @@ def test_a_row_depends_on_itself_alone(out_dtype):
                 assert torch.equal(fprop(x[part], s[part], w, rows, out_dtype), whole[part])
 
 
-def test_no_tile_is_chosen_by_the_number_of_rows(monkeypatch):
+def test_a_tile_follows_the_width_and_whether_rows_are_few(monkeypatch):
+    """Nothing else: one tile up to 64 rows, one above, whose bits ``interpreted_decode`` compares. Split sums have one."""
     seen = []
     kernel = type("Kernel", (), {"__getitem__": lambda self, grid: lambda *a, **k: seen.append((k["ROWS"], k["COLUMNS"]))})
     monkeypatch.setattr("jetrl_patch.kernels.gemm.fprop_kernel", kernel())
-    for M in (1, 7, 64, 256, 5000):
-        q, s = torch.zeros(M, 128, dtype=torch.float8_e4m3fn), torch.ones(M, 1)
-        fprop(q, s, q.new_zeros(64, 128), torch.ones(64, 1))
-    assert len(seen) == 5 and len(set(seen)) == 1 and seen[0][0] >= 64  # at least 64 rows: FP8 wgmma
+    for M in (1, 7, 64, 65, 256, 5000):
+        for splits in (1, 2):
+            q, s = torch.zeros(M, 256, dtype=torch.float8_e4m3fn), torch.ones(M, 2)
+            fprop(q, s, q.new_zeros(64, 256), torch.ones(64, 2), splits=splits)
+    whole, split = seen[::2], seen[1::2]
+    assert set(whole[:3]) == {(64, 32)} and set(whole[3:]) == set(split) == {(128, 64)}  # at least 64 rows: FP8 wgmma
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
@@ -356,9 +359,9 @@ def tiles(monkeypatch):
 
 @pytest.mark.parametrize("name", FUSED)
 def test_the_trial_of_fused_weights_passes_in_both_tiles(name, tiles):
-    verdict = compare_parts(get_backend("triton"), *FUSED[name], "cpu", batches=(1, 40))
+    verdict = compare_parts(get_backend("triton"), *FUSED[name], "cpu", batches=(1, 40, 70))
     assert verdict.ok, verdict.found
-    assert set(tiles) == ({64} if "down" in name else {64, 128})
+    assert set(tiles) == ({32, 64} if "down" in name else {32, 64, 128})
 
 
 def test_the_trial_of_fused_weights_sees_a_tile_that_rounds_otherwise(tiles, monkeypatch):
@@ -368,8 +371,8 @@ def test_the_trial_of_fused_weights_sees_a_tile_that_rounds_otherwise(tiles, mon
         original(q, s * (1 + 2**-7 * (tile.columns == 128)), w, sw, y, tile, *how)
 
     monkeypatch.setattr(gemm, "launch", launch)
-    verdict = compare_parts(get_backend("triton"), *FUSED["qkv"], "cpu", batches=(40,))
-    assert not verdict.ok and "at M = 40 differ between rows 0 to 256 of a weight [256, 256]" in verdict.found
+    verdict = compare_parts(get_backend("triton"), *FUSED["qkv"], "cpu", batches=(70,))
+    assert not verdict.ok and "at M = 70 differ between rows 0 to 256 of a weight [256, 256]" in verdict.found
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 272), (272, 144)])

@@ -57,10 +57,10 @@ class TritonBackend(GpuBackend):
         return gemm_decode.FEW
 
     def compiled_rows(self, most: int) -> Sequence[int]:
-        """Quantized in the product, and before it by the quantizer's tile for fewer and for more rows."""
-        from jetrl_patch.kernels import quantize
+        """Quantized in the product; or before it, by the quantizer's two tiles, for one of the product's two."""
+        from jetrl_patch.kernels import gemm_common, quantize
 
-        return [rows for rows in (1, self.few() + 1, quantize.FEW + 1) if rows <= most]
+        return [rows for rows in (1, self.few() + 1, gemm_common.FEW_ROWS + 1, quantize.FEW + 1) if rows <= most]
 
     def fprop(
         self,
@@ -77,7 +77,7 @@ class TritonBackend(GpuBackend):
         if splits == 1 and not torch.compiler.is_compiling() and x_MK.shape[0] <= self.few():
             from jetrl_patch.kernels import gemm_decode
 
-            return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype)
+            return gemm_decode.fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, s_blocks)
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
     def dgrad_product(
