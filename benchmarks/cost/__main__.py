@@ -31,14 +31,13 @@ the tensor parallelism of the rollout that is fastest for it, in brackets.
 {steps}
 
 - `exact` leaves out the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
-- **It pays** where training in FP8 saves more than attention costs: `linear` in dense models, most in short contexts, and
-  `exact` in short contexts, where it also leaves out a pass.
+- **It pays** where training in FP8 saves more than attention costs: `linear` in dense models, most in large ones and short
+  contexts, and `exact` in short contexts, where it also leaves out a pass.
 - **It pays little or not at all**
-    - where attention dominates, as with responses of 32k tokens: it stays in BF16, and in exact mode its kernel is slower than
-      FlashAttention-3, so `exact` loses there. Use `linear`;
-    - in a rollout over several ranks. A quantized rollout gathers the FP32 sums of all ranks, {gathered:.0f} times the bytes of
-      BF16's all-reduce with 8 of them, so BF16 has more ranks and is as fast or faster: `fp8-rollout`, which has nothing else,
-      is slower in the whole step in most rows;
+    - where attention dominates, as with responses of 32k tokens: it stays in BF16, and in exact mode its kernel is taken to be
+      slower than FlashAttention-3, so `exact` loses there. Use `linear`;
+    - in exact rollouts over several ranks: they gather FP32 sums of all ranks, {gathered:.0f} times the bytes of BF16's all-reduce
+      with 8 of them, so fewer ranks are fastest;
     - in the mixture: blocks of 128 allow 2 ranks where BF16 has 4, which is worth as much as FP8.
 - With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k): compare with the ranks that
   you run.

@@ -124,21 +124,21 @@ def one_token(net: Net, way: Way, rows: int, context: float, gpu: Gpu, tp: int) 
     if way.samples:
         linears /= DECODED
     cache = context * 4 * net.block.kv_heads * net.block.head_dim / tp / (peaks.bandwidth * 1e9) / way.decoding
-    shared = 2 * sum_over_ranks(rows * net.block.hidden, way.samples, gpu, tp)
+    shared = 2 * sum_over_ranks(rows * net.block.hidden, way.gathers, gpu, tp)
     head = gemm_seconds(rows, net.vocabulary // tp, net.block.hidden, False, peaks.bf16, peaks.bandwidth)
     return net.layers * (linears + cache + shared) + head
 
 
-def sum_over_ranks(elements: float, fp8: bool, gpu: Gpu, tp: int) -> float:
+def sum_over_ranks(elements: float, gathers: bool, gpu: Gpu, tp: int) -> float:
     """Seconds of the sum behind a row-parallel linear.
 
-    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes; a quantized rollout of this project gathers the
-    FP32 sums of all other ranks, and reads them again to add them in rank order.
+    A BF16 all-reduce sends and receives 2 (tp - 1) / tp elements of two bytes; exact mode gathers the FP32 sums of all other
+    ranks, and reads them again to add them in rank order. (Added in one shot, they are read from the peers: as many bytes.)
     """
     if tp == 1:
         return 0.0
     size = 4 * elements * (tp - 1) / tp
-    if not fp8:
+    if not gathers:
         return LATENCY + size / gpu.link
     return LATENCY + gathered(tp) * size / gpu.link + 4 * elements * tp / (gpu.peaks.bandwidth * 1e9)
 

@@ -79,6 +79,7 @@ class Way(NamedTuple):
         passes: forward passes over the samples before the update, for old log-probs.
         attention, decoding: of BF16's speed, in the trainer and in the rollout. Estimated; in decoding,
             of contexts that enough programs share.
+        gathers: FP32 sums over the rollout's ranks, which vLLM otherwise adds in BF16.
     """
 
     name: str
@@ -87,14 +88,15 @@ class Way(NamedTuple):
     passes: int
     attention: float = 1.0
     decoding: float = 1.0
+    gathers: bool = False
 
 
 WAYS = (
     Way("bf16", False, False, 1),
     Way("fp8-rollout", False, True, 1),
     Way("linear", True, True, 1),
-    Way("exact", True, True, 0, attention=0.5, decoding=0.85),
-    Way("exact, with the pass", True, True, 1, attention=0.5, decoding=0.85),
+    Way("exact", True, True, 0, attention=0.5, decoding=0.85, gathers=True),
+    Way("exact, with the pass", True, True, 1, attention=0.5, decoding=0.85, gathers=True),
 )
 
 #: FlashAttention-3's share of the BF16 peak of GEMMs

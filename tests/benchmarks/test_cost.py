@@ -75,9 +75,9 @@ def test_a_model_that_does_not_fit_is_an_error():
 
 
 def test_a_sum_over_ranks_moves_what_its_mode_moves():
-    """BF16 by an all-reduce of two bytes, FP8 by a gather of four from every other rank: as many times as there are ranks."""
+    """By an all-reduce of two bytes, exact mode by a gather of four from every other rank: as many times as there are ranks."""
     free = parts.H100._replace(peaks=parts.H100.peaks._replace(bandwidth=float("inf")))
     assert sum_over_ranks(1e6, True, free, 1) == sum_over_ranks(1e6, False, free, 1) == 0
     for tp in (2, 4, 8):
-        moved = [sum_over_ranks(1e6, fp8, free, tp) - parts.LATENCY for fp8 in (True, False)]
+        moved = [sum_over_ranks(1e6, gathers, free, tp) - parts.LATENCY for gathers in (True, False)]
         assert moved[0] == pytest.approx(4e6 * (tp - 1) / free.link) and moved[0] / moved[1] == pytest.approx(tp)
