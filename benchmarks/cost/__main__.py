@@ -36,8 +36,8 @@ the tensor parallelism of the rollout that is fastest for it, in brackets.
 - **It pays little or not at all**
     - where attention dominates, as with responses of 32k tokens: it stays in BF16, and in exact mode its kernel is taken to be
       slower than FlashAttention-3, so `exact` loses there. Use `linear`;
-    - in exact rollouts over several ranks: they gather FP32 sums of all ranks, {gathered:.0f} times the bytes of BF16's all-reduce
-      with 8 of them, so fewer ranks are fastest;
+    - in exact rollouts over several ranks: they gather FP32 sums of all ranks, {gathered:.0f} times the bytes of BF16's
+      all-reduce with 8 of them, so fewer ranks are fastest;
     - in the mixture: blocks of 128 allow 2 ranks where BF16 has 4, which is worth as much as FP8.
 - With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k): compare with the ranks that
   you run.

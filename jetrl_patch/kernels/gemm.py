@@ -20,7 +20,6 @@ from jetrl_patch.fp8.formats import groups, split_width
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import (
     FEW,
-    FEW_ROWS,
     NARROW,
     PINNED,
     WIDE,
@@ -31,6 +30,7 @@ from jetrl_patch.kernels.gemm_common import (
     check_output,
     converted,
     descriptor,
+    few_rows,
     few_tile_for,
     place,
     programs,
@@ -110,7 +110,7 @@ def fprop(
     check_device(q_MK, s_MG, w_NK, sw)
     y = torch.empty(M, N, dtype=out_dtype, device=q_MK.device)
     if y.numel():
-        tile = few_tile_for(N) if M <= FEW_ROWS and splits == 1 else tile_for(N)
+        tile = few_tile_for(N) if splits == 1 and few_rows() >= M else tile_for(N)
         launch(q_MK, s_MG, w_NK, sw, y, tile, s_blocks is not None, splits)
     return y
 

@@ -45,8 +45,22 @@ def tile_for(columns: int) -> Tile:
 #: the tiles of up to 64 rows, the widest first: one ``wgmma`` high, with the weights of many blocks of K on their way
 FEW_ROWS = 64
 FEW = tuple(Tile(FEW_ROWS, columns, 4, stages, 2) for columns, stages in ((128, 4), (64, 6), (32, 8)))
+#: the largest M that takes them; 0 once a trial has found on this machine that their rows are not those of the other tiles
+_few_rows = FEW_ROWS
 #: so many programs fill a Hopper GPU (132 SMs; an H200 is not asked, so that N alone decides)
 FILLED = 120
+
+
+def few_rows() -> int:
+    """The largest M whose products take ``few_tile_for``."""
+    return _few_rows
+
+
+def give_up_few_rows() -> bool:
+    """From now on every product of this process takes ``tile_for``. Returns whether some did not."""
+    global _few_rows
+    had, _few_rows = _few_rows > 0, 0
+    return had
 
 
 def few_tile_for(columns: int, tiles: tuple[Tile, ...] = FEW) -> Tile:

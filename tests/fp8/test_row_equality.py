@@ -140,6 +140,34 @@ def test_a_layer_is_tried_with_the_product_that_it_serves(name, kernels, use):
     assert {kernel for kernel, *_ in library.calls} == kernels
 
 
+class ByFew(type(get_backend("torch"))):
+    """A tile of few rows that rounds otherwise, and can be done without."""
+
+    name, few = "by-few", 64
+
+    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
+        y = super().gemm(q, s, w, rows, torch.float32, splits)
+        return (y * (1 + 2**-6 * (len(q) <= self.few))).to(out_dtype)
+
+    def give_up_few_rows(self):
+        had, self.few = self.few > 0, 0
+        return had
+
+
+def test_kernels_of_few_rows_are_given_up_before_the_backend_is(monkeypatch, caplog):
+    monkeypatch.setattr(row_equality, "_PROVEN", set())
+    monkeypatch.setattr(row_equality, "LONG", (70, 80))
+    compare, parts = row_equality.compare_rows, row_equality.compare_parts
+    monkeypatch.setattr(row_equality, "TRAINED", 66)
+    monkeypatch.setattr(row_equality, "compare_rows", lambda b, shape, device, *a: compare(b, shape, "cpu", *a))
+    monkeypatch.setattr(row_equality, "compare_parts", lambda b, s, layout, d, f, *a: parts(b, s, layout, "cpu", f, (1, 40), ()))
+    backend, device = ByFew(), torch.device("meta")  # in place of a GPU
+    assert row_equality.require_row_equality(backend, *LAYOUTS["qkv"][:1], device, "pow2", LAYOUTS["qkv"][1])
+    assert backend.few == 0 and "decodes with the kernels of long batches" in caplog.text
+    with pytest.raises(ModelError, match="'by-n' in a rollout"):  # has none to give up
+        row_equality.require_row_equality(ByN(), *LAYOUTS["qkv"][:1], device, "pow2", LAYOUTS["qkv"][1])
+
+
 def test_an_engine_refuses_to_start(monkeypatch):
     device, asked = torch.device("meta"), []  # in place of a GPU: only a CPU is exempt
     monkeypatch.setattr(row_equality, "_PROVEN", set())

@@ -54,7 +54,7 @@ def test_quantizers_are_those_of_the_contract(device, backend, shape, scale_form
 @pytest.mark.parametrize("scale_format", FORMATS)
 @pytest.mark.parametrize("shape", [(4608, 3584), (3584, 18944), (512, 512), (37888, 3584)])
 def test_rows_do_not_depend_on_the_batch(device, backend, shape, scale_format):
-    verdict = compare_rows(backend, shape, device, scale_format)
+    verdict = compare_rows(backend, shape, device, scale_format, trained=8200, most=8192)
     if backend.name == "cublaslt" and not verdict.ok:
         pytest.xfail(f"the rollout correctly refuses this backend: {verdict.found}")
     assert verdict.ok, verdict.found

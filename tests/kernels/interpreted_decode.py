@@ -91,6 +91,17 @@ def test_the_backend_takes_it_for_few_rows_alone(monkeypatch):
     assert len(taken) == 3  # two ranges of K are two launches
 
 
+def test_what_a_trial_refuses_is_given_up(monkeypatch):
+    """From then on few rows take the tile of many."""
+    monkeypatch.setattr(gemm_common, "_few_rows", gemm_common.FEW_ROWS)
+    backend, (q, s), x = get_backend("triton"), weight(64, 256, "pow2"), data("wide", (3, 256))
+    expected, taken = backend.fprop(x, q, s, "pow2"), []
+    assert backend.give_up_few_rows() and not backend.give_up_few_rows() and backend.few() == 0
+    for module, name in ((gemm_decode, "fprop"), (gemm, "few_tile_for")):
+        monkeypatch.setattr(module, name, lambda *a: taken.append(a))
+    assert same(backend.fprop(x, q, s, "pow2"), expected) and not taken
+
+
 def test_the_trial_of_rows_covers_both_ways():
     few = [rows for rows in DECODED if rows <= gemm_decode.FEW]
     assert gemm_decode.FEW in few and 1 in few and max(DECODED) > gemm_decode.ROWS
@@ -137,14 +148,15 @@ def test_the_benchmarks_run_on_this_backend():
 
     tiny = (Model("tiny", hidden=128, intermediate=128, heads=1, kv_heads=1, head_dim=128),)
     machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
-    assert {row["quantizer"] for row in parts.quantizers(machine, ((16, 128),))} == {
+    rows_of = lambda pieces: [row for piece in pieces for row in piece.rows()]  # noqa: E731
+    assert {row["quantizer"] for row in rows_of(parts.quantizers(machine, ((16, 128),)))} == {
         "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, turned", "both layouts",
         "SiLU * up, kept and quantized", "RMSNorm, kept and quantized", "SiLU * up, backward", "RMSNorm, backward",
     }  # fmt: skip
     ways = {"bf16", "triton", "triton, one launch", "triton, two launches"}
-    assert {row["backend"] for row in launches.decode(machine, tiny, (7,))} == ways
-    assert {row["backend"] for row in block.blocks(machine, tiny, 16)} == {"bf16", "triton", "triton, fused"}
-    verdicts = {row["backend"]: row["verdict"] for row in itertools.islice(parts.rows(machine, tiny, 70), 2)}
+    assert {row["backend"] for row in rows_of(launches.decode(machine, tiny, (7,)))} == ways
+    assert {row["backend"] for row in rows_of(block.blocks(machine, tiny, 16))} == {"bf16", "triton", "triton, fused"}
+    verdicts = {row["backend"]: row["verdict"] for row in rows_of(itertools.islice(parts.rows(machine, tiny, 70), 2))}
     assert verdicts == {"triton": "may serve", "triton, one launch": "may serve"}
 
 

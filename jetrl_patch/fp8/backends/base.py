@@ -147,6 +147,10 @@ class Backend(ABC):
         """Block scales [ceil(N/128), G] of a weight whose rows share them, from those per row; only if ``blocks``."""
         raise NotImplementedError
 
+    def give_up_few_rows(self) -> bool:
+        """Stop using kernels of few rows, whose rows a trial has found to differ. Returns whether there were any in use."""
+        return False
+
     def compiled_rows(self, most: int) -> Sequence[int]:
         """Numbers of rows up to ``most`` for which FProp together compiles every kernel that it may need; by default none."""
         return ()

@@ -9,6 +9,7 @@ batches is tried with a batch for each of them. The test suite proves the CPU ba
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -19,6 +20,8 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.fp8.backends.base import Backend
 from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat
 from jetrl_patch.fp8.quantize import expand_weight_scale
+
+logger = logging.getLogger(__name__)
 
 #: rows of decode batches; up to 32 rows the Triton backend quantizes and multiplies in one launch
 DECODED = (1, 7, 32, 64, 256)
@@ -232,9 +235,18 @@ def require_row_equality(
     if device.type == "cpu" or key in _PROVEN:
         return False
     short, (longer, longest) = (*DECODED, TRAINED), LONG
-    verdict = compare_rows(backend, shape, device, scale_format, longest, (*short, longer), layout, most)
-    if verdict.ok and layout != whole:
-        verdict = compare_parts(backend, shape, layout, device, scale_format, FUSED, LONG)
+
+    def trial() -> Verdict:
+        verdict = compare_rows(backend, shape, device, scale_format, longest, (*short, longer), layout, most)
+        if verdict.ok and layout != whole:
+            verdict = compare_parts(backend, shape, layout, device, scale_format, FUSED, LONG)
+        return verdict
+
+    verdict = trial()
+    if not verdict.ok and backend.give_up_few_rows():
+        words = "jetrl_patch: backend=%r decodes with the kernels of long batches, which is slower: %s"
+        logger.warning(words, backend.name, verdict.found)
+        verdict = trial()
     if not verdict.ok:
         raise ModelError(
             explain(

@@ -52,9 +52,15 @@ class TritonBackend(GpuBackend):
 
     def few(self) -> int:
         """The largest M for which one launch quantizes and multiplies."""
-        from jetrl_patch.kernels import gemm_decode
+        from jetrl_patch.kernels import gemm_common, gemm_decode
 
-        return gemm_decode.FEW
+        return min(gemm_decode.FEW, gemm_common.few_rows())
+
+    def give_up_few_rows(self) -> bool:
+        """One tile for every number of rows."""
+        from jetrl_patch.kernels import gemm_common
+
+        return gemm_common.give_up_few_rows()
 
     def compiled_rows(self, most: int) -> Sequence[int]:
         """Quantized in the product; or before it, by the quantizer's two tiles, for one of the product's two."""
