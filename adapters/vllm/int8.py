@@ -14,11 +14,12 @@ import torch
 
 from jetrl_patch.adapters.vllm.formats import LinearFormat
 from jetrl_patch.adapters.vllm.scales import RowScales
+from jetrl_patch.fp8.backends.row_equality import TRAINED
 from jetrl_patch.int8 import product
 from jetrl_patch.int8.quantize import quantize_rows
 
 if TYPE_CHECKING:
-    from jetrl_patch.fp8.backends.row_equality import TRAINED, Layout
+    from jetrl_patch.fp8.backends.row_equality import Layout
 
 __all__ = ["ChannelInt8"]
 

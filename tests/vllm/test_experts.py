@@ -171,9 +171,9 @@ def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.Monkey
     expected = experts_forward(x, *weights().values(), *ops.route(logits, K, True), own)
     storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
 
-    def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: bool) -> Any:
-        assert kernels is grouped and not part
-        assert {t.untyped_storage().data_ptr() for pair in stacks for t in pair} == storages  # views, renewed by every sync
+    def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: Any) -> Any:
+        assert kernels is grouped and part is None and stacks.turned == (None, None)
+        assert {t.untyped_storage().data_ptr() for pair in stacks[:2] for t in pair} == storages  # views, renewed by every sync
         return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
 
     monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: grouped)
