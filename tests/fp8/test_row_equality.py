@@ -168,6 +168,15 @@ def test_kernels_of_few_rows_are_given_up_before_the_backend_is(monkeypatch, cap
         row_equality.require_row_equality(ByN(), *LAYOUTS["qkv"][:1], device, "pow2", LAYOUTS["qkv"][1])
 
 
+@pytest.mark.parametrize(("most", "trained"), [(300, row_equality.LONG[1]), (32768, 32768)])
+def test_the_largest_batch_of_an_engine_is_tried(monkeypatch, most, trained):
+    asked = []
+    monkeypatch.setattr(row_equality, "_PROVEN", set())
+    monkeypatch.setattr(row_equality, "compare_rows", lambda *a: asked.append(a[4]) or row_equality.Verdict(True, "equal"))
+    row_equality.require_row_equality(ByN(), (128, 128), torch.device("meta"), "pow2", None, most)
+    assert asked == [trained]
+
+
 def test_an_engine_refuses_to_start(monkeypatch):
     device, asked = torch.device("meta"), []  # in place of a GPU: only a CPU is exempt
     monkeypatch.setattr(row_equality, "_PROVEN", set())

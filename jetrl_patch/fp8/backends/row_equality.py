@@ -237,7 +237,8 @@ def require_row_equality(
     short, (longer, longest) = (*DECODED, TRAINED), LONG
 
     def trial() -> Verdict:
-        verdict = compare_rows(backend, shape, device, scale_format, longest, (*short, longer), layout, most)
+        whole_batch = max(longest, most)  # every batch that is served is a part of it
+        verdict = compare_rows(backend, shape, device, scale_format, whole_batch, (*short, longer), layout, most)
         if verdict.ok and layout != whole:
             verdict = compare_parts(backend, shape, layout, device, scale_format, FUSED, LONG)
         return verdict
