@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from jetrl_patch.exact import ops
+from jetrl_patch.exact import ops, residual
 from jetrl_patch.exact.modules import ExactMLP, swap
 from jetrl_patch.families import covering
 from jetrl_patch.fp8 import producers
@@ -25,10 +25,14 @@ class FusedNorm:
     weight: Tensor
     variance_epsilon: float
     jetrl_fp8: Fp8State
+    #: whether the block takes its residual from here (``residual``)
+    jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Any:
-        y = producers.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.jetrl_fp8)
-        return super().forward(hidden_states) if y is None else y  # type: ignore[misc]
+        made = producers.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.jetrl_fp8)
+        if made is None:
+            return super().forward(hidden_states)  # type: ignore[misc]
+        return residual.passing(*made) if self.jetrl_passes else made[0]
 
 
 class FusedMLP:

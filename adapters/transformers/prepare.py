@@ -13,6 +13,7 @@ from jetrl_patch.adapters.transformers.attention import NAME
 from jetrl_patch.adapters.transformers.experts import check_registered, use_fp8_experts
 from jetrl_patch.adapters.transformers.fused import fuse, fuse_exact
 from jetrl_patch.adapters.transformers.head import check_head, widen_head
+from jetrl_patch.adapters.transformers.residual import add_in_norms
 from jetrl_patch.adapters.transformers.rotary import rotate_together
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
@@ -80,6 +81,7 @@ def prepare_model(
         drop_nothing(model)
     else:
         fuse(model, backend, device_type)
+    add_in_norms(model, backend, device_type)
     rotate_together(model, backend, device_type)
     return names
 

@@ -123,6 +123,10 @@ DeepGEMM's own product for WGrad (`1D1D`) only adds to an FP32 output: where tor
 W is read twice, as it is and turned. Both are written by one launch for all micro-batches of a step, where no rank frees the
 weights between passes, and held to the last of them, 2 bytes a weight; else each backward turns W once more (`turn_kernel`).
 
+The norm's backward adds the gradient of the residual in its own kernel, 8 bytes an element. Its sum is quantized for the layer
+before it by a launch of its own (`both_kernel`), 4 bytes: for WGrad that takes 128 rows at a time, which no program of a norm
+holds, and to read them again there would move the same 4 bytes.
+
 Left in it: the saved X gets other groups for WGrad (`requantize_kernel`), once for the layers that read it. Autograd adds up the
 dX of those layers (`add`).
 

@@ -132,7 +132,9 @@ def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int,
         ways["RMSNorm, kept and quantized"] = (
             5, lambda: producers.rmsnorm_quantize_rows(x, weight, 1e-6, FORMAT, keep=True, columns=columns),
         )  # fmt: skip
-        ways["RMSNorm, backward"] = 6, lambda: rms_norm_backward(x, weight, rstd, other, torch.bfloat16, True)
+        norm = x, weight, rstd, other, torch.bfloat16, True
+        ways["RMSNorm, backward"] = 6, lambda: rms_norm_backward(*norm)
+        ways["RMSNorm, backward, and the residual's"] = 8, lambda: rms_norm_backward(*norm, other)
     return ways
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetrl_patch.exact import ops
+from jetrl_patch.exact import ops, residual
 from jetrl_patch.exact.rope import rope_parameters
 
 
@@ -22,9 +22,13 @@ class ExactNorm:
 
     weight: Tensor
     variance_epsilon: float
+    #: whether the block takes its residual from here (``residual``)
+    jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        if not self.jetrl_passes or torch.compiler.is_compiling():
+            return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return residual.passing(*ops.rms_norm_passing(hidden_states, self.weight, self.variance_epsilon))
 
 
 class ExactMLP:

@@ -14,7 +14,7 @@ from jetrl_patch.native import ops
 
 class _RMSNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, passes: bool) -> Any:
         x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
         w_K = weight.detach().to(torch.bfloat16)
         serves = implementation(x)
@@ -30,20 +30,28 @@ class _RMSNorm(torch.autograd.Function):
             y = w_K * (x_MK.float() * rstd.unsqueeze(-1)).to(torch.bfloat16)
         ctx.save_for_backward(x_MK, w_K, rstd)
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
-        return y.view(x.shape)
+        ctx.set_materialize_grads(False)
+        return (y.view(x.shape), x) if passes else y.view(x.shape)
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        return *rms_norm_gradients(ctx, grad_outputs[0], implementation(grad_outputs[0]) == "triton"), None
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        kernel = implementation(next(g for g in grad_outputs if g is not None)) == "triton"
+        return *rms_norm_gradients(ctx, kernel, *grad_outputs), None, None
 
 
-def rms_norm_gradients(ctx: Any, dy: Tensor, kernel: bool) -> tuple[Tensor | None, Tensor | None]:
+def rms_norm_gradients(
+    ctx: Any, kernel: bool, dy: Tensor | None, other: Tensor | None = None
+) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x and of the weight, computed in FP32.
 
     Args:
         ctx: of a forward pass on x and the weight, which saved their BF16 values [M, K] and [K] and 1/rms FP32 [M].
         kernel: use the Triton kernel, not torch's operations.
+        dy: the gradient of the result.
+        other: the gradient of x as it was passed on, in BF16; it is added to that of x, as autograd would.
     """
+    if dy is None:
+        return other, None
     x_MK, w_K, rstd = ctx.saved_tensors
     wants_x, wants_w = ctx.needs_input_grad[:2]
     dy_MK = dy.reshape(x_MK.shape)
@@ -51,7 +59,8 @@ def rms_norm_gradients(ctx: Any, dy: Tensor, kernel: bool) -> tuple[Tensor | Non
     if kernel:
         from jetrl_patch.kernels.norm_backward import rms_norm_backward
 
-        dx, dw = rms_norm_backward(x_MK, w_K, rstd, dy_MK, written(ctx.x_dtype), wants_w)
+        more = None if other is None else other.reshape(x_MK.shape)
+        dx, dw = rms_norm_backward(x_MK, w_K, rstd, dy_MK, written(ctx.x_dtype), wants_w, more)
     else:
         g, hat = dy_MK.float(), x_MK.float() * rstd.unsqueeze(-1)
         if wants_x:
@@ -60,6 +69,8 @@ def rms_norm_gradients(ctx: Any, dy: Tensor, kernel: bool) -> tuple[Tensor | Non
         if wants_w:
             dw = (g * hat).sum(0)
     dx = dx.to(ctx.x_dtype).view(dy.shape) if dx is not None and wants_x else None
+    if not kernel and dx is not None and other is not None:
+        dx = dx + other
     return dx, None if dw is None else dw.to(ctx.w_dtype)
 
 
@@ -72,5 +83,17 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     Returns:
         BF16 [..., K].
     """
-    result: Tensor = _RMSNorm.apply(x, weight, eps)
+    result: Tensor = _RMSNorm.apply(x, weight, eps, False)
     return result
+
+
+def rms_norm_passing(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """RMSNorm, and x again for the residual: what comes back along it is added to the gradient of x in the norm's own kernel.
+
+    Returns:
+        The result of ``rms_norm``, and x: a view of it in a graph that its gradient passes, if x is BF16.
+    """
+    if x.dtype != torch.bfloat16 or not (x.requires_grad and torch.is_grad_enabled()):
+        return rms_norm(x, weight, eps), x
+    y, passed = _RMSNorm.apply(x, weight, eps, True)
+    return y, passed

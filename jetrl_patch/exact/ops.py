@@ -4,7 +4,7 @@ from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.exact.attention import attention_paged, attention_varlen
 from jetrl_patch.exact.head import head_linear, head_linear_fp32, linear, partial_sum
 from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.exact.norm import rms_norm
+from jetrl_patch.exact.norm import rms_norm, rms_norm_passing
 from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table, rotate_pair
 from jetrl_patch.exact.route import Sigmoid, route
 
@@ -18,6 +18,7 @@ __all__ = [
     "linear",
     "partial_sum",
     "rms_norm",
+    "rms_norm_passing",
     "rope_frequencies",
     "rotary_table",
     "rotate_pair",

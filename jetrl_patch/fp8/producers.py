@@ -2,6 +2,7 @@
 
 | operation                 | one kernel reads          | and writes                                          | hands over     |
 | RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
+| its gradient              | x, dy, the residual's     | dx BF16 [M, K], the residual's gradient added       |                |
 | SiLU(gate) * up           | gate, up BF16 [M, K]      | y BF16 [M, K], q e4m3, s [M, G]                     | (q, s)         |
 | its gradient, where gate  | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
 | and up come of FP8 layers |                           | of ``quantize_both``                                | of each        |
@@ -58,11 +59,11 @@ class _NormedRows(torch.autograd.Function):
         ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
         ctx.set_materialize_grads(False)  # nobody reads gradients of bytes and scales: do not write zeros for them
         ctx.mark_non_differentiable(made.q_MK, made.s_MG)
-        return made.y_MK.view(x.shape), made.q_MK, made.s_MG
+        return made.y_MK.view(x.shape), x, made.q_MK, made.s_MG
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        return *rms_norm_gradients(ctx, grad_outputs[0], True), None, None, None
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, ...]:
+        return *rms_norm_gradients(ctx, True, *grad_outputs[:2]), None, None, None
 
 
 class _MultipliedRows(torch.autograd.Function):
@@ -91,18 +92,21 @@ class _MultipliedRows(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> Tensor | None:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Tensor, Tensor] | None:
     """RMSNorm of x [..., K] in BF16, handing over the quantized rows; None if the kernel does not accept these inputs.
 
     Args:
         state: quantization settings of the layers that read the result.
+
+    Returns:
+        The result, and x as ``exact.norm.rms_norm_passing`` passes it on.
     """
     kernels = _kernels(state, x, weight)
     if kernels is None or x.shape[-1] > kernels.WIDEST:
         return None
-    y, q, s = _NormedRows.apply(x, weight, eps, state, kernels)
+    y, passed, q, s = _NormedRows.apply(x, weight, eps, state, kernels)
     hand_over(y, (q, s), state)
-    return y
+    return y, passed if x.requires_grad else x
 
 
 def silu_mul(gate: Tensor, up: Tensor, state: Fp8State, quantize_gradients: bool = False) -> Tensor | None:

@@ -11,14 +11,14 @@ import pytest
 import torch
 import triton
 
-from jetrl_patch.adapters.transformers import fused
+from jetrl_patch.adapters.transformers import fused, residual
 from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.handed import HANDED
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.kernels import quantize
+from jetrl_patch.kernels import norm_backward, quantize
 
 from ..fp8.thresholds import sqnr
 from ..models import build
@@ -51,6 +51,16 @@ def both(monkeypatch):
     original = quantize.quantize_both
     monkeypatch.setattr(quantize, "quantize_both", lambda x, *a, **k: shapes.append(tuple(x.shape)) or original(x, *a, **k))
     return shapes
+
+
+@pytest.fixture
+def added(monkeypatch):
+    """Whether each backward of a norm was given the gradient of the residual."""
+    found = []
+    original = norm_backward.rms_norm_backward
+    watched = lambda *given: found.append(given[6] is not None) or original(*given)  # noqa: E731
+    monkeypatch.setattr(norm_backward, "rms_norm_backward", watched)
+    return found
 
 
 def models(family: str, scale_format: str = "pow2", layers: int = 1, **options):
@@ -91,6 +101,35 @@ def test_outputs_and_gradients_are_the_same(family, scale_format, options, quant
     assert torch.equal(out, expected[0])
     for name, grad in expected[1].items():
         assert grad is not None and torch.equal(grads[name], grad), name
+
+
+@pytest.mark.parametrize(
+    ("exact", "around"),
+    [(False, "nothing"), (True, "nothing"), (False, "checkpointing"), (True, "checkpointing"), (True, "a wrapper that loses it")],
+)
+def test_norms_add_the_gradients_of_residuals(exact, around, added):
+    """The same values and the same bits of every gradient, with two sums of autograd fewer in a block."""
+    plain, ours, names = models("qwen3")
+    if exact:
+        ours = copy.deepcopy(plain)
+    blocks = residual.add_in_norms(ours, "triton", "cuda")
+    assert blocks == ["model.layers.0"]
+    found, original = (type(model.model.layers[0]) for model in (ours, plain))
+    assert issubclass(found, original) and found is not original and found.__name__ == original.__name__
+    if around == "checkpointing":
+        ours.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    elif around != "nothing":
+        for name in names:
+            if name.endswith("norm"):
+                ours.get_submodule(name).register_forward_hook(lambda module, args, y: y.view_as(y))
+    out, grads = run(plain)
+    added.clear()
+    found, ours_grads = run(ours)
+    assert sum(added) == (2 if around in ("nothing", "checkpointing") else 0)
+    assert torch.equal(found, out) and all(torch.equal(ours_grads[name], grad) for name, grad in grads.items())
+    with torch.no_grad():
+        assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
+    assert residual.add_in_norms(ours, "triton", "cuda") == []  # a second time changes nothing
 
 
 CHANGES = {
@@ -210,7 +249,7 @@ def test_what_is_changed_in_place_is_quantized_again(quantized):
     x, w = torch.randn(4, 256).bfloat16(), torch.ones(256).bfloat16()
     model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"q_proj": layer})])})
     swap_linears(model, backend="triton")
-    y = producers.rms_norm(x, w, 1e-6, state)
+    y, _ = producers.rms_norm(x, w, 1e-6, state)
     first = layer(y)
     assert quantized == []
     with torch.no_grad():

@@ -54,7 +54,7 @@ REGISTERS = {
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
     **dict.fromkeys((spec.name for spec in (*rotary.KERNELS, *logprob_backward.KERNELS)), 40),  # 12, of 128 threads
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
-    **{f"rms_norm_backward{width}": 64 for width in (128, 1024, 2048, 4096, 8192, 16384)},  # 32 warps
+    **dict.fromkeys((spec.name for spec in norm_backward.KERNELS), 64),  # 32 warps
     "silu_mul_backward": 64,
     **dict.fromkeys(("silu_mul_backward_both_pow2", "silu_mul_backward_both_fp32"), 128),  # 1, of 512 threads
 }
