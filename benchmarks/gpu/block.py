@@ -50,19 +50,21 @@ class Block(nn.Module):
         self.attention = model.heads * model.head_dim
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.qkv(self._norm(x, 0))[..., : self.attention]
-        x = x + self.o(q.contiguous())
-        gate, up = self.gate_up(self._norm(x, 1)).chunk(2, -1)
+        y, residual = self._norm(x, 0)
+        q = self.qkv(y)[..., : self.attention]
+        y, residual = self._norm(residual + self.o(q.contiguous()), 1)
+        gate, up = self.gate_up(y).chunk(2, -1)
         y = producers.silu_mul(gate, up, self.state) if self.fused and self.state else None
         down: Tensor = self.down(F.silu(gate) * up if y is None else y)
-        return x + down
+        return residual + down
 
-    def _norm(self, x: Tensor, i: int) -> Tensor:
-        y = producers.rms_norm(x, self.norms[i], EPS, self.state) if self.fused and self.state else None
-        if y is not None:
-            return y
+    def _norm(self, x: Tensor, i: int) -> tuple[Tensor, Tensor]:
+        """The norm of x, and x for the residual."""
+        made = producers.rms_norm(x, self.norms[i], EPS, self.state) if self.fused and self.state else None
+        if made is not None:
+            return made
         wide = x.float()  # as in transformers
-        return self.norms[i] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+        return self.norms[i] * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype), x
 
 
 def _ways(machine: Machine) -> dict[str, tuple[str | None, bool]]:

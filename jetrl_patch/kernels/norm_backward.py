@@ -47,7 +47,7 @@ def shape_for(K: int) -> Shape:
     """Whole rows, several of them if they are short."""
     width = max(BLOCK, triton.next_power_of_2(K))
     rows = max(1, SPAN // width)
-    per_thread = 16 if width > 4096 else 8  # a program has at most 1024 threads
+    per_thread = 16 if width > 8192 else 8  # a program has at most 1024 threads
     return Shape(rows, width, rows * width // (per_thread * 32))
 
 

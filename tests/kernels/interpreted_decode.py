@@ -152,6 +152,7 @@ def test_the_benchmarks_run_on_this_backend():
     assert {row["quantizer"] for row in rows_of(parts.quantizers(machine, ((16, 128),)))} == {
         "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, turned", "both layouts",
         "SiLU * up, kept and quantized", "RMSNorm, kept and quantized", "SiLU * up, backward", "RMSNorm, backward",
+        "RMSNorm, backward, and the residual's",
     }  # fmt: skip
     ways = {"bf16", "triton", "triton, one launch", "triton, two launches"}
     assert {row["backend"] for row in rows_of(launches.decode(machine, tiny, (7,)))} == ways
