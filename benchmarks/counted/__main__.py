@@ -124,8 +124,8 @@ W is read twice, as it is and turned. Both are written by one launch for all mic
 weights between passes, and held to the last of them, 2 bytes a weight; else each backward turns W once more (`turn_kernel`).
 
 The norm's backward adds the gradient of the residual in its own kernel, 8 bytes an element. Its sum is quantized for the layer
-before it by a launch of its own (`both_kernel`), 4 bytes: for WGrad that takes 128 rows at a time, which no program of a norm
-holds, and to read them again there would move the same 4 bytes.
+before it by a launch of its own (`both_kernel`), which reads 2 bytes and writes 2: for WGrad that takes 128 rows at a time, which
+no program of a norm holds, and to read x and dy a second time there would be 4 bytes in place of those 2.
 
 Left in it: the saved X gets other groups for WGrad (`requantize_kernel`), once for the layers that read it. Autograd adds up the
 dX of those layers (`add`).

@@ -8,8 +8,8 @@ dw for all columns in registers; at the end it writes them as one row of FP32, a
 at most an eighth as many programs as tiles, so those rows add no more than a byte an element. The sums have a fixed order: the
 same batch gives the same bits.
 
-The FP8 layouts of dx are left to a launch of their own, which moves 4 bytes an element. That for WGrad needs 128 rows at a time:
-with rows of thousands of elements no program holds them, and to read them again for it would take those 4 bytes too.
+The FP8 layouts of dx are left to a launch of their own, which reads 2 bytes an element and writes 2. That for WGrad needs 128
+rows at a time: with rows of thousands of elements no program holds them, and to read x and dy again for it would be 4 bytes.
 """
 
 from __future__ import annotations
