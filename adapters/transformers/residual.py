@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from jetrl_patch.adapters.transformers.copies import copied
 from jetrl_patch.adapters.transformers.fused import FusedNorm
 from jetrl_patch.exact.modules import ExactNorm
 from jetrl_patch.exact.residual import passed
@@ -65,13 +66,13 @@ def _block(kind: type) -> _Block | None:
         forward: Any = kind.__dict__.get("forward")
         # a wrapper's source is not what runs, and a closure cannot be copied
         plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
-        _blocks[kind] = block = _copied(kind, forward) if plain else None
+        _blocks[kind] = block = _rewritten(kind, forward) if plain else None
         if block is not None:
             _blocks[block.kind] = None  # it is served
     return _blocks[kind]
 
 
-def _copied(kind: type, forward: FunctionType) -> _Block | None:
+def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
     except (OSError, TypeError, SyntaxError):  # no source
@@ -85,8 +86,7 @@ def _copied(kind: type, forward: FunctionType) -> _Block | None:
     ast.increment_lineno(ast.fix_missing_locations(tree), forward.__code__.co_firstlineno - 1)  # for tracebacks
     compiled = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
     code = next(c for c in compiled.co_consts if isinstance(c, CodeType) and c.co_name == forward.__name__)
-    copy = FunctionType(code, {**forward.__globals__, _PASSED: passed}, forward.__name__, forward.__defaults__)
-    copy.__kwdefaults__, copy.__annotations__ = forward.__kwdefaults__, forward.__annotations__
+    copy = copied(forward, {_PASSED: passed}, code)
     names = {"forward": copy, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return _Block(type(kind.__name__, (kind,), names), norms)
 

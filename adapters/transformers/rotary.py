@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.adapters.transformers.copies import copied
 from jetrl_patch.exact.modules import swap
 from jetrl_patch.exact.ops import rotate_pair
 from jetrl_patch.fp8 import producers
@@ -54,10 +55,7 @@ def _rotating(forward: Any) -> type:
         found = None if more or named else rotate_pair(q, k, cos, sin)
         return own(q, k, cos, sin, *more, **named) if found is None else found
 
-    names = {**forward.__globals__, _FUNCTION: rotate}
-    copy = FunctionType(forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__)
-    copy.__kwdefaults__, copy.__doc__ = forward.__kwdefaults__, forward.__doc__
-    return type("RotatedTogether", (), {"forward": copy})
+    return type("RotatedTogether", (), {"forward": copied(forward, {_FUNCTION: rotate})})
 
 
 @torch.no_grad()

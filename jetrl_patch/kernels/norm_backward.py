@@ -90,9 +90,10 @@ def rms_norm_backward(
         dy_MK: the gradient of the result, BF16 or FP32.
         other_MK: the gradient of x from elsewhere, BF16, added to a dx in BF16.
     """
-    add, other_MK = other_MK is not None, x_MK if other_MK is None else other_MK
-    x_MK, dy_MK, other_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (x_MK, dy_MK, other_MK))
-    check_device(x_MK, weight_K, rstd_M, dy_MK, other_MK)
+    given = (t for t in (x_MK, dy_MK, other_MK) if t is not None)
+    x_MK, dy_MK, *others = (t if t.stride(1) == 1 else t.contiguous() for t in given)
+    other = others[0] if others else x_MK  # not read then
+    check_device(x_MK, weight_K, rstd_M, dy_MK, other)
     M, K = x_MK.shape
     shape = shape_for(K)
     tiles = -(-M // shape.rows)
@@ -101,9 +102,9 @@ def rms_norm_backward(
     parts = torch.empty(grid[0], K, dtype=torch.float32, device=x_MK.device) if wants_weight else rstd_M
     if M:
         rms_norm_backward_kernel[grid](
-            x_MK, weight_K.contiguous(), rstd_M, dy_MK, other_MK, dx, parts, M, K,
-            x_MK.stride(0), dy_MK.stride(0), other_MK.stride(0), grid[0],
-            ROWS=shape.rows, WIDTH=shape.width, WEIGHT=wants_weight, ADD=add,
+            x_MK, weight_K.contiguous(), rstd_M, dy_MK, other, dx, parts, M, K,
+            x_MK.stride(0), dy_MK.stride(0), other.stride(0), grid[0],
+            ROWS=shape.rows, WIDTH=shape.width, WEIGHT=wants_weight, ADD=bool(others),
             HARDWARE=not triton.knobs.runtime.interpret, num_warps=shape.warps, **PINNED,
         )  # fmt: skip
     return dx, parts.sum(0) if wants_weight else None
