@@ -15,6 +15,7 @@ from jetrl_patch.errors import ConfigError, unknown
 
 __all__ = [
     "FIELDS",
+    "MACHINE",
     "PREFIX",
     "SWITCH",
     "VARIABLES",
@@ -31,11 +32,16 @@ SWITCH = f"{PREFIX}ENABLED"
 #: environment variable -> field of ``Config``
 FIELDS = {found.variable: name for name, found in SETTINGS.items()}
 
+#: the variables that concern the machine, not the run
+MACHINE = {
+    "JETRL_CACHE_DIR": "folder for the compiled CPU kernels (default: the user's cache folder)",
+    "JETRL_CPU_ISA": "what the CPU kernels use: avx512_bf16, avx512, avx2 or portable (default: the most the processor has)",
+}
 #: every variable with its meaning; any other name that starts with ``JETRL_`` is treated as a typo
 VARIABLES = {
     SWITCH: "1: the plugins patch this process and its children; 0: they do nothing, whatever other variables say",
     **{found.variable: f"Config.{name}{found.note}" for name, found in SETTINGS.items()},
-    "JETRL_CACHE_DIR": "folder for the compiled CPU kernels (default: the user's cache folder)",
+    **MACHINE,
 }
 
 

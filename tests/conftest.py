@@ -20,7 +20,7 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(name, value)
-for name in [name for name in os.environ if name.startswith("JETRL_") and name != "JETRL_CACHE_DIR"]:
+for name in [name for name in os.environ if name.startswith("JETRL_") and name not in ("JETRL_CACHE_DIR", "JETRL_CPU_ISA")]:
     del os.environ[name]
 
 

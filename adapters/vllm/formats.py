@@ -76,6 +76,9 @@ class LinearFormat(abc.ABC):
     def renew_blocks(self, layer: torch.nn.Module) -> None:  # noqa: B027
         """Compute it again, after a write to the parameters."""
 
+    def written(self) -> None:  # noqa: B027  # see BlockFp8
+        """Drop what was made of the weight: it is being written."""
+
     @abc.abstractmethod
     def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Quantize a whole BF16 weight [N, K] to bytes [N, K] and scales, as the trainer does."""
@@ -104,6 +107,23 @@ class BlockFp8(LinearFormat):
 
     dtype = FP8
     scales = BlockScales()
+
+    def __init__(self, config: Config) -> None:
+        super().__init__(config)
+        self._packed: torch.Tensor | None = None
+        self._is_packed = False
+
+    def written(self) -> None:
+        """The next product packs the weight anew."""
+        self._packed, self._is_packed = None, False
+
+    def _pack(self, w_NK: torch.Tensor) -> torch.Tensor | None:
+        """The weight as the backend reads it fastest, made once after a load."""
+        if torch.compiler.is_compiling():  # a graph would keep the copy of the weights that it was traced with
+            return None
+        if not self._is_packed:
+            self._packed, self._is_packed = self.backend(w_NK.device).pack(w_NK), True
+        return self._packed
 
     def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
@@ -166,8 +186,10 @@ class BlockFp8(LinearFormat):
         blocks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """By the backend, scales [N, ceil(K/128)]."""
-        backend = self.backend(x_MK.device)
-        return backend.fprop(x_MK, w_NK, scale, self.config.scale_format, out_dtype, s_blocks=blocks)
+        backend, form, packed = self.backend(x_MK.device), self.config.scale_format, self._pack(w_NK)
+        if packed is not None:
+            return backend.packed_gemm(*backend.quantize_activation(x_MK, form), w_NK, scale, packed, out_dtype)
+        return backend.fprop(x_MK, w_NK, scale, form, out_dtype, s_blocks=blocks)
 
 
 class ChannelFp8(LinearFormat):

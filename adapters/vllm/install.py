@@ -50,6 +50,8 @@ class VllmInstaller:
         self._loaded = set()
         for layer, method in expert_modules(self.model):
             method.expect(layer)
+        for _, linear in quantized_modules(self.model):
+            linear.format.written()
         for parameter in self.model.parameters():
             if parameter.element_size() == 1:  # 0x7F is NaN in e4m3fn; int8 has no NaN, but its scales do
                 parameter.data.view(torch.uint8).fill_(0x7F)

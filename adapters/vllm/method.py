@@ -69,6 +69,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Choose the GEMM. Raise ModelError before serving if the format does not keep its guarantee on this device."""
         layout = layout_of(layer, self.shards(layer)) if isinstance(layer, LinearBase) else None
+        self.format.written()
         self.format.check_serving(layer.weight, layout, self.most)
         self.format.lay_out(layer)
         self.format.hold_blocks(layer, layout)
@@ -94,6 +95,7 @@ class QuantizedLinearMethod(LinearMethodBase):
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:
             self._check_split(layer)
+            self.format.written()
             if loaded.dtype == self.format.dtype:
                 load(param, loaded, *shard, **kwargs)
                 return

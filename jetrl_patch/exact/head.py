@@ -47,9 +47,9 @@ class _Linear(torch.autograd.Function):
         g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16)
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = torch.mm(g_MN, w_NK).to(ctx.x_dtype).view(*grad.shape[:-1], -1)
+            dx = ops.product(g_MN, w_NK).to(ctx.x_dtype).view(*grad.shape[:-1], -1)
         if ctx.needs_input_grad[1]:
-            dw = torch.mm(g_MN.t(), x_MK).to(ctx.w_dtype)
+            dw = ops.product(g_MN.t(), x_MK).to(ctx.w_dtype)
         return dx, dw, None
 
 

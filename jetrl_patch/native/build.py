@@ -1,9 +1,11 @@
-"""Compile the C sources for this machine at first use and keep the result in the user's cache.
+"""Compile the C sources for this processor at first use and keep the result in the user's cache.
 
-The file name contains a hash of the sources, the compiler and the processor, so a new release, a new compiler or
-another machine with the same home directory never loads a stale library. The file ends with a hash of itself, which the
-linker ignores: a file that a full disk or a broken copy cut short would load and then end the process with a bus error, so it
-is compiled anew. What somebody else could have put there is not loaded.
+There is one source and a library for each instruction set of ``SETS``; all give the same bits. The widest set that the processor
+has and the compiler knows is used, or the one that ``JETRL_CPU_ISA`` names. The file name contains the set and a hash of the
+sources and the compiler, so a new release, a new compiler or another kind of machine with the same home folder never loads a
+library that does not fit. The file ends with a hash of itself, which the linker ignores: a file that a full disk or a broken copy
+cut short would load and then end the process with a bus error, so it is compiled anew. What somebody else could have put there
+is not loaded.
 """
 
 from __future__ import annotations
@@ -11,31 +13,71 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import shutil
 import stat
 import subprocess
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 from jetrl_patch.env import read_variable
-from jetrl_patch.errors import JetrlError, explain
+from jetrl_patch.errors import ConfigError, JetrlError, explain, unknown
+
+logger = logging.getLogger(__name__)
 
 _REPAIR = 'repair the compiler, or use backend="torch" (slower, the same contract)'
 _HASH = hashlib.sha256
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "digest.c"))
 HEADER = Path(__file__).with_name("numbers.h")
-# The compiler contracts a * b + c to FMA. That is fixed at compile time, so every caller gets the same bits.
+# The sources write each FMA out. If a compiler made others of a * b + c, the bits would depend on the compiler.
 FLAGS = (
     "-O3",
-    "-march=native",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-shared",
     "-fPIC",
 )
+_VARIABLE = "JETRL_CPU_ISA"
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What the kernels are compiled for.
+
+    Attributes:
+        flags: of the compiler.
+        needs: what /proc/cpuinfo lists of a processor that has the set.
+        speed: of the FP8 product beside the next wider set's, as measured (docs/benchmarks/cpu.md).
+    """
+
+    flags: tuple[str, ...]
+    needs: frozenset[str]
+    speed: str = ""
+
+
+def _x86(flags: str, needs: str, below: InstructionSet | None = None, speed: str = "") -> InstructionSet:
+    more = below or InstructionSet((), frozenset())
+    return InstructionSet((*more.flags, *flags.split()), more.needs | set(needs.split()), speed)
+
+
+_AVX2 = _x86("-mavx2 -mfma -mf16c", "avx2 fma f16c", speed="as fast as with AVX-512")
+_AVX512 = _x86(
+    "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx512cd -mprefer-vector-width=512",
+    "avx512f avx512bw avx512dq avx512vl avx512cd",
+    _AVX2,
+    "about half as fast as with AVX-512-BF16",
+)
+#: name -> set, the widest first. "portable" runs everywhere; on aarch64 it uses Neon.
+SETS = {
+    "avx512_bf16": _x86("-mavx512vnni -mavx512vbmi -mavx512bf16", "avx512_vnni avx512vbmi avx512_bf16", _AVX512),
+    "avx512": _AVX512,
+    "avx2": _AVX2,
+    "portable": InstructionSet((), frozenset(), "about 80 times slower than with AVX2"),
+}
 
 
 def compiler() -> str | None:
@@ -48,21 +90,82 @@ def compiler() -> str | None:
 
 
 def available() -> tuple[bool, str]:
-    """Whether the kernels can be built and loaded here, and why not. Compiles them if necessary."""
+    """Whether the kernels can be built and loaded here, and for which instruction set, or why not. Compiles them if necessary.
+
+    Raises ConfigError for a ``JETRL_CPU_ISA`` that cannot be.
+    """
     try:
-        library()
+        found = instruction_set()
+    except ConfigError:
+        raise
     except JetrlError as error:
         return False, str(error)
-    return True, "compiled for this processor"
+    return True, f"compiled for {found}"
 
 
-@functools.lru_cache(maxsize=1)
+def supported() -> list[str]:
+    """The sets that this processor has, the widest first."""
+    has = _features()
+    on_x86 = platform.machine() in ("x86_64", "AMD64")
+    return [name for name, one in SETS.items() if one.needs <= has and (on_x86 or not one.needs)]
+
+
+@functools.cache
+def multiplies_bf16() -> bool:
+    """Whether this processor multiplies BF16, or torch's BF16 products widen each operand, at a tenth of the speed of FP32."""
+    return _wanted()[0] == "avx512_bf16"
+
+
 def library() -> ctypes.CDLL:
     """The loaded kernels.
 
     Raises:
+        ConfigError: ``JETRL_CPU_ISA`` names a set that this processor lacks.
         JetrlError: there is no compiler, or it does not work; the cache cannot be written, or others can write it.
     """
+    return _loaded()[1]
+
+
+def instruction_set() -> str:
+    """The set for which ``library`` was compiled. Raises what that raises."""
+    return _loaded()[0]
+
+
+@functools.lru_cache(maxsize=1)
+def _loaded() -> tuple[str, ctypes.CDLL]:
+    """The set and its library; one choice per process."""
+    wanted, failed = _wanted(), ""
+    for name in wanted:
+        try:
+            found = load(name)
+        except _CompilerError as error:
+            if name == wanted[-1]:
+                raise
+            failed = failed or str(error)
+        else:
+            if failed:
+                logger.warning("%s Until then the CPU kernels use %s, %s.", failed, name, SETS[name].speed)
+            return name, found
+    raise AssertionError("portable is always among the sets, or one set is asked for")
+
+
+def _wanted() -> list[str]:
+    """The sets to try, the widest first."""
+    here, asked = supported(), read_variable(_VARIABLE)
+    if not asked:
+        return here
+    if asked not in SETS:
+        raise ConfigError(unknown(f"{_VARIABLE}={asked}", [asked], SETS))
+    if asked not in here:
+        lacks = ", ".join(sorted(SETS[asked].needs - _features())) or f"none of it: {platform.machine()}"
+        fix = f"unset {_VARIABLE}, or set it to {' or '.join(here)}"
+        what, found = f"{_VARIABLE}={asked}", f"one without {lacks}"
+        raise ConfigError(explain(what, required="a processor that has it", found=found, fix=fix))
+    return [asked]
+
+
+def load(name: str) -> ctypes.CDLL:
+    """The kernels of one set of ``SETS``, compiled if the cache has none. Raises as ``library``."""
     cc = compiler()
     if cc is None:
         raise JetrlError(
@@ -73,10 +176,10 @@ def library() -> ctypes.CDLL:
                 fix='install one, or use backend="torch" (slower, the same contract)',
             )
         )
-    target = _cache_dir() / f"kernels-{_fingerprint(cc)}.so"
+    target = _cache_dir() / f"kernels-{name}-{_fingerprint(cc, name)}.so"
     try:
         if not is_whole(target):
-            _compile(cc, target)
+            _compile(cc, name, target)
         _require_own(target)
         return ctypes.CDLL(str(target))
     except OSError as error:
@@ -84,6 +187,10 @@ def library() -> ctypes.CDLL:
         raise JetrlError(
             explain(what, required="a folder to write and load libraries in", found=error, fix=fix)
         ) from error
+
+
+class _CompilerError(JetrlError):
+    """The compiler made no library."""
 
 
 def is_whole(file: Path) -> bool:
@@ -125,7 +232,7 @@ def _cache_dir() -> Path:
         ) from error
 
 
-def _fingerprint(cc: str) -> str:
+def _fingerprint(cc: str, name: str) -> str:
     try:
         run = subprocess.run([cc, "--version"], capture_output=True, text=True, errors="replace")
         wrong = f"exit status {run.returncode} from {cc} --version" if run.returncode else ""
@@ -135,28 +242,27 @@ def _fingerprint(cc: str) -> str:
         what = "C compiler for the native CPU kernels"
         raise JetrlError(explain(what, required="one that works", found=wrong, fix=_REPAIR))
     sources = (source.read_text() for source in (*SOURCES, HEADER))
-    parts = (*sources, " ".join(FLAGS), run.stdout, platform.machine(), _processor())
+    parts = (*sources, " ".join(FLAGS + SETS[name].flags), run.stdout, platform.machine())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 
 
-def _processor() -> str:
-    """The processor's model and feature flags, on which ``-march=native`` depends."""
+def _features() -> frozenset[str]:
+    """What the processor can do, in the words of /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
-        return platform.processor()
-    return "\n".join(line for line in lines if line.startswith(("model name", "flags", "Features")))
+        return frozenset()
+    return frozenset(word for line in lines if line.startswith("flags") for word in line.split(":", 1)[1].split())
 
 
-def _compile(cc: str, target: Path) -> None:
+def _compile(cc: str, name: str, target: Path) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
-    wide = ("-mprefer-vector-width=512",) if "avx512f" in _processor() else ()
     # Several processes may start at once. Each compiles to its own file, and the rename is atomic.
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
         for openmp in (("-fopenmp",), ()):  # without OpenMP the kernels run on one thread, with the same bits
-            command = [cc, *FLAGS, *wide, *openmp, *map(str, SOURCES), "-o", scratch, "-lm"]
+            command = [cc, *FLAGS, *SETS[name].flags, *openmp, *map(str, SOURCES), "-o", scratch, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0:
                 content = Path(scratch).read_bytes()
@@ -166,8 +272,7 @@ def _compile(cc: str, target: Path) -> None:
                 return
         lines = [line for line in result.stderr.splitlines() if line.strip()]
         found = next((line for line in lines if "error" in line), lines[0] if lines else f"exit status {result.returncode}")
-        raise JetrlError(
-            explain(f"{cc} for the native CPU kernels", required="a compiled library", found=found.strip(), fix=_REPAIR)
-        )
+        what = f"{cc} for the native CPU kernels ({name})"
+        raise _CompilerError(explain(what, required="a compiled library", found=found.strip(), fix=_REPAIR))
     finally:
         Path(scratch).unlink(missing_ok=True)

@@ -9,14 +9,19 @@
  * H query heads, D head width, L keys. All matrices are row-major; `ld*` is the row stride in elements.
  * BF16 values are passed as uint16_t, e4m3fn bytes as uint8_t.
  */
-#include <math.h>
-
 #include "numbers.h"
 
-static inline float lane_sum(v16 a) {  /* a fixed summation tree */
-    float t[8], u[4];
-    for (int i = 0; i < 8; i++) t[i] = a[i] + a[i + 8];
-    for (int i = 0; i < 4; i++) u[i] = t[i] + t[i + 4];
+INLINE float lane_sum(lanes a) {  /* a fixed summation tree: lane i and i + 8, then i and i + 4, i and i + 2, i and i + 1 */
+    typedef float v4 __attribute__((vector_size(16)));
+#if WIDTH == 16
+    const __m256 t = _mm256_add_ps(_mm512_castps512_ps256((__m512)a.part[0]), _mm512_extractf32x8_ps((__m512)a.part[0], 1));
+    const v4 u = (v4)_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+#elif WIDTH == 8
+    const __m256 t = (__m256)(a.part[0] + a.part[1]);
+    const v4 u = (v4)_mm_add_ps(_mm256_castps256_ps128(t), _mm256_extractf128_ps(t, 1));
+#else
+    const v4 u = (a.part[0] + a.part[2]) + (a.part[1] + a.part[3]);
+#endif
     return (u[0] + u[2]) + (u[1] + u[3]);
 }
 
@@ -156,28 +161,28 @@ uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
 
 /* ---- ops between the linears -------------------------------------------------------------- */
 
-static inline v16 exp16(v16 x) {  /* FP32 exp, accurate to about 1 ulp: 0 below -87.3, inf above 88, NaN for NaN */
-    const v16 zero = {0};
-    v16 c = x;
-    i16 low = x < -87.3f, high = x > 88.0f, nan = x != x;
-    c = (v16)(((i16)c & ~low) | ((i16)(zero - 87.3f) & low));
-    c = (v16)(((i16)c & ~high) | ((i16)(zero + 88.0f) & high));
-    const v16 magic = zero + 12582912.0f;  /* 1.5 * 2^23: adding it rounds to an integer */
-    v16 n = (c * 1.44269504088896341f + magic) - magic;
-    v16 r = c - n * 0.693359375f;
-    r = r - n * -2.12194440e-4f;
-    v16 p = zero + 1.9875691500e-4f;
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    i16 exponent = __builtin_convertvector(n, i16);
-    v16 y = p * (v16)((exponent + 127) << 23);
-    y = (v16)((i16)y & ~low);
-    y = (v16)(((i16)y & ~high) | ((i16)(zero + INFINITY) & high));
-    return (v16)(((i16)y & ~nan) | ((i16)x & nan));
+INLINE vf exp_v(vf x) {  /* FP32 exp, accurate to about 1 ulp: 0 below -87.3, inf above 88, NaN for NaN */
+    const vi low = x < -87.3f, high = x > 88.0f, nan = x != x;
+    const vf c = pick(high, all(88.0f), pick(low, all(-87.3f), x));
+    const vf magic = all(12582912.0f);  /* 1.5 * 2^23: adding it rounds to an integer */
+    const vf n = fma_v(c, all(1.44269504088896341f), magic) - magic;
+    const vf r = fma_v(n, all(2.12194440e-4f), fma_v(n, all(-0.693359375f), c));
+    vf p = all(1.9875691500e-4f);
+    p = fma_v(p, r, all(1.3981999507e-3f));
+    p = fma_v(p, r, all(8.3334519073e-3f));
+    p = fma_v(p, r, all(4.1665795894e-2f));
+    p = fma_v(p, r, all(1.6666665459e-1f));
+    p = fma_v(p, r, all(5.0000001201e-1f));
+    p = fma_v(p, r * r, r) + 1.0f;
+    const vf y = p * (vf)((__builtin_convertvector(n, vi) + 127) << 23);
+    return pick(nan, x, pick(high, all(INFINITY), pick(low, (vf){0}, y)));
+}
+
+/* The first n of WIDTH values of BF16, then zeros */
+INLINE vf load_edge(const uint16_t *x, int64_t n) {
+    uint16_t edge[WIDTH] = {0};
+    memcpy(edge, x, (size_t)(n * 2));
+    return load_bf16(edge);
 }
 
 /* Y = bf16(w * bf16(x * rsqrt(mean(x^2) + eps))), the rounding order of Hugging Face models. */
@@ -186,17 +191,16 @@ void jetrl_rms_norm(const uint16_t *x, const uint16_t *w, int64_t M, int64_t K, 
 #pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
     for (int64_t m = 0; m < M; m++) {
         const uint16_t *row = x + m * K;
-        v16 sum = {0};
+        lanes sum = {0};
         int64_t k = 0;
-        for (; k + LANES <= K; k += LANES) {
-            v16 v;
-            for (int l = 0; l < LANES; l++) v[l] = from_bf16(row[k + l]);
-            sum += v * v;
-        }
-        if (k < K) {
-            v16 v = {0};
-            for (int l = 0; k + l < K; l++) v[l] = from_bf16(row[k + l]);
-            sum += v * v;
+        for (; k + LANES <= K; k += LANES)
+            for (int i = 0; i < PARTS; i++) {
+                const vf v = load_bf16(row + k + i * WIDTH);
+                sum.part[i] = fma_v(v, v, sum.part[i]);
+            }
+        for (int i = 0; i < PARTS && k < K; i++, k += WIDTH) {
+            const vf v = K - k >= WIDTH ? load_bf16(row + k) : load_edge(row + k, K - k);
+            sum.part[i] = fma_v(v, v, sum.part[i]);
         }
         const float r = 1.0f / sqrtf(lane_sum(sum) / (float)K + eps);
         if (rstd) rstd[m] = r;
@@ -209,14 +213,13 @@ void jetrl_silu_mul(const uint16_t *g, int64_t ldg, const uint16_t *u, int64_t l
                     uint16_t *y, int threads) {
 #pragma omp parallel for num_threads(threads) if (threads > 1 && M > 1)
     for (int64_t m = 0; m < M; m++)
-        for (int64_t k = 0; k < K; k += LANES) {
-            const int n = K - k < LANES ? (int)(K - k) : LANES;
-            float in[LANES] = {0}, out[LANES];
-            for (int l = 0; l < n; l++) in[l] = from_bf16(g[m * ldg + k + l]);
-            const v16 v = *(v16 *)in;
-            *(v16 *)out = v / (1.0f + exp16(-v));
-            for (int l = 0; l < n; l++)
-                y[m * K + k + l] = to_bf16(from_bf16(to_bf16(out[l])) * from_bf16(u[m * ldu + k + l]));
+        for (int64_t k = 0; k < K; k += WIDTH) {
+            const int64_t at = m * ldg + k, n = K - k < WIDTH ? K - k : WIDTH;
+            const vf v = n == WIDTH ? load_bf16(g + at) : load_edge(g + at, n);
+            const vf silu = (vf)(round_bf16(v / (1.0f + exp_v(-v))) << 16);
+            const vf up = n == WIDTH ? load_bf16(u + m * ldu + k) : load_edge(u + m * ldu + k, n);
+            const vh out = __builtin_convertvector(round_bf16(silu * up), vh);
+            memcpy(y + m * K + k, &out, (size_t)(n * 2));
         }
 }
 
@@ -289,6 +292,33 @@ void jetrl_rotary(const uint16_t *x, int64_t ldx, const uint16_t *cos, const uin
         }
 }
 
+/* p[j] = q . k[j] * scale for n keys of D values, in 16 lanes of FMAs; returns the largest. */
+INLINE float scores(const float *q, const float *k, int64_t n, const int64_t D, float scale, float *p) {
+    float top = -INFINITY;
+    for (int64_t j = 0; j < n; j++) {
+        lanes dot = {0};
+        for (int64_t d = 0; d < D; d += LANES)
+            for (int i = 0; i < PARTS; i++) {
+                const int64_t at = d + i * WIDTH;
+                dot.part[i] = fma_v(*(const vf *)(q + at), *(const vf *)(k + j * D + at), dot.part[i]);
+            }
+        p[j] = lane_sum(dot) * scale;
+        top = p[j] > top ? p[j] : top;
+    }
+    return top;
+}
+
+/* o = sum over n values of p[j] * v[j], for LANES * count of their D columns. */
+INLINE void weigh(const int count, const float *p, const float *v, int64_t n, int64_t D, float *o) {
+    vf sum[4 * PARTS];
+    for (int i = 0; i < count * PARTS; i++) sum[i] = (vf){0};
+    for (int64_t j = 0; j < n; j++) {
+        const vf weight = all(p[j]);
+        for (int i = 0; i < count * PARTS; i++) sum[i] = fma_v(*(const vf *)(v + j * D + i * WIDTH), weight, sum[i]);
+    }
+    memcpy(o, sum, (size_t)(count * LANES * 4));
+}
+
 /* Causal attention over a paged or contiguous cache. Request r has the queries q_start[r]..q_start[r+1]-1, which are
  * the last of its seq_lens[r] positions. Key j of request r is at
  *   base + block_table[r*ldb + j/BS]*block_stride + (j%BS)*token_stride + head*head_stride.
@@ -306,38 +336,33 @@ int jetrl_attention(const uint16_t *q, int64_t ldq, const uint16_t *kc, const ui
             const int64_t L = seq_lens[r], q0 = q_start[r], q1 = q_start[r + 1];
             if (q1 <= q0) continue;
             const int64_t Lp = round_up(L, LANES);
-            float *kf = aligned_alloc(64, (size_t)round_up((2 * L * Dp + Lp + 2 * Dp) * 4, 64));
-            if (!kf) { failed = 1; continue; }
-            float *vf = kf + L * Dp, *p = vf + L * Dp, *qf = p + Lp, *o = qf + Dp;
+            float *keys = aligned_alloc(64, (size_t)round_up((2 * L * Dp + Lp + 2 * Dp) * 4, 64));
+            if (!keys) { failed = 1; continue; }
+            float *values = keys + L * Dp, *p = values + L * Dp, *qf = p + Lp, *o = qf + Dp;
             for (int64_t j = 0; j < L; j++) {
                 const int64_t at = (int64_t)block_table[r * ldb + j / BS] * block_stride + (j % BS) * token_stride + kh * head_stride;
-                for (int64_t d = 0; d < D; d++) { kf[j * Dp + d] = from_bf16(kc[at + d]); vf[j * Dp + d] = from_bf16(vc[at + d]); }
-                for (int64_t d = D; d < Dp; d++) kf[j * Dp + d] = vf[j * Dp + d] = 0.0f;
+                for (int64_t d = 0; d < D; d++) { keys[j * Dp + d] = from_bf16(kc[at + d]); values[j * Dp + d] = from_bf16(vc[at + d]); }
+                for (int64_t d = D; d < Dp; d++) keys[j * Dp + d] = values[j * Dp + d] = 0.0f;
             }
             for (int64_t t = q0; t < q1; t++)
                 for (int64_t h = kh * per; h < (kh + 1) * per; h++) {
                     const int64_t n = L - (q1 - t) + 1;  /* causal: this row sees n keys */
                     for (int64_t d = 0; d < D; d++) qf[d] = from_bf16(q[t * ldq + h * D + d]);
                     for (int64_t d = D; d < Dp; d++) qf[d] = 0.0f;
-                    float top = -INFINITY;
-                    for (int64_t j = 0; j < n; j++) {
-                        v16 dot = {0};
-                        for (int64_t d = 0; d < Dp; d += LANES) dot += *(v16 *)(qf + d) * *(v16 *)(kf + j * Dp + d);
-                        p[j] = lane_sum(dot) * scale;
-                        top = p[j] > top ? p[j] : top;
-                    }
+                    const float top = Dp == 64    ? scores(qf, keys, n, 64, scale, p)
+                                      : Dp == 128 ? scores(qf, keys, n, 128, scale, p)
+                                                  : scores(qf, keys, n, Dp, scale, p);
                     for (int64_t j = n; j < round_up(n, LANES); j++) p[j] = -INFINITY;
-                    for (int64_t j = 0; j < n; j += LANES) *(v16 *)(p + j) = exp16(*(v16 *)(p + j) - top);
-                    memset(o, 0, (size_t)Dp * 4);
+                    for (int64_t j = 0; j < n; j += WIDTH) *(vf *)(p + j) = exp_v(*(vf *)(p + j) - top);
                     float sum = 0.0f;
-                    for (int64_t j = 0; j < n; j++) {
-                        sum += p[j];
-                        for (int64_t d = 0; d < Dp; d += LANES) *(v16 *)(o + d) += *(v16 *)(vf + j * Dp + d) * p[j];
-                    }
+                    for (int64_t j = 0; j < n; j++) sum += p[j];
+                    int64_t at = 0;
+                    for (; at + 4 * LANES <= Dp; at += 4 * LANES) weigh(4, p, values + at, n, Dp, o + at);
+                    for (; at < Dp; at += LANES) weigh(1, p, values + at, n, Dp, o + at);
                     for (int64_t d = 0; d < D; d++) out[t * ldo + h * D + d] = to_bf16(o[d] / sum);
                     if (lse) lse[t * H + h] = top + logf(sum);
                 }
-            free(kf);
+            free(keys);
         }
     return failed;
 }

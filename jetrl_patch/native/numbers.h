@@ -1,22 +1,62 @@
-/* Vectors, and conversions of BF16 and e4m3fn, for all C sources here. */
+/* Vectors, and conversions of BF16 and e4m3fn, for all C sources here.
+ *
+ * The sources are compiled once for each instruction set (build.py). `vf` and `vi` are the widest vectors of the set, of WIDTH
+ * lanes. Where lanes are added up, there are LANES of them whatever the set, so every set adds in the same order; `lanes` is that
+ * many, in as many vectors as it takes. A multiply-add that is to round once is written `fma_*`: the compiler contracts nothing
+ * (-ffp-contract=off), so the bits are those of this source with every compiler and set. */
 #pragma once
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 #ifdef _OPENMP
 #include <omp.h>
 #endif
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+#define WIDTH 16
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#define WIDTH 8
+#else
+#define WIDTH 4
+#endif
 #define LANES 16
+#define PARTS (LANES / WIDTH)
 #define GROUP 128
 
-typedef float v16 __attribute__((vector_size(64), aligned(4), may_alias));
-typedef int32_t i16 __attribute__((vector_size(64), aligned(4), may_alias));
+#define INLINE static inline __attribute__((always_inline))
 
+typedef float vf __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef int32_t vi __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+typedef uint16_t vh __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 static inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }
 static inline uint32_t as_bits(float f) { uint32_t bits; memcpy(&bits, &f, 4); return bits; }
+
+/* a * b + c, rounded once */
+#if defined(__AVX512F__)
+INLINE vf fma_v(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+#elif WIDTH == 8
+INLINE vf fma_v(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+#elif defined(__aarch64__)
+INLINE vf fma_v(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
+#else  /* no instruction: the C library's, lane by lane */
+INLINE vf fma_v(vf a, vf b, vf c) {
+    for (int i = 0; i < WIDTH; i++) c[i] = fmaf(a[i], b[i], c[i]);
+    return c;
+}
+#endif
+
+INLINE vf all(float x) { return x - (vf){0}; }  /* not +: -0.0f stays */
+INLINE vf pick(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+
+/* ---- BF16 --------------------------------------------------------------------------------- */
 
 static inline float from_bf16(uint16_t x) { return as_float((uint32_t)x << 16); }
 
@@ -26,6 +66,21 @@ static inline uint16_t to_bf16(float f) {  /* round to nearest even; NaN stays N
     return (b & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : (uint16_t)r;
 }
 
+INLINE vf widen_bf16(vh x) { return (vf)(__builtin_convertvector(x, vi) << 16); }
+
+INLINE vf load_bf16(const uint16_t *x) {
+    vh h;
+    memcpy(&h, x, sizeof h);
+    return widen_bf16(h);
+}
+
+INLINE vi round_bf16(vf x) {  /* the same in each lane, in the low half */
+    const vi b = (vi)x, r = (vi)(((b + 0x7fff + ((b >> 16) & 1)) >> 16) & 0xffff), nan = x != x;
+    return (r & ~nan) | (0x7fc0 & nan);
+}
+
+/* ---- e4m3fn ------------------------------------------------------------------------------- */
+
 static inline float decode_e4m3(uint8_t q) {
     uint32_t a = q & 0x7fu;
     /* No intermediate is an FP32 subnormal: some libraries disable those for the whole process. */
@@ -33,3 +88,28 @@ static inline float decode_e4m3(uint8_t q) {
     v = a == 0x7fu ? as_float(0x7fc00000u) : v;
     return q & 0x80u ? -v : v;
 }
+
+typedef struct { vf part[PARTS]; } lanes;  /* LANES values */
+
+/* LANES codes -> values divided by SMALLER, exactly; NaN becomes 480 / SMALLER. */
+#if WIDTH > 4
+/* A code is the upper part of an FP16 value 2^8 times as small, subnormals included. FP16 has them too, and its conversion does
+ * not heed the mode that turns subnormals off. */
+#define SMALLER 256.0f
+INLINE lanes decode_smaller(const uint8_t *q) {
+    const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)q)), 7);
+    const __m256i half = _mm256_and_si256(wide, _mm256_set1_epi16((short)0xbfff));
+#if WIDTH == 16
+    return (lanes){{(vf)_mm512_cvtph_ps(half)}};
+#else
+    return (lanes){{(vf)_mm256_cvtph_ps(_mm256_castsi256_si128(half)), (vf)_mm256_cvtph_ps(_mm256_extracti128_si256(half, 1))}};
+#endif
+}
+#else
+#define SMALLER 1.0f
+INLINE lanes decode_smaller(const uint8_t *q) {
+    lanes found;
+    for (int i = 0; i < LANES; i++) found.part[i / WIDTH][i % WIDTH] = decode_e4m3(q[i]);
+    return found;
+}
+#endif

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from jetrl_patch.fp8.formats import FP8, groups, split_width
 from jetrl_patch.fp8.operands import check_fprop
-from jetrl_patch.native.build import library
+from jetrl_patch.native.build import library, multiplies_bf16
 
 _BF16 = torch.bfloat16
 
@@ -128,20 +128,43 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> tuple[int, bool]:
     return out[0], bool(out[1])
 
 
+def pack(w_NK: Tensor) -> Tensor | None:
+    """An e4m3 weight [N, K] as ``fp8_gemm`` reads it fastest, uint8 [ceil(N/32), K, 32]; None if it holds NaN.
+
+    The bytes of 32 rows stand side by side for each k. The copy does not follow the weight.
+    """
+    w_NK = _rows(w_NK, FP8, "w")
+    N, K = w_NK.shape
+    packed = torch.empty(-(-N // 32), K, 32, dtype=torch.uint8)
+    special = library().jetrl_pack(_ptr(w_NK), _long(w_NK.stride(0)), _long(N), _long(K), _ptr(packed), _threads(N * K))
+    return None if special else packed
+
+
 def fp8_gemm(
-    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+    q_MK: Tensor,
+    s_MG: Tensor,
+    w_NK: Tensor,
+    s_NG: Tensor,
+    out_dtype: torch.dtype,
+    splits: int = 1,
+    packed: Tensor | None = None,
 ) -> Tensor:
-    """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc), in FP32 or rounded once to BF16."""
+    """FProp: Y [M, N] = sum over 128-blocks of fma(dot128, sX * sW, acc), in FP32 or rounded once to BF16.
+
+    ``packed`` is what ``pack`` made of this weight: the same bits, sooner.
+    """
     check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
     q_MK, s_MG = _rows(q_MK, FP8, "q"), s_MG.contiguous()
     w_NK, s_NG = _rows(w_NK, FP8, "w"), _rows(s_NG, torch.float32, "s")
     (M, K), N = q_MK.shape, w_NK.shape[0]
     split_width(K, splits)  # raises if that cuts a block
+    if packed is not None:
+        _sized(packed, (-(-N // 32), K, 32), "packed")
     out = torch.empty(M, N, dtype=out_dtype)
     _checked(
         library().jetrl_gemm(
             _ptr(q_MK), _long(q_MK.stride(0)), _ptr(s_MG), _ptr(w_NK), _long(w_NK.stride(0)), _ptr(s_NG),
-            _long(s_NG.stride(0)), _long(M), _long(N), _long(K), 1, splits, int(out_dtype == _BF16), _ptr(out),
+            _long(s_NG.stride(0)), _ptr(packed), _long(M), _long(N), _long(K), 1, splits, int(out_dtype == _BF16), _ptr(out),
             _threads(M * N * K // 16),
         )
     )  # fmt: skip
@@ -156,11 +179,18 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     out = torch.empty(M, N, dtype=out_dtype)
     _checked(
         library().jetrl_gemm(
-            _ptr(x_MK), _long(x_MK.stride(0)), None, _ptr(w_NK), _long(w_NK.stride(0)), None, _long(0),
+            _ptr(x_MK), _long(x_MK.stride(0)), None, _ptr(w_NK), _long(w_NK.stride(0)), None, _long(0), None,
             _long(M), _long(N), _long(K), 0, 1, int(out_dtype == _BF16), _ptr(out), _threads(M * N * K // 16),
         )
     )  # fmt: skip
     return out
+
+
+def product(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """torch's BF16 A B [M, N] on any device, for gradients: its rows may depend on the batch."""
+    if a_MK.device.type == "cpu" and not multiplies_bf16():
+        return torch.mm(a_MK.float(), b_KN.float()).to(_BF16)
+    return torch.mm(a_MK, b_KN)
 
 
 def rms_norm(x_MK: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

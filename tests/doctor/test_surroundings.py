@@ -301,7 +301,7 @@ def test_a_broken_torch_or_compiler_is_a_finding(
     (tmp_path / "gcc").write_text("#!/bin/sh\nexit 3\n")
     (tmp_path / "gcc").chmod(0o755)
     monkeypatch.setenv("CC", str(tmp_path / "gcc"))
-    monkeypatch.setattr(build, "library", build.library.__wrapped__)
+    monkeypatch.setattr(build, "_loaded", build._loaded.__wrapped__)
     check = named(doctor(status=0), "compiler")
     assert check["state"] == "warning" and "found exit status 3" in check["finding"]
     monkeypatch.setattr(support, "check_torch", lambda: (False, "torch cannot be imported (OSError: libcudart)"))

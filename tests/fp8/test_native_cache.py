@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from jetrl_patch.errors import JetrlError
+from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.native import build
 
 #: in a process of its own: a library that is cut short may end it with a bus error
@@ -31,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def load() -> ctypes.CDLL:
-    return build.library.__wrapped__()
+    return build._loaded.__wrapped__()[1]
 
 
 def only(cache: Path) -> Path:
@@ -124,6 +126,65 @@ def test_a_compiler_that_does_not_work_says_so_in_one_line(
     with pytest.raises(JetrlError, match=found) as caught:
         load()
     assert "\n" not in str(caught.value) and "Repair the compiler" in str(caught.value)
+
+
+def only_knows(folder: Path, *refused: str) -> str:
+    """A compiler that refuses some options, as an old one does."""
+    real = shutil.which("gcc")
+    assert real is not None
+    refuse = """echo "gcc: error: unrecognized option '$a'" >&2; exit 1"""
+    text = f'#!/bin/sh\nfor a in "$@"; do case $a in {"|".join(refused)}) {refuse};; esac; done\nexec {real} "$@"\n'
+    (folder / "gcc").write_text(text)
+    (folder / "gcc").chmod(0o755)
+    return str(folder / "gcc")
+
+
+ALL = frozenset().union(*(one.needs for one in build.SETS.values()))
+
+
+@pytest.mark.parametrize(
+    ("refused", "name", "speed"),
+    [
+        (("-mavx512bf16",), "avx512", "about half as fast as with AVX-512-BF16"),
+        (("-mavx512bf16", "-mavx512f"), "avx2", "as fast as with AVX-512"),
+        (("-mavx2",), "portable", "about 80 times slower than with AVX2"),
+    ],
+)
+def test_an_old_compiler_serves_a_smaller_set_and_says_what_that_costs(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any, refused: tuple[str, ...], name: str, speed: str
+) -> None:
+    monkeypatch.setattr(build, "_features", lambda: ALL)
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setenv("CC", only_knows(tmp_path, *refused))
+    assert load().jetrl_answer() == 42
+    assert only(cache).name.startswith(f"kernels-{name}-")
+    (said,) = caplog.messages
+    assert any(f"unrecognized option '{one}'" in said for one in refused) and "\n" not in said
+    assert said.endswith(f"use {name}, {speed}.")
+
+
+def test_two_kinds_of_machine_share_a_home_folder(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    for features in (ALL, build.SETS["avx2"].needs, frozenset()):
+        monkeypatch.setattr(build, "_features", lambda features=features: features)
+        assert load().jetrl_answer() == 42
+    assert sorted(file.name.split("-")[1] for file in cache.iterdir()) == ["avx2", "avx512_bf16", "portable"]
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("compiled again"))
+    assert load().jetrl_answer() == 42
+
+
+def test_a_set_by_name(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(build, "_features", lambda: build.SETS["avx2"].needs)
+    monkeypatch.setenv("JETRL_CPU_ISA", "portable")
+    load()
+    assert only(cache).name.startswith("kernels-portable-")
+    monkeypatch.setenv("JETRL_CPU_ISA", "avx512")
+    with pytest.raises(ConfigError, match=r"found one without avx512bw, .* Unset JETRL_CPU_ISA, or set it to avx2 or portable"):
+        load()
+    monkeypatch.setenv("JETRL_CPU_ISA", "avx")
+    with pytest.raises(ConfigError, match=r"unknown JETRL_CPU_ISA=avx\. Use avx2"):
+        load()
 
 
 def test_no_home_for_the_cache(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

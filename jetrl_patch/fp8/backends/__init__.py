@@ -56,6 +56,8 @@ def choose_backend(name: str, device_type: str) -> str:
     ok, reason = build.available()
     if not ok and name == "native":
         raise ConfigError(f"backend={name!r} cannot run here: {reason}")
+    if not ok:
+        _say_slow(f"native: {reason}")
     return "native" if ok else "torch"
 
 
@@ -79,10 +81,8 @@ def _on_gpu(name: str) -> str:
 
 @functools.cache
 def _say_slow(reasons: str) -> None:
-    """Warn once per process: results are correct, but no faster than BF16."""
-    logger.warning(
-        'backend="auto": no fast FP8 backend serves this GPU (%s); the slow FP64 torch reference is used instead', reasons
-    )
+    """Warn once per process: results are correct, but slower than BF16."""
+    logger.warning('backend="auto": no fast FP8 backend runs here (%s); the slow FP64 torch reference is used instead', reasons)
 
 
 @functools.cache

@@ -66,6 +66,16 @@ class Backend(ABC):
                 block scales reads them; the result is the same without.
         """
 
+    def pack(self, w_NK: Tensor) -> Tensor | None:
+        """A copy of a weight that stays as it is, laid out as FProp reads it fastest; None: as it lies, or if it holds NaN."""
+        return None
+
+    def packed_gemm(
+        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, packed: Tensor, out_dtype: torch.dtype
+    ) -> Tensor:
+        """``gemm``, bit for bit, with what ``pack`` made of W; only if it made something."""
+        raise NotImplementedError
+
     def product(
         self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
     ) -> Tensor:
