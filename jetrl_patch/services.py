@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from jetrl_patch.parity.modes import Job
     from jetrl_patch.parity.sample import Sample, Sampled, Scored
+    from jetrl_patch.progress import Progress
 
 __all__ = ["Exchange", "Merger", "Models", "Platform", "Rollout", "Services"]
 
@@ -53,14 +54,14 @@ class Models(Protocol):
     def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
         """Take layers of a converted model out of FP8: all of them, or none with an error."""
 
-    def score(self, job: Job, samples: Sequence[Sample], /) -> Scored:
+    def score(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> Scored:
         """The trainer's log-probs of the sampled tokens."""
 
 
 class Rollout(Protocol):
     """The rollout engine."""
 
-    def sample(self, job: Job, /) -> Sampled:
+    def sample(self, job: Job, progress: Progress, /) -> Sampled:
         """Sampled tokens with the log-probs that the engine gave them."""
 
     def kv_cache_error(self) -> JetrlError | None:

@@ -6,6 +6,7 @@ A file where a folder is needed, /proc, /sys and /dev/full stand for missing per
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -41,8 +42,14 @@ def said(words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         cli.main()
     printed = capsys.readouterr()
     assert caught.value.code == 2, printed
-    assert printed.out == "" and printed.err.count("\n") == 1 and printed.err.startswith("jetrl: ")
-    return printed.err
+    errors = without_progress(printed.err)
+    assert printed.out == "" and errors.count("\n") == 1 and errors.startswith("jetrl: ")
+    return errors
+
+
+def without_progress(text: str) -> str:
+    """What is on stderr beside the progress of a command that took a while until its error."""
+    return re.sub(r"^jetrl \w+: .* elapsed\n", "", text, flags=re.M)
 
 
 def left(folder: Path) -> set[str]:
@@ -146,7 +153,8 @@ def test_without_a_torch_that_works(command: str, start: str, found: str, tmp_pa
     code = f"{start}from jetrl_patch.cli.main import main\nsys.argv = ['jetrl', *{words!r}]\nmain()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd="/")
     assert done.returncode == 2
-    assert done.stderr.count("\n") == 1 and f"jetrl {command}: required torch, found that {found}" in done.stderr
+    errors = without_progress(done.stderr)
+    assert errors.count("\n") == 1 and f"jetrl {command}: required torch, found that {found}" in errors
 
 
 @pytest.mark.parametrize("command", [[], ["--", "python", "-m", "verl.trainer.main_ppo"]], ids=["alone", "verl"])

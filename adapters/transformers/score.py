@@ -12,24 +12,27 @@ from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.exact.ops import token_log_probs
 from jetrl_patch.monitor.routes import Recorder, Routes, compare
 from jetrl_patch.parity.sample import Scored
+from jetrl_patch.progress import SILENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from jetrl_patch.parity.modes import Job
     from jetrl_patch.parity.sample import Sample
+    from jetrl_patch.progress import Progress
 
 __all__ = ["score"]
 
 _MICRO_BATCH = 8
 
 
-def score(job: Job, samples: Sequence[Sample]) -> Scored:
+def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> Scored:
     """Load the checkpoint, convert it for the mode, and score all response tokens.
 
     Sequences run in padded micro-batches of 8, so that they are batched differently than in the rollout. The cost is that of a
     forward and a backward pass over the same micro-batches.
     """
+    progress.stage("loading the trainer's model")
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,12 +42,14 @@ def score(job: Job, samples: Sequence[Sample]) -> Scored:
         prepare_model(model, job.config, job.tp, device, job.ep)
     batches = [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
     recorder, routes, found = Recorder(model), Routes(), []
+    progress.stage("scoring", len(batches), "batches")
     with torch.no_grad():
         for batch in batches:
             with recorder.recording() as chosen:
                 found.append(_log_probs(model, batch, job.temperature))
             routes += _compared(batch, chosen)
-    speed = _speed(model, batches, job.temperature) if job.cost else None
+            progress.done(len(found))
+    speed = _speed(model, batches, job.temperature, progress) if job.cost else None
     return Scored(torch.cat(found).cpu(), speed, routes if routes.compared else None)
 
 
@@ -58,12 +63,14 @@ def _compared(samples: Sequence[Sample], chosen: Mapping[int, Tensor]) -> Routes
     return compare(torch.cat([routes for routes, _ in given]), chosen, torch.cat([own for _, own in given]))
 
 
-def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float) -> float:
+def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float, progress: Progress) -> float:
     """Tokens per second, prompts included, of forward and backward passes; a first one warms up."""
+    progress.stage("timing the trainer", len(batches), "batches")
     _train(model, batches[0], temperature)
     begin = time.perf_counter()
-    for batch in batches:
+    for count, batch in enumerate(batches, 1):
         _train(model, batch, temperature)
+        progress.done(count)
     seconds = time.perf_counter() - begin
     return sum(len(s.prompt) + len(s.response) for batch in batches for s in batch) / seconds
 

@@ -14,21 +14,24 @@ from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.parity.prompts import make_prompts
 from jetrl_patch.parity.sample import Sample, Sampled
 from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.progress import SILENT
 from jetrl_patch.structure import expert_sizes
 
 if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
+    from jetrl_patch.progress import Progress
 
 __all__ = ["build_engine", "generate", "sample"]
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
 
-def sample(job: Job) -> Sampled:
+def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     """Build an engine in this process, sample batches until there are enough tokens, and shut it down.
 
     Where the cost is asked for, the clock starts after a batch whose samples are dropped: it compiles and warms caches.
     """
+    progress.stage("loading the engine")
     if job.temperature <= 0:
         raise ConfigError(f"--temperature {job.temperature} must be above 0: greedy log-probs have no temperature")
     hf_config = _config(job.model)
@@ -51,11 +54,14 @@ def sample(job: Job) -> Sampled:
     try:
         samples: list[Sample] = []
         if job.cost:
+            progress.stage("warming up the engine")
             generate(engine, prompts[: job.batch], job.length, job.temperature)
+        progress.stage("sampling", -(-job.tokens // (job.batch * job.length)), "batches")
         begin = time.perf_counter()
         for start in itertools.count(0, job.batch):
             batch = [prompts[(start + i) % len(prompts)] for i in range(job.batch)]
             samples += generate(engine, batch, job.length, job.temperature)
+            progress.done(len(samples) // job.batch)
             count = sum(len(s.response) for s in samples)
             if count >= job.tokens:
                 return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None)

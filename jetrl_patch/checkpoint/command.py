@@ -17,16 +17,24 @@ from jetrl_patch.checkpoint.source import INDEX, SINGLE
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.places import check_target, reading, writing
+from jetrl_patch.progress import Display, Progress
 
 __all__ = ["command"]
 
 
 def command(
-    checkpoint: Path, out: Path, format: str, scale_format: str | None, exclude: list[str] | None, console: Any
+    checkpoint: Path,
+    out: Path,
+    format: str,
+    scale_format: str | None,
+    exclude: list[str] | None,
+    console: Any,
+    display: Display | None = None,
 ) -> Exported:
     """Export a Hugging Face folder, or a checkpoint of verl's FSDP engine (``global_step_N`` or its ``actor``).
 
-    Scale format and excluded layers default to those of the run (``jetrl.json``).
+    Scale format and excluded layers default to those of the run (``jetrl.json``). Progress goes to ``display``, or to one of
+    its own, and the result to ``console``.
     Raises ConfigError and ModelError as ``export`` does, and ConfigError for what the system refuses to read or write, and for
     a checkpoint with LoRA.
     """
@@ -39,8 +47,8 @@ def command(
         folder = checkpoint / "actor" if (checkpoint / "actor").is_dir() else checkpoint
         settings = _settings(folder, scale_format, exclude)
     chosen: dict[str, Any] = {"scale_format": settings.scale_format, "exclude": settings.exclude}
-    with _reading_or_writing(checkpoint, out):
-        done = _export(folder, out, format, chosen)
+    with display or Display("export") as progress, _reading_or_writing(checkpoint, out):
+        done = _export(folder, out, format, chosen, progress)
     _say(done, settings, console)
     return done
 
@@ -56,8 +64,9 @@ def _reading_or_writing(checkpoint: Path, out: Path) -> Iterator[None]:
             raise
 
 
-def _export(folder: Path, out: Path, format: str, chosen: dict[str, Any]) -> Exported:
+def _export(folder: Path, out: Path, format: str, chosen: dict[str, Any], progress: Progress) -> Exported:
     """Export the folder, or what verl has written or would merge from it."""
+    chosen = {**chosen, "progress": progress}
     if (folder / record.ADAPTERS).is_file():
         raise ConfigError(
             explain(
@@ -73,6 +82,7 @@ def _export(folder: Path, out: Path, format: str, chosen: dict[str, Any]) -> Exp
         return export(folder / "huggingface", out, cast("Format", format), **chosen)
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.merged.", dir=out.parent) as merged:
+        progress.stage("merging the shards")
         registry.merger().merge(folder, Path(merged))
         return export(Path(merged), out, cast("Format", format), **chosen)
 

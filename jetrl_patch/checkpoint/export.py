@@ -24,6 +24,7 @@ from jetrl_patch.checkpoint.formats import (
 from jetrl_patch.checkpoint.source import INDEX, SECOND_TOKEN, SINGLE, Source, empty_model, open_source, read_tensors
 from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.progress import SILENT, Progress
 
 __all__ = ["SHARD_BYTES", "Exported", "check_free", "export"]
 
@@ -70,18 +71,21 @@ def export(
     scale_format: ScaleFormat = "pow2",
     exclude: Sequence[str] = (),
     shard_bytes: int = SHARD_BYTES,
+    progress: Progress = SILENT,
 ) -> Exported:
     """Export a Hugging Face folder.
 
     Args:
         out: a new or empty folder; it appears only once all of its contents have been read back and verified.
         exclude: patterns of layers that stay in BF16, as in ``Config``.
+        progress: counts the tensors of the source, twice: as they are written, and as they are read back.
 
     Raises:
         ConfigError: ``out`` is not empty, or ``checkpoint`` cannot be exported.
         ModelError: a tensor is missing, not finite, or differs from what was written.
     """
     check_free(out)
+    progress.stage("checking the checkpoint")
     source = open_source(checkpoint)
     model = empty_model(source)
     chosen = choose(model, format, exclude)
@@ -89,9 +93,9 @@ def export(
     unfinished = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
         done = Exported(out, layers=list(chosen.layers), left=chosen.left)
-        _write(source, unfinished, chosen, scale_format, shard_bytes, done)
+        _write(source, unfinished, chosen, scale_format, shard_bytes, done, progress)
         _write_config(source, unfinished, chosen.left if format == "fp8" else None)
-        _read_again(source, unfinished, chosen, scale_format, done)
+        _read_again(source, unfinished, chosen, scale_format, done, progress)
         unfinished.chmod(0o755)
         if out.exists():
             out.rmdir()
@@ -103,10 +107,17 @@ def export(
 
 
 def _write(
-    source: Source, folder: Path, chosen: Chosen, scale_format: ScaleFormat, shard_bytes: int, done: Exported
+    source: Source,
+    folder: Path,
+    chosen: Chosen,
+    scale_format: ScaleFormat,
+    shard_bytes: int,
+    done: Exported,
+    progress: Progress,
 ) -> None:
     from safetensors.torch import save_file
 
+    progress.stage("writing", source.count, "tensors")
     held: dict[str, Tensor] = {}
     parts: list[list[str]] = []
 
@@ -117,7 +128,8 @@ def _write(
             held.clear()
 
     size = 0
-    for name, tensor in source.tensors():
+    for count, (name, tensor) in enumerate(source.tensors()):
+        progress.done(count)
         new = convert(name, tensor, chosen, scale_format)
         added = sum(t.numel() * t.element_size() for _, t in new)
         if size + added > shard_bytes:
@@ -128,6 +140,7 @@ def _write(
         done.size += added
         done.tensors += len(new)
     flush()
+    progress.done(source.count)
     weight_map: dict[str, str] = {}
     for at, names in enumerate(parts):
         shard = SINGLE if len(parts) == 1 else f"model-{at + 1:05d}-of-{len(parts):05d}.safetensors"
@@ -154,12 +167,14 @@ def _write_config(source: Source, folder: Path, left: Sequence[str] | None) -> N
 
 
 def _read_again(
-    source: Source, folder: Path, chosen: Chosen, scale_format: ScaleFormat, done: Exported
+    source: Source, folder: Path, chosen: Chosen, scale_format: ScaleFormat, done: Exported, progress: Progress
 ) -> None:
     """Compare every tensor on disk with a fresh conversion of its source, bit for bit, and FP8 values with their source."""
+    progress.stage("verifying", source.count, "tensors")
     places = {name: shard for shard in done.shards for name in _keys(folder / shard)}
     seen = 0
-    for name, tensor in source.tensors():
+    for count, (name, tensor) in enumerate(source.tensors()):
+        progress.done(count)
         for written, expected in convert(name, tensor, chosen, scale_format):
             found = _tensor(folder / places[written], written) if written in places else None
             if found is None or found.dtype != expected.dtype or not _same(found, expected):
@@ -172,6 +187,7 @@ def _read_again(
         if name.removesuffix(".weight") in chosen.layers:
             q, s = (_tensor(folder / places[n], n) for n in (name, name + SCALE_SUFFIX))
             done.sqnr[name.removesuffix(".weight")] = check_error(name, tensor, q, s)
+    progress.done(source.count)
     if seen != len(places) or set(done.sqnr) != set(chosen.layers):
         raise ModelError(
             explain("the export on disk", required=f"{seen} tensors", found=len(places), fix="check the disk")

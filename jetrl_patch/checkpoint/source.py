@@ -47,6 +47,11 @@ class Source:
         behind = self.config.get(SECOND_TOKEN) and block is not None and int(block[1]) >= count
         return not behind and not name.endswith(_NOT_LOADED)
 
+    @property
+    def count(self) -> int:
+        """The number of the model's tensors."""
+        return sum(map(self.holds, self.files))
+
     def tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors, file by file, one at a time."""
         for file in dict.fromkeys(self.files.values()):

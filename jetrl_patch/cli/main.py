@@ -18,6 +18,7 @@ from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch import command as launch
 from jetrl_patch.launch.arguments import FLAG, split
 from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.progress import Display
 from jetrl_patch.support import check_framework, check_python, installed_frameworks, require_torch
 
 __all__ = ["app", "main"]
@@ -93,7 +94,9 @@ def doctor(
     flags = [FLAG] if fp8_unified else []
     flags += [f"--{name}={value}" for name, value in (("precision", precision), ("align", align)) if value is not None]
     flags += [f"--set={pair}" for pair in set_ or ()]
-    report = examine(split("verl", flags).overrides, command or ())
+    overrides = split("verl", flags).overrides
+    with Display("doctor") as progress:
+        report = examine(overrides, command or (), progress)
     if as_json:
         print(json.dumps(report.as_dict()))
     else:
@@ -143,12 +146,13 @@ def export(
 
     Every tensor is read back from disk before the folder gets its final name.
     """
-    require_torch("jetrl export")
     from rich.console import Console
 
-    from jetrl_patch.checkpoint.command import command
-
-    command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True))
+    with Display("export") as display:
+        display.stage("loading torch")
+        require_torch("jetrl export")
+        from jetrl_patch.checkpoint.command import command
+    command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True), display)
 
 
 @app.command()

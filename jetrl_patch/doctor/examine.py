@@ -19,13 +19,14 @@ from jetrl_patch.doctor.versions import check_versions
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.launch.supported import program_problem
 from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.progress import SILENT, Progress
 
 __all__ = ["examine"]
 
 _START = {"verl": "jetrl verl --fp8-unified …", "openrlhf": "jetrl openrlhf --fp8-unified …"}
 
 
-def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
+def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Progress = SILENT) -> Report:
     """Check everything and change nothing.
 
     Args:
@@ -33,6 +34,7 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
         command: the launch command; if empty, only machine and installation are checked.
     """
     report = Report()
+    progress.stage("checking the installation")
     started: Started | None = None
     try:
         started = recognise(command) if command else None
@@ -45,17 +47,21 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = ()) -> Report:
         if not support.check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
             report.checks.append(Check("command", "skipped", "its arguments cannot be read without torch (see below)"))
             started = None
+    progress.stage("reading the settings")
     arguments, config = _settings(report, overrides, started)
     report.config = config
+    progress.stage("checking the machine")
     report.checks += machine.check_machine(config)
     needs = ""
     framework = started.framework if started is not None and arguments is not None else None
     if framework is not None:
         needs = registry.trainer(framework).needs_flash_attn(arguments)
     report.checks.append(machine.check_flash_attn(machine.is_cpu_run(config), needs))
+    progress.stage("checking the patches")
     check, report.patches = check_patches(config)
     report.checks.append(check)
     if started is not None and framework is not None:
+        progress.stage("checking the command")
         environ = {**os.environ, **started.environ}
         report.checks += check_launch(framework, arguments, config, environ)
         said = {check.finding for check in report.checks}  # a wrong section of verl's stands among its settings as well

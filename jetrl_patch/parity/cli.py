@@ -15,6 +15,7 @@ from jetrl_patch.parity.modes import BY_DEFAULT, Job, check_model, choose
 from jetrl_patch.parity.run import run_mode
 from jetrl_patch.parity.stock import STOCK, chosen
 from jetrl_patch.places import check_target, writing
+from jetrl_patch.progress import Display
 from jetrl_patch.support import require_torch
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
@@ -27,6 +28,27 @@ _EP = "enable_expert_parallel"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print. Returns 1 if a mode that promises equality is not equal, else 0. Errors are raised."""
     options = _parser().parse_args(arguments)
+    # with --verbose the frameworks write to the terminal as well
+    with Display("parity", live=not options.verbose) as progress:
+        progress.stage("checking the model and the settings")
+        jobs = _jobs(options)
+        results, lacking = _measure(jobs, options.verbose, not options.stock, progress)
+    _show(jobs[0], results, lacking)
+    if options.json:
+        with writing(options.json):
+            Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+    promised = {job.label for job in jobs if job.promises_equality}
+    broken = [r for r in results if (r["precision"], r["align"]) in promised and r["bit_equal_fraction"] != 1.0]
+    for result in broken:
+        print(
+            f"{result['precision']} with align={result['align']} promises equal log-probs, but "
+            f"{1 - result['bit_equal_fraction']:.2%} of the tokens differ, by up to {result['logp_abs_diff_max']:.3g}"
+        )
+    return 1 if broken else 0
+
+
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    """The modes that the options select, after every check that needs no engine."""
     require_torch("jetrl parity")
     common = {
         "scale_format": options.scale_format,
@@ -63,18 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for job in jobs if options.tp > 1 else ():
         if not job.stock:
             check_checkpoint(job.model, job.config, job.tp, job.ep)
-    results = _measure(jobs, options.verbose, may_lack=not options.stock)
-    if options.json:
-        with writing(options.json):
-            Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
-    promised = {job.label for job in jobs if job.promises_equality}
-    broken = [r for r in results if (r["precision"], r["align"]) in promised and r["bit_equal_fraction"] != 1.0]
-    for result in broken:
-        print(
-            f"{result['precision']} with align={result['align']} promises equal log-probs, but "
-            f"{1 - result['bit_equal_fraction']:.2%} of the tokens differ, by up to {result['logp_abs_diff_max']:.3g}"
-        )
-    return 1 if broken else 0
+    return jobs
 
 
 def _splits_experts(job: Job) -> bool:
@@ -82,34 +93,46 @@ def _splits_experts(job: Job) -> bool:
     return not job.stock and _EP not in dict(job.engine) and needed_ep(job.model, job.config, job.tp) > 1
 
 
-def _measure(jobs: list[Job], verbose: bool, may_lack: bool) -> list[dict[str, Any]]:
-    """Measure and print. With ``may_lack``, a stock way that this machine does not run is a line under the table."""
-    from rich.console import Console
-
-    from jetrl_patch.fp8.layers import cut_words
-
-    console = Console()
+def _measure(
+    jobs: list[Job], verbose: bool, may_lack: bool, progress: Display
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure. With ``may_lack``, a stock way that this machine does not run is a line in the second list."""
     results, lacking = [], []
-    for job in jobs:
+    for number, job in enumerate(jobs, 1):
+        precision, align = job.label
+        mode = job.name if job.stock else _mode(precision, align)
+        progress.part = f"{mode}, {number} of {len(jobs)}"
         try:
-            with console.status(job.name if job.stock else f"{job.name}, align={job.config.resolved_align}"):
-                results.append(run_mode(job, verbose))
+            results.append(run_mode(job, verbose, progress))
         except JetrlError as error:
             if not (job.stock and may_lack):
                 raise
             lacking.append(f"{job.name} does not run here: {error}")
     if not results:
         raise JetrlError(lacking[0])
-    console.print(_table(jobs[0], results))
+    return results, lacking
+
+
+def _show(job: Job, results: list[dict[str, Any]], lacking: list[str]) -> None:
+    """Print the tables and what is said under them. ``job`` holds what all modes have in common."""
+    from rich.console import Console
+
+    from jetrl_patch.fp8.layers import cut_words
+
+    console = Console()
+    console.print(_table(job, results))
     if routes := _routes(results):
         console.print(routes, highlight=False, soft_wrap=True)
-    if jobs[0].cost:
+    if job.cost:
         console.print(_costs(results))
     for line in lacking:
         console.print(line, markup=False, highlight=False)
     for cut in dict.fromkeys(tuple(r["cut_layers"]) for r in results if r["cut_layers"]):
-        console.print(cut_words(cut, jobs[0].tp))
-    return results
+        console.print(cut_words(cut, job.tp))
+
+
+def _mode(precision: str, align: str) -> str:
+    return precision if align == "none" else f"{precision}/{align}"
 
 
 def _table(job: Job, results: list[dict[str, Any]]) -> Any:
@@ -128,7 +151,7 @@ def _table(job: Job, results: list[dict[str, Any]]) -> Any:
 def _routes(results: list[dict[str, Any]]) -> str:
     """A line with each mode's share of different routes, if the model is a mixture; "" else."""
     shares = [
-        f"{r['precision']}{'' if r['align'] == 'none' else '/' + r['align']} {r['route_mismatch']:.3%}"
+        f"{_mode(r['precision'], r['align'])} {r['route_mismatch']:.3%}"
         for r in results
         if r["route_mismatch"] is not None
     ]

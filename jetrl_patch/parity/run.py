@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_patch import errors
+from jetrl_patch.env import MACHINE
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.parity.modes import Job
+from jetrl_patch.parity.relay import relayed
 from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.progress import SILENT, Progress
 
 __all__ = ["environment", "run_mode"]
 
@@ -28,22 +31,24 @@ _ENVIRONMENT = {
 }
 
 
-def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
-    """Measure one mode in a child process; see ``measure.measure`` for the result.
+def run_mode(job: Job, verbose: bool = False, progress: Progress = SILENT) -> dict[str, Any]:
+    """Measure one mode in a child process; see ``measure.measure`` for the result. The child's progress is shown here.
 
     Raises the child's JetrlError if the mode cannot be measured. For any other error, the message names it (with ``verbose``
     it holds the traceback), or holds the end of the child's output if it died.
     """
     with tempfile.TemporaryDirectory(prefix="jetrl-parity-") as folder:
-        answer = Path(folder) / "result"
-        child = subprocess.run(
-            [sys.executable, "-m", "jetrl_patch.parity.measure", str(answer)],
-            input=pickle.dumps(job),
-            env=environment(job),
-            stdout=None if verbose else subprocess.PIPE,
-            stderr=None if verbose else subprocess.STDOUT,
-            check=False,
-        )
+        answer, stages = Path(folder) / "result", Path(folder) / "stages"
+        progress.stage("starting a process")
+        with relayed(stages, progress):
+            child = subprocess.run(
+                [sys.executable, "-m", "jetrl_patch.parity.measure", str(stages), str(answer)],
+                input=pickle.dumps(job),
+                env=environment(job),
+                stdout=None if verbose else subprocess.PIPE,
+                stderr=None if verbose else subprocess.STDOUT,
+                check=False,
+            )
         if not answer.exists():
             tail = b"" if child.stdout is None else child.stdout[-2000:]
             raise JetrlError(
@@ -61,8 +66,7 @@ def run_mode(job: Job, verbose: bool = False) -> dict[str, Any]:
 
 def environment(job: Job) -> dict[str, str]:
     """The environment of a process that measures: this one's without ``JETRL_*``, quiet and offline, with what the way sets."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
-    found.update({name: value for name, value in os.environ.items() if name == "JETRL_CACHE_DIR"})
+    found = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_") or name in MACHINE}
     found.update(STOCK[job.stock].environment if job.stock else ())
     for name, value in _ENVIRONMENT.items():
         found.setdefault(name, value)

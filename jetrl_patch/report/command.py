@@ -11,6 +11,7 @@ from rich.console import Console
 
 from jetrl_patch.errors import explain
 from jetrl_patch.places import check_target, writing
+from jetrl_patch.progress import Display, Progress
 from jetrl_patch.report import write
 from jetrl_patch.report.charts import draw, wanted
 from jetrl_patch.report.pictures import draw_pictures
@@ -30,14 +31,17 @@ def command(texts: Sequence[str], out: Path, title: str, console: Console, warni
     """
     check_target(out, folder=True)
     notes: list[str] = []
-    runs = _read(texts, notes)
     made = [out / "report.html", out / "summary.json"]
-    with writing(out):
-        summaries = write(runs, out, title, _subtitle(runs), notes)
-        try:
-            made += draw_pictures(runs, out)
-        except ReportError as error:
-            notes.append(str(error))
+    with Display("report", warnings.file) as progress:
+        runs = _read(texts, notes, progress)
+        with writing(out):
+            progress.stage("writing the page")
+            summaries = write(runs, out, title, _subtitle(runs), notes)
+            progress.stage("drawing the pictures")
+            try:
+                made += draw_pictures(runs, out)
+            except ReportError as error:
+                notes.append(str(error))
     for note in notes:
         warnings.print(f"warning: {note}", style="yellow", markup=False, highlight=False, soft_wrap=True)
     console.print(make_table(summaries, title, console.width))
@@ -75,9 +79,11 @@ def watch(
                 state = _state(texts)
                 if state != before:
                     notes: list[str] = []
-                    runs = _read(texts, notes)
-                    with writing(out):
-                        write(runs, out, title, _subtitle(runs), notes, live=every)
+                    with Display("report", warnings.file) as progress:
+                        runs = _read(texts, notes, progress)
+                        progress.stage("writing the page")
+                        with writing(out):
+                            write(runs, out, title, _subtitle(runs), notes, live=every)
                     steps = ", ".join(f"{run.label} step {max(run.steps)}" for run in runs)
                     console.print(f"{time.strftime('%H:%M:%S')}  {steps}  {page}", markup=False, soft_wrap=True)
                     before = state
@@ -101,7 +107,7 @@ def _subtitle(runs: Sequence[Run]) -> str:
     return f"{len(runs)} run{'s' if len(runs) > 1 else ''}"
 
 
-def _read(texts: Sequence[str], notes: list[str]) -> list[Run]:
+def _read(texts: Sequence[str], notes: list[str], progress: Progress) -> list[Run]:
     """The runs, with only the metrics that the report shows."""
     seen: list[str] = []
 
@@ -110,7 +116,7 @@ def _read(texts: Sequence[str], notes: list[str]) -> list[Run]:
         seen.append(name)
         return wanted(name)
 
-    runs = collect(texts, keep, notes)
+    runs = collect(texts, keep, notes, progress)
     _look(runs, seen, notes)
     return runs
 

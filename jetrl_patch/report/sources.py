@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jetrl_patch.errors import explain
 from jetrl_patch.places import reading
+from jetrl_patch.progress import SILENT, Progress
 from jetrl_patch.report.jsonl import Keep, read_jsonl
 from jetrl_patch.report.logs import read_log
 from jetrl_patch.report.runs import ReportError, Run
@@ -103,7 +104,7 @@ def _reader(path: Path) -> Callable[[Path, Keep, list[str]], list[Run]]:
     return read_jsonl if path.suffix == ".jsonl" or first.lstrip()[:1] in (b"{", b"[") else read_log
 
 
-def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
+def collect(texts: Sequence[str], keep: Keep, notes: list[str], progress: Progress = SILENT) -> list[Run]:
     """All runs of all RUN arguments, each with a unique name.
 
     Raises:
@@ -115,7 +116,9 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str]) -> list[Run]:
         with reading(text):
             sources.append(parse(text))
     seen: dict[Path, str] = {}
-    for source, text in zip(sources, texts, strict=True):
+    progress.stage("reading", len(texts), "runs")
+    for count, (source, text) in enumerate(zip(sources, texts, strict=True)):
+        progress.done(count)
         with reading(source.path):
             file = find_file(source.path)
             if file.resolve() in seen:

@@ -125,18 +125,18 @@ def test_the_exit_status_is_one_when_a_promise_breaks(
     arguments = ["--model", str(tmp_path), "--json", str(tmp_path / "out.json")]
     apart = {"bit_equal_fraction": 0.75, "logp_abs_diff_max": 0.5}
 
-    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job))
+    monkeypatch.setattr(cli, "run_mode", lambda job, *_: result(job))
     assert cli.main(arguments) == 0
-    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else apart)))
+    monkeypatch.setattr(cli, "run_mode", lambda job, *_: result(job, **({} if job.config.exact else apart)))
     assert cli.main(arguments) == 0  # the other modes promise nothing
     assert "other experts" not in capsys.readouterr().out
     written = json.loads((tmp_path / "out.json").read_text())
     assert [(r["precision"], r["align"]) for r in written] == modes(choose([], []))
     share = {"route_mismatch": 0.0521}
-    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **({} if job.config.exact else share)))
+    monkeypatch.setattr(cli, "run_mode", lambda job, *_: result(job, **({} if job.config.exact else share)))
     assert cli.main(arguments) == 0  # a mixture
     assert "blocks: bf16 5.210%, fp8-rollout 5.210%, fp8-unified/linear 5.210%\n" in capsys.readouterr().out
-    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, **(apart if job.config.exact else {})))
+    monkeypatch.setattr(cli, "run_mode", lambda job, *_: result(job, **(apart if job.config.exact else {})))
     assert cli.main(arguments) == 1
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
     assert "align=exact promises equal log-probs, but 25.00% of the tokens differ, by up to 0.5" in text
@@ -148,7 +148,7 @@ def test_layers_that_a_split_leaves_in_bf16_are_named(
     (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     (tmp_path / "model.safetensors").touch()
     cut = [f"model.layers.{i}.self_attn.o_proj" for i in range(3)]
-    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: result(job, cut_layers=cut if job.config.on_cut == "bf16" else []))
+    monkeypatch.setattr(cli, "run_mode", lambda job, *_: result(job, cut_layers=cut if job.config.on_cut == "bf16" else []))
     arguments = ["--model", str(tmp_path), "--align", "exact", "--tp", "4"]
     assert cli.main([*arguments, "--on-cut", "bf16"]) == 0
     text = re.sub(r"\s+", " ", capsys.readouterr().out)
@@ -179,7 +179,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert exact["bit_equal_fraction"] == 1.0
     assert exact["logp_abs_diff_max"] == exact["k3_kl"] == 0.0
     assert rows["fp8-rollout", "none"]["logp_abs_diff_mean"] > 1e-3
-    assert "100.00%" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "100.00%" in said.out
+    for mode in ("bf16, 1", "fp8-rollout, 2", "fp8-unified/linear, 3", "fp8-unified/exact, 4"):
+        assert f"jetrl parity: loading the engine ({mode} of 4), 0:" in said.err
 
 
 EP = ["--engine", '{"enable_expert_parallel": true}']
@@ -191,7 +194,7 @@ def test_a_mixture_is_split_as_the_engine_splits_it(
     models.config_of("qwen3_moe").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     seen: list[Job] = []
-    monkeypatch.setattr(cli, "run_mode", lambda job, verbose: seen.append(job) or result(job))
+    monkeypatch.setattr(cli, "run_mode", lambda job, *_: seen.append(job) or result(job))
     arguments = ["--model", str(tmp_path), "--align", "exact", "--tp", "2"]
     assert cli.main([*arguments, *EP]) == 0
     assert [(job.tp, job.ep) for job in seen] == [(2, 2)]

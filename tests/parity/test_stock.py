@@ -34,7 +34,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
     """What the command measures, in the place of its processes; no way but BF16 and FP16 runs here."""
     found: list[Job] = []
 
-    def run_mode(job: Job, verbose: bool) -> dict[str, Any]:
+    def run_mode(job: Job, *_: object) -> dict[str, Any]:
         found.append(job)
         if job.stock in ("fp8-online", "batch-invariant"):
             raise JetrlError(f"measuring stock {job.stock} failed: no kernel")
