@@ -25,6 +25,7 @@ __all__ = [
     "read_fields",
     "read_variable",
     "switched_off",
+    "without_settings",
 ]
 
 SWITCH = f"{PREFIX}ENABLED"
@@ -48,6 +49,12 @@ VARIABLES = {
 def by_field(variables: Mapping[str, str]) -> dict[str, str]:
     """Rename variables to the fields they set, for messages. A variable that sets no field keeps its name."""
     return {FIELDS.get(name, name): value for name, value in variables.items()}
+
+
+def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a process that is configured anew: without ``JETRL_*``, except for ``MACHINE``."""
+    env = os.environ if environ is None else environ
+    return {name: value for name, value in env.items() if not name.startswith(PREFIX) or name in MACHINE}
 
 
 def opted_in(environ: Mapping[str, str] | None = None) -> bool:

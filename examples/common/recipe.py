@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from examples.words import CHECKPOINT
 from jetrl_patch import Config
+from jetrl_patch.env import without_settings
 
 Device = Literal["cpu", "cuda"]
 
@@ -108,7 +108,7 @@ class Recipe:
 
 def environment(recipe: Recipe, temporary: Path) -> dict[str, str]:
     """The environment of a run: this process's own without ``JETRL_*``, with quiet and offline libraries."""
-    env = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    env = without_settings()
     env.pop("RAY_ADDRESS", None)  # the run starts its own cluster
     env.update(
         TMPDIR=str(temporary),

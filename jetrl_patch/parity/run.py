@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_patch import errors
-from jetrl_patch.env import MACHINE
+from jetrl_patch.env import without_settings
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.parity.modes import Job
 from jetrl_patch.parity.relay import relayed
@@ -66,7 +65,7 @@ def run_mode(job: Job, verbose: bool = False, progress: Progress = SILENT) -> di
 
 def environment(job: Job) -> dict[str, str]:
     """The environment of a process that measures: this one's without ``JETRL_*``, quiet and offline, with what the way sets."""
-    found = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_") or name in MACHINE}
+    found = without_settings()
     found.update(STOCK[job.stock].environment if job.stock else ())
     for name, value in _ENVIRONMENT.items():
         found.setdefault(name, value)
