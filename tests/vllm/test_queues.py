@@ -100,6 +100,12 @@ def reduce(patched: bool, rank: int, store: str) -> None:
 def test_memory_of_tensor_parallel_workers_on_a_cpu_has_no_name(patched: bool, tmp_path: Path) -> None:
     import multiprocessing
 
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+    if not hasattr(torch.ops._C, "init_shm_manager"):
+        pytest.skip("vLLM's library for processors without AVX-512 has no shared memory: ranks reduce by gloo")
     store = tmp_path / f"store-{os.getpid()}"
     spawned = [multiprocessing.get_context("spawn").Process(target=reduce, args=(patched, i, str(store))) for i in range(2)]
     for process in spawned:
