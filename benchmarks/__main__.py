@@ -1,24 +1,42 @@
-"""``make bench``: print the tables; with ``--write``, also write them with machine and versions (``docs/benchmarks/cpu.md``)."""
+"""``make bench``: print the tables for each instruction set of this processor; with ``--write``, also write them with machine
+and versions (``docs/benchmarks/cpu.md``).
+
+Each set is measured in a process of its own, in which torch is held to the same set as far as it lets itself be.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import linear, step
+from benchmarks import kernels, step
 from benchmarks.timing import shown
 from jetrl_patch._versions import VERSION
+from jetrl_patch.native import build
 
 PARTS = {
-    "gemm": ("GEMMs of a linear layer, including quantization", linear.gemms),
-    "quantizers": ("Quantizers", linear.quantizers),
+    "products": ("Products, GFLOP/s", kernels.products),
+    "layer": ("A linear layer with its quantizers, GFLOP/s", kernels.layer),
+    "operations": ("Other kernels, ms", kernels.operations),
     "step": ("Training step of the demo model", step.training_steps),
+}
+#: instruction set -> variables that hold torch and its oneDNN to it. MKL, in torch's FP32 products, heeds none on AMD.
+TORCH = {
+    "avx512_bf16": {},
+    "avx512": {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_VNNI"},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
+    "portable": {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"},
 }
 
 
@@ -39,30 +57,53 @@ def markdown(title: str, rows: list[dict[str, object]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def measure(parts: list[str]) -> dict[str, list[dict[str, object]]]:
+    """The rows of each part, in this process."""
+    torch.set_num_threads(1)
+    console, found = Console(stderr=True), {}
+    for name in parts:
+        with console.status(f"{PARTS[name][0]}, {build.instruction_set()}"):
+            found[name] = list(PARTS[name][1]())
+    return found
+
+
+def measured(isa: str, parts: list[str]) -> dict[str, Any]:
+    """``measure`` in a process that is held to an instruction set."""
+    command = [sys.executable, "-m", "benchmarks", "--json", *(word for part in parts for word in ("--part", part))]
+    environ = os.environ | TORCH[isa] | {"JETRL_CPU_ISA": isa}
+    done = subprocess.run(command, env=environ, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
 def main(argv: Iterable[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--part", choices=sorted(PARTS), action="append", help="run only this part; may be repeated")
+    sets = [name for name in build.supported() if name != "portable"] or ["portable"]
+    parser.add_argument("--isa", choices=build.supported(), action="append", default=[], help=f"by default {', '.join(sets)}")
     parser.add_argument("--write", type=Path, help="also write the tables to this file")
+    parser.add_argument("--json", action="store_true", help="print the figures of this process alone")
     args = parser.parse_args(None if argv is None else list(argv))
-    torch.set_num_threads(1)
-    console = Console()
-    pages = []
-    for name, (title, run) in PARTS.items():
-        if args.part and name not in args.part:
-            continue
-        with console.status(title):
-            rows = list(run())
-        table = Table(title=title)
-        for column in rows[0]:
-            table.add_column(column, justify="right")
-        for row in rows:
-            table.add_row(*(shown(value) for value in row.values()))
-        console.print(table)
-        pages.append(markdown(title, rows))
+    parts = [name for name in PARTS if not args.part or name in args.part]
+    if args.json:
+        print(json.dumps(measure(parts)))
+        return
+    console, pages = Console(), []
+    for isa in args.isa or sets:
+        for name, rows in measured(isa, parts).items():
+            title = f"{PARTS[name][0]}: {isa}"
+            table = Table(title=title)
+            for column in rows[0]:
+                table.add_column(column, justify="right")
+            for row in rows:
+                table.add_row(*(shown(value) for value in row.values()))
+            console.print(table)
+            pages.append(markdown(title, rows))
     if args.write:
         head = (
             f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
-            "Process time, best of interleaved rounds. Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n\n"
+            "Process time, best of interleaved rounds, for each instruction set of this processor, to which torch is held too. "
+            "Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n\n"
         )
         args.write.parent.mkdir(parents=True, exist_ok=True)
         args.write.write_text(head + "\n".join(pages))
