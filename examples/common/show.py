@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from examples.common.processes import undisturbed
 from examples.common.recipe import Arm, Recipe
 from examples.common.runner import RunFailedError, run_arm
+from jetrl_patch.native import build
 from jetrl_patch.report import ReportError, Run, make_answers, make_table, write_report
 from jetrl_patch.report.tables import changes_text
 
@@ -60,6 +61,8 @@ def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
     console.print(
         f"\n[bold]{arm.name}[/]  {recipe.steps} GRPO steps, {recipe.prompts} × {recipe.samples} responses each"
     )
+    if recipe.device == "cpu":
+        console.print(expected(recipe, *build.available()))
     columns = (
         SpinnerColumn(),
         TextColumn("{task.description}"),
@@ -80,6 +83,15 @@ def _run(recipe: Recipe, arm: Arm, folder: Path) -> Run:
 
         on_phase(f"starting Ray, then {recipe.framework} and vLLM: a minute or two on two cores", 0.0)
         return run_arm(recipe, arm, folder, on_step, lambda: None, on_phase)
+
+
+def expected(recipe: Recipe, ok: bool, kernels: str) -> str:
+    """What to expect of this processor: the instruction set of the kernels, and the time of a step where it was measured."""
+    if not ok:
+        return f"[yellow]CPU kernels: none; the reference computes, far more slowly.[/] {kernels}"
+    seconds = recipe.step_seconds.get(build.instruction_set())
+    took = f"; on two such cores of an AMD EPYC a step took {seconds:.1f} s in exact mode" if seconds else ""
+    return f"[dim]CPU kernels: {kernels}{took}[/]"
 
 
 def step_line(step: int, metrics: dict[str, Any]) -> str:

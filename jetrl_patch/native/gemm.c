@@ -5,8 +5,8 @@
  * order k = 0, 1, 2, ..., whatever its tile and the instruction set.
  *
  * The way of a weight: NT columns and one group of K are transposed to `codes` [k][NT], still e4m3 or BF16, unless
- * `jetrl_pack` did that before. Few rows then read the codes and convert them on the way (`few`); for more rows they are widened
- * to FP32 once (`widen`), or to pairs of BF16 (`pair_weights`), and read by one register tile after the other. */
+ * `jetrl_pack` did that before. Few rows then read the codes and convert them on the way; for more rows they are widened to FP32
+ * once (`widen`), or to pairs of BF16 (`pair_weights`), and read by one register tile after the other (`tile`). */
 #include "numbers.h"
 
 #if defined(__AVX512BF16__) && WIDTH == 16
@@ -154,17 +154,17 @@ INLINE void tile(const int rows, const int across, const form as, const float *x
     for (int i = 0; i < rows; i++)
         for (int c = 0; c < across; c++) a[i][c] = sx ? (vf){0} : *(vf *)(total + i * NT + c * WIDTH);
     for (int64_t k = 0; k < count; k++) {
+        /* Registers are short: with few rows x stays in them while weights pass by, with more rows the weights stay. */
         vf v[MR], wk[VECTORS];
-        if (rows < 4)
-            for (int i = 0; i < rows; i++) v[i] = all(x[i * ldx + k]);
+        for (int i = 0; i < rows && rows < 4; i++) v[i] = all(x[i * ldx + k]);
         for (int c = 0; c < across; c += PARTS) {
             const lanes some = columns(as, (const char *)w + k * row + c / PARTS * step);
             for (int p = 0; p < PARTS; p++) {
                 wk[c + p] = some.part[p];
-                for (int i = 0; i < rows && rows < 4; i++) a[i][c + p] = fma_v(some.part[p], v[i], a[i][c + p]);
+                for (int i = 0; i < rows && rows < 4; i++) a[i][c + p] = fma_v(wk[c + p], v[i], a[i][c + p]);
             }
         }
-        for (int i = 0; i < rows && rows >= 4; i++) {  /* one value of x in a register at a time */
+        for (int i = 0; i < rows && rows >= 4; i++) {
             const vf one = all(x[i * ldx + k]);
             for (int c = 0; c < across; c++) a[i][c] = fma_v(wk[c], one, a[i][c]);
         }
@@ -268,8 +268,8 @@ typedef struct {  /* scratch of a thread */
 } room;
 
 /* Calls CALL(rows), in which the number of rows is a constant. */
-#define BY_ROWS(rows, CALL)                                         \
-    switch (rows) {                                                 \
+#define BY_ROWS(rows, CALL)                                                                         \
+    switch (rows) {                                                                                 \
         case 1: CALL(1) break; case 2: CALL(2) break; case 3: CALL(3) break; case 4: CALL(4) break; \
         case 5: CALL(5) break; case 6: CALL(6) break; case 7: CALL(7) break; default: CALL(8)       \
     }

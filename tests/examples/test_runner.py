@@ -336,3 +336,12 @@ def test_verl_accepts_every_override(tmp_path: Path, device: Any) -> None:
     done = subprocess.run([sys.executable, "-c", code, str(config), *given], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{Recipe().prompts} {Recipe().samples} False ['console', 'file']"
+
+
+def test_the_start_says_what_to_expect_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(show.build, "instruction_set", lambda: "avx2")
+    said = show.expected(Recipe(), True, "compiled for avx2")
+    assert "compiled for avx2; on two such cores" in said and f"took {Recipe.step_seconds['avx2']} s" in said
+    monkeypatch.setattr(show.build, "instruction_set", lambda: "portable")
+    assert show.expected(Recipe(), True, "compiled for portable") == "[dim]CPU kernels: compiled for portable[/]"
+    assert "slowly.[/] no compiler" in show.expected(Recipe(), False, "no compiler")
