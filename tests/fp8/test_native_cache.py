@@ -29,6 +29,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     source.write_text("int jetrl_answer(void) { return 42; }\n")
     monkeypatch.setattr(build, "SOURCES", (source,))
     monkeypatch.setenv("JETRL_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("JETRL_CPU_ISA", raising=False)
     return tmp_path / "cache"
 
 

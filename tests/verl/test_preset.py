@@ -16,7 +16,7 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from jetrl_patch import runtime
+from jetrl_patch import env, runtime
 from jetrl_patch.adapters.verl import preset, section, settings
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
@@ -120,6 +120,10 @@ def test_a_section_that_contradicts_the_running_process() -> None:
         settings.check(verl_config, UNIFIED)
 
 
+def settings_in_environment() -> dict[str, str]:
+    return dict(os.environ.items() - env.without_settings().items())
+
+
 @pytest.fixture
 def main(monkeypatch, tmp_path, overrides):
     """Run verl's own ``main`` up to the call that would start Ray; return configuration, session and JETRL_* variables there."""
@@ -128,7 +132,7 @@ def main(monkeypatch, tmp_path, overrides):
 
     def run_ppo(config: Any, task_runner_class: Any) -> None:
         session = runtime.active_config() if runtime.is_active() else None
-        seen.append((config, session, {k: v for k, v in os.environ.items() if k.startswith("JETRL_")}))
+        seen.append((config, session, settings_in_environment()))
 
     monkeypatch.setattr(module, "run_ppo", run_ppo)
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
@@ -149,7 +153,7 @@ def test_verls_main_is_patched_before_ray_starts(main) -> None:
     assert environ["JETRL_ENABLED"] == "1" and environ["JETRL_PRECISION"] == "fp8-unified"
     assert config.actor_rollout_ref.rollout.calculate_log_probs is True  # checked and completed
     runtime.disable()
-    assert not [name for name in os.environ if name.startswith("JETRL_")]
+    assert not settings_in_environment()
     config, session, environ = main()
     assert session is None and not environ
     assert config.actor_rollout_ref.rollout.calculate_log_probs is False
