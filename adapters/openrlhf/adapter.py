@@ -186,8 +186,16 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module="openrlhf.models.actor",
         attr="log_probs_from_logits",
         make=logprob.log_probs_from_logits,
-        reason="OpenRLHF's formula depends on the dtype and the library; vLLM computes log-softmax in FP32",
-        remove_when="OpenRLHF computes log-softmax in FP32",
+        reason="OpenRLHF's formula depends on the dtype and the library, and it divides by a number, for which CUDA multiplies "
+        "by the reciprocal; vLLM divides by a tensor and computes log-softmax in FP32",
+        remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
+    ),
+    Patch(
+        module="openrlhf.models.actor",
+        attr="compute_entropy",
+        make=logprob.compute_entropy,
+        reason="the logits reach it undivided, because the temperature belongs to the log-probs' formula",
+        remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
     ),
 )
 
