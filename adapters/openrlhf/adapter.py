@@ -197,6 +197,14 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         reason="the logits reach it undivided, because the temperature belongs to the log-probs' formula",
         remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
     ),
+    Patch(
+        module="openrlhf.trainer.ppo_utils.samples_generator",
+        attr="SamplesGenerator._process_response_into_experience",
+        make=logprob.process_response,
+        reason="a sample's mask joins two turns of an agent without feedback between them, so the trainer would not ban EOS at "
+        "the first token of the second, as vLLM does",
+        remove_when="OpenRLHF samples with min_tokens=0, or its samples keep their action_ranges",
+    ),
 )
 
 OLD_LOG_PROBS: tuple[Patch, ...] = (

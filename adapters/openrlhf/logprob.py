@@ -8,8 +8,9 @@ OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jetrl_patch import runtime
@@ -19,7 +20,14 @@ from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import packed as packing
 from jetrl_patch.gate import while_config
 
-__all__ = ["actor_forward", "check_sampling", "compute_entropy", "first_tokens", "log_probs_from_logits"]
+__all__ = [
+    "actor_forward",
+    "check_sampling",
+    "compute_entropy",
+    "first_tokens",
+    "log_probs_from_logits",
+    "process_response",
+]
 
 #: value of a banned logit: its exp is 0 as for -inf
 BANNED = -1e30
@@ -153,6 +161,37 @@ def _on(tokens: tuple[int, ...], device: Any) -> Any:
     import torch
 
     return torch.tensor(tokens, dtype=torch.long, device=device)
+
+
+@while_config(lambda config: config.exact)
+def process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``SamplesGenerator._process_response_into_experience``, where a sample's turns are still known as ranges."""
+
+    def _process_response_into_experience(self: Any, response: Any, **kwargs: Any) -> Any:
+        check_turns(response["action_ranges"])
+        return original(self, response, **kwargs)
+
+    return _process_response_into_experience
+
+
+def check_turns(ranges: Iterable[tuple[int, int]]) -> None:
+    """Raise ConfigError for a turn of an agent that follows another without a token between them.
+
+    vLLM bans the end at the first token of each, and a sample's mask would join the two.
+
+    Args:
+        ranges: first and one past the last token of each turn.
+    """
+    for (_, end), (start, _) in itertools.pairwise(ranges):
+        if start == end:
+            raise ConfigError(
+                explain(
+                    "turns of an OpenRLHF agent with align='exact'",
+                    required="tokens of the environment between two turns",
+                    found=f"a turn that begins at token {start}, where another ends",
+                    fix="return a non-empty environment_feedback unless done=True, or use align='linear'",
+                )
+            )
 
 
 def check_sampling(min_tokens: int) -> None:

@@ -153,6 +153,17 @@ def test_gradients_flow_through_both_kinds_of_rows():
     assert gradient[2, [1, 3]].abs().min() > 0
 
 
+def test_turns_that_the_mask_would_join_are_refused(monkeypatch):
+    """vLLM bans the end at the first token of each request; a mask that is one run shows one of them."""
+    process = logprob.process_response(lambda self, response, **kwargs: response)
+    apart, joined = ({"action_ranges": [(1, 3), (start, 6), (7, 9)]} for start in (4, 3))
+    assert process(None, apart, max_len=9) is apart
+    with pytest.raises(ConfigError, match=r"found a turn that begins at token 3, where another ends\. Return a non-empty"):
+        process(None, joined, max_len=9)
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
+    assert process(None, joined) is joined
+
+
 def test_first_tokens():
     assert logprob.first_tokens(torch.tensor([[0, 1, 1, 0, 1]]), 6).tolist() == [
         [False, True, False, False, True, False]
