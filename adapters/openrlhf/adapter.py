@@ -186,8 +186,24 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module="openrlhf.models.actor",
         attr="log_probs_from_logits",
         make=logprob.log_probs_from_logits,
-        reason="OpenRLHF's formula depends on the dtype and the library; vLLM computes log-softmax in FP32",
-        remove_when="OpenRLHF computes log-softmax in FP32",
+        reason="OpenRLHF's formula depends on the dtype and the library, and it divides by a number, for which CUDA multiplies "
+        "by the reciprocal; vLLM divides by a tensor and computes log-softmax in FP32",
+        remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
+    ),
+    Patch(
+        module="openrlhf.models.actor",
+        attr="compute_entropy",
+        make=logprob.compute_entropy,
+        reason="the logits reach it undivided, because the temperature belongs to the log-probs' formula",
+        remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
+    ),
+    Patch(
+        module="openrlhf.trainer.ppo_utils.samples_generator",
+        attr="SamplesGenerator._process_response_into_experience",
+        make=logprob.process_response,
+        reason="a sample's mask joins two turns of an agent without feedback between them, so the trainer would not ban EOS at "
+        "the first token of the second, as vLLM does",
+        remove_when="OpenRLHF samples with min_tokens=0, or its samples keep their action_ranges",
     ),
 )
 

@@ -8,8 +8,9 @@ OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from jetrl_patch import runtime
@@ -19,7 +20,14 @@ from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import packed as packing
 from jetrl_patch.gate import while_config
 
-__all__ = ["actor_forward", "check_sampling", "first_tokens", "log_probs_from_logits"]
+__all__ = [
+    "actor_forward",
+    "check_sampling",
+    "compute_entropy",
+    "first_tokens",
+    "log_probs_from_logits",
+    "process_response",
+]
 
 #: value of a banned logit: its exp is 0 as for -inf
 BANNED = -1e30
@@ -33,12 +41,14 @@ MIN_TOKENS = 1
 class _Current(threading.local):
     """The batch in this thread's ``Actor.forward``.
 
-    ``first`` is a bool [B, T] of first response tokens, ``packed`` the mask of tokens [B, T] if the batch gets packed, and
-    ``alone`` tells whether the logits are read for log-probs and nothing else.
+    ``first`` is a bool [B, T] of first response tokens, ``packed`` the mask of tokens [B, T] if the batch gets packed,
+    ``temperature`` what the logits have not been divided by yet, and ``alone`` tells whether they are read for log-probs and
+    nothing else.
     """
 
     first: Any = None
     packed: Any = None
+    temperature: float = 1.0
     alone: bool = False
 
 
@@ -47,7 +57,11 @@ _current = _Current()
 
 @_same_log_probs
 def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs, and check those of an update."""
+    """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs, and check those of an update.
+
+    It also keeps OpenRLHF from dividing the logits in place by the temperature, a number: CUDA then multiplies by its
+    reciprocal, whose bits are not those of vLLM's division by a tensor.
+    """
 
     def forward(
         self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
@@ -57,13 +71,15 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         _current.first = first_tokens(action_mask, sequences.shape[1])
         _current.packed = attention_mask if getattr(self, "packing_samples", False) else None
         _current.alone = not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY
+        _current.temperature, self.temperature = self.temperature, 1.0
         try:
             with packing.sequences(sequences.shape[0]):
                 found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
             check_forward(found[0] if isinstance(found, tuple) else found)
             return found
         finally:
-            _current.first, _current.packed, _current.alone = None, None, False
+            self.temperature = _current.temperature
+            _current.first, _current.packed, _current.temperature, _current.alone = None, None, 1.0, False
 
     return forward
 
@@ -101,9 +117,23 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
             first = packed(first, _current.packed, labels.numel())
         tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
         edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
-        return token_log_probs(logits, labels, temperature, edit=edit, reuse=_current.alone)
+        return token_log_probs(logits, labels, _current.temperature, edit=edit, reuse=_current.alone)
 
     return log_probs_from_logits
+
+
+@_same_log_probs
+def compute_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: it gets the logits [..., V] of the policy that samples."""
+
+    def compute_entropy(logits: Any) -> Any:
+        if _current.temperature == 1.0:
+            return original(logits)
+        from jetrl_patch.exact.logprob import divisor
+
+        return original(logits / divisor(_current.temperature, logits))
+
+    return compute_entropy
 
 
 def packed(values: Any, mask: Any, tokens: int) -> Any:
@@ -131,6 +161,37 @@ def _on(tokens: tuple[int, ...], device: Any) -> Any:
     import torch
 
     return torch.tensor(tokens, dtype=torch.long, device=device)
+
+
+@while_config(lambda config: config.exact)
+def process_response(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``SamplesGenerator._process_response_into_experience``, where a sample's turns are still known as ranges."""
+
+    def _process_response_into_experience(self: Any, response: Any, **kwargs: Any) -> Any:
+        check_turns(response["action_ranges"])
+        return original(self, response, **kwargs)
+
+    return _process_response_into_experience
+
+
+def check_turns(ranges: Iterable[tuple[int, int]]) -> None:
+    """Raise ConfigError for a turn of an agent that follows another without a token between them.
+
+    vLLM bans the end at the first token of each, and a sample's mask would join the two.
+
+    Args:
+        ranges: first and one past the last token of each turn.
+    """
+    for (_, end), (start, _) in itertools.pairwise(ranges):
+        if start == end:
+            raise ConfigError(
+                explain(
+                    "turns of an OpenRLHF agent with align='exact'",
+                    required="tokens of the environment between two turns",
+                    found=f"a turn that begins at token {start}, where another ends",
+                    fix="return a non-empty environment_feedback unless done=True, or use align='linear'",
+                )
+            )
 
 
 def check_sampling(min_tokens: int) -> None:

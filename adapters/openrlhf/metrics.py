@@ -17,7 +17,7 @@ from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.correction.mismatch import Mismatch
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.audit import audited_metrics
-from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, step_metrics, version_metrics
+from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, say_if_nothing, step_metrics, version_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
 __all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
@@ -90,7 +90,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
 
     with_both = [e for e in experiences if e.rollout_log_probs is not None]
     if not with_both:
-        logger.warning("jetrl_patch: the samples have no rollout log-probs, so this step reports no mismatch")
+        _warn("the samples have no rollout log-probs, so this step reports no mismatch")
         return None
     width = max(e.action_mask.shape[1] for e in with_both)
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
@@ -110,6 +110,10 @@ def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
 
     mask = _rows([e.action_mask for e in experiences], max(e.action_mask.shape[1] for e in experiences))
     return correction.figures(args.algo.advantage, runtime.active_config(), torch.zeros(mask.shape), mask)
+
+
+def _warn(line: str) -> None:
+    logger.warning("jetrl_patch: %s", line)
 
 
 def note_audit(reports: Sequence[dict[str, Any]]) -> None:
@@ -164,7 +168,7 @@ def note_sync(reports: Sequence[dict[str, Any]]) -> None:
     DRIVER.version = reports[0]["version"]
     note_audit(reports)
     for line in reports[0]["lines"]:
-        logger.warning("jetrl_patch: %s", line)
+        _warn(line)
 
 
 @while_active
@@ -177,8 +181,9 @@ def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
             DRIVER.version = max((report["version"] for report in reports), default=0)
             guard.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
             self._jetrl_audited = True
+        DRIVER.frozen = old_log_probs.is_frozen(self.args, global_step)
         status, step = original(self, rollout_samples, global_step)
-        status.update(DRIVER.take())
+        status.update(say_if_nothing(DRIVER.take(), _warn))
         return status, step
 
     return train_step

@@ -14,7 +14,7 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.audit import sample
 
-__all__ = ["check_forward", "dispatch_forward", "may_skip", "training_step"]
+__all__ = ["check_forward", "dispatch_forward", "is_frozen", "may_skip", "training_step"]
 
 
 def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
@@ -51,10 +51,16 @@ def dispatch_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return _dispatch_forward
 
 
+def is_frozen(args: Any, step: int) -> bool:
+    """Whether the policy is not trained in this step, or in this step on the samples of the frozen steps before it too."""
+    last: int = args.critic.freezing_steps  # the first step is 0; -1 freezes none
+    return last >= 0 and step <= last + 1
+
+
 def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
     """The samples to compute, by ``audit_fraction``; none if the step has one update, which checks all of them."""
     rows = sum(len(found.sequences) for found in samples)
-    if rows <= args.train.batch_size:
+    if rows <= args.train.batch_size and not DRIVER.frozen:
         return []
     return sample(len(samples), runtime.active_config().audit_fraction, actors)
 

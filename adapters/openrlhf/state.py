@@ -44,6 +44,7 @@ class DriverState(state.Driver):
         version: number of the weight sync whose weights the trainer holds.
         guarded: layers that the reference was told to move out of FP8.
         skipped: the step's samples if the policy computes no log-probs for them; None in other steps.
+        frozen: whether this step has another number of updates than its samples, because the policy is or was frozen.
         corrected: metrics of the correction in such a step, until the actors report what they compared.
         audit: what was compared in this process.
     """
@@ -51,6 +52,7 @@ class DriverState(state.Driver):
     version: int = 0
     guarded: list[str] = field(default_factory=list)
     skipped: Any = None
+    frozen: bool = False
     corrected: dict[str, float] | None = None
     audit: Audit = field(default_factory=Audit)
 

@@ -12,11 +12,11 @@ from jetrl_patch.adapters.verl.correction import is_bypassed
 from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
 from jetrl_patch.config import Config
-from jetrl_patch.correction.mismatch import Mismatch
+from jetrl_patch.correction.mismatch import Mismatch, Sums
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, step_metrics, version_metrics
+from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, say_if_nothing, step_metrics, version_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
 
@@ -68,7 +68,7 @@ def _without_log_probs(config: Config) -> None:
                 fix="return response_logprobs in AgentLoopOutput, or use align='linear'",
             )
         )
-    print("jetrl_patch: WARNING: the agent loop returns no response_logprobs, so this step has no mismatch", flush=True)
+    _warn("the agent loop returns no response_logprobs, so this step has no mismatch")
 
 
 @while_active
@@ -176,7 +176,10 @@ def note_sync(results: Sequence[Any]) -> None:
             f"training workers {silent} are not patched. Install jetrl_patch on their nodes, pass them the JETRL_* variables "
             "and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS."
         )
-    if (measured := bypassed_figures(reports)) is not None:
+    measured = bypassed_figures(reports)
+    if measured is None and DRIVER.current:  # no loss has compared these batches
+        measured = Sums().figures(), {}
+    if measured is not None:
         note(*measured)
     if runtime.active_config().skips_old_pass and (audited := old_log_probs.take(reports)) is not None:
         found, corrected, counts = audited
@@ -185,18 +188,29 @@ def note_sync(results: Sequence[Any]) -> None:
     DRIVER.metrics.update(routes.metrics(reports))
     DRIVER.metrics.update(sync_metrics(reports))
     for line in reports[0]["lines"]:
-        print(f"jetrl_patch: WARNING: {line}", flush=True)  # like verl's console logger: verl's TaskRunner shows no warnings
+        _warn(line)
+
+
+def _warn(line: str) -> None:
+    """Print a line like verl's console logger: verl's TaskRunner shows no warnings."""
+    print(f"jetrl_patch: WARNING: {line}", flush=True)
 
 
 @while_active
 def log(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step; drop those of a pass that did not run."""
+    """Wrap ``Tracking.log``: add the plugin's metrics to the line of a training step; drop those of a pass that did not run.
+
+    Of batches that the losses compare (``DRIVER.current``), the next sync brings the figures.
+    """
 
     def log(self: Any, data: Any, step: Any, backend: Any = None) -> Any:
         if "training/global_step" in data:
             unknown, DRIVER.unknown = DRIVER.unknown, ()
             DRIVER.compared = Compared()
-            data = {**{name: value for name, value in data.items() if name not in unknown}, **DRIVER.take()}
+            ours = DRIVER.take()
+            if "jetrl/tokens" in ours or not DRIVER.current:
+                ours = say_if_nothing(ours, _warn)
+            data = {**{name: value for name, value in data.items() if name not in unknown}, **ours}
         return original(self, data, step, backend)
 
     return log

@@ -6,6 +6,7 @@ Runs in the process that builds the engine, before a worker starts, so that erro
 from __future__ import annotations
 
 import logging
+import os
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.vllm.compat import normalize_in_processor, returns_routes, sequence_parallel
@@ -183,6 +184,9 @@ def _check_exact(vllm_config: VllmConfig, hf_config: Any) -> None:
         "head_dtype other than bfloat16": str(model.head_dtype) != "torch.bfloat16",
         "the V2 model runner, whose log-softmax differs (set VLLM_USE_V2_MODEL_RUNNER=0)": (
             vllm_config.use_v2_model_runner
+        ),
+        "FlashInfer's sampler, whose log-probs vary with the batch (set VLLM_USE_FLASHINFER_SAMPLER=0)": (
+            not _on_cpu() and os.environ.get("VLLM_USE_FLASHINFER_SAMPLER", "0") != "0"
         ),
     }
     found = [what for what, there in problems.items() if there]

@@ -15,7 +15,7 @@ from jetrl_patch.adapters.vllm.method import quantized_modules
 from jetrl_patch.adapters.vllm.names import vllm_names
 from jetrl_patch.adapters.vllm.plain import Sent, add_plain
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
-from jetrl_patch.errors import SyncError
+from jetrl_patch.errors import SyncError, explain
 from jetrl_patch.sync.digest import Pieces, Rect
 
 __all__ = ["VllmInstaller"]
@@ -31,6 +31,7 @@ class VllmInstaller:
     def __init__(self, model: torch.nn.Module) -> None:
         self.model = model
         self._loaded: set[str] = set()
+        self._captured: dict[str, int] = {}
 
     def quantized_layers(self) -> list[str]:
         """Return the Hugging Face names of the quantized layers, those of experts last, also of experts on other ranks."""
@@ -43,6 +44,10 @@ class VllmInstaller:
         """Move these layers to BF16, as the precision guard decided."""
         guard.to_bf16(self.model, layers)
         runtime.register_guarded(layers)
+
+    def stay_in_place(self) -> None:
+        """Require that later syncs leave parameters and buffers where they lie: captured graphs hold their addresses."""
+        self._captured = _addresses(self.model)
 
     @torch.no_grad()
     def poison(self) -> None:
@@ -66,7 +71,7 @@ class VllmInstaller:
     def finish(self) -> None:
         """Check completeness, and make again what vLLM has made of the weights.
 
-        Raises SyncError, which names the parameters still missing.
+        Raises SyncError, which names the parameters still missing, or those that captured graphs no longer find.
         """
         # Tied parameters are one object with two names: named_parameters() lists it once, load() may use either name.
         ids = {id(p) for name, p in self.model.named_parameters(remove_duplicate=False) if name in self._loaded}
@@ -84,6 +89,17 @@ class VllmInstaller:
                 f"the weight sync left {len(missing)} parameters of the engine unwritten: {', '.join(missing[:3])}"
             )
         absorb(self.model)
+        now = _addresses(self.model)
+        moved = [name for name, address in self._captured.items() if now.get(name) != address]
+        if moved:
+            raise SyncError(
+                explain(
+                    "a weight sync into an engine with captured graphs",
+                    required="every tensor at the address that the graphs read",
+                    found=f"{len(moved)} elsewhere ({', '.join(moved[:3])})",
+                    fix="set enforce_eager=True and decode_graphs=False",
+                )
+            )
 
     @torch.no_grad()
     def installed(self, plain: Sent = MappingProxyType({})) -> list[Rect]:
@@ -109,6 +125,11 @@ class VllmInstaller:
                 rows = slice(shard.offset, shard.offset + shard.row1 - shard.row0)
                 _add_weight(pieces, shard, layer.weight.data[rows])
         return pieces.read()
+
+
+def _addresses(model: torch.nn.Module) -> dict[str, int]:
+    """Where each parameter and buffer of a model lies."""
+    return {name: tensor.data_ptr() for tensors in (model.named_parameters(), model.named_buffers()) for name, tensor in tensors}
 
 
 def _add_weight(pieces: Pieces, shard: Shard, weight_NK: torch.Tensor) -> None:

@@ -24,6 +24,12 @@ from jetrl_patch.patching.journal import Journal
 
 __all__ = ["fill"]
 
+#: what exact mode turns off on a GPU; ``engine`` refuses it where the user has turned it on
+_OFF = {
+    "VLLM_USE_V2_MODEL_RUNNER": "the log-softmax of vLLM's V2 model runner, the default on CUDA, differs from the trainer's",
+    "VLLM_USE_FLASHINFER_SAMPLER": "with FlashInfer's sampler, the default on CUDA, log-probs vary from about 44 sequences a "
+    "batch on (https://github.com/vllm-project/vllm/issues/51187)",
+}
 #: seconds that an engine may take to its first start. DeepGEMM compiles up to a hundred kernels with nvcc, some seconds each
 FIRST_START = 3600
 
@@ -101,14 +107,10 @@ def _exact(journal: Journal) -> None:
         if on_cpu
         else (backends.CUSTOM, "attention_cuda.ExactCudaAttentionBackend")
     )
-    if not on_cpu and "VLLM_USE_V2_MODEL_RUNNER" not in os.environ:
-        journal.set_item(
-            os.environ,
-            "VLLM_USE_V2_MODEL_RUNNER",
-            "0",
-            target="os.environ['VLLM_USE_V2_MODEL_RUNNER']",
-            reason="the log-softmax of vLLM's V2 model runner, the default on CUDA, differs from the trainer's",
-        )
+    if not on_cpu:
+        for name, reason in _OFF.items():
+            if name not in os.environ:
+                journal.set_item(os.environ, name, "0", target=f"os.environ[{name!r}]", reason=reason)
     claim(
         journal,
         attention_registry._ATTN_OVERRIDES,

@@ -78,6 +78,8 @@ def attach(worker: Any, config: Config) -> None:
         runtime.register_backend(backend, attention)
     if config.quantized_rollout:
         mark_settings(worker.vllm_config, config, backend, attention)
+    if config.quantized_rollout and not worker.vllm_config.model_config.enforce_eager:
+        installer.stay_in_place()
     base = Received() if config.sync == "delta" else None
     splits = [method.split for _, method in expert_modules(model)] or [WHOLE]  # one for all blocks, if there are experts
     worker.jetrl_receiver = Receiver(installer, Terms.of(config, backend, splits[0], attention), gathered, base)

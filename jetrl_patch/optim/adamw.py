@@ -28,6 +28,7 @@ __all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8", "state_bytes"]
 SMALLEST = 4096
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, signed
+_NO_AMSGRAD = "amsgrad needs a third state, which this optimizer does not keep. Turn amsgrad off."
 
 
 class _OnShards(torch.optim.Optimizer):
@@ -48,12 +49,15 @@ class _OnShards(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            if group["amsgrad"]:
-                raise NotImplementedError("amsgrad needs a third state, which this optimizer does not keep. Turn amsgrad off.")
-            for parameter in group["params"]:
-                if parameter.grad is not None and _local(parameter).numel():
-                    self._update(parameter, group)
+        # as torchao: the update is compiled once for each shape, dtype and device, of which a model has few but more than the
+        # eight that torch.compile allows a function; verl's optimizer offload moves step counters, which doubles them
+        with torch._dynamo.utils.disable_cache_limit():
+            for group in self.param_groups:
+                if group["amsgrad"]:
+                    raise NotImplementedError(_NO_AMSGRAD)
+                for parameter in group["params"]:
+                    if parameter.grad is not None and _local(parameter).numel():
+                        self._update(parameter, group)
         return loss
 
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:

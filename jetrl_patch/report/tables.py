@@ -116,7 +116,7 @@ COLUMNS = (
             "mean difference between rollout and trainer log-prob, over all tokens of all steps"),
     _figure("max |Δ|", "logp_abs_diff_max", _small, "the largest such difference"),
     _figure("bit-equal", "bit_equal_fraction_min", _share,
-            "share of tokens with bit-identical log-probs in rollout and trainer, in the worst step"),
+            "share of tokens with bit-identical log-probs in rollout and trainer, in the worst step; nan: a step compared none"),
     _figure("routes differ", "route_mismatch_mean", _routes,
             "of a mixture of experts, the share of token and block with other experts in trainer and rollout", page=True),
     _figure("k3 KL", "k3_kl_mean", _small,

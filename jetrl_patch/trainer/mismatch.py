@@ -7,8 +7,8 @@ sample, so only the tokens of the trainer's current weights are held to it; the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.correction.mismatch import Mismatch, Sums, sums
 from jetrl_patch.correction.parts import merge
@@ -16,7 +16,7 @@ from jetrl_patch.correction.parts import merge
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Compared", "say_if_inexact", "step_metrics", "version_metrics"]
+__all__ = ["Compared", "say_if_inexact", "say_if_nothing", "step_metrics", "version_metrics"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,17 @@ def version_metrics(found: Mismatch, of_current: Mismatch) -> dict[str, float]:
 def step_metrics(found: Mismatch, corrected: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics of a step. Those of its correction override the defaults."""
     return {**found.as_metrics(), **_UNCORRECTED, **corrected}
+
+
+def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the metrics of a step for its log line; of a step that compared nothing, ``say`` so and add the figures of no token.
+
+    These are NaN, so that no minimum over the steps passes for one over all of them.
+    """
+    if metrics.get("jetrl/tokens"):
+        return metrics
+    say("this step compared no log-prob of rollout and trainer: jetrl/tokens is 0, and the figures of the mismatch are NaN")
+    return {**Sums().figures().as_metrics(), **metrics}
 
 
 def say_if_inexact(found: Mismatch, exact: bool) -> None:

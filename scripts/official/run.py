@@ -24,6 +24,7 @@ from examples.words import CHECKPOINT
 from examples.words import data as verl_data
 from jetrl_patch.doctor.command import recognise
 from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.report.summary import summarize
 from scripts.official import shrink
 from scripts.official.judge import Judged
 from scripts.official.renamed import translated
@@ -122,11 +123,5 @@ def run(one: Judged, mode: str, folder: Path) -> dict[str, Any]:
         print(error, file=sys.stderr)
         nothing = {"steps": 0, "tokens": 0, "bit_equal_fraction_min": 0.0, "logp_abs_diff_max": 0.0}
         return {**row, **nothing, "failure": cause(str(error))}
-    share, largest, tokens = (
-        [value for _, value in found.series(f"jetrl/{name}")]
-        for name in ("bit_equal_fraction", "logp_abs_diff_max", "tokens")
-    )
-    return {
-        **row, "steps": len(share), "tokens": int(sum(tokens)), "bit_equal_fraction_min": min(share),
-        "logp_abs_diff_max": max(largest), "failure": "",
-    }  # fmt: skip
+    figures = ("steps", "tokens", "bit_equal_fraction_min", "logp_abs_diff_max")
+    return {**row, **{name: value for name, value in summarize(found).items() if name in figures}, "failure": ""}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import logprob, state
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.exact.ops import token_log_probs
+from jetrl_patch.exact import logprob as log_softmax
+from jetrl_patch.exact.ops import head_linear_fp32, token_log_probs
 
 V, B, T, A = 12, 3, 7, 6  # actions: OpenRLHF's masks have T - 1 columns
 
@@ -28,11 +30,14 @@ class Actor:
     _jetrl = object()
     packing_samples = False
 
-    def __init__(self, logits, packed=False):
-        self.logits, self.packing_samples = logits, packed
+    def __init__(self, logits, packed=False, temperature=1.0):
+        self.logits, self.packing_samples, self.temperature = logits, packed, temperature
 
-    def forward(self, sequences, action_mask=None, attention_mask=None, **_):
+    def forward(self, sequences, action_mask=None, attention_mask=None, return_entropy=False, **_):
         logits, labels = self.logits, torch.roll(sequences, -1, 1)
+        if self.temperature != 1.0:
+            logits.div_(self.temperature)
+        self.entropy = patched_entropy(logits) if return_entropy else None
         if self.packing_samples:
             places = attention_mask.flatten().bool()
             packed = patched_log_probs(logits.flatten(0, 1)[places].unsqueeze(0), labels.flatten()[places].unsqueeze(0))
@@ -49,6 +54,13 @@ def original(logits, labels, temperature=1.0):
 patched_log_probs = logprob.log_probs_from_logits(original)
 
 
+def entropy(logits):
+    return torch.logsumexp(logits, -1) - (logits.softmax(-1) * logits).sum(-1)
+
+
+patched_entropy = logprob.compute_entropy(entropy)
+
+
 def batch(seed=0):
     """Two turns in the first sample, one in the second, a response of one token in the third; right padding."""
     torch.manual_seed(seed)
@@ -56,6 +68,25 @@ def batch(seed=0):
     attention = torch.tensor([[1] * 7, [1] * 6 + [0], [1] * 4 + [0] * 3])
     actions = torch.tensor([[0, 1, 1, 0, 1, 1], [0, 0, 1, 1, 1, 0], [0, 0, 1, 0, 0, 0]])
     return sequences, attention, actions, torch.randn(B, T, V) * 3
+
+
+class OnCuda(TorchFunctionMode):
+    """CUDA's division: by a number it is a multiplication by the number's reciprocal, by a tensor it is none."""
+
+    DIVISIONS = (torch.Tensor.div_, torch.Tensor.div, torch.Tensor.__truediv__, torch.Tensor.__itruediv__)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if func in self.DIVISIONS and not isinstance(args[1], torch.Tensor):
+            return (torch.Tensor.mul_ if func is torch.Tensor.div_ else torch.mul)(args[0], 1 / torch.tensor(args[1]))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    """What differs on a GPU between a division by a number and by a tensor."""
+    monkeypatch.setattr(log_softmax, "divisor", lambda temperature, like: torch.tensor(temperature))
+    with OnCuda():
+        yield
 
 
 def by_hand(sequences, actions, logits):
@@ -85,6 +116,34 @@ def test_the_end_is_banned_at_the_first_token_of_each_turn(packed, seed):
     assert bool((found[first] > plain[first]).all()) and torch.equal(found[~first], plain[~first])
 
 
+@pytest.mark.usefixtures("cuda")
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("temperature", [0.9, 1.3])
+def test_the_temperature_divides_as_in_vllm(packed, temperature):
+    """Bit-equal to the division by a tensor, in log-probs and entropies, and the actor keeps its temperature."""
+    sequences, attention, actions, logits = batch()
+    sequences[:, 1:][logprob.first_tokens(actions, T)[:, :-1]] = 5
+    divided = logits / torch.tensor(temperature)
+    expected = by_hand(sequences, actions, divided)
+    assert not torch.equal(by_hand(sequences, actions, logits / temperature), expected)  # on CUDA they differ
+    forward = logprob.actor_forward(Actor.forward)
+    for asked in (False, True):
+        actor = Actor(logits.clone(), packed, temperature)
+        assert torch.equal(forward(actor, sequences, actions, attention, return_entropy=asked), expected)
+        assert actor.temperature == temperature
+    assert torch.equal(actor.entropy, entropy(divided))
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_logits_that_are_a_view_can_have_a_temperature(entropy):
+    """With ``head_dtype="float32"`` they are one, of an autograd function: it may not be modified in place."""
+    sequences, attention, actions, _ = batch()
+    hidden, weight = torch.randn(B, T, 8).bfloat16().requires_grad_(), torch.randn(V, 8).bfloat16().requires_grad_()
+    actor = Actor(head_linear_fp32(hidden, weight), temperature=0.7)
+    logprob.actor_forward(Actor.forward)(actor, sequences, actions, attention, return_entropy=entropy).sum().backward()
+    assert hidden.grad.abs().sum() > 0 and weight.grad.abs().sum() > 0
+
+
 def test_gradients_flow_through_both_kinds_of_rows():
     sequences, attention, actions, logits = batch()
     logits.requires_grad_()
@@ -92,6 +151,17 @@ def test_gradients_flow_through_both_kinds_of_rows():
     gradient = logits.grad[0]
     assert gradient[1].abs().sum() > 0 and gradient[1, [1, 3]].abs().sum() == 0  # first token: banned logits get no gradient
     assert gradient[2, [1, 3]].abs().min() > 0
+
+
+def test_turns_that_the_mask_would_join_are_refused(monkeypatch):
+    """vLLM bans the end at the first token of each request; a mask that is one run shows one of them."""
+    process = logprob.process_response(lambda self, response, **kwargs: response)
+    apart, joined = ({"action_ranges": [(1, 3), (start, 6), (7, 9)]} for start in (4, 3))
+    assert process(None, apart, max_len=9) is apart
+    with pytest.raises(ConfigError, match=r"found a turn that begins at token 3, where another ends\. Return a non-empty"):
+        process(None, joined, max_len=9)
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
+    assert process(None, joined) is joined
 
 
 def test_first_tokens():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -122,6 +123,34 @@ def test_of_several_updates_a_share_is_computed(monkeypatch, actors, computed):
     assert maker.passes == [computed]
     metrics.note_sync([report()])
     assert DRIVER.take()["jetrl/audited_tokens"] == 4 * computed
+
+
+def step_of(maker, step, freezing_steps):
+    """One ``train_step`` of the trainer loop, whose policy is not updated; return its status."""
+
+    @metrics.train_step
+    def train_step(self, samples, global_step):
+        maker.make_experience(samples)
+        metrics.note_sync([report()])
+        return {}, global_step + 1
+
+    args = SimpleNamespace(critic=SimpleNamespace(freezing_steps=freezing_steps))
+    return train_step(SimpleNamespace(args=args, _jetrl_audited=True), samples(), step)[0]
+
+
+@pytest.mark.parametrize(("step", "freezing_steps", "passes"), [(0, 1, [2]), (1, 1, [2]), (2, 1, [2]), (3, 1, []), (0, -1, [])])
+def test_while_the_policy_is_frozen_a_share_is_computed(monkeypatch, step, freezing_steps, passes):
+    """Steps 0 and 1 have no update that could compare, and step 2 trains on their samples too."""
+    maker = Maker(monkeypatch, train_batch=8)
+    found = step_of(maker, step, freezing_steps)
+    assert maker.passes == passes and found["jetrl/tokens"] == 4 * sum(passes)
+
+
+def test_a_step_that_compared_nothing_says_so(monkeypatch, enable, caplog):
+    enable(STOP.replace(audit_fraction=0.0))
+    found = step_of(Maker(monkeypatch, train_batch=8), 0, 1)
+    assert found["jetrl/tokens"] == 0 and math.isnan(found["jetrl/bit_equal_fraction"])
+    assert "this step compared no log-prob" in caplog.text
 
 
 def test_a_difference_in_the_share_stops_the_run_before_its_update(monkeypatch):

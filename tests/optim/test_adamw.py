@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 pytest.importorskip("torchao")
 
 import torchao.optim
+from torchao.optim.adam import single_param_adam
 
+from jetrl_patch.optim import adamw
 from jetrl_patch.optim.adamw import SMALLEST, AdamW8bit, AdamWFp8, state_bytes
 
 CLASSES = [(AdamW8bit, torchao.optim.AdamW8bit), (AdamWFp8, torchao.optim.AdamWFp8)]
@@ -123,6 +125,30 @@ def test_the_learning_rate_stays_a_number_and_a_scheduler_moves_it():
     moved = parameter.detach().clone()
     optimizer.step()
     assert scheduler.get_last_lr() == [0.0] and torch.equal(parameter.detach(), moved)
+
+
+@pytest.mark.parametrize("kind", [AdamW8bit, AdamWFp8])
+def test_a_model_may_have_any_number_of_shapes(kind, monkeypatch):
+    """On a GPU the update is compiled once for each shape; by default torch.compile refuses the ninth."""
+    compiled = torch.compile(single_param_adam, fullgraph=True, dynamic=False, backend="eager")
+    shapes = [SMALLEST + 256 * i + (i % 2) for i in range(9)]  # two parts where a rest is left: 13 shapes in all
+    start = [torch.randn(n) for n in shapes]
+    limit = torch._dynamo.config.recompile_limit
+
+    def stepped(update):
+        monkeypatch.setattr(adamw, "_update_on", lambda device: update)
+        parameters = [torch.nn.Parameter(value.clone()) for value in start]
+        optimizer = kind(parameters, **OPTIONS)
+        for _ in range(2):
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+        return parameters
+
+    torch._dynamo.reset()
+    for found, expected in zip(stepped(compiled), stepped(single_param_adam), strict=True):
+        assert torch.equal(found, expected)
+    assert torch._dynamo.config.recompile_limit == limit
 
 
 def test_amsgrad_is_refused():

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from jetrl_patch.correction.mismatch import Sums
 from jetrl_patch.errors import JetrlError
 from jetrl_patch.report import SUMMARY_KEYS, ReportError, make_answers, make_table, read_runs, summarize, write_report
 from jetrl_patch.report.tables import COLUMNS, cells
@@ -138,6 +139,17 @@ def test_nan_stays_visible(tmp_path: Path) -> None:
     found = write_report(tmp_path)[0]
     assert math.isnan(found["logp_abs_diff_max"])
     assert math.isnan(found["bit_equal_fraction_min"])
+
+
+def test_a_step_that_compared_nothing_is_not_skipped(tmp_path: Path) -> None:
+    """Its figures are NaN and it has no tokens: it shows in the extremes, and does not count in the means."""
+    records = [step("fp8-unified", "exact", 0, n, 0.0) for n in range(4)]
+    records[2]["data"] |= Sums().figures().as_metrics()
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    found = write_report(tmp_path)[0]
+    assert math.isnan(found["bit_equal_fraction_min"]) and math.isnan(found["logp_abs_diff_max"])
+    assert (found["tokens"], found["logp_abs_diff_mean"]) == (400, 0.0)
+    assert "0 of 400" not in (tmp_path / "report.html").read_text()
 
 
 def test_a_run_without_our_metrics_is_still_reported(tmp_path: Path) -> None:

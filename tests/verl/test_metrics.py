@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,13 +10,15 @@ import torch
 from omegaconf import OmegaConf
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import metrics, state, sync
+from jetrl_patch.adapters.verl import correction_bypass, metrics, state, sync
 from jetrl_patch.config import Config
+from jetrl_patch.correction import mismatch
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
 
 pytestmark = pytest.mark.usefixtures("exact_driver")
 
 CURRENT = torch.ones(2, dtype=torch.bool)
+LOGP = -torch.rand(2, 5)
 REPORT = {
     "pid": 1, "sync_seconds": 0.5, "sync_bytes": 10, "sync_bytes_bf16": 20, "sync_bytes_total": 15,
     "quantized_layers": 14, "monitor": {"jetrl/scale/x": 1.5}, "lines": ["layers.0: ill"],
@@ -35,9 +38,36 @@ def test_a_steps_line_gets_everything_once(capsys):
     first = lines[1][0]
     assert first["actor/loss"] == 2.0 and first["jetrl/bit_equal_fraction"] == 1.0 and first["jetrl/tokens"] == 10
     assert first["jetrl/sync_seconds"] == 0.7 and first["jetrl/sync_bytes"] == 10
-    assert first["jetrl/scale/x"] == 1.5 and capsys.readouterr().out == "jetrl_patch: WARNING: layers.0: ill\n"
+    assert first["jetrl/scale/x"] == 1.5
+    ill, nothing = capsys.readouterr().out.splitlines()
+    assert ill == "jetrl_patch: WARNING: layers.0: ill" and "this step compared no log-prob" in nothing
     assert first["jetrl/sync_bytes_bf16"] == 20 and first["jetrl/quantized_layers"] == 14
-    assert lines[2][0] == {"training/global_step": 2}
+    assert lines[2][0].pop("jetrl/tokens") == 0 and lines[2][0].pop("training/global_step") == 2
+    assert lines[2][0] and all(math.isnan(value) for value in lines[2][0].values())  # nothing of the first step
+
+
+def bypassed(step):
+    """Run a step of bypass mode whose losses report ``sums`` at the sync after it; return its line and what it printed."""
+    parts = [(mismatch.sums(LOGP, LOGP, torch.ones(2, 5)), None)] if step else []
+    state.DRIVER.current.append((CURRENT, [5, 5]))
+    metrics.note_sync([{"jetrl.0": {**REPORT, "lines": [], correction_bypass.LOSS: parts}}])
+    return logged({"training/global_step": 1})
+
+
+def logged(data):
+    lines = []
+    metrics.log(lambda self, data, step, backend: lines.append(dict(data)))(None, data, 1)
+    return lines[0]
+
+
+def test_a_step_whose_losses_compared_nothing_is_not_silent(capsys):
+    """Bypass mode while the critic warms up. A step before the next sync is still to be compared, and no minimum skips it."""
+    assert bypassed(True)["jetrl/bit_equal_fraction"] == 1.0 and not capsys.readouterr().out
+    found = bypassed(False)
+    assert found["jetrl/tokens"] == 0 and math.isnan(found["jetrl/bit_equal_fraction"])
+    assert "this step compared no log-prob" in capsys.readouterr().out
+    state.DRIVER.current.append((CURRENT, [5, 5]))
+    assert "jetrl/tokens" not in logged({"training/global_step": 3}) and not capsys.readouterr().out
 
 
 def test_an_inexact_step_in_exact_mode_is_not_silent(caplog):

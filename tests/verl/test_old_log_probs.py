@@ -155,6 +155,18 @@ def test_where_another_number_of_updates_follows_a_share_goes_through_the_pass(m
     assert v0.passes == [rows]
 
 
+def test_a_step_that_compared_nothing_says_so(mode, capsys):
+    """Without an update, and with ``audit_fraction=0``, nothing has shown that rollout and trainer agree."""
+    mode(STOP.replace(audit_fraction=0.0))
+    v0, trainer, lines = V0(samples()), Trainer(warmup=9), []
+    metrics.note_sync([report()])
+    v0(trainer)
+    metrics.note_sync([report()])
+    metrics.log(lambda self, line, step, backend: lines.append(line))(None, {"training/global_step": 1}, 1)
+    assert v0.passes == [] and lines[0]["jetrl/tokens"] == 0 and lines[0]["jetrl/bit_equal_fraction"] != 1.0
+    assert "this step compared no log-prob" in capsys.readouterr().out
+
+
 def test_a_difference_in_the_share_stops_the_run_before_its_updates(mode):
     data = samples()
     data["rollout_log_probs"] = one_ulp_off(data["rollout_log_probs"], 4, 0)

@@ -28,6 +28,7 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, ModelError
 from jetrl_patch.exact import ops
+from tests.models import config_of
 
 BF16 = torch.bfloat16
 SETTING: dict[str, Any] = {
@@ -217,14 +218,39 @@ def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
     monkeypatch.setattr(registries, "configure", lambda *_: "triton")
-    monkeypatch.delenv("VLLM_USE_V2_MODEL_RUNNER", raising=False)
+    off = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER")  # their defaults on CUDA have other log-probs
+    for name in off:
+        monkeypatch.delenv(name, raising=False)
     jetrl_patch.enable(precision="fp8-unified")
     ADAPTER.install()
     assert AttentionBackendEnum.CUSTOM.get_class() is ExactCudaAttentionBackend
-    assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"  # its default on CUDA has another log-softmax
+    assert [os.environ[name] for name in off] == ["0", "0"]
     jetrl_patch.disable()
     assert AttentionBackendEnum.CUSTOM not in _ATTN_OVERRIDES
-    assert "VLLM_USE_V2_MODEL_RUNNER" not in os.environ
+    assert not set(off) & set(os.environ)
+
+
+@pytest.mark.usefixtures("on_cuda")
+def test_flashinfers_sampler_is_refused_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log-probs vary from about 44 sequences a batch on (vllm#51187)."""
+    from jetrl_patch.adapters.vllm import registries
+    from jetrl_patch.adapters.vllm.adapter import ADAPTER
+
+    for module, name in ((registries, "configure"), (engine, "device_problems"), (engine, "sequence_parallel")):
+        monkeypatch.setattr(module, name, lambda *_: [])
+    model = SimpleNamespace(head_dtype=torch.bfloat16, using_transformers_backend=lambda: False)
+    config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=False)
+    for asked in ("0", "1"):
+        monkeypatch.setenv("VLLM_USE_FLASHINFER_SAMPLER", asked)
+        jetrl_patch.enable(precision="fp8-unified")
+        ADAPTER.install()
+        assert os.environ["VLLM_USE_FLASHINFER_SAMPLER"] == asked
+        if asked == "0":
+            engine._check_exact(config, config_of("qwen3"))
+        else:
+            with pytest.raises(ModelError, match=r"FlashInfer's sampler.*VLLM_USE_FLASHINFER_SAMPLER=0"):
+                engine._check_exact(config, config_of("qwen3"))
+        jetrl_patch.disable()
 
 
 def test_the_trial_takes_the_sizes_of_a_rank(checkpoint: Callable[..., str]) -> None:

@@ -141,6 +141,26 @@ def test_a_broken_push_stops_the_engine_until_a_whole_one(
 
 
 @pytest.mark.e2e
+def test_captured_graphs_find_the_weights_where_they_were(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
+    """A sync writes in place, also after one that was broken off. A tensor that moved would leave graphs with freed memory."""
+    path, other = checkpoint("qwen3"), checkpoint("qwen3", seed=1)
+    jetrl_patch.enable(precision="fp8-unified")
+    config = jetrl_patch.status().config
+    worker = worker_of(engine(Job(model=path, config=config)))
+    terms, installer = worker.jetrl_receiver.terms, worker.jetrl_receiver.installer
+    assert not installer._captured  # this engine runs eagerly
+    installer.stay_in_place()
+    push(worker, stream(other, config, terms))
+    with pytest.raises(SyncError, match="commit"):
+        push(worker, stream(path, config, terms)[:-1])
+    push(worker, stream(path, config, terms))
+    norm = worker.model_runner.get_model().model.layers[1].input_layernorm.weight
+    norm.data = norm.data.clone()
+    with pytest.raises(SyncError, match=r"found 1 elsewhere \(model\.layers\.1\.input_layernorm\.weight\)"):
+        push(worker, stream(path, config, terms))
+
+
+@pytest.mark.e2e
 def test_a_loader_that_changes_one_bit_of_any_tensor_is_found(
     checkpoint: Callable[..., str], engine: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
