@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.correction.mismatch import Mismatch, Sums, sums
+from jetrl_patch.correction.mismatch import Mismatch, Sums, bit_equal, sums
 from jetrl_patch.correction.parts import merge
 from jetrl_patch.errors import AuditError, explain
 
@@ -73,19 +73,20 @@ class Audit:
 
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
     """Name the first token that differs, in the order of samples and positions, by its number among those that count."""
-    import torch
-
     pi, mu = trainer.float().cpu(), rollout.float().cpu()
     counts = mask.bool().cpu()
-    differs = (pi.view(torch.int32) != mu.view(torch.int32)) & counts
-    row, position = (int(index) for index in differs.nonzero()[0])
+    row, position = (int(index) for index in (counts & ~bit_equal(pi, mu)).nonzero()[0])
     number = int(counts[row, :position].sum())
     sample = names[row] if row < len(names) else f"sample {row}"
+    theirs, ours = mu[row, position].item(), f"{pi[row, position].item():.9g} in the trainer"
+    required, fix = f"the rollout's {theirs:.9g}", "set old_log_probs='recompute' to train meanwhile"
+    if not math.isfinite(theirs):
+        required, ours, fix = "a finite number", f"{theirs:.9g} in the rollout and {ours}", "look for NaN in the weights"
     return explain(
         f"log-prob of response token {number} of {sample}",
-        required=f"the rollout's {mu[row, position].item():.9g}",
-        found=f"{pi[row, position].item():.9g} in the trainer ({found.tokens - found.equal} of {found.tokens} tokens differ)",
-        fix="run `jetrl parity` on this machine, and set old_log_probs='recompute' to train meanwhile",
+        required=required,
+        found=f"{ours} ({found.tokens - found.equal} of {found.tokens} tokens differ)",
+        fix=f"run `jetrl parity` on this machine, and {fix}",
     )
 
 
