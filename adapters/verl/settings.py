@@ -35,7 +35,7 @@ from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
-from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised, temperature
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.min_tokens", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.presence_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
-    Rule(f"{ROLLOUT}.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
+    temperature(f"{ROLLOUT}.temperature"),
     Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
 )  # fmt: skip
 
