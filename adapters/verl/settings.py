@@ -8,6 +8,7 @@ from typing import Any
 
 from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl import (
+    asynchronous,
     beside,
     fused,
     gather,
@@ -54,16 +55,11 @@ _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2, megatron or veomni"
 _FRESH = "samples of this run, with the log-probs of its weights"
 _TRANSFERS = "naive or nccl, which send tensors as they are"
-_APART = "a rollout that stays on its own devices"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
     Rule("trainer.device", other_than("cuda", "cpu"), "cuda or cpu, for which the plugin has kernels", "set it to cuda", "all"),
     Rule("global_profiler.tool", lambda tool: tool == "npu", "a profiler of CUDA (no kernels for npu)", _NSYS, "all"),
-    *(
-        Rule(f"async_training.{name}", is_set, _APART, _FALSE, "all")
-        for name in ("use_trainer_do_validate", "use_dynamic_resource_scheduling")
-    ),
     Rule(f"{ROLLOUT}.agent.custom_async_server.path", is_set, "verl's own vLLM server", "set it to null", "all"),
     *(
         Rule(f"skip.{name}.enable", is_set, _FRESH, _FALSE, "all")
@@ -114,6 +110,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield contradiction
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
+    yield from asynchronous.problems(select, config)
     yield from model_config.problems(select, config)
     yield from rollout_ranks.problems(select, config)
     yield from _engine_problems(select, config)
