@@ -27,7 +27,7 @@ class Adapter:
     requires: ClassVar[tuple[str, ...]] = ()
 
     def check(self, config: Config) -> None:
-        """Raise ConfigError, ModelError or VersionError for what is sure to fail. Change nothing."""
+        """Raise a JetrlError, such as a ConfigError, for what is sure to fail. Change nothing."""
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the attributes to replace, each when its module is imported, or at once if it is already."""

@@ -62,6 +62,7 @@ def enable(config: Config | None = None, **overrides: Any) -> Status:
         VersionError: a framework is missing or its version is not supported.
         PatchError: a patch target is missing, or a patch failed.
         ConflictError: the process is already enabled with other settings.
+        NotPatchedError: the process is a driver that Ray has already connected, so its workers would not be patched.
 
     ``enable()`` imports no framework. A patch of a framework that is not imported yet is applied right after the import;
     if it fails, the import fails and all patches are undone. The settings are exported to ``os.environ`` for child

@@ -27,6 +27,8 @@ __all__ = [
 Check = tuple[bool, str]
 
 MINIMUM_PYTHON = (3, 10)
+#: FP8 ``wgmma`` and the block-scaled kernels of the GPU libraries exist only on Hopper (8.9 accumulates in another
+#: order, 10.0 uses other scales)
 HOPPER = (9, 0)
 
 
@@ -102,13 +104,15 @@ def count_gpus() -> int:
 
 
 def check_hopper() -> Check:
-    """Whether the CUDA device has FP8 tensor cores with block scales (compute capability 9.0)."""
+    """Whether torch sees a Hopper GPU, the only kind that the fast FP8 backends serve."""
     ok, reason = check_cuda()
     if not ok:
         return ok, reason
     import torch
 
+    if torch.version.hip is not None:
+        return False, f"it needs an NVIDIA GPU, and this torch was built for ROCm {torch.version.hip}"
     found = torch.cuda.get_device_capability()
-    if found < HOPPER:
-        return False, f"compute capability {HOPPER[0]}.{HOPPER[1]} is required, but {reason} has {found[0]}.{found[1]}"
+    if found != HOPPER:
+        return False, f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
     return True, reason

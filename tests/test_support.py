@@ -209,9 +209,15 @@ def test_hardware_checks_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert support.check_cuda() == (True, "Some GPU")
-    assert support.check_hopper() == (False, "compute capability 9.0 is required, but Some GPU has 8.0")
+    for found in ((8, 0), (8, 9), (10, 0), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
+        reason = f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
+        assert support.check_hopper() == (False, reason)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     assert support.check_hopper() == (True, "Some GPU")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.2")
+        assert support.check_hopper() == (False, "it needs an NVIDIA GPU, and this torch was built for ROCm 6.2")
     monkeypatch.setattr(support, "is_installed", lambda _: False)
     assert support.check_cuda() == support.check_compiler() == (False, "torch is not installed")
 

@@ -16,8 +16,8 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER
 from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.correction.mismatch import Mismatch
 from jetrl_patch.gate import while_active
-from jetrl_patch.trainer.audit import audited_metrics
-from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, say_if_nothing, step_metrics, version_metrics
+from jetrl_patch.trainer.audit import audited_metrics, hold
+from jetrl_patch.trainer.mismatch import Compared, say_if_nothing, step_metrics, version_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
 __all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
@@ -70,7 +70,10 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RemoteExperienceMaker.make_experience``, the first place that has both log-probs of every sample."""
 
     def make_experience(self: Any, samples_list: Any) -> Any:
-        DRIVER.skipped = samples_list if old_log_probs.may_skip(samples_list, _current) else None
+        def current(experience: Any) -> Any:
+            return _current(experience, self.args)
+
+        DRIVER.skipped = samples_list if old_log_probs.may_skip(samples_list, current) else None
         try:
             experiences = original(self, samples_list)
             if DRIVER.skipped is None:
@@ -85,7 +88,10 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
-    """Compare the log-probs of a step's samples and keep the metrics for its log line."""
+    """Compare the log-probs of a step's samples and keep the metrics for its log line.
+
+    Raises AuditError in exact mode if a token of the trainer's weights differs and ``on_mismatch="stop"``.
+    """
     import torch
 
     with_both = [e for e in experiences if e.rollout_log_probs is not None]
@@ -95,12 +101,14 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     width = max(e.action_mask.shape[1] for e in with_both)
     fields = ("action_log_probs", "rollout_log_probs", "action_mask")
     trainer, rollout, mask = (_rows([getattr(e, field) for e in with_both], width) for field in fields)
+    current = torch.cat([_current(e, args) for e in with_both])
     compared = Compared()
-    compared.add(trainer, rollout, mask, torch.cat([_current(e) for e in with_both]))
+    compared.add(trainer, rollout, mask, current)
     found, of_current = compared.figures()
     corrected = correction.figures(args.algo.advantage, runtime.active_config(), trainer - rollout, mask)
     DRIVER.metrics.update({**step_metrics(found, corrected), **version_metrics(found, of_current)})
-    say_if_inexact(of_current, runtime.active_config().exact)
+    names = [name for e in with_both for name in old_log_probs.names(e)]
+    hold(trainer, rollout, mask, current, runtime.active_config(), names)
     return found
 
 
@@ -128,16 +136,18 @@ def note_audit(reports: Sequence[dict[str, Any]]) -> None:
     DRIVER.metrics.update({**step_metrics(figures, corrected), **version_metrics(figures, figures), **metrics})
 
 
-def _current(experience: Any) -> Any:
+def _current(experience: Any, args: Any) -> Any:
     """Bool [B]: True for samples that were made entirely with the trainer's current weights.
 
-    Samples without a version (BF16 mode, which uses OpenRLHF's own sync) all count.
+    Samples without a version all count (BF16 mode uses OpenRLHF's own sync), but not in an asynchronous run in exact mode: an
+    executor of the user's own made them, with weights that nobody knows.
     """
     import torch
 
     versions = [experience.info.get(name) for name in (FIRST, LAST)]
     if any(found is None for found in versions):
-        return torch.ones(len(experience.action_mask), dtype=torch.bool)
+        unknown = runtime.active_config().exact and args.train.async_enable
+        return torch.full((len(experience.action_mask),), not unknown)
     first, last = (found.cpu().flatten() for found in versions)
     return (first == DRIVER.version) & (last == DRIVER.version)
 

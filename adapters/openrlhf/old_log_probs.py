@@ -14,7 +14,7 @@ from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.audit import sample
 
-__all__ = ["check_forward", "dispatch_forward", "is_frozen", "may_skip", "training_step"]
+__all__ = ["check_forward", "dispatch_forward", "is_frozen", "may_skip", "names", "training_step"]
 
 
 def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
@@ -69,13 +69,14 @@ def _equal(computed: Sequence[Any], samples: Sequence[Any]) -> bool:
     """Compare each, also after a difference, so that the log has all figures. Raises AuditError as the settings say."""
     config = runtime.active_config()
     found = [
-        DRIVER.audit.compare(log_probs, of.rollout_log_probs, of.action_mask, config, _names(of))
+        DRIVER.audit.compare(log_probs, of.rollout_log_probs, of.action_mask, config, names(of))
         for log_probs, of in zip(computed, samples, strict=True)
     ]
     return all(found)
 
 
-def _names(experience: Any) -> list[str]:
+def names(experience: Any) -> list[str]:
+    """What identifies each sample of an experience in the log: its prompt."""
     return [f"a sample of prompt {prompt!r:.60}" for prompt in experience.prompts or ()]
 
 
@@ -104,5 +105,5 @@ def check_forward(log_probs: Any) -> None:
     if experience is None:
         return
     old, mask = experience.action_log_probs, experience.action_mask
-    if not WORKER.audit.compare(log_probs, old, mask, runtime.active_config(), _names(experience)):
+    if not WORKER.audit.compare(log_probs, old, mask, runtime.active_config(), names(experience)):
         old.copy_(log_probs.detach())

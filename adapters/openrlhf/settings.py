@@ -19,7 +19,7 @@ from jetrl_patch.structure import expert_sizes, require_attention, sees
 from jetrl_patch.trainer import marks
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
-from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised, temperature
 
 __all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "model_problems", "problems", "program_problem"]
 
@@ -42,7 +42,7 @@ RULES: tuple[Rule, ...] = (
     Rule("ds.ring_attn_size", more_than_one, "whole sequences on each rank", "set it to 1", "exact"),
     Rule("ds.use_liger_kernel", is_set, _LIGER, _REMOVE, "exact", ConflictError),
     Rule("rollout.top_p", other_than(1, 1.0), "1, the only value that the trainer reproduces", "set it to 1", "exact"),
-    Rule("rollout.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
+    temperature("rollout.temperature"),
 )
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch
+from jetrl_patch.adapters.base import Adapter, Config, Patch
 from jetrl_patch.adapters.ray import connect
-
-logger = logging.getLogger(__name__)
 
 INIT = Patch(
     module="ray",
     attr="init",
     make=connect.init,
-    reason="without it the workers of a job are not patched, and nothing tells the driver; not covered: Ray Client (ray://), "
-    "and a connection made before enable()",
+    reason="without it the workers of a job are not patched, and nothing tells the driver; not covered: Ray Client (ray://) "
+    "and a connection made before enable(), which are refused",
     remove_when="Ray loads plugins in its workers by entry points",
 )
 
@@ -32,13 +29,10 @@ class RayAdapter(Adapter):
         """Return the same patch in every mode."""
         return (INIT,)
 
-    def on_apply(self, config: Config, journal: Journal) -> None:
-        """Warn if the driver is connected already: its workers cannot be patched any more."""
+    def check(self, config: Config) -> None:
+        """Raise NotPatchedError if the driver is connected already, and not so that its workers have these settings."""
         if is_connected_driver():
-            logger.warning(
-                "jetrl_patch: enable() was called after ray.init(), so the workers of this connection are not patched and will "
-                "stop the run if they must be; call enable() first"
-            )
+            connect.require_hook(config)
 
 
 def is_connected_driver() -> bool:

@@ -11,10 +11,10 @@ from typing import Any
 from jetrl_patch import runtime
 from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray.hook import make_hook
-from jetrl_patch.adapters.ray.merge import Hook, merge_runtime_env, take_ours
+from jetrl_patch.adapters.ray.merge import HOOK, HOOK_NAME, Hook, merge_runtime_env, take_ours
 from jetrl_patch.adapters.ray.nodes import require_nodes
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ConflictError, explain
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
 
 #: where ``ray job submit`` leaves the runtime environment for the driver that it starts
@@ -43,6 +43,25 @@ def init(original: Callable[..., Any]) -> Callable[..., Any]:
         return context
 
     return init
+
+
+def require_hook(config: Config) -> None:
+    """Raise NotPatchedError if the workers of this driver's connection are not patched with these settings.
+
+    They cannot be patched any more, and would run without a word what the patched driver sends them.
+    """
+    import ray
+
+    job = ray.get_runtime_context().runtime_env
+    if job.get(HOOK) != HOOK_NAME or not config.to_env().items() <= job.get("env_vars", {}).items():
+        raise NotPatchedError(
+            explain(
+                "enable() in a driver of Ray",
+                required="a call before ray.init, which hands these settings to the workers",
+                found="a connection that was made without them",
+                fix="call enable() first, or close the connection with ray.shutdown()",
+            )
+        )
 
 
 def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dict[str, Any]:

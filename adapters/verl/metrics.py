@@ -15,8 +15,9 @@ from jetrl_patch.config import Config
 from jetrl_patch.correction.mismatch import Mismatch, Sums
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.audit import hold, hold_figures
 from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.mismatch import Compared, say_if_inexact, say_if_nothing, step_metrics, version_metrics
+from jetrl_patch.trainer.mismatch import Compared, say_if_nothing, step_metrics, version_metrics
 from jetrl_patch.trainer.report import sync_metrics
 
 
@@ -34,7 +35,7 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
         if rollout is None:
             _without_log_probs(runtime.active_config())
         else:
-            current = versions.are_current(versions.of_batch(batch), unknown=True)
+            current = versions.are_current(versions.of_batch(batch), unknown=versions.are_of_one(self.config))
             note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
         return result
 
@@ -47,7 +48,7 @@ def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _fit_compute_log_prob(self: Any, batch: Any) -> Any:
         if is_bypassed(self.config):
-            current = versions.are_current(versions.of_batch(batch), unknown=True)
+            current = versions.are_current(versions.of_batch(batch), unknown=False)
             DRIVER.current.append((current, batch.batch["response_mask"].sum(1).tolist()))
         return original(self, batch)
 
@@ -82,7 +83,7 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
             if taken is not None:
                 return taken
         result = original(self, batch, metrics)
-        current = versions.are_current(versions.of_tags(batch.tags), unknown=True)
+        current = versions.are_current(versions.of_tags(batch.tags), unknown=versions.are_of_one(self.config))
         if bypassed:  # the two are the same tensor; the loss compares
             DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
         else:
@@ -104,19 +105,22 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: A
 
     Args:
         current: bool [B], False for samples of other weights than the trainer's.
+
+    Raises AuditError in exact mode if a token of the others differs and ``on_mismatch="stop"``.
     """
     DRIVER.compared.add(trainer, rollout, mask, current)
     found, of_current = DRIVER.compared.figures()
     corrected = correction_figures(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
     DRIVER.metrics.update(step_metrics(found, {} if corrected is None else corrected.as_metrics()))
     DRIVER.metrics.update(version_metrics(found, of_current))
-    say_if_inexact(of_current, runtime.active_config().exact)
+    hold(trainer, rollout, mask, current, runtime.active_config())
 
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
-    """Keep what the losses of a step measured, where the correction's metrics take precedence; warn if exact mode is not exact.
+    """Keep what the losses of a step measured, where the correction's metrics take precedence.
 
-    A loss does not know which weights made a sample. Where some are older than the trainer's, nothing is promised.
+    A loss does not know which weights made a sample. Where some are older than the trainer's, nothing is promised; otherwise this
+    raises AuditError as ``note_mismatch`` does, but after the update.
     """
     rows, DRIVER.current = DRIVER.current, []
     stale = sum(tokens for current, counts in rows for fresh, tokens in zip(current.tolist(), counts) if not fresh)
@@ -125,7 +129,7 @@ def note(found: Mismatch, corrected: dict[str, float]) -> None:
         DRIVER.metrics["jetrl/stale_fraction"] = stale / sum(sum(counts) for _, counts in rows)
     else:
         DRIVER.metrics.update(version_metrics(found, found))
-        say_if_inexact(found, runtime.active_config().exact)
+        hold_figures(found, runtime.active_config())
 
 
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl import (
+    asynchronous,
     beside,
     fused,
     gather,
@@ -35,7 +36,7 @@ from jetrl_patch.errors import ConflictError, JetrlError
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
-from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised
+from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised, temperature
 
 logger = logging.getLogger(__name__)
 
@@ -54,16 +55,11 @@ _ONLY = "the only value that the trainer reproduces"
 _STRATEGY = "fsdp, fsdp2, megatron or veomni"
 _FRESH = "samples of this run, with the log-probs of its weights"
 _TRANSFERS = "naive or nccl, which send tensors as they are"
-_APART = "a rollout that stays on its own devices"
 
 RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.name", other_than("vllm"), "vllm", "set it to vllm", "all"),
     Rule("trainer.device", other_than("cuda", "cpu"), "cuda or cpu, for which the plugin has kernels", "set it to cuda", "all"),
     Rule("global_profiler.tool", lambda tool: tool == "npu", "a profiler of CUDA (no kernels for npu)", _NSYS, "all"),
-    *(
-        Rule(f"async_training.{name}", is_set, _APART, _FALSE, "all")
-        for name in ("use_trainer_do_validate", "use_dynamic_resource_scheduling")
-    ),
     Rule(f"{ROLLOUT}.agent.custom_async_server.path", is_set, "verl's own vLLM server", "set it to null", "all"),
     *(
         Rule(f"skip.{name}.enable", is_set, _FRESH, _FALSE, "all")
@@ -96,7 +92,7 @@ RULES: tuple[Rule, ...] = (
     Rule(f"{ROLLOUT}.min_tokens", other_than(0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.presence_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
     Rule(f"{ROLLOUT}.frequency_penalty", other_than(0, 0.0), f"0, {_ONLY}", "set it to 0", "exact"),
-    Rule(f"{ROLLOUT}.temperature", lambda t: float(t) <= 0, "a positive temperature", "set it to 1.0", "exact"),
+    temperature(f"{ROLLOUT}.temperature"),
     Rule(f"{ROLLOUT}.logprobs_mode", other_than(_PROCESSED), _PROCESSED, f"set it to {_PROCESSED}", "exact"),
 )  # fmt: skip
 
@@ -114,6 +110,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
         yield contradiction
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
+    yield from asynchronous.problems(select, config)
     yield from model_config.problems(select, config)
     yield from rollout_ranks.problems(select, config)
     yield from _engine_problems(select, config)

@@ -13,10 +13,18 @@ from jetrl_patch.adapters.verl.state import DRIVER
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["are_current", "of_batch", "of_tags"]
+__all__ = ["are_current", "are_of_one", "of_batch", "of_tags"]
 
 _NAMES = ("min_global_steps", "max_global_steps")
 _Versions = list[tuple[Any, Any]]
+
+
+def are_of_one(verl_config: Any) -> bool:
+    """Whether the trainer is synchronous, so that the weights of the last sync made all samples, also those without versions."""
+    from omegaconf import OmegaConf
+
+    mode = OmegaConf.select(verl_config, "trainer.v1.trainer_mode", default="sync")
+    return bool(mode == "sync" and OmegaConf.select(verl_config, "actor_rollout_ref.hybrid_engine", default=True))
 
 
 def of_batch(batch: Any) -> _Versions:

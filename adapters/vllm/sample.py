@@ -16,6 +16,7 @@ from jetrl_patch.parity.sample import Sample, Sampled
 from jetrl_patch.parity.stock import STOCK
 from jetrl_patch.progress import SILENT
 from jetrl_patch.structure import expert_sizes
+from jetrl_patch.trainer.rules import LEAST_TEMPERATURE
 
 if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
@@ -32,8 +33,9 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     Where the cost is asked for, the clock starts after a batch whose samples are dropped: it compiles and warms caches.
     """
     progress.stage("loading the engine")
-    if job.temperature <= 0:
-        raise ConfigError(f"--temperature {job.temperature} must be above 0: greedy log-probs have no temperature")
+    if job.temperature < LEAST_TEMPERATURE:
+        required = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
+        raise ConfigError(explain("--temperature", required=required, found=job.temperature, fix="choose a higher one"))
     hf_config = _config(job.model)
     longest = min(256, hf_config.max_position_embeddings - job.length)
     if longest < 1:

@@ -91,8 +91,9 @@ class Fields:
     )
     on_mismatch: OnMismatch = setting(
         "stop", "exactness",
-        "without the pass for old log-probs, what happens once a token's two log-probs differ: `stop` the run before an update "
-        "with it, or log an error and `recompute` from then on",
+        "in exact mode, what happens once a token's two log-probs differ under the same weights: `stop` the run before an update "
+        "with it (in verl's bypass mode, whose loss compares, after that update), or log an error and `recompute` old log-probs "
+        "by the pass from then on",
         choices=get_args(OnMismatch), joint=True,
     )
     router_replay: RouterReplay = setting(

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-__all__ = ["Mismatch", "Sums", "mismatch", "sums"]
+__all__ = ["Mismatch", "Sums", "bit_equal", "mismatch", "sums"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +21,7 @@ class Mismatch:
         tokens: number of tokens.
         logp_abs_diff_mean: mean |Δ|.
         logp_abs_diff_max: max |Δ|.
-        bit_equal_fraction: share of tokens whose two float32 log-probs are bit-equal.
+        bit_equal_fraction: share of tokens whose two float32 log-probs are finite and bit-equal.
         k1_kl: mean −Δ, the k1 estimate of KL(μ‖π), which can be negative.
         k3_kl: mean exp(Δ) − 1 − Δ, the k3 estimate of the same, which is never negative.
         ratio_min: smallest ratio.
@@ -75,6 +75,11 @@ class Sums:
         )
 
 
+def bit_equal(pi: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
+    """Where two float32 tensors hold the same bits of a finite number. A NaN on both sides is no agreement."""
+    return pi.isfinite() & (pi.view(torch.int32) == mu.view(torch.int32))
+
+
 def sums(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Tensor) -> Sums:
     """The sums over one part of a batch. Arguments and errors as in ``mismatch``."""
     if not trainer_logp.shape == rollout_logp.shape == mask.shape:
@@ -92,7 +97,7 @@ def sums(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch.Ten
     return Sums(
         tokens=pi.numel(),
         abs_diff=delta.abs().sum().item(),
-        equal=int((pi.view(torch.int32) == mu.view(torch.int32)).sum()),
+        equal=int(bit_equal(pi, mu).sum()),
         diff=delta.sum().item(),
         k3=(torch.expm1(delta) - delta).sum().item(),
         ratio=ratio.sum().item(),
@@ -112,7 +117,7 @@ def mismatch(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch
         mask: same shape, non-zero where a token counts.
 
     Returns:
-        The figures, computed in float64. A NaN in a counted log-prob makes the figures NaN.
+        The figures, computed in float64. A NaN in a counted log-prob makes the figures NaN; it is equal to nothing.
 
     Raises:
         ValueError: the shapes differ.

@@ -48,7 +48,8 @@ def _device(on_cpu: bool) -> Check:
         return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
     fast, why = support.check_hopper()
     if not fast:
-        return Check("device", "warning", why, "use an H100 or newer; on this GPU FP8 saves memory but no time")
+        finding = f"{found} has no fast FP8 kernel: {why}"
+        return Check("device", "warning", finding, "use an H100 or H200; on this GPU FP8 saves memory but no time")
     return Check("device", "ok", found)
 
 

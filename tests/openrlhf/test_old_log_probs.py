@@ -180,7 +180,7 @@ def test_other_steps_are_computed_as_before(monkeypatch, enable, change):
         batch[3].rollout_log_probs = None
     else:
         enable(STOP.replace(old_log_probs="recompute"))
-    assert not old_log_probs.may_skip(batch, metrics._current)
+    assert not old_log_probs.may_skip(batch, lambda found: metrics._current(found, None))
     if change != "without log-probs":
         maker = Maker(monkeypatch, train_batch=8)
         maker.make_experience(batch)
@@ -218,7 +218,7 @@ def test_or_the_update_takes_what_the_pass_would_have_computed(enable, caplog):
     DRIVER.corrected = {}
     metrics.note_sync([report()])
     assert DRIVER.audit.failed and DRIVER.take()["jetrl/bit_equal_fraction"] == 3 / 4
-    assert not old_log_probs.may_skip(samples(), metrics._current)
+    assert not old_log_probs.may_skip(samples(), lambda found: metrics._current(found, None))
 
 
 def test_later_updates_are_not_compared():

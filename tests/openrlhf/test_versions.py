@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from jetrl_patch import runtime
 from jetrl_patch.adapters.openrlhf import metrics, state, sync, versions
 from jetrl_patch.adapters.openrlhf.wire import encode
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConflictError, SyncError
+from jetrl_patch.errors import AuditError, ConflictError, SyncError
 from jetrl_patch.sync.base import held_by
 
 EXACT = Config(precision="fp8-unified").resolved()
@@ -87,28 +88,40 @@ def test_samples_made_at_the_same_time_do_not_mix():
 
 def experience(first, last, rollout):
     return SimpleNamespace(
-        action_log_probs=torch.tensor([[-1.0, -2.0]]), rollout_log_probs=torch.tensor([rollout]),
+        prompts=["2 + 2"], action_log_probs=torch.tensor([[-1.0, -2.0]]), rollout_log_probs=torch.tensor([rollout]),
         action_mask=torch.ones(1, 2), info={versions.FIRST: torch.tensor([first]), versions.LAST: torch.tensor([last])},
     )  # fmt: skip
 
 
-def noted(*experiences):
+def noted(*experiences, asynchronous=True):
     advantage = SimpleNamespace(
         is_correction_level="off", is_correction_gating="ratio", is_correction_threshold=[0.5, 5.0]
     )
-    args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), train=SimpleNamespace(async_enable=True))
+    args = SimpleNamespace(algo=SimpleNamespace(advantage=advantage), train=SimpleNamespace(async_enable=asynchronous))
     metrics.note_mismatch(experiences, args)
     return state.DRIVER.metrics
 
 
-def test_exactness_is_judged_by_samples_of_the_weights_in_force(caplog):
+def test_exactness_is_judged_by_samples_of_the_weights_in_force(monkeypatch, caplog):
     state.DRIVER.version = 2
     found = noted(experience(2, 2, [-1.0, -2.0]), experience(1, 1, [-1.1, -2.0]), experience(1, 2, [-1.0, -2.5]))
     assert found["jetrl/bit_equal_fraction"] == pytest.approx(4 / 6)
     assert found["jetrl/stale_fraction"] == pytest.approx(2 / 3) and found["jetrl/bit_equal_fraction_current"] == 1.0
     assert not caplog.records
+    with pytest.raises(AuditError, match=r"response token 1 of a sample of prompt '2 \+ 2': .*\(1 of 2 tokens differ\)"):
+        noted(experience(2, 2, [-1.0, -2.5]))
+    monkeypatch.setattr(runtime, "active_config", lambda: EXACT.replace(on_mismatch="recompute"))
     assert noted(experience(2, 2, [-1.0, -2.5]))["jetrl/bit_equal_fraction_current"] == 0.5
     assert "exact mode is not exact" in caplog.text
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_sample_without_versions_is_held_to_equality_only_in_a_synchronous_run(asynchronous):
+    unknown = experience(1, 1, [-1.0, -2.5])
+    unknown.info = {}
+    with contextlib.nullcontext() if asynchronous else pytest.raises(AuditError):
+        noted(unknown, asynchronous=asynchronous)
+    assert state.DRIVER.metrics["jetrl/stale_fraction"] == float(asynchronous)
 
 
 def test_only_stale_samples_are_no_error(caplog):

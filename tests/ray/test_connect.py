@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import json
-import logging
 import os
+import subprocess
+import sys
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -123,11 +126,59 @@ def test_ray_init_is_patched_and_comes_back():
     assert ray.init is before
 
 
-@pytest.mark.parametrize(("mode", "warns"), [(ray.SCRIPT_MODE, True), (ray.WORKER_MODE, False)])
-def test_enable_after_ray_init_warns_in_a_driver_and_is_quiet_in_a_worker(monkeypatch, caplog, mode, warns):
+@pytest.mark.parametrize(("mode", "raises"), [(ray.SCRIPT_MODE, True), (ray.WORKER_MODE, False)])
+def test_enable_after_ray_init_is_an_error_in_a_driver_and_none_in_a_worker(monkeypatch, mode, raises):
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(runtime_env={}))
     monkeypatch.setattr(ray._private.worker.global_worker, "mode", mode)
-    assert adapter.is_connected_driver() is warns
-    with caplog.at_level(logging.WARNING):
+    assert adapter.is_connected_driver() is raises
+    with pytest.raises(NotPatchedError, match=r"before ray\.init") if raises else contextlib.nullcontext():
         jetrl_patch.enable(precision="bf16")
-    assert ("after ray.init()" in caplog.text) is warns
+    assert jetrl_patch.status().enabled is not raises
+
+
+DRIVER = """
+import jetrl_patch, ray
+from jetrl_patch.errors import NotPatchedError
+
+LOCAL = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80_000_000, "log_to_driver": False}
+
+def enable(**settings):
+    try:
+        return jetrl_patch.enable(precision="fp8-rollout", **settings).enabled
+    except NotPatchedError as error:
+        assert not jetrl_patch.status().enabled
+        return str(error)
+
+@ray.remote(num_cpus=0)
+def worker():
+    return jetrl_patch.status().enabled
+
+ray.init(**LOCAL)
+print("late:", enable())
+ray.shutdown()
+print("in time:", enable())
+ray.init(**LOCAL)
+print("worker:", ray.get(worker.remote()))
+jetrl_patch.disable()
+print("other settings:", enable(sync_timeout=77))
+print("the same settings:", enable())
+"""
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(300)
+def test_a_real_connection_is_that_of_the_settings_or_none(tmp_path):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("JETRL_")}
+    done = subprocess.run(
+        [sys.executable, "-c", DRIVER], capture_output=True, text=True, cwd=tmp_path, timeout=280,
+        env={**environ, "RAY_AUTH_MODE": "disabled"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
+    late = (
+        "enable() in a driver of Ray: required a call before ray.init, which hands these settings to the workers, found a "
+        "connection that was made without them. Call enable() first, or close the connection with ray.shutdown()."
+    )
+    expected = {"late": late, "in time": "True", "worker": "True", "other settings": late, "the same settings": "True"}
+    assert {name: found[name] for name in expected} == expected

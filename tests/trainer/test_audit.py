@@ -76,6 +76,18 @@ def test_nan_is_a_difference(batch):
         Audit().compare(trainer, rollout, mask, STOP)
 
 
+@pytest.mark.parametrize(("value", "word"), [(float("nan"), "nan"), (-float("inf"), "-inf")])
+def test_a_value_that_is_not_finite_is_a_difference_though_both_sides_have_its_bits(batch, value, word):
+    trainer, rollout, mask = (values.clone() for values in batch)
+    trainer[2, 1] = rollout[2, 1] = value
+    expected = rf"token 1 of sample 2: required a finite number, found {word} in the rollout and {word} in the trainer \(1 of 11"
+    with pytest.raises(AuditError, match=expected):
+        Audit().compare(trainer, rollout, mask, STOP)
+    trainer[2, 1] = rollout[2, 1] = -1.0
+    trainer[0, 4] = rollout[0, 4] = value  # where nothing counts
+    assert Audit().compare(trainer, rollout, mask, STOP)
+
+
 def test_nothing_compared_is_nothing_logged():
     assert audited_metrics([None, None]) is None and audited_metrics([]) is None
 

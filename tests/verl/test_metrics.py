@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import correction_bypass, metrics, state, sync
 from jetrl_patch.config import Config
 from jetrl_patch.correction import mismatch
-from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
+from jetrl_patch.errors import AuditError, ConfigError, ConflictError, NotPatchedError
 
 pytestmark = pytest.mark.usefixtures("exact_driver")
 
@@ -70,10 +71,17 @@ def test_a_step_whose_losses_compared_nothing_is_not_silent(capsys):
     assert "jetrl/tokens" not in logged({"training/global_step": 3}) and not capsys.readouterr().out
 
 
-def test_an_inexact_step_in_exact_mode_is_not_silent(caplog):
-    logp = -torch.rand(1, 4)
-    metrics.note_mismatch(OmegaConf.create({"algorithm": {}}), logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
-    assert "exact mode is not exact" in caplog.text
+@pytest.mark.parametrize("on_mismatch", ["stop", "recompute"])
+def test_an_inexact_step_in_exact_mode_is_not_silent(monkeypatch, caplog, on_mismatch):
+    config = Config(old_log_probs="recompute", on_mismatch=on_mismatch).resolved()
+    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    logp, verl_config = -torch.rand(1, 4), OmegaConf.create({"algorithm": {}})
+    expected = r"log-prob of response token 0 of sample 0: required the rollout's .* \(4 of 4 tokens differ\)"
+    with pytest.raises(AuditError, match=expected) if on_mismatch == "stop" else contextlib.nullcontext():
+        metrics.note_mismatch(verl_config, logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
+    assert ("exact mode is not exact: log-prob of response token 0" in caplog.text) == (on_mismatch == "recompute")
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(align="linear", on_mismatch=on_mismatch).resolved())
+    metrics.note_mismatch(verl_config, logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
 
 
 @pytest.mark.parametrize("results", [[None], [{}], [{"jetrl.0": REPORT}, None]])

@@ -23,6 +23,7 @@ STEPS = int(os.environ.get("STEPS_OF_RUNS", "3"))
 ROLLOUT = {"JETRL_OLD_LOG_PROBS": "rollout"}
 RECOMPUTE = {"JETRL_OLD_LOG_PROBS": "recompute"}
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
+C = "algorithm.rollout_correction"
 
 HOOK = """
 import functools, os, wrapt
@@ -221,6 +222,23 @@ def test_one_ulp_stops_the_run_or_brings_the_pass_back(task, recomputed, tmp_pat
     )
     assert same(went_on, recomputed) and went_on.passes == [16] * (STEPS - 2)
     assert [step["jetrl/bit_equal_fraction"] < 1 for step in went_on.steps] == [i == 1 for i in range(STEPS)]
+
+
+@pytest.mark.e2e
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT + 100)
+@pytest.mark.parametrize(
+    ("extra", "says", "updates"),
+    [
+        ([], r"log-prob of response token 0 of sample \d+: required the rollout's", 1),
+        ([f"{C}.bypass_mode=true"], r"log-probs of a step: required equal ones on both sides, found 0\.\d+ of", 2),
+    ],
+    ids=["the pass", "bypass"],
+)
+def test_one_ulp_stops_the_run_where_the_pass_runs_or_the_loss_compares(task, tmp_path, extra, says, updates):
+    found = Finished(task, tmp_path, V0, *extra, ONE_ULP_IN_STEP="2", **RECOMPUTE)
+    assert found.rc != 0 and len(found.steps) == 1 and found.text.count("AN UPDATE") == updates, found.text[-6000:]
+    assert re.search(f"AuditError: {says}", found.text)
 
 
 @pytest.mark.e2e

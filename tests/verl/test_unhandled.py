@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import programs, settings
+from jetrl_patch.adapters.verl import asynchronous, programs, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.doctor.folders import file_of
@@ -55,6 +56,9 @@ REFUSED: list[tuple[str, str, list[Config]]] = [
     ("skip.rollout.enable=True", "samples of this run", EVERY),
     ("skip.rollout_tq.enable=True", "samples of this run", EVERY),
     ("skip.async_rollout.enable=True", "samples of this run", EVERY),
+    ("trainer.v1.separate_async.hybrid_rollout.enable_switch=True", "a rollout that stays on its own devices", EVERY),
+    ("+trainer.v1.separate_async.invented_tomorrow=1", "invented_tomorrow", [EXACT, LINEAR, ROLLOUT]),
+    ("+trainer.v1.colocate_async.invented.tomorrow=1", "invented.tomorrow", [EXACT, LINEAR, ROLLOUT]),
     (f"{R}.agent.custom_async_server.path=server.py", "verl's own vLLM server", EVERY),
     (f"{R}.full_determinism=True", "batch-invariant", [EXACT, LINEAR, ROLLOUT]),
     (f"{R}.enable_rollout_routing_replay=True", "its FSDP engine ignores them", [EXACT, LINEAR, ROLLOUT]),
@@ -138,6 +142,24 @@ def test_asynchronous_programs_are_accepted_with_a_rollout_of_their_own(program:
             (problem,) = found(verl_config, config)
             assert name in problem and "a rollout that stays on its own devices" in problem
         verl_config.async_training[name] = False
+    OmegaConf.update(verl_config, "async_training.invented_tomorrow", 1, force_add=True)
+    for config in (EXACT, LINEAR, ROLLOUT):
+        (problem,) = found(verl_config, config)
+        assert "async_training.invented_tomorrow" in problem and "required a setting of a supported verl, found 1" in problem
+    assert found(verl_config, BF16) == []
+
+
+def test_every_setting_of_the_asynchronous_trainers_is_refused_or_harmless() -> None:
+    """A setting that a new version of verl adds fails here until somebody has examined it."""
+    folder = file_of("verl", "trainer", "config")
+    program = file_of("verl", "experimental", "fully_async_policy", "config", "fully_async_ppo_trainer.yaml")
+    assert folder is not None and program is not None
+    plain, fully = (OmegaConf.load(path) for path in (folder / "ppo_trainer.yaml", program))
+    sections = {asynchronous.PROGRAM: fully.async_training}
+    sections |= {path: OmegaConf.select(plain, path) for path in (asynchronous.TOGETHER, asynchronous.APART)}
+    settings = {path for section, value in sections.items() for path, _ in asynchronous._leaves(section, value)}
+    refused = {rule.path for rule in asynchronous.RULES}
+    assert settings == refused | set(asynchronous.HARMLESS) and not refused & set(asynchronous.HARMLESS)
 
 
 UNSUPPORTED = [

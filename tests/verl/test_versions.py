@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
+from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import metrics, sync, transport, versions
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER, report_key
+from jetrl_patch.config import Config
 from jetrl_patch.correction.mismatch import mismatch
-from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.errors import AuditError, NotPatchedError
 from tests.verl.test_metrics import REPORT
 
 pytestmark = pytest.mark.usefixtures("exact_driver")
@@ -51,10 +54,10 @@ def test_only_tokens_of_the_current_weights_are_held_to_equality(caplog):
     found = DRIVER.metrics
     assert found["jetrl/stale_fraction"] == pytest.approx(4 / 10) and found["jetrl/bit_equal_fraction_current"] == 1.0
     assert found["jetrl/bit_equal_fraction"] == pytest.approx(6 / 10) and not caplog.text
-    metrics.note_mismatch(CONFIG, other, logp, mask, torch.tensor([True, True, True]))  # a second batch of the step
+    with pytest.raises(AuditError, match=r"response token 0 of sample 2: .*\(4 of 10 tokens differ\)"):
+        metrics.note_mismatch(CONFIG, other, logp, mask, torch.tensor([True, True, True]))  # a second batch of the step
     assert DRIVER.metrics["jetrl/tokens"] == 20 and DRIVER.metrics["jetrl/stale_fraction"] == pytest.approx(4 / 20)
     assert DRIVER.metrics["jetrl/bit_equal_fraction_current"] == pytest.approx(12 / 16)
-    assert "exact mode is not exact" in caplog.text
 
 
 def test_a_step_without_current_samples_promises_nothing(caplog):
@@ -107,14 +110,42 @@ def test_what_a_checkpoint_engine_receives_is_passed_on():
 
 
 @pytest.mark.parametrize(("current", "stale"), [([True, True], 0.0), ([True, False], 0.75), ([False, False], 1.0)])
-def test_losses_promise_nothing_for_a_step_with_older_samples(current, stale, caplog):
+def test_losses_promise_nothing_for_a_step_with_older_samples(current, stale, monkeypatch, caplog):
     logp = -torch.rand(2, 3)
     found = mismatch(logp + 1, logp, torch.ones(2, 3))
     DRIVER.current.append((torch.tensor(current), [1, 3]))
-    metrics.note(found, {})
+    expected = r"log-probs of a step: required equal ones on both sides, found 0\.0000 of 6 bit-equal, mean .dlogp. 1"
+    with pytest.raises(AuditError, match=expected) if stale == 0.0 else contextlib.nullcontext():
+        metrics.note(found, {})
     assert DRIVER.metrics["jetrl/stale_fraction"] == stale and DRIVER.current == []
-    assert ("jetrl/bit_equal_fraction_current" in DRIVER.metrics) == (stale == 0.0)
+    assert ("jetrl/bit_equal_fraction_current" in DRIVER.metrics) == (stale == 0.0) and not caplog.text
+    monkeypatch.setattr(runtime, "active_config", lambda: Config(on_mismatch="recompute").resolved())
+    DRIVER.current.append((torch.tensor(current), [1, 3]))
+    metrics.note(found, {})
     assert ("exact mode is not exact" in caplog.text) == (stale == 0.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "synchronous"),
+    [
+        ({}, True),
+        ({"trainer": {"v1": {"trainer_mode": "sync"}}, "actor_rollout_ref": {"hybrid_engine": True}}, True),
+        ({"trainer": {"v1": {"trainer_mode": "colocate_async"}}}, False),
+        ({"trainer": {"v1": {"trainer_mode": "separate_async"}}}, False),
+        ({"actor_rollout_ref": {"hybrid_engine": False}}, False),  # the asynchronous programs of V0
+    ],
+)
+def test_a_sample_without_versions_is_held_to_equality_only_where_all_are_of_one(changes, synchronous):
+    DRIVER.version = 4
+    config = OmegaConf.create({"algorithm": {}, **changes})
+    assert versions.are_of_one(config) is synchronous
+    logp, mask = -torch.rand(2, 3), torch.ones(2, 3)
+    result = (SimpleNamespace(batch={"old_log_probs": logp + 1}), 0.0)
+    compute = metrics.v0_old_log_prob(lambda self, batch: result)
+    batch = SimpleNamespace(non_tensor_batch={}, batch={"response_mask": mask, "rollout_log_probs": logp})
+    with pytest.raises(AuditError) if synchronous else contextlib.nullcontext():
+        compute(SimpleNamespace(config=config), batch)
+    assert DRIVER.metrics["jetrl/stale_fraction"] == (0.0 if synchronous else 1.0)
 
 
 def test_a_sync_can_be_awaited_and_called(monkeypatch):

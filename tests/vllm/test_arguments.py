@@ -11,10 +11,13 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch import ConflictError, ModelError
+from jetrl_patch import ConfigError, ConflictError, ModelError
 from jetrl_patch.adapters.vllm.arguments import _VALUES, FREE, KERNELS, argument_problems
+from jetrl_patch.adapters.vllm.sample import sample
 from jetrl_patch.config import Config
+from jetrl_patch.parity.modes import Job
 from jetrl_patch.structure import EXPERTS
+from jetrl_patch.trainer.rules import LEAST_TEMPERATURE
 from tests.models import config_of
 
 
@@ -42,6 +45,20 @@ def test_openrlhf_hands_on_what_the_table_knows() -> None:
     arguments = {name: values.get(name, 1) for name in given - ours - chosen}
     for config in (Config(), Config(align="linear")):
         assert list(argument_problems(arguments, config, 2, str)) == []
+
+
+def test_the_lowest_temperature_is_vllms() -> None:
+    from vllm import SamplingParams
+
+    asked = [LEAST_TEMPERATURE * factor for factor in (1.0, 1.01, 0.99, 0.01)]
+    taken = [SamplingParams(temperature=temperature).temperature for temperature in asked]
+    assert taken == [asked[0], asked[1], LEAST_TEMPERATURE, LEAST_TEMPERATURE]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.0099])
+def test_parity_samples_at_no_other_temperature_than_it_scores(temperature: float) -> None:
+    with pytest.raises(ConfigError, match=rf"--temperature: required at least 0.01.*found {temperature}\. Choose"):
+        sample(Job(model="", config=Config(), temperature=temperature))
 
 
 def test_vllm_looks_for_experts_under_the_same_keys() -> None:

@@ -17,10 +17,8 @@ from packaging.version import Version
 
 from jetrl_patch.fp8.backends.jit import Check, check_compiler
 from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.support import check_hopper
 
-#: FP8 ``wgmma`` and the block-scaled kernels of these libraries exist only on Hopper (8.9 accumulates in another
-#: order, 10.0 uses other scales)
-CAPABILITY = (9, 0)
 #: the first cuBLASLt with block scales
 CUDA_OF_CUBLASLT = (12, 9)
 #: the first TransformerEngine with the recipe Float8BlockScaling (Megatron requires the same)
@@ -29,18 +27,6 @@ TE_OF_BLOCKWISE = (2, 3)
 DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
 #: the end of a reason that needs no warning
 ABSENT = "is not installed"
-
-
-def check_hopper() -> Check:
-    """Whether torch sees a Hopper GPU."""
-    if not torch.cuda.is_available():
-        return False, f"torch {torch.__version__} sees no CUDA device"
-    if torch.version.hip is not None:
-        return False, f"it needs an NVIDIA GPU, and this torch was built for ROCm {torch.version.hip}"
-    found = torch.cuda.get_device_capability()
-    if found != CAPABILITY:
-        return False, f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
-    return True, torch.cuda.get_device_name()
 
 
 def check_triton() -> Check:
