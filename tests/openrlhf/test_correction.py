@@ -219,7 +219,9 @@ def test_figures_of_a_step_whose_samples_have_several_widths() -> None:
     torch.manual_seed(0)
     parts = [(torch.randn(2, width) / 4, torch.rand(2, width) < 0.7) for width in (3, 5)]
     experiences = [
-        SimpleNamespace(action_log_probs=delta - 2, rollout_log_probs=torch.full_like(delta, -2.0), action_mask=mask, info={})
+        SimpleNamespace(
+            action_log_probs=delta - 2, rollout_log_probs=torch.full_like(delta, -2.0), action_mask=mask, info={}, prompts=[],
+        )
         for delta, mask in parts
     ]  # fmt: skip
     metrics.note_mismatch(experiences, arguments())
