@@ -100,10 +100,11 @@ def main(argv: Iterable[str] | None = None) -> None:
             console.print(table)
             pages.append(markdown(title, rows))
     if args.write:
+        only = "".join(f"--part {part} " for part in args.part or ())
         head = (
             f"# Speed on the CPU\n\nOne thread of {processor()}, torch {torch.__version__}, jetrl_patch {VERSION}. "
             "Process time, best of interleaved rounds, for each instruction set of this processor, to which torch is held too. "
-            "Command: `make bench ARGS='--write docs/benchmarks/cpu.md'`.\n\n"
+            f"Command: `make bench ARGS='{only}--write docs/benchmarks/cpu.md'`.\n\n"
         )
         args.write.parent.mkdir(parents=True, exist_ok=True)
         args.write.write_text(head + "\n".join(pages))
