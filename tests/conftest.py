@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
+from jetrl_patch.env import without_settings
+
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine may be slow
 hypothesis.settings.load_profile("house")
 
@@ -20,7 +22,7 @@ for name, value in {
     "TOKENIZERS_PARALLELISM": "false",
 }.items():
     os.environ.setdefault(name, value)
-for name in [name for name in os.environ if name.startswith("JETRL_") and name not in ("JETRL_CACHE_DIR", "JETRL_CPU_ISA")]:
+for name in os.environ.keys() - without_settings().keys():
     del os.environ[name]
 
 

@@ -16,7 +16,7 @@ from jetrl_patch.parity.sample import Sample, Sampled
 from jetrl_patch.parity.stock import STOCK
 from jetrl_patch.progress import SILENT
 from jetrl_patch.structure import expert_sizes
-from jetrl_patch.trainer.rules import LEAST_TEMPERATURE
+from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
 
 if TYPE_CHECKING:
     from jetrl_patch.parity.modes import Job
@@ -34,8 +34,8 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
     """
     progress.stage("loading the engine")
     if job.temperature < LEAST_TEMPERATURE:
-        required = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
-        raise ConfigError(explain("--temperature", required=required, found=job.temperature, fix="choose a higher one"))
+        fix = "choose a higher one"
+        raise ConfigError(explain("--temperature", required=REQUIRED_TEMPERATURE, found=job.temperature, fix=fix))
     hf_config = _config(job.model)
     longest = min(256, hf_config.max_position_embeddings - job.length)
     if longest < 1:

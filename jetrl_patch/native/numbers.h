@@ -2,7 +2,7 @@
  *
  * The sources are compiled once for each instruction set (build.py). `vf` and `vi` are the widest vectors of the set, of WIDTH
  * lanes. Where lanes are added up, there are LANES of them whatever the set, so every set adds in the same order; `lanes` is that
- * many, in as many vectors as it takes. A multiply-add that is to round once is written `fma_*`: the compiler contracts nothing
+ * many, in as many vectors as it takes. A multiply-add that is to round once is written `fma_v`: the compiler contracts nothing
  * (-ffp-contract=off), so the bits are those of this source with every compiler and set. */
 #pragma once
 #include <math.h>
@@ -34,6 +34,7 @@
 typedef float vf __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef int32_t vi __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
 typedef uint16_t vh __attribute__((vector_size(WIDTH * 2), aligned(2), may_alias));
+
 static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
 
 static inline float as_float(uint32_t bits) { float f; memcpy(&f, &bits, 4); return f; }

@@ -10,11 +10,14 @@ from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 __all__ = [
-    "LEAST_TEMPERATURE", "Rule", "broken", "is_set", "more_than_one", "other_than", "positive", "raised", "temperature",
+    "LEAST_TEMPERATURE", "REQUIRED_TEMPERATURE", "Rule", "broken", "is_set", "more_than_one", "other_than", "positive", "raised",
+    "temperature",
 ]  # fmt: skip
 
 #: vLLM samples at this temperature where a lower one, but not zero, is asked for (``_MAX_TEMP`` in ``vllm.sampling_params``)
 LEAST_TEMPERATURE = 0.01
+#: the same, as an error says it
+REQUIRED_TEMPERATURE = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
 
 
 @dataclass(frozen=True)
@@ -77,8 +80,7 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
 
 def temperature(path: str) -> Rule:
     """The rule for the temperature of the rollout, by which the trainer divides as well: vLLM must take it as it is."""
-    required = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
-    return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, required, "set it to 1.0", "exact")
+    return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, "set it to 1.0", "exact")
 
 
 def is_set(value: Any) -> bool:
