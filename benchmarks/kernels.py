@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -15,37 +17,60 @@ from jetrl_patch.native import ops
 from jetrl_patch.sync.digest import digest
 
 BF16 = torch.bfloat16
-#: M, N, K. The last weights of one row fit in no cache.
+#: M, N, K
 SHAPES = [(2048, n, n) for n in (512, 1024, 1536)] + [(32, n, n) for n in (512, 1024, 1536)]
 SHAPES += [(16, 1024, 1024), (4, 1024, 1024), (1, 512, 512), (1, 1024, 1024), (1, 1536, 1536), (1, 8192, 4096)]
 #: up to so many rows a product is bound by the weight's bytes
 FEW = 16
+#: bytes of FP8 weights that no cache holds
+UNCACHED = 96 << 20
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One weight [N, K] in every form that a product reads."""
+
+    fp32: Tensor
+    bf16: Tensor
+    q: Tensor
+    s: Tensor
+    packed: Tensor
+
+    @classmethod
+    def random(cls, N: int, K: int) -> Weight:
+        w, backend = torch.randn(N, K), get_backend("native")
+        q, blocks = backend.quantize_weight(w.to(BF16), "pow2")
+        return cls(w, w.to(BF16), q, expand_weight_scale(blocks, N), backend.pack(q))
 
 
 def products() -> Iterator[dict[str, object]]:
     """GFLOP/s of Y = X W^T. "packed" reads what a rollout lays out once after a weight sync.
 
-    What the bytes allow is the time in which torch's FP32 product of one row of the same weight, of four bytes an element,
-    reads as many bytes.
+    Decoding reads every weight of a model for each token, so products of few rows take a different weight in each call, from
+    more of them than fit in a cache. What the bytes allow is the time in which torch's FP32 product of one row reads as many.
     """
     backend = get_backend("native")
     for M, N, K in SHAPES:
-        x, w = torch.randn(M, K), torch.randn(N, K)
-        xb, wb = x.to(BF16), w.to(BF16)
+        weights = [Weight.random(N, K) for _ in range(1 if M > FEW else 1 + UNCACHED // (N * K))]
+        x = torch.randn(M, K)
+        xb, row = x.to(BF16), x[:1].contiguous()
         qx, sx = backend.quantize_activation(xb, "pow2")
-        q, blocks = backend.quantize_weight(wb, "pow2")
-        s, packed, row = expand_weight_scale(blocks, N), backend.pack(q), x[:1].contiguous()
+
+        def each(call: Callable[[Weight], Tensor], weights: list[Weight] = weights) -> Callable[[], Tensor]:
+            turns = cycle(weights)
+            return lambda: call(next(turns))
+
         best = best_of(
             {
-                "torch FP32": lambda x=x, w=w: F.linear(x, w),
-                "torch BF16": lambda x=xb, w=wb: F.linear(x, w),
-                "FP8": lambda q=q, s=s, x=qx, sx=sx: ops.fp8_gemm(x, sx, q, s, BF16),
-                "FP8 packed": lambda q=q, s=s, x=qx, sx=sx, p=packed: ops.fp8_gemm(x, sx, q, s, BF16, packed=p),
-                "BF16, exact mode": lambda x=xb, w=wb: ops.bf16_gemm(x, w, BF16),
-                "one row": lambda x=row, w=w: F.linear(x, w),
+                "torch FP32": each(lambda w, x=x: F.linear(x, w.fp32)),
+                "torch BF16": each(lambda w, x=xb: F.linear(x, w.bf16)),
+                "FP8": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w.q, w.s, BF16)),
+                "FP8 packed": each(lambda w, x=qx, s=sx: ops.fp8_gemm(x, s, w.q, w.s, BF16, packed=w.packed)),
+                "BF16, exact mode": each(lambda w, x=xb: ops.bf16_gemm(x, w.bf16, BF16)),
+                "one row": each(lambda w, x=row: F.linear(x, w.fp32)),
             }
         )
-        bytes_allow = best.pop("one row") / w.element_size()
+        bytes_allow = best.pop("one row") / torch.float32.itemsize
         yield {
             "M, N, K": f"{M}, {N}, {K}",
             **{name: 2e-9 * M * N * K / seconds for name, seconds in best.items()},
