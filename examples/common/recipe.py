@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol, TypeVar
 
-from examples.words import CHECKPOINT
+from examples import smollm2, words
+from examples.common.task import Task
 from jetrl_patch import Config
 from jetrl_patch.env import without_settings
 
 Device = Literal["cpu", "cuda"]
+R = TypeVar("R", bound="Recipe")
+#: what ``make demo MODEL=…`` trains
+TASKS: Mapping[str, Task] = {"words": words.TASK, "smollm2": smollm2.TASK}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +87,11 @@ class Recipe:
     """Sizes of one run: ``prompts`` questions per step, ``samples`` answers to each, ``held_out`` questions per validation."""
 
     framework: ClassVar[str] = ""
-    #: instruction set of the CPU kernels -> seconds that a step in exact mode took on two cores of an AMD EPYC, nothing beside it
-    step_seconds: ClassVar[Mapping[str, float]] = {}
 
-    model: Path = CHECKPOINT
+    #: instruction set of the CPU kernels -> seconds that a step in exact mode took on two cores of an AMD EPYC, nothing beside it
+    step_seconds: Mapping[str, float] = field(default_factory=dict)
+    task: Task = words.TASK
+    model: Path = words.TASK.model
     steps: int = 30
     prompts: int = 16
     samples: int = 8
@@ -97,6 +102,14 @@ class Recipe:
     response_tokens: int = 40
     micro_batch: int = 64
     device: Device = "cpu"
+
+    @classmethod
+    def of(cls: type[R], task: Task, **given: Any) -> R:
+        """The recipe for a task, in the sizes that suit it; what is given and not None goes before."""
+        if not (task.model / "config.json").exists():
+            raise SystemExit(f"{task.model}: required a model for {task.title}, found none. `make demo MODEL=…` makes it.")
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cls(**{"task": task, "model": task.model, **task.sizes, **chosen})
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
         """Write the data under ``folder`` and return how to start the run.

@@ -1,6 +1,7 @@
 """One run of the real OpenRLHF trainer with real vLLM rollouts on a CPU, in unified FP8 and bit-equal.
 
-Run it by ``make demo-openrlhf`` or ``python -m examples.openrlhf.demo``.
+Run it by ``make demo-openrlhf`` or ``python -m examples.openrlhf.demo``. ``make demo-openrlhf MODEL=smollm2`` trains a real
+pretrained model on sums of reasoning-gym.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from examples.common.recipe import Arm
+from examples.common.recipe import TASKS, Arm
 from examples.common.show import run_all
 from examples.openrlhf.recipe import Recipe
 from examples.words.mixture import mixture
@@ -27,21 +28,24 @@ def main() -> int:
     parser.add_argument("--align", default=None, choices=("exact", "linear"), help="fp8-unified only; default exact")
     parser.add_argument("--compare", action="store_true", help="all four modes, one after the other")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--model", default="words", choices=TASKS)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--zero-stage", type=int, default=defaults.zero_stage, choices=(0, 1, 2, 3))
     parser.add_argument("--actors", type=int, default=defaults.actors, help="ranks of the policy")
     parser.add_argument("--experts", type=int, default=0, help="train a mixture with this many experts in each block")
     parser.add_argument("--out", type=Path, default=Path("outputs/demo-openrlhf"))
     args = parser.parse_args()
+    if args.experts and args.model != "words":
+        parser.error(f"--experts makes a mixture of the words model, found --model {args.model}. Leave one of them out.")
     modes = ARMS if args.compare else [(args.precision, args.align)]
     arms = [Arm(precision=precision, align=align, seed=args.seed) for precision, align in modes]
     out = args.out.resolve()
-    recipe = Recipe(steps=args.steps, zero_stage=args.zero_stage, actors=args.actors)
+    recipe = Recipe.of(TASKS[args.model], steps=args.steps, zero_stage=args.zero_stage, actors=args.actors)
     if args.experts:
         recipe = replace(recipe, model=mixture(out.parent / f"words-{args.experts}-experts", args.experts))
     subtitle = (
         f"Real OpenRLHF with real vLLM rollouts on a CPU, ZeRO-{recipe.zero_stage}, {recipe.actors} policy rank(s): "
-        f"sums in words, {recipe.steps} steps."
+        f"{recipe.task.title}, {recipe.steps} steps."
     )
     title = "OpenRLHF in four modes" if args.compare else f"One OpenRLHF run in {arms[0].name}"
     return run_all(recipe, arms, out, title, subtitle)

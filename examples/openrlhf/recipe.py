@@ -36,7 +36,7 @@ class Recipe(CommonRecipe):
     actors: int = 1
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
-        train, held_out = data.write(folder / "data", self.held_out, arm.seed)
+        train, held_out = data.write(folder / "data", self.task, self.held_out, arm.seed)
         command = [sys.executable, "-m", "jetrl_patch", "run", *switches(arm), "-m", "openrlhf.cli.train_ppo_ray"]
         command += arguments(self, arm, train, held_out, temporary)
         env = environment(self, temporary) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
@@ -54,7 +54,7 @@ def arguments(recipe: Recipe, arm: Arm, train: Path, held_out: Path, temporary: 
     """OpenRLHF's own part."""
     settings: dict[str, Any] = {
         "actor.model_name_or_path": recipe.model,
-        "reward.remote_url": Path(__file__).with_name("reward.py"),
+        "reward.remote_url": recipe.task.reward,
         "data.prompt_dataset": train,
         "data.input_key": "input",
         "data.label_key": "label",

@@ -1,6 +1,7 @@
 """One run of the real verl trainer with real vLLM rollouts in unified FP8: it learns sums in words and stays bit-equal.
 
 Start it with ``make demo`` or ``python -m examples.verl.demo``. ``--device cuda`` uses a GPU and your own vllm and verl.
+``make demo MODEL=smollm2`` trains a real pretrained model on sums of reasoning-gym, on a CPU.
 """
 
 from __future__ import annotations
@@ -10,20 +11,20 @@ import os
 import sys
 from pathlib import Path
 
-from examples.common.recipe import Arm
+from examples.common.recipe import TASKS, Arm
 from examples.common.show import run_all
 from examples.verl.recipe import Recipe
 
 
 def main() -> int:
-    defaults = Recipe()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--precision", default="fp8-unified", choices=("bf16", "fp8-rollout", "int8-rollout", "fp8-unified")
     )
     parser.add_argument("--align", default=None, choices=("exact", "linear"), help="fp8-unified only; default exact")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=defaults.steps)
+    parser.add_argument("--model", default="words", choices=TASKS)
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     args = parser.parse_args()
@@ -32,8 +33,8 @@ def main() -> int:
         print('align="linear": the exact ops have not run on a GPU yet; --align exact tries them')
         align = "linear"
     arm = Arm(precision=args.precision, align=align, seed=args.seed)
-    recipe = Recipe(steps=args.steps, device=args.device)
-    subtitle = f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: sums in words, {recipe.steps} steps."
+    recipe = Recipe.of(TASKS[args.model], steps=args.steps, device=args.device)
+    subtitle = f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: {recipe.task.title}, {recipe.steps} steps."
     return run_all(recipe, [arm], args.out.resolve(), f"One run in {arm.name}", subtitle)
 
 

@@ -6,13 +6,13 @@ import json
 import sys
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
-from examples.words import WORDS, data
+from examples.verl import data
 
 #: lines of Ray, the plugin and verl -> what the run does from there on
 MILESTONES = (
@@ -31,14 +31,14 @@ class Recipe(CommonRecipe):
     """GRPO in verl: one update per step, FSDP2, vLLM rollout on the same device."""
 
     framework: ClassVar[str] = "verl"
-    step_seconds: ClassVar[Mapping[str, float]] = {"avx512_bf16": 2.9, "avx2": 4.2}
+    step_seconds: Mapping[str, float] = field(default_factory=lambda: {"avx512_bf16": 2.9, "avx2": 4.2})
 
     measure_routes: bool = False
     backend: str = "auto"
     gpu_memory_utilization: float = 0.3
 
     def launch(self, arm: Arm, folder: Path, temporary: Path, log: Path) -> Launch:
-        train, held_out = data.write(folder / "data", self.held_out)
+        train, held_out = data.write(folder / "data", self.task, self.held_out)
         metrics, said = temporary / "steps.jsonl", temporary / "answers"
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(self, arm, train, held_out, said)]
         config = arm.config(self.device).replace(measure_routes=self.measure_routes, backend=self.backend)
@@ -63,7 +63,7 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Pa
         f"data.max_prompt_length={recipe.prompt_tokens}",
         f"data.max_response_length={recipe.response_tokens}",
         f"data.seed={arm.seed}",
-        f"reward.custom_reward_function.path={WORDS / 'reward.py'}",
+        f"reward.custom_reward_function.path={recipe.task.reward}",
         "reward.custom_reward_function.name=compute_score",
         f"actor_rollout_ref.model.path={recipe.model}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=False",
@@ -170,7 +170,7 @@ def answers(folder: Path, shown: int = 6) -> dict[str, Any]:
         right = before["score"] == 1.0, after["score"] == 1.0
         kinds[right].append(
             {
-                "question": before["input"].split("\n")[1],  # between "user" and "assistant" of the chat prompt
+                "question": before["input"].rpartition("user\n")[2].partition("\n")[0],  # a system message may come before it
                 "before": before["output"],
                 "before_right": right[0],
                 "after": after["output"],

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-__all__ = ["CHECKPOINT", "WORDS"]
+from examples.common.task import Task
+from examples.words import task
+
+__all__ = ["CHECKPOINT", "TASK", "WORDS"]
 
 WORDS = Path(__file__).resolve().parent
 #: a dense Qwen3 that ``warm_start`` has trained
 CHECKPOINT = WORDS / "checkpoint"
+TASK = Task(name="words", title="sums in words", split=task.split, reward=WORDS / "reward.py", model=CHECKPOINT)

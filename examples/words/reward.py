@@ -1,6 +1,6 @@
 """The verifiable reward: 1 if the response ends with the right number, else 0.
 
-verl loads this file by path, so it imports nothing of the project.
+verl and OpenRLHF load this file by path, so it imports nothing of the project.
 """
 
 from __future__ import annotations
@@ -22,3 +22,10 @@ def compute_score(
 ) -> float:
     """verl's reward interface: ``solution_str`` is the decoded response, ``ground_truth`` the answer in digits."""
     return 1.0 if final_number(solution_str) == int(ground_truth) else 0.0
+
+
+def reward_func(queries: list[str], prompts: list[str], labels: list[str]) -> dict[str, Any]:
+    """OpenRLHF's reward interface, called with one query: the decoded prompt and response."""
+    response = queries[0].rpartition("<|im_start|>assistant\n")[2].split("<|im_end|>")[0]
+    score = compute_score("words", response, labels[0])
+    return {"rewards": score, "scores": score, "extra_logs": {}}

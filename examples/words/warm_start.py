@@ -11,12 +11,13 @@ import argparse
 import json
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
+from examples.common.task import Question
 from examples.words import CHECKPOINT, task
 from examples.words.reward import compute_score
 from examples.words.tokenizer import build_tokenizer
@@ -49,7 +50,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
     return Qwen3ForCausalLM(config)
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: task.Question) -> list[int]:
+def prompt_ids(tokenizer: PreTrainedTokenizerFast, question: Question) -> list[int]:
     """The chat prompt of one question as token ids, as verl builds it."""
     text = tokenizer.apply_chat_template(
         [{"role": "user", "content": question.text}], add_generation_prompt=True, tokenize=False
@@ -68,12 +69,17 @@ def batch(
     rows = []
     for question in rng.sample(list(prompts), size):
         author = task.worked_answer if rng.random() < worked_share else task.guessed_answer
-        response = [*tokenizer(author(question, rng))["input_ids"], tokenizer.eos_token_id]
-        rows.append((prompts[question], response))
-    longest = max(len(p) + len(r) for p, r in rows)
-    ids = torch.full((size, longest), tokenizer.pad_token_id)
-    labels = torch.full((size, longest), IGNORE)
-    for i, (p, r) in enumerate(rows):
+        rows.append((prompts[question], author(question, rng)))
+    return padded(tokenizer, rows)
+
+
+def padded(tokenizer: PreTrainedTokenizerFast, rows: Sequence[tuple[list[int], str]]) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(ids, labels)`` of prompts and their answers, both int64 [rows, longest]; labels are IGNORE outside the answers."""
+    answered = [(prompt, [*tokenizer(answer)["input_ids"], tokenizer.eos_token_id]) for prompt, answer in rows]
+    longest = max(len(p) + len(r) for p, r in answered)
+    ids = torch.full((len(rows), longest), tokenizer.pad_token_id)
+    labels = torch.full((len(rows), longest), IGNORE)
+    for i, (p, r) in enumerate(answered):
         ids[i, : len(p) + len(r)] = torch.tensor(p + r)
         labels[i, len(p) : len(p) + len(r)] = torch.tensor(r)
     return ids, labels
@@ -83,12 +89,13 @@ def batch(
 def accuracy(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
-    questions: Sequence[task.Question],
+    questions: Sequence[Question],
     temperature: float,
     seed: int = 0,
     max_new_tokens: int = 40,
+    score: Callable[[str, str, str], float] = compute_score,
 ) -> float:
-    """The share of questions answered correctly; temperature 0 is greedy."""
+    """The mean score of the answers to the questions; temperature 0 is greedy."""
     generator = torch.Generator().manual_seed(seed)
     rows = [prompt_ids(tokenizer, q) for q in questions]
     width = max(map(len, rows))
@@ -118,7 +125,7 @@ def accuracy(
         step_ids, step_positions = chosen[:, None], step_positions[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], dim=1)
     texts = [tokenizer.decode(r, skip_special_tokens=True) for r in responses]
-    return sum(compute_score("words", t, str(q.answer)) for t, q in zip(texts, questions, strict=True)) / len(questions)
+    return sum(score("", text, str(q.answer)) for text, q in zip(texts, questions, strict=True)) / len(questions)
 
 
 def train(steps: int, batch_size: int, lr: float, seed: int, report_every: int = 100) -> Qwen3ForCausalLM:
@@ -131,15 +138,42 @@ def train(steps: int, batch_size: int, lr: float, seed: int, report_every: int =
     questions, held_out = task.split()
     prompts = {q: prompt_ids(tokenizer, q) for q in questions}
     rng = random.Random(seed)
+
+    def examples(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        worked_share = WORKED_SHARE_EARLY if step <= LATE * steps else WORKED_SHARE_LATE
+        return batch(tokenizer, prompts, batch_size, worked_share, rng)
+
+    started = time.perf_counter()
+
+    def report(step: int, loss: float) -> None:
+        if report_every and (step % report_every == 0 or step == steps):
+            greedy = accuracy(model, tokenizer, held_out[:128], 0.0)
+            sampled = accuracy(model, tokenizer, held_out[:128], 1.0)
+            print(
+                f"step {step:4d}  loss {loss:.3f}  held-out greedy {greedy:.2f}  sampled {sampled:.2f}"
+                f"  {time.perf_counter() - started:.0f} s",
+                flush=True,
+            )
+
+    fit(model, examples, steps, lr, report)
+    return model
+
+
+def fit(
+    model: PreTrainedModel,
+    examples: Callable[[int], tuple[torch.Tensor, torch.Tensor]],
+    steps: int,
+    lr: float,
+    report: Callable[[int, float], None],
+) -> None:
+    """Train on ``examples(step)``, ids and labels, for the steps from 1; ``report`` gets each step and its loss."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.98), weight_decay=0.01)
     warm_up = max(1, steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / warm_up, max(0.0, (steps - i) / (steps - warm_up)))
     )
-    started = time.perf_counter()
     for step in range(1, steps + 1):
-        worked_share = WORKED_SHARE_EARLY if step <= LATE * steps else WORKED_SHARE_LATE
-        ids, labels = batch(tokenizer, prompts, batch_size, worked_share, rng)
+        ids, labels = examples(step)
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(input_ids=ids).logits
         loss = torch.nn.functional.cross_entropy(
@@ -150,15 +184,7 @@ def train(steps: int, batch_size: int, lr: float, seed: int, report_every: int =
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()
-        if report_every and (step % report_every == 0 or step == steps):
-            greedy = accuracy(model, tokenizer, held_out[:128], 0.0)
-            sampled = accuracy(model, tokenizer, held_out[:128], 1.0)
-            print(
-                f"step {step:4d}  loss {loss.item():.3f}  held-out greedy {greedy:.2f}  sampled {sampled:.2f}"
-                f"  {time.perf_counter() - started:.0f} s",
-                flush=True,
-            )
-    return model
+        report(step, loss.item())
 
 
 def main() -> None:

@@ -19,9 +19,9 @@ from examples.common.runner import RunFailedError, run_arm
 from examples.openrlhf import data as openrlhf_data
 from examples.openrlhf.recipe import Follower as OpenrlhfFollower
 from examples.openrlhf.recipe import switches
+from examples.verl import data as verl_data
 from examples.verl.recipe import Follower as VerlFollower
 from examples.words import CHECKPOINT
-from examples.words import data as verl_data
 from jetrl_patch.doctor.command import recognise
 from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.report.summary import summarize
@@ -54,13 +54,13 @@ class Shrunk(CommonRecipe):
         given = self.judged.set_keys
         exports = {name: value for name, value in self.judged.launch.environ.items() if "CUDA" not in name}
         if self.framework == "verl":
-            files = verl_data.write(folder / "data", 64)
+            files = verl_data.write(folder / "data", self.task, 64)
             metrics = temporary / "steps.jsonl"
             words = shrink.verl(arguments, given, CHECKPOINT, files, SIZES, temporary)
             env = exports | environment(self, temporary) | arm.config("cpu").to_env()
             env |= {"VERL_FILE_LOGGER_PATH": str(metrics), "HYDRA_FULL_ERROR": "1"}
             return Start([sys.executable, "-m", module, *words], env, VerlFollower(metrics))
-        files = openrlhf_data.write(folder / "data", 64, arm.seed)
+        files = openrlhf_data.write(folder / "data", self.task, 64, arm.seed)
         words = shrink.openrlhf(arguments, given, CHECKPOINT, files, SIZES, temporary)
         env = exports | environment(self, temporary) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
         command = [sys.executable, "-m", "jetrl_patch", "run", *switches(arm), "-m", module, *words]

@@ -119,7 +119,7 @@ def openrlhf(
     several = _number(given, "train.batch_size", 128) < _number(given, "rollout.batch_size", 1024) * samples
     values = {
         "actor.model_name_or_path": model,
-        "reward.remote_url": WORDS.parent / "openrlhf" / "reward.py",
+        "reward.remote_url": WORDS / "reward.py",
         "data.prompt_dataset": data[0],
         "data.input_key": "input",
         "data.label_key": "label",

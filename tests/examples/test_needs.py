@@ -28,7 +28,31 @@ def test_each_goal_gets_only_what_it_was_given() -> None:
     assert last("official", "SCRIPTS=a b").endswith("-m scripts.official a b  ")
     assert last("official", "SCRIPTS=a", "RUN=1").endswith('-m scripts.official a --run "" ')
     assert last("official", "SCRIPTS=a", "RUN=ppo").endswith("-m scripts.official a --run ppo ")
-    assert last("demo").endswith("-m examples.verl.demo --device cpu ")
+    assert last("demo").endswith("-m examples.verl.demo --model words --device cpu ")
+    environ = f"PYTHONPATH={ROOT / '.venv' / 'reasoning-gym'} "
+    for goal, module in (("demo", "verl.demo"), ("demo-openrlhf", "openrlhf.demo")):
+        line = last(goal, "MODEL=smollm2")
+        assert environ in line and f"-m examples.{module} --model smollm2" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("demo", "MODEL=gpt2"), "MODEL=gpt2: required words or smollm2. Write make demo MODEL=smollm2 for a pretrained model"),
+        (("demo", "MODEL=smollm2", "DEVICE=cuda"), "MODEL=smollm2: required make demo or make demo-openrlhf, on a CPU; found "),
+        (("compare", "MODEL=smollm2"), "found DEVICE=cpu, make compare"),
+    ],
+)
+def test_a_model_that_the_demos_do_not_train(words: tuple[str, ...], says: str) -> None:
+    done = make("-n", *words)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 2 and done.stdout == "" and says in line
+
+
+def test_a_model_in_the_environment_is_not_the_demos(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scripts of ``examples/*/h100`` take theirs from there."""
+    monkeypatch.setenv("MODEL", "/path/to/Qwen3-8B-Base")
+    assert "--model words" in make("-n", "demo").stdout
 
 
 @pytest.mark.parametrize("goal", ["demo", "compare", "bench"])

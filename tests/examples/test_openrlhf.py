@@ -50,7 +50,7 @@ def test_a_run_is_the_users_command_with_jetrl_run_before_it(tmp_path: Path, arm
 
 
 def test_the_reward() -> None:
-    reward = runpy.run_path("examples/openrlhf/reward.py")["reward_func"]
+    reward = runpy.run_path("examples/words/reward.py")["reward_func"]
     prompt = "<|im_start|>user\nwhat is ten plus ten?<|im_end|>\n<|im_start|>assistant\n"
     for answer, score in (("it is 20<|im_end|>", 1.0), ("it is 20", 1.0), ("it is 2<|im_end|>", 0.0), ("", 0.0)):
         assert reward([prompt + answer], [prompt], ["20"])["rewards"] == score

@@ -222,13 +222,18 @@ def test_the_follower_reads_whole_lines_only(tmp_path: Path) -> None:
     assert follower.last == 1
 
 
-def test_answers_that_changed_come_first(tmp_path: Path) -> None:
+@pytest.mark.parametrize("system", ["", "system\nYou are helpful\n"])
+def test_answers_that_changed_come_first(tmp_path: Path, system: str) -> None:
     assert answers(tmp_path / "nothing") == {}
     # question n is right before and after as the letters say
     kinds = ["tt"] * 5 + ["ff"] * 4 + ["ft"] * 4 + ["tf"] * 3
     for step, position in ((0, 0), (5, 0), (10, 1)):
         lines = [
-            {"input": f"user\nquestion {n}?\nassistant\n", "output": f"it is {step}", "score": float(kind[position] == "t")}
+            {
+                "input": f"{system}user\nquestion {n}?\nassistant\n",
+                "output": f"it is {step}",
+                "score": float(kind[position] == "t"),
+            }
             for n, kind in enumerate(kinds)
         ]
         (tmp_path / f"{step}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -341,7 +346,7 @@ def test_verl_accepts_every_override(tmp_path: Path, device: Any) -> None:
 def test_the_start_says_what_to_expect_of_this_processor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(show.build, "instruction_set", lambda: "avx2")
     said = show.expected(Recipe(), True, "compiled for avx2")
-    assert "compiled for avx2; on two such cores" in said and f"took {Recipe.step_seconds['avx2']} s" in said
+    assert "compiled for avx2; on two such cores" in said and f"took {Recipe().step_seconds['avx2']} s" in said
     monkeypatch.setattr(show.build, "instruction_set", lambda: "portable")
     assert show.expected(Recipe(), True, "compiled for portable") == "[dim]CPU kernels: compiled for portable[/]"
     assert "slowly.[/] no compiler" in show.expected(Recipe(), False, "no compiler")

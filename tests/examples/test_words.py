@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from examples.words import data, task
+from examples.verl import data
+from examples.words import TASK, task
 from examples.words.reward import compute_score, final_number
 from examples.words.tokenizer import PAD, VOCAB_SIZE, build_tokenizer, vocabulary
 from examples.words.warm_start import CHECKPOINT, accuracy, batch, build_model, prompt_ids
@@ -136,7 +137,7 @@ def test_a_batch_of_the_warm_start_is_reproducible_and_learns_responses_only() -
 def test_parquet_files_hold_what_verl_reads(tmp_path: Path) -> None:
     import pandas
 
-    train, held_out = data.write(tmp_path, held_out=32)
+    train, held_out = data.write(tmp_path, TASK, 32)
     rows = pandas.read_parquet(held_out).to_dict("records")
     assert len(rows) == 32
     assert len(pandas.read_parquet(train)) == len(TRAIN)
@@ -149,7 +150,7 @@ def test_parquet_files_hold_what_verl_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("held_out", [0, -1, task.HELD_OUT + 1])
 def test_more_held_out_questions_than_there_are_is_an_error(tmp_path: Path, held_out: int) -> None:
     with pytest.raises(ValueError, match=str(held_out)):
-        data.write(tmp_path, held_out)
+        data.write(tmp_path, TASK, held_out)
 
 
 def test_the_checkpoint_loads_and_fits_its_tokenizer() -> None:
