@@ -12,7 +12,7 @@ from jetrl_patch.adapters.vllm import guard
 from jetrl_patch.adapters.vllm.experts import expert_modules
 from jetrl_patch.adapters.vllm.latent import absorb, made
 from jetrl_patch.adapters.vllm.method import quantized_modules
-from jetrl_patch.adapters.vllm.names import vllm_names
+from jetrl_patch.adapters.vllm.names import hf_name, vllm_names
 from jetrl_patch.adapters.vllm.plain import Sent, add_plain
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
 from jetrl_patch.errors import SyncError, explain
@@ -65,8 +65,20 @@ class VllmInstaller:
 
     @torch.no_grad()
     def load(self, weights: list[tuple[str, torch.Tensor]]) -> None:
-        """Load whole Hugging Face tensors into this rank's part of the model."""
-        self._loaded |= set(self.model.load_weights(vllm_names(self.model, weights)))
+        """Load whole Hugging Face tensors into this rank's part of the model.
+
+        The second name of a tied weight, ``lm_head`` beside the embedding, is left out: vLLM skips it, and vLLM 0.30 refuses a
+        call that has it without the first, which may have come in another bucket. ``finish`` requires the first.
+        """
+        tied = self._tied()
+        named = ((name, weight) for name, weight in weights if name not in tied)
+        self._loaded |= set(self.model.load_weights(vllm_names(self.model, named)))
+
+    def _tied(self) -> set[str]:
+        """Hugging Face's names of parameters that the model also has under an earlier name."""
+        mapper, first = getattr(self.model, "hf_to_vllm_mapper", None), dict(self.model.named_parameters())
+        again = (name.rpartition(".") for name, _ in self.model.named_parameters(remove_duplicate=False) if name not in first)
+        return {f"{hf_name(module, mapper)}.{leaf}" for module, _, leaf in again}
 
     def finish(self) -> None:
         """Check completeness, and make again what vLLM has made of the weights.

@@ -19,7 +19,7 @@ TASK = Task(
     model=LEARNER,
     sizes={
         "steps": 20,
-        "prompts": 8,
+        "prompts": 10,
         "held_out": 64,
         "validate_every": 20,
         "learning_rate": 2e-5,

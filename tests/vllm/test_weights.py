@@ -19,10 +19,11 @@ from jetrl_patch.sync.stream import SyncStats, quantized_stream
 
 
 def weights_of(path: str) -> dict[str, torch.Tensor]:
+    """Every weight as a framework's state has it: a tied one under both of its names, the second of them far from the first."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
-    return {name: p.detach() for name, p in model.named_parameters()}
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
 
 
 def stream(path: str, config: Any, terms: Terms, change: Callable[..., Any] = lambda items: items) -> list[Any]:
