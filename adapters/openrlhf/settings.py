@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision, seeing
+from jetrl_patch.adapters.openrlhf import checkpoint, correction, extensions, optimizer, precision, seeing
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
@@ -88,6 +88,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
     yield from precision.problems(select, config)
     yield from correction.problems(args, config)
+    yield from checkpoint.problems(select, config)
     found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
     yield from found
     if not found:
