@@ -91,7 +91,7 @@ def build_engine(job: Job, max_model_len: int) -> Any:
     if _on_cpu():
         settings["kv_cache_memory_bytes"] = 1 << 29
     stock = STOCK[job.stock].engine if job.stock else ()
-    if not stock and expert_sizes(_config(job.model)) is not None and compat.returns_routes():
+    if not stock and expert_sizes(_config(job.model)) is not None and compat.routes_error() is None:
         settings["enable_return_routed_experts"] = True
     settings.update(stock)
     settings.update(job.engine)
