@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.errors import ModelError, explain
+from packaging.version import Version
+
+from jetrl_patch.errors import ModelError, VersionError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.patching.differences import Difference
+from jetrl_patch.patching.guards import installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -20,11 +23,26 @@ __all__ = [
     "backends_per_kind",
     "normalize_in_processor",
     "paged_keys_and_values",
-    "returns_routes",
+    "routes_error",
     "sequence_parallel",
 ]
 
+_ASKS = Difference(
+    "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
+    changed_in="0.28",
+    added=True,
+    handled="an older engine asks no module for its experts: `measure_routes` is refused, `jetrl parity` has no routes",
+)
+_RETURNS = Difference(
+    "vllm.config.ModelConfig.enable_return_routed_experts",
+    changed_in="0.31",
+    added=False,
+    handled="only the newer model runner returns experts since, and a CPU lacks it; as in versions before 0.28",
+)
+
 DIFFERENCES = (
+    _ASKS,
+    _RETURNS,
     Difference(
         "vllm.config.PassConfig.enable_sp",
         changed_in="0.32",
@@ -54,18 +72,6 @@ DIFFERENCES = (
         changed_in="0.28",
         added=True,
         handled="older versions normalize images in the processor",
-    ),
-    Difference(
-        "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
-        changed_in="0.28",
-        added=True,
-        handled="an older engine asks no module for its experts: `measure_routes` is refused, `jetrl parity` has no routes",
-    ),
-    Difference(
-        "vllm.config.ModelConfig.enable_return_routed_experts",
-        changed_in="0.31",
-        added=False,
-        handled="only the newer model runner returns experts since, and a CPU lacks it; as in versions before 0.28",
     ),
 )
 
@@ -110,13 +116,19 @@ def backends_per_kind(attention_config: Any) -> list[Any]:
     return list(getattr(attention_config, "backend_per_kind", {}).values())
 
 
-def returns_routes() -> bool:
-    """Whether vLLM returns the experts that a module of ours has chosen, from every device's model runner."""
-    from vllm.config import ModelConfig
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+def routes_error(what: str = "enable_return_routed_experts with a quantized rollout") -> VersionError | None:
+    """Return the error for a vLLM that does not return the experts which a module of ours has chosen, from every device's
+    model runner; None for one that does. Imports no vLLM.
 
-    asks = hasattr(routed_experts_capturer, "RoutedExpertsCaptureSource")
-    return asks and hasattr(ModelConfig, "enable_return_routed_experts")
+    Args:
+        what: the user's name of the setting that needs them.
+    """
+    found = installed_version("vllm")
+    if found is None or Version(_ASKS.changed_in) <= Version(Version(found).base_version) < Version(_RETURNS.changed_in):
+        return None
+    wanted = f"vllm>={_ASKS.changed_in},<{_RETURNS.changed_in}"
+    fix = f"install {wanted}, with which verl runs too, or set measure_routes=False and router_replay='none'"
+    return VersionError(explain(what, required=wanted, found=found, fix=fix))
 
 
 def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
