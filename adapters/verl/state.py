@@ -6,11 +6,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch.sync.base import Sent
+from jetrl_patch.sync.source import Source
 from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import state
 from jetrl_patch.trainer.audit import Audit
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.mismatch import Compared
+
+
+@dataclass(kw_only=True)
+class Prepared(Source):
+    """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
+
+    Attributes:
+        vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
+        banned: tokens of the tokenizer that verl's rollout never samples.
+        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
+    """
+
+    vocabulary: int | None = None
+    banned: list[int] = field(default_factory=list)
+    adapters: dict[str, float] | None = None
 
 
 @dataclass
