@@ -1,6 +1,6 @@
 """Run under torchrun: verl's real FSDP engines update several times between two syncs, patched, on the CPU.
 
-    torchrun --nproc_per_node=N old_weights_script.py MODEL_DIR [gather]
+    torchrun --nproc_per_node=N old_weights_script.py MODEL_DIR two|all|gather
 
 For each placement of the parameters: the weights after two cycles with verl's own save and restore are those without, bit for
 bit, and every pass for old log-probs of a cycle has the bits of its first. Then the copies are taken away: the first restore
@@ -15,24 +15,27 @@ import jetrl_patch
 
 UPDATES, CYCLES = 3, 2
 PLACEMENTS = [
-    ("fsdp2", {}),
     ("fsdp2", {"param_offload": True, "optimizer_offload": True}),
+    ("fsdp2", {}),
     ("fsdp2", {"offload_policy": True}),
-    ("fsdp", {"param_offload": True}),
+    ("fsdp", {}),
 ]
 
 if __name__ == "__main__":
-    model_dir, *gather = sys.argv[1:]
-    jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=bool(gather))
+    model_dir, which = sys.argv[1:]
+    jetrl_patch.enable(precision="fp8-unified", fp8_all_gather=which == "gather")
 
     import torch
     from fsdp_engine import batch_of, build  # beside this script
     from verl.experimental.separation.engine_workers import DetachActorWorker
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from verl.workers.engine.fsdp import transformer_impl
 
     from jetrl_patch.adapters.verl import old_weights
     from jetrl_patch.errors import AuditError
 
+    # on a GPU param_offload makes new tensors at each move; on a CPU a move is none
+    transformer_impl.offload_fsdp_model_to_cpu = lambda module: module._apply(torch.clone)
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
     generator = torch.Generator().manual_seed(1)
@@ -79,7 +82,7 @@ if __name__ == "__main__":
         return all(torch.equal(a, b) for a, b in zip(left, right, strict=True))
 
     facts = []
-    for strategy, placement in PLACEMENTS if not gather else PLACEMENTS[:2]:
+    for strategy, placement in PLACEMENTS if which == "all" else PLACEMENTS[:2]:
         plain, current = train(worker_of(strategy, placement), restoring=False)
         found, old = train(worker_of(strategy, placement), restoring=True)
         assert plain.keys() == found.keys()
