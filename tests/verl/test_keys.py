@@ -7,6 +7,7 @@ of verl adds is missing there: look at the code that reads it, give it a rule or
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pkgutil
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ import jetrl_patch.adapters.verl
 from jetrl_patch.adapters.verl import asynchronous, programs, settings
 from jetrl_patch.config import Config
 from jetrl_patch.doctor.folders import file_of
+from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.trainer.rules import Rule
 from scripts.official import keys
 from tests.models import config_of
@@ -37,7 +39,7 @@ MODES = [
 #: sections that a check reads as a whole, and refuses what it does not know there
 WHOLE = (f"{R}.engine_kwargs.vllm", f"{M}.override_config", "algorithm.rollout_correction")
 #: what makes the checks read more
-MORE = [(), (f"{A}.use_kl_loss=True",), (f"{M}.lora_rank=8",), (f"{M}.use_fused_kernels=True",), ("distillation.enabled=True",)]
+MORE = (f"{A}.use_kl_loss=True", f"{M}.lora_rank=8", f"{M}.use_fused_kernels=True", "distillation.enabled=True")
 
 
 def composed(program: str, folder: Path, *more: str) -> Any:
@@ -77,13 +79,14 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[set[str], 
     try:
         OmegaConf.select = staticmethod(noted)  # type: ignore[assignment]
         for program in programs.TRAINERS:
-            names |= set(leaves("", OmegaConf.to_container(composed(program, folder), resolve=False)))
-            for more in MORE:
-                for mode in MODES:
-                    verl_config = composed(program, folder, *more)
+            whole = composed(program, folder)
+            names |= set(leaves("", OmegaConf.to_container(whole, resolve=False)))
+            first = program == PROGRAMS["verl"]
+            for verl_config in (whole, *(composed(program, folder, more) for more in MORE if first)):
+                for mode in MODES if verl_config is whole and first else MODES[:1]:
                     settings.chosen(verl_config, mode)
                     list(settings.problems(verl_config, mode))
-                    settings.complete(verl_config, mode)
+                    settings.complete(copy.deepcopy(verl_config), mode)
         yield names, handled
     finally:
         OmegaConf.select = staticmethod(select)  # type: ignore[assignment]
