@@ -35,7 +35,7 @@ if __name__ == "__main__":
     from jetrl_patch.errors import AuditError
 
     # on a GPU param_offload makes new tensors at each move; on a CPU a move is none
-    transformer_impl.offload_fsdp_model_to_cpu = lambda module: module._apply(torch.clone)
+    transformer_impl.load_fsdp_model_to_gpu = lambda module: module._apply(torch.clone)
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
     generator = torch.Generator().manual_seed(1)
