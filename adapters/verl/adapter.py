@@ -17,6 +17,7 @@ from jetrl_patch.adapters.verl import (
     megatron_engine,
     metrics,
     model,
+    old_weights,
     precision,
     programs,
     routes,
@@ -370,7 +371,7 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, then those of other engines, log-probs and corrections where they are needed."""
-        patches = EVERY_MODE + SEEING + (MEGATRON if is_installed("megatron.core") else ())
+        patches = EVERY_MODE + SEEING + old_weights.PATCHES + (MEGATRON if is_installed("megatron.core") else ())
         patches += VEOMNI if is_installed("veomni") else ()
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)

@@ -40,6 +40,7 @@ class WorkerState(state.Worker):
         broken: what broke the stream of such a sync.
         base: what the last sync sent, if this one may send changes only.
         held: what the engines reported as theirs before a sync over a checkpoint engine.
+        saved: digests of the weights that verl has saved to restore them later, by its key and by parameter (``old_weights``).
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
@@ -60,6 +61,7 @@ class WorkerState(state.Worker):
     broken: Exception | None = None
     base: Sent | None = None
     held: str = ""
+    saved: dict[Any, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
