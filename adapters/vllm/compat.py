@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from jetrl_patch.errors import ModelError, VersionError, explain
+from jetrl_patch.gate import while_active
 from jetrl_patch.patching.differences import Difference
 from jetrl_patch.patching.guards import installed_version
 
@@ -93,14 +95,20 @@ def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
     return found
 
 
-def normalize_in_processor(args: EngineArgs) -> None:
-    """Let the processor of images normalize pixels, as the trainer's does.
+@while_active
+def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.create_engine_config``: let the processor of images normalize pixels, as the trainer's does.
 
     Where the model does it, the mean and the deviation are buffers that no checkpoint holds. ``load_format="dummy"``, verl's
     default, fills them with noise, and no weight sync repairs them. vLLM's default is True in some releases.
     """
-    if getattr(args, "mm_device_do_normalize", False) is not False:
-        args.mm_device_do_normalize = False
+
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "mm_device_do_normalize", False) is not False:
+            self.mm_device_do_normalize = False
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:

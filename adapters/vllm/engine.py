@@ -9,7 +9,7 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.vllm.compat import normalize_in_processor, routes_error, sequence_parallel
+from jetrl_patch.adapters.vllm.compat import routes_error, sequence_parallel
 from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
@@ -39,7 +39,6 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         VersionError: this vLLM does not return the experts that the plugin has chosen.
     """
     set_arguments(args, config)
-    normalize_in_processor(args)
     if not config.quantized_rollout:
         return
     if args.enable_return_routed_experts and (error := routes_error()) is not None:
