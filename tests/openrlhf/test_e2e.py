@@ -255,8 +255,7 @@ def test_a_driver_that_connects_before_enable_ends_in_one_sentence(task, when):
     """A script of the user's own with a connection of its own: workers that exist cannot be patched, so nothing trains."""
     (task / "driver.py").write_text(LATE)
     words = [sys.executable, str(task / "driver.py"), when, *arguments(task, steps=1)]
-    environ = {"VLLM_CPU_KVCACHE_SPACE": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = ProcessRun(task, lambda ray_dir: (words, {"RAY_TMPDIR": ray_dir}), environ)
+    run = ProcessRun(task, lambda ray_dir: (words, {"RAY_TMPDIR": ray_dir}), {"VLLM_CPU_KVCACHE_SPACE": "1"})
     code, trained = run.wait(TIMEOUT), "Global step" in run.text
     assert (code, trained) == ((0, True) if when == "early" else (1, False)), run.text[-4000:]
     if when == "late":
