@@ -92,7 +92,7 @@ def _parts() -> list[dict[str, Any]]:
         ("FP8 decoding, share of what bytes allow", parts.DECODED, "estimated"),
         ("quantization, bytes per element: input, gradient", ", ".join(map(str, parts.QUANTIZED)), "counted"),
         ("norms and activations, bytes per token and layer", f"{hidden} × hidden + {inner} × inner", "estimated"),
-        ("a sum over ranks besides its bytes, µs", f"{parts.LATENCY * 1e6:.0f}", "estimated"),
+        ("a sum over ranks, fixed cost in µs", f"{parts.LATENCY * 1e6:.0f}", "estimated"),
     )
     return [{"part": what, "value": value, "source": source} for what, value, source in rows]
 
