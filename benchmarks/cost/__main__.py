@@ -20,31 +20,34 @@ LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (81
 _PAGE = """\
 # Speed: where FP8 pays
 
-**Estimated, not measured:** no figure on this page comes from a GPU run. `python -m benchmarks.cost --write` computes them from the
-[parts](#parts) below. The formulas are in `benchmarks/cost/`; a measured part replaces its row there.
+**Estimated, not measured:** no figure on this page comes from a GPU run. `python -m benchmarks.cost --write` computes them
+from the [parts](#parts) below. The formulas are in `benchmarks/cost/`; a measured part replaces its row there.
 
 What it says:
 
 - **`linear` pays in dense models**, most in large ones and with short responses.
-- **`exact` pays with short responses**, where it also skips a pass. At 32k tokens it loses: attention dominates, and its kernel is assumed to be
-  slower than FlashAttention-3.
+- **`exact` pays with short responses**, where it also skips a pass. At 32k tokens it loses: attention dominates, and its
+  kernel is assumed to be slower than FlashAttention-3.
 - **Mixtures gain little.** Blocks of 128 allow 2 ranks where BF16 has 4, which costs as much as FP8 gains.
-- **In exact mode use few tensor-parallel ranks.** Ranks gather FP32 sums, {gathered:.0f} times the bytes of BF16's all-reduce with 8 of them.
+- **In exact mode use few tensor-parallel ranks.** Ranks gather FP32 sums, {gathered:.0f} times the bytes of BF16's all-reduce
+  with 8 of them.
 
-A synchronous GRPO step on H100s, {samples} samples of {prompt} prompt tokens. Response lengths are exponential with a quarter of the longest as mean. The
-last four columns say how many times faster than BF16 the whole step is. Each mode has the tensor parallelism of the rollout that is fastest for
-it, in brackets.
+A synchronous GRPO step on H100s, {samples} samples of {prompt} prompt tokens. Response lengths are exponential with a quarter
+of the longest as mean. The last four columns say how many times faster than BF16 the whole step is. Each mode has the tensor
+parallelism of the rollout that is fastest for it, in brackets.
 
 {steps}
 
 - *exact* skips the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
-- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k). Compare with the ranks that you run.
+- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k). Compare with the ranks
+  that you run.
 - The shares of rollout and old log-probs are those of BF16's step, whose update runs the forward twice (checkpointing).
-- Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), and waits between phases. A
-  part that is the same in all modes makes every ratio smaller.
+- Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), and
+  waits between phases. A part that is the same in all modes makes every ratio smaller.
 
-Measured on CPUs: [every kernel](benchmarks/cpu.md), [whole steps](exactness.md#what-it-saves), [syncs](sync.md#measured). Counted without a GPU:
-[launches and bytes](benchmarks/counted.md). To be measured: [on a Hopper GPU](benchmarks/hopper/index.md).
+Measured on CPUs: [every kernel](benchmarks/cpu.md), [whole steps](exactness.md#what-it-saves), [syncs](sync.md#measured).
+Counted without a GPU: [launches and bytes](benchmarks/counted.md). To be measured: [on a Hopper
+GPU](benchmarks/hopper/index.md).
 
 ## Against what Jet-RL published
 

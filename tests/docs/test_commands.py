@@ -21,7 +21,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def command(framework: str) -> str:
     """The complete command on a framework's page."""
-    (found,) = re.findall(rf"^(?=jetrl {framework} --fp8-unified \\$)(.*?)^```", (DOCS / f"{framework}.md").read_text(), re.M | re.S)
+    page = (DOCS / f"{framework}.md").read_text()
+    (found,) = re.findall(rf"^(?=jetrl {framework} --fp8-unified \\$)(.*?)^```", page, re.M | re.S)
     return str(found)
 
 
