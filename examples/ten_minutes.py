@@ -21,7 +21,7 @@ from examples.words import data as verl_data
 HELD_OUT = 64
 STEPS = 5
 #: of verl's recipe: what each run sets for itself, and the validation, which five steps do not need
-_OWN = ("trainer.experiment_name=", "trainer.validation_data_dir=", "trainer.val_before_train=", "trainer.logger=")
+_OWN = ("trainer.experiment_name=", "trainer.validation_data_dir=", "trainer.val_before_train=", "trainer.logger=", "hydra.run")
 
 
 def arguments(framework: str, out: Path) -> list[str]:
@@ -31,7 +31,7 @@ def arguments(framework: str, out: Path) -> list[str]:
         train, held_out = verl_data.write(out / "data", HELD_OUT)
         recipe = verl.Recipe(steps=STEPS, validate_every=-1)
         found = [word for word in verl.overrides(recipe, arm, train, held_out, out) if not word.startswith(_OWN)]
-        return [*found, "trainer.val_before_train=False", 'trainer.logger=["console"]']
+        return [*found, "trainer.val_before_train=False", 'trainer.logger=["console"]', f"hydra.run.dir={out / 'hydra'}"]
     train, held_out = openrlhf_data.write(out / "data", HELD_OUT, arm.seed)
     return openrlhf.arguments(openrlhf.Recipe(steps=STEPS), arm, train, held_out, out)
 
