@@ -59,7 +59,7 @@ def require_hook(config: Config) -> None:
                 "enable() in a driver of Ray",
                 required="a call before ray.init, which hands these settings to the workers",
                 found="a connection that was made without them",
-                fix="call enable() first, or close the connection with ray.shutdown()",
+                fix="call enable() before ray.init and before `from ray import init`, or close the connection by ray.shutdown()",
             )
         )
 

@@ -25,7 +25,7 @@ from jetrl_patch.structure import sees
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jetrl_patch.adapters.verl.model import Prepared
+    from jetrl_patch.adapters.verl.state import Prepared
 
 __all__ = [
     "attach",

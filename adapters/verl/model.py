@@ -3,31 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import fused, precision, routes, seeing, ulysses
 from jetrl_patch.adapters.verl.gather import mark_layers
-from jetrl_patch.adapters.verl.state import WORKER
+from jetrl_patch.adapters.verl.state import WORKER, Prepared
 from jetrl_patch.config import Config
 from jetrl_patch.gate import while_active
-from jetrl_patch.sync.source import Source, convert
-
-
-@dataclass(kw_only=True)
-class Prepared(Source):
-    """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
-
-    Attributes:
-        vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
-        banned: tokens of the tokenizer that verl's rollout never samples.
-        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
-    """
-
-    vocabulary: int | None = None
-    banned: list[int] = field(default_factory=list)
-    adapters: dict[str, float] | None = None
+from jetrl_patch.sync.source import convert
 
 
 @while_active
@@ -44,7 +28,8 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
             if self.engine_config.forward_only:
                 WORKER.followers.add(self._jetrl)
-        ulysses.share(module, self)
+        if runtime.active_config().exact:
+            ulysses.share(module, self)
         return module
 
     return _build_module

@@ -10,6 +10,7 @@ from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl import (
     asynchronous,
     beside,
+    checkpoint,
     fused,
     gather,
     lora,
@@ -32,7 +33,7 @@ from jetrl_patch.adapters.verl.rollout_ranks import expert_parallel, tensor_para
 from jetrl_patch.adapters.verl.section import disagreement
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import ConflictError, JetrlError
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, explain
 from jetrl_patch.gate import while_active
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
@@ -122,6 +123,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if config.old_log_probs != "auto":  # which ``chosen`` settles
         yield from old_log_probs_settings.problems(select, config)
     yield from optimizer_problems(select, config)
+    yield from checkpoint.problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
@@ -213,20 +215,31 @@ def chosen(verl_config: Any, asked: Config) -> Config:
 
 
 def adopt(verl_config: Any) -> None:
-    """Restart this process's session with the settings that verl's decide, before anything else starts."""
+    """Restart this process's session with the settings that verl's decide, before anything else starts.
+
+    Raises NotPatchedError if the driver has connected Ray already: its workers have the settings of before.
+    """
     asked = runtime.asked_config()
     wanted = chosen(verl_config, asked)
     if wanted != asked:
-        runtime.disable()
-        runtime.enable(wanted)
         changed = [name for name in SETTINGS if getattr(wanted, name) != getattr(asked, name)]
         words = ", ".join(f"{name}={getattr(wanted, name)!r}" for name in changed)
+        runtime.disable()
+        try:
+            runtime.enable(wanted)
+        except NotPatchedError as error:
+            required, found = f"{words}, which verl's settings need", "workers of Ray that were started without"
+            raise NotPatchedError(explain("enable()", required=required, found=found, fix=f"call it with {words}")) from error
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
 def _settle(verl_config: Any) -> None:
-    """Check the configuration and complete it, with the settings that it decides, before anything starts."""
+    """Check the configuration and complete it, with the settings that it decides, before anything starts.
+
+    Raises NotPatchedError if Ray was connected by an ``init`` imported before ``enable()``, which could not replace that name.
+    """
     adopt(verl_config)
+    registry.resolve("ray").check(runtime.active_config())
     prepare(verl_config, runtime.active_config())
 
 

@@ -6,11 +6,27 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jetrl_patch.sync.base import Sent
+from jetrl_patch.sync.source import Source
 from jetrl_patch.sync.stream import SyncStats
 from jetrl_patch.trainer import state
 from jetrl_patch.trainer.audit import Audit
 from jetrl_patch.trainer.marks import MARK
 from jetrl_patch.trainer.mismatch import Compared
+
+
+@dataclass(kw_only=True)
+class Prepared(Source):
+    """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
+
+    Attributes:
+        vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
+        banned: tokens of the tokenizer that verl's rollout never samples.
+        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
+    """
+
+    vocabulary: int | None = None
+    banned: list[int] = field(default_factory=list)
+    adapters: dict[str, float] | None = None
 
 
 @dataclass
@@ -24,6 +40,7 @@ class WorkerState(state.Worker):
         broken: what broke the stream of such a sync.
         base: what the last sync sent, if this one may send changes only.
         held: what the engines reported as theirs before a sync over a checkpoint engine.
+        saved: digests of the weights that verl has saved to restore them later, by its key and by parameter (``old_weights``).
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
@@ -44,6 +61,7 @@ class WorkerState(state.Worker):
     broken: Exception | None = None
     base: Sent | None = None
     held: str = ""
+    saved: dict[Any, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

@@ -21,6 +21,7 @@ from jetrl_patch.adapters.vllm.formats import format_of, logger
 from jetrl_patch.adapters.vllm.method import finite_bf16
 from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
 from jetrl_patch.adapters.vllm.shards import Shard
+from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.expert_trial import require_expert_equality
@@ -32,7 +33,6 @@ from jetrl_patch.fp8.ranks import ExpertSplit, added
 from jetrl_patch.units import matrices_of
 
 if TYPE_CHECKING:
-    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
     from jetrl_patch.fp8.backends import Backend
 
 __all__ = ["Piece", "QuantizedExpertsMethod", "check_eager", "expert_modules"]
@@ -63,14 +63,14 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     """
 
     def __init__(
-        self, quant_config: JetrlQuantConfig, layer: RoutedExperts, prefix: str, quantized: bool = True
+        self, config: Config, layer: RoutedExperts, prefix: str, quantized: bool = True
     ) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
-        self.plain = None if quantized else PlainProducts(quant_config.config.exact)
-        self.exact = quant_config.config.exact
-        self.format = format_of(quant_config.config)
-        self.scale_format = quant_config.config.scale_format
+        self.plain = None if quantized else PlainProducts(config.exact)
+        self.exact = config.exact
+        self.format = format_of(config)
+        self.scale_format = config.scale_format
         #: factor of the routing weights, where the model has one; see ``routing``
         self.scale = 1.0
         #: takes the experts [T, k] of each forward pass, where the engine returns them; see ``runner``

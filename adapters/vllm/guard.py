@@ -99,8 +99,7 @@ def guarded_modules(model: torch.nn.Module) -> list[tuple[LinearBase, list[str]]
 
 
 def _prepare(layer: RowParallelLinear | ColumnParallelLinear, method: QuantizedLinearMethod) -> _Change:
-    exact = method.quant_config.config.exact
-    made: Any = ExactLinearMethod() if exact else UnquantizedLinearMethod()
+    made: Any = ExactLinearMethod() if method.exact else UnquantizedLinearMethod()
     old = layer.weight
     holder = torch.nn.Module()
     with torch.device(old.device):

@@ -110,13 +110,13 @@ class JetrlQuantConfig(QuantizationConfig):
         name = hf_name(prefix, self.mapper)
         if isinstance(layer, LinearBase):
             if self.is_quantized(name) and not (isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, name)):
-                return QuantizedLinearMethod(self, name)
+                return QuantizedLinearMethod(self.config, name, self.packed_modules_mapping, self.cut)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
         if isinstance(layer, RoutedExperts):
             quantized = experts_quantized(name, layer.moe_config.num_experts, self.config.exclude)
-            return QuantizedExpertsMethod(self, layer, name, quantized)
+            return QuantizedExpertsMethod(self.config, layer, name, quantized)
         return None
 
     def _leaves_in_bf16(self, layer: RowParallelLinear, name: str) -> bool:

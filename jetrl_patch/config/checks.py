@@ -11,7 +11,7 @@ from jetrl_patch.correction.kinds import CORRECTIONS
 from jetrl_patch.errors import ConfigError, explain
 
 if TYPE_CHECKING:
-    from jetrl_patch.config.settings import Config
+    from jetrl_patch.config.derived import Derived
 
 __all__ = ["check_choice", "check_switch", "check_together", "number", "patterns", "seconds"]
 
@@ -66,7 +66,7 @@ def _bad_pattern(pattern: object, why: str) -> str:
     )
 
 
-def check_together(config: Config) -> None:
+def check_together(config: Derived) -> None:
     """Raise ConfigError if settings contradict each other."""
     unified = " or ".join(repr(name) for name, mode in MODES.items() if mode.is_unified)
     if config.align is not None and not config.mode.is_unified:

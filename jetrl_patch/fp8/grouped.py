@@ -12,19 +12,17 @@ its experts; pairs are sorted by expert (``kernels.plan``). Shape legend as in `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from jetrl_patch.fp8.backends import Backend
 from jetrl_patch.fp8.backends.gpu import written
 from jetrl_patch.fp8.formats import BLOCK, ScaleFormat, groups
 from jetrl_patch.fp8.linear import backward_pass
 from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
-from jetrl_patch.fp8.watched import Watched
-
-if TYPE_CHECKING:
-    from jetrl_patch.fp8.experts import Experts
+from jetrl_patch.fp8.watched import HasWatch, Watched
 
 __all__ = ["Saved", "Stacks", "grouped_experts_forward", "run_grouped"]
 
@@ -35,6 +33,18 @@ class Stacks(NamedTuple):
     gate_up: tuple[Tensor, Tensor]
     down: tuple[Tensor, Tensor]
     turned: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+class StackedExperts(HasWatch, Protocol):
+    """The experts of a layer, as this module reads them (``experts.Experts``)."""
+
+    scale_format: ScaleFormat
+    split: ExpertSplit
+
+    @property
+    def backend(self) -> Backend: ...
+
+    def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None) -> Stacks: ...
 
 
 class Saved(NamedTuple):
@@ -108,7 +118,7 @@ class _Grouped(torch.autograd.Function):
         down_EHI: Tensor,
         weights_Tk: Tensor,
         ids_Tk: Tensor,
-        own: Experts,
+        own: StackedExperts,
         watched: Watched | None,
     ) -> Tensor:
         kernels = own.backend.grouped(x_TH)
@@ -124,7 +134,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, *planned = ctx.saved_tensors
-        own: Experts = ctx.own
+        own: StackedExperts = ctx.own
         kernels, form = own.backend.grouped(q_TH), own.scale_format
         plan = kernels.Plan.of(planned)
         dy_TH = grad_outputs[0].to(torch.bfloat16)
@@ -162,7 +172,7 @@ def _turned(kernels: Any, stack: tuple[Tensor, Tensor], at_hand: Tensor | None) 
 
 
 def grouped_experts_forward(
-    x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+    x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: StackedExperts
 ) -> Tensor:
     """As ``experts.experts_forward``, for a backend with grouped products."""
     watched = Watched.begin(own, ids_Tk)

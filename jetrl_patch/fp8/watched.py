@@ -11,7 +11,7 @@ Shape legend: T tokens, k experts per token, P = T * k pairs, H hidden size, I i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -19,16 +19,19 @@ from torch import Tensor
 from jetrl_patch.exact.activation import silu_mul
 from jetrl_patch.units import Part
 
-if TYPE_CHECKING:
-    from jetrl_patch.fp8.experts import Experts
-
-__all__ = ["Watch", "Watched"]
+__all__ = ["HasWatch", "Watch", "Watched"]
 
 
 class Watch(Protocol):
     """Takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values."""
 
     def __call__(self, kind: str, part: Part, experts_P: Tensor, take: Callable[[Tensor], Tensor], /) -> None: ...
+
+
+class HasWatch(Protocol):
+    """The experts of a layer, which hold the watch of their next forward."""
+
+    watch: Watch | None
 
 
 class Watched:
@@ -40,7 +43,7 @@ class Watched:
         self._tokens_P = order_P // ids_Tk.shape[1]
 
     @classmethod
-    def begin(cls, own: Experts, ids_Tk: Tensor) -> Watched | None:
+    def begin(cls, own: HasWatch, ids_Tk: Tensor) -> Watched | None:
         """Take the watch of these experts, if there is one: it sees one forward that autograd records and that has tokens."""
         if own.watch is None or not torch.is_grad_enabled() or ids_Tk.numel() == 0 or torch.compiler.is_compiling():
             return None

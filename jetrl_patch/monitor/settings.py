@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from jetrl_patch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jetrl_patch.config import Config
+    from jetrl_patch.config.derived import Derived
 
 __all__ = ["check_monitor"]
 
 
-def check_monitor(config: Config) -> None:
+def check_monitor(config: Derived) -> None:
     """Raise ConfigError for meaningless thresholds and for a guard that cannot act."""
     every, share, guard = config.monitor_every, config.monitor_underflow, config.guard_sqnr
     if isinstance(every, bool) or not isinstance(every, int) or every < 0:

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 from jetrl_patch.errors import ConfigError, explain
 
 if TYPE_CHECKING:
-    from jetrl_patch.config import Config
+    from jetrl_patch.config.derived import Derived
 
 __all__ = ["check_precision"]
 
 
-def check_precision(config: Config) -> None:
+def check_precision(config: Derived) -> None:
     """Raise ConfigError if these settings contradict ``align`` or ``precision``."""
     if config.kv_cache == "fp8" and config.exact:
         raise ConfigError(

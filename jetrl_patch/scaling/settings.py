@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING
 from jetrl_patch.errors import ConfigError
 
 if TYPE_CHECKING:
-    from jetrl_patch.config import Config
+    from jetrl_patch.config.derived import Derived
 
 __all__ = ["check_scaling"]
 
 
-def check_scaling(config: Config) -> None:
+def check_scaling(config: Derived) -> None:
     """Raise ConfigError if granularity, backend, smoothing or invariant scale is invalid or contradicts the precision."""
     mode = f"precision={config.precision!r}"
     if config.rollout_granularity != "block" and not config.mode.has_granularity:

@@ -17,20 +17,45 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from jetrl_patch.errors import SyncError, explain
 from jetrl_patch.sync import delta
 
-if TYPE_CHECKING:
-    from jetrl_patch.sync.stream import NamedTensor, SyncStats
+__all__ = ["Base", "NamedTensor", "Received", "Sent", "SyncStats", "held_by"]
 
-__all__ = ["Base", "Received", "Sent", "held_by"]
+NamedTensor = tuple[str, torch.Tensor]
 
 #: in front of the name of a tensor of which only the changes are sent
 PREFIX = "jetrl.delta."
+
+
+@dataclass
+class SyncStats:
+    """Counts of one sync, sizes in bytes; filled while the stream runs.
+
+    Attributes:
+        total: all tensors, as sent.
+        quantized: the quantized layers, weights and scales, as sent.
+        quantized_as_bf16: the same layers in BF16.
+        layers: number of quantized layers.
+        tensors: number of tensors, scales included.
+        full: with ``sync="delta"``, all tensors.
+        changed: the bytes among them that differ from the base.
+        digests: by name, once they have been read from the device.
+    """
+
+    total: int = 0
+    quantized: int = 0
+    quantized_as_bf16: int = 0
+    layers: int = 0
+    tensors: int = 0
+    full: int = 0
+    changed: int = 0
+    digests: dict[str, int] = field(default_factory=dict)
 
 
 class Base:

@@ -11,13 +11,12 @@ takes a tensor's place.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 
 import torch
 
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.transformer_engine import is_te_tensor, take
-from jetrl_patch.sync.base import Sent
+from jetrl_patch.sync.base import NamedTensor, Sent, SyncStats
 from jetrl_patch.sync.digest import Pending, read, start
 from jetrl_patch.sync.manifest import (
     COMMIT,
@@ -30,7 +29,6 @@ from jetrl_patch.sync.manifest import (
 )
 from jetrl_patch.sync.quantizers import QUANTIZERS
 
-NamedTensor = tuple[str, torch.Tensor]
 #: (layer name, BF16 weight [N, K]) -> the bytes to send and install: (q [N, K], scales in FP32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
 
@@ -39,31 +37,6 @@ _READ_EVERY = 256 << 20
 
 #: changes the weights before they are checked and quantized
 Transform = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
-
-
-@dataclass
-class SyncStats:
-    """Counts of one sync, sizes in bytes; filled while the stream runs.
-
-    Attributes:
-        total: all tensors, as sent.
-        quantized: the quantized layers, weights and scales, as sent.
-        quantized_as_bf16: the same layers in BF16.
-        layers: number of quantized layers.
-        tensors: number of tensors, scales included.
-        full: with ``sync="delta"``, all tensors.
-        changed: the bytes among them that differ from the base.
-        digests: by name, once they have been read from the device.
-    """
-
-    total: int = 0
-    quantized: int = 0
-    quantized_as_bf16: int = 0
-    layers: int = 0
-    tensors: int = 0
-    full: int = 0
-    changed: int = 0
-    digests: dict[str, int] = field(default_factory=dict)
 
 
 class _Outgoing:

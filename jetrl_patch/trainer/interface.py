@@ -14,13 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
-
-if TYPE_CHECKING:
-    from jetrl_patch.sync.source import Source
 
 __all__ = ["Needs", "Place", "Pool", "Trainer"]
 
@@ -105,8 +102,8 @@ class Trainer(Protocol):
     def needs(self, settings: Any, /) -> Needs:
         """Return what a launch with these settings takes from its machine."""
 
-    def prepare(self, model: Any, config: Config, engine: Any, /) -> Source:
-        """Convert a loaded model in place, before it is wrapped, and record what a weight sync sends.
+    def prepare(self, model: Any, config: Config, engine: Any, /) -> object:
+        """Convert a loaded model in place, before it is wrapped. Return the ``Source`` of its weight syncs.
 
         Args:
             engine: the framework's object that holds the model.

@@ -48,7 +48,7 @@ def test_it_is_one_operator(config: Config, operator: str, monkeypatch: pytest.M
     monkeypatch.setitem(backends._LOADED, "untraceable", Untraceable())
     monkeypatch.setattr(formats, "choose_backend", lambda *asked: (real(*asked), "untraceable")[1])
     method = QuantizedLinearMethod(
-        SimpleNamespace(config=config, packed_modules_mapping={}), "model.layers.0.mlp.down_proj"
+        config, "model.layers.0.mlp.down_proj", packed={}, cut=[]
     )
     g = torch.Generator().manual_seed(0)
     N, K = 128, 256

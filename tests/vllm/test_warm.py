@@ -30,8 +30,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> DeepGemm:
 
 
 def linear(N: int, K: int, layout: Layout | None, backend: Any = None) -> tuple[Any, QuantizedLinearMethod]:
-    config = SimpleNamespace(config=Config(precision="fp8-rollout"), packed_modules_mapping={}, cut=[])
-    method = QuantizedLinearMethod(config, "model.layers.0.mlp.down_proj")  # type: ignore[arg-type]
+    method = QuantizedLinearMethod(Config(precision="fp8-rollout"), "model.layers.0.mlp.down_proj", packed={}, cut=[])
     method.format._backend = backend or DeepGemmBackend()
     layer: Any = torch.nn.Module()
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(N))

@@ -9,7 +9,7 @@
 #   PROMPTS    instead of DATA: files of JSON lines with "input" (the question) and "label" (the answer), joined by commas
 #   MODEL      folder of the model
 #   REWARD     Python file with reward_func(queries, prompts, labels)
-#   OUTPUT     folder for checkpoints
+#   OUTPUT     folder for checkpoints; by default one for each precision and alignment
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   ALIGN      linear, for a model family without exact mode
@@ -21,7 +21,8 @@ set -euo pipefail
 DATA=${DATA:-$HOME/data}
 PROMPTS=${PROMPTS:-$DATA/gsm8k/train.jsonl,$DATA/math/train.jsonl}
 REWARD=${REWARD:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/reward.py}
-OUTPUT=${OUTPUT:-outputs/$NAME}
+RUN=$NAME-${PRECISION:-fp8-unified${ALIGN:+-$ALIGN}}
+OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
 TP=${TP:-1}
 LENGTH=$((1024 + RESPONSE))

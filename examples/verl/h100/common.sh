@@ -6,7 +6,7 @@
 #
 #   DATA       folder with gsm8k/ and math/; `python -m examples.gsm8k` and `python -m examples.competition_math` write it
 #   MODEL      folder of the model
-#   OUTPUT     folder for checkpoints
+#   OUTPUT     folder for checkpoints; by default one for each precision and alignment, because a run resumes what is in it
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   ALIGN      linear, for a model family without exact mode
@@ -17,7 +17,8 @@
 set -euo pipefail
 
 DATA=${DATA:-$HOME/data}
-OUTPUT=${OUTPUT:-outputs/$NAME}
+RUN=$NAME-${PRECISION:-fp8-unified${ALIGN:+-$ALIGN}}
+OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
 TP=${TP:-1}
 PROMPT=1024
@@ -65,6 +66,6 @@ exec ${JETRL:-jetrl} verl "${mode[@]}" \
   trainer.test_freq=10 \
   trainer.logger="$LOGGER" \
   trainer.project_name=jetrl_patch \
-  trainer.experiment_name="$NAME" \
+  trainer.experiment_name="$RUN" \
   trainer.default_local_dir="$OUTPUT" \
   "$@"
