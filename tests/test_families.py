@@ -154,7 +154,7 @@ def test_a_language_model_is_of_the_family_of_the_whole() -> None:
 
 def test_documents_list_the_families() -> None:
     exact = titles(covering("exact").values())
-    for file in ("README.md", "docs/exactness.md"):
+    for file in ("README.md", "docs/limits.md"):
         assert exact in re.sub(r"\s+", " ", Path(ROOT / file).read_text()), file
     scaling = titles(covering("scaling").values())
     assert scaling in re.sub(r"\s+", " ", (ROOT / "docs/precisions.md").read_text())
