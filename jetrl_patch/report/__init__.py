@@ -7,5 +7,6 @@ from jetrl_patch.report.sources import collect, read_runs
 from jetrl_patch.report.tables import changes_text, make_answers, make_table
 
 __all__ = [
-    "ReportError", "Run", "changes_text", "collect", "make_answers", "make_table", "read_runs", "summarize", "write", "write_report",
+    "ReportError", "Run", "changes_text", "collect", "make_answers", "make_table", "read_runs", "summarize", "write",
+    "write_report",
 ]  # fmt: skip

@@ -15,26 +15,12 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from jetrl_patch.config.fields import Fields
-from jetrl_patch.report.runs import ACCURACY, PARTS, REWARD, SECONDS, Points, Run, finite, number
+from jetrl_patch.report.runs import REWARD, SECONDS, Points, Run, number
 
 __all__ = [
-    "ALL_LAYERS",
-    "DARK",
-    "DASHES",
-    "GROUPS",
-    "LIGHT",
-    "LIMIT",
-    "Chart",
-    "Limit",
-    "Scales",
-    "Style",
-    "choose",
-    "describe",
-    "draw",
-    "split_name",
-    "thin",
-    "wanted",
-]
+    "ALL_LAYERS", "DARK", "FP8", "GROUPS", "LIGHT", "LIMIT", "OTHER", "TIME", "Chart", "Scales", "Style", "choose", "describe",
+    "draw", "split_name", "thin",
+]  # fmt: skip
 
 GROUPS = LEARNING, MISMATCH, TIME, FP8, OTHER = (
     "Learning", "Mismatch between rollout and trainer", "Time", "FP8 statistics", "Other metrics",
@@ -98,7 +84,8 @@ _CHARTS: tuple[tuple[Chart, tuple[str, ...]], ...] = (
     (Chart("masked", "Masked tokens", MISMATCH, low=0, style="share",
            help="share of tokens that the correction removes from the loss"), ("jetrl/masked_fraction",)),
     (Chart("seconds", "Seconds per step", TIME, low=0, style="seconds"), SECONDS),
-    (Chart("sync", "Weight sync", TIME, "from the trainer to the rollout engine", low=0, style="seconds"), ("jetrl/sync_seconds",)),
+    (Chart("sync", "Weight sync", TIME, "from the trainer to the rollout engine", low=0, style="seconds"),
+     ("jetrl/sync_seconds",)),
 )  # fmt: skip
 #: the charts whose series is more than a metric
 _READ: dict[str, Callable[[Run], Points]] = {
@@ -111,25 +98,14 @@ _READ: dict[str, Callable[[Run], Points]] = {
 #: further metrics that get a chart if a run has them, as do the plugin's other metrics
 _MORE = {
     "actor/entropy": "Entropy",
-    "actor/grad_norm": "Gradient norm",
-    "actor_grad_norm": "Gradient norm",
-    "actor/pg_loss": "Policy loss",
-    "policy_loss": "Policy loss",
-    "actor/lr": "Learning rate",
-    "actor_lr": "Learning rate",
-    "response_length/mean": "Response length",
-    "response_length": "Response length",
+    **dict.fromkeys(("actor/grad_norm", "actor_grad_norm"), "Gradient norm"),
+    **dict.fromkeys(("actor/pg_loss", "policy_loss"), "Policy loss"),
+    **dict.fromkeys(("actor/lr", "actor_lr"), "Learning rate"),
+    **dict.fromkeys(("response_length/mean", "response_length"), "Response length"),
     "training/rollout_probs_diff_mean": "Mean |Δ probability|, measured by verl",
 }
 _TOLD = {name for _, names in _CHARTS for name in names}
-_KNOWN_NAMES = _TOLD | set(_MORE) | {name for names in PARTS.values() for name in names}
 _MOST_OTHERS = 24
-
-
-@functools.cache
-def wanted(name: str) -> bool:
-    """Whether a report shows the metric; others are not kept, which saves memory on long runs."""
-    return name.startswith("jetrl/") or name in _KNOWN_NAMES or ACCURACY.fullmatch(name) is not None
 
 
 def draw(runs: Sequence[Run]) -> list[Chart]:
@@ -234,7 +210,7 @@ class Scales:
                         what, layer = split
                         series = found.setdefault(what, {}).setdefault(layer, [[] for _ in runs])
                         series[i].append((step, value))
-        self.series = {what: found[what] for what in sorted(found, key=lambda what: (_importance(what), what))}
+        self.series = dict(sorted(found.items(), key=lambda item: ([word not in item[0] for word in _TELLING], item[0])))
         self.layers = sorted({layer for layers in found.values() for layer in layers} - {ALL_LAYERS}, key=_natural)
         self._runs = range(len(runs))
 
@@ -275,8 +251,11 @@ class Scales:
     @functools.cached_property
     def silent(self) -> list[str]:
         """The statistics that are 0 wherever they were measured, which a sentence tells better than a chart."""
-        every = {what: [points for series in layers.values() for points in series] for what, layers in self.series.items()}
-        return [what for what, all_points in every.items() if not any(value for points in all_points for _, value in points)]
+        loud = {
+            what for what, layers in self.series.items()
+            if any(value for series in layers.values() for points in series for _, value in points)
+        }  # fmt: skip
+        return [what for what in self.series if what not in loud]
 
     def _points(self, run: int, what: str, layer: str) -> Points:
         series = self.series.get(what, {}).get(layer)
@@ -289,10 +268,6 @@ def _worst(what: str, values: Sequence[float]) -> Any:
     return (min if _LESS_IS_WORSE.search(what) else max)(values, default=None)
 
 
-def _importance(what: str) -> int:
-    return next((i for i, word in enumerate(_TELLING) if word in what), len(_TELLING))
-
-
 def _natural(name: str) -> list[tuple[int, int, str]]:
     return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
 
@@ -302,8 +277,8 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 #: most points per line on the page, about 1.5 per pixel
 LIMIT = 600
 
-#: Okabe and Ito's colours, which remain distinct under the common kinds of colour blindness: blue, vermilion, green, purple, ochre,
-#: sky, grey, brown. Darkened for a white background and lightened for a dark one until each has a contrast of at least 3 to 1
+#: Okabe and Ito's colours, which remain distinct under the common kinds of colour blindness: blue, vermilion, green, purple,
+#: ochre, sky, grey, brown. Darkened for a white background and lightened for a dark one to a contrast of at least 3 to 1
 LIGHT = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
 DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2d0", "#d9a085")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from rich.console import Console
 from jetrl_patch.errors import explain
 from jetrl_patch.places import check_target, writing
 from jetrl_patch.progress import Display, Progress
-from jetrl_patch.report.charts import draw, wanted
+from jetrl_patch.report.charts import draw
 from jetrl_patch.report.page import write
 from jetrl_patch.report.pictures import draw_pictures
 from jetrl_patch.report.runs import ReportError, Run
@@ -30,7 +29,7 @@ def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -
         ReportError: there is nothing to report on, or matplotlib is missing (the page is written nevertheless).
     """
     notes: list[str] = []
-    runs = read_runs(folder / "metrics.jsonl", notes=notes)
+    runs = read_runs(folder / "metrics.jsonl", notes)
     name_runs([Source(folder, runs=runs)])
     summaries = write(runs, folder, title, subtitle, notes)
     draw_pictures(runs, folder)
@@ -123,18 +122,12 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _read(texts: Sequence[str], notes: list[str], progress: Progress) -> list[Run]:
-    """The runs, with only the metrics that the report shows; notes which runs have none, or none in common."""
-    seen: list[str] = []
-
-    @functools.cache  # so that ``seen`` lists each name once
-    def keep(name: str) -> bool:
-        seen.append(name)
-        return wanted(name)
-
-    runs = collect(texts, keep, notes, progress)
+    """The runs; notes which have no metric that the report shows, or none in common."""
+    runs = collect(texts, notes, progress)
     charts = draw(runs)
     if not charts:
-        found = ", ".join(seen[:8]) or "none"
+        seen = dict.fromkeys(name for run in runs for data in run.steps.values() for name in data)
+        found = ", ".join([*seen][:8]) or "none"
         fix = "make the framework log rewards, timings or jetrl/… metrics"
         raise ReportError(explain("report", required="metrics of a training run", found=found, fix=fix))
     having = [{chart.key for chart in charts if chart.series[i]} for i in range(len(runs))]

@@ -10,9 +10,32 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from jetrl_patch.report.charts import ALL_LAYERS, DARK, FP8, GROUPS, LIGHT, LIMIT, OTHER, TIME, Chart, Scales, choose, describe, draw, thin
+from jetrl_patch.report.charts import (
+    ALL_LAYERS,
+    DARK,
+    FP8,
+    GROUPS,
+    LIGHT,
+    LIMIT,
+    OTHER,
+    TIME,
+    Chart,
+    Scales,
+    choose,
+    describe,
+    draw,
+    thin,
+)  # fmt: skip
 from jetrl_patch.report.runs import Points, Run, summarize
-from jetrl_patch.report.tables import CHANGES, answers_html, cards_html, layers_html, parts_html, shown_columns, summary_html
+from jetrl_patch.report.tables import (
+    CHANGES,
+    answers_html,
+    cards_html,
+    layers_html,
+    parts_html,
+    shown_columns,
+    summary_html,
+)
 
 __all__ = ["short", "write"]
 
@@ -58,6 +81,7 @@ def _page(
         f'<label><input type="checkbox" value="{i}" checked>{swatches[i]}<span>{escape(run.label)}</span></label>'
         for i, run in enumerate(runs)
     )
+    told = "".join(f"<li>{escape(note)}</li>" for note in notes)
     final = next((run.final for run in reversed(runs) if run.final.get("answers")), {})
     changed = final.get("answers_changed", {})
     counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in CHANGES)
@@ -70,7 +94,7 @@ def _page(
         subtitle=escape(subtitle),
         style=f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{files['css']}",
         live=_LIVE.format(seconds=live) if live else "",
-        notes=f'<div class="note" role="note"><ul>{"".join(f"<li>{escape(note)}</li>" for note in notes)}</ul></div>' if notes else "",
+        notes=f'<div class="note" role="note"><ul>{told}</ul></div>' if notes else "",
         cards=cards_html(summaries),
         toggles="".join(toggles),
         bys="".join(f'<option value="{name}">{text}</option>' for text, name, having in known if having),
@@ -139,8 +163,8 @@ def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], charts: Sequenc
     layers = {}
     for what, series in scales.series.items():
         worst = scales.chart(what)
-        single = {layer: [_points(points, limit) for points in one] for layer, one in series.items() if layer != ALL_LAYERS}
-        layers[what] = {**_axis(worst), "help": worst.help, "layers": {"": [*map(_points, worst.series)], **single}}
+        single = {layer: [_points(points, limit) for points in one] for layer, one in series.items()}
+        layers[what] = {**_axis(worst), "help": worst.help, "layers": {**single, ALL_LAYERS: [*map(_points, worst.series)]}}
     data = {
         "runs": [
             {"name": run.label, "colour": colour, "dash": dash, "extent": [min(run.steps), max(run.steps)],

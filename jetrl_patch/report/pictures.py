@@ -96,7 +96,8 @@ def _draw(axes: Axes, chart: Chart, styles: Sequence[Style]) -> None:
 def _linear_axis(axes: Axes, chart: Chart, least: float, most: float) -> None:
     """End the axis where the chart says, else at the data, but not at what cannot occur."""
     for limit in chart.limits:
-        if chart.style == "db" or abs(limit.value - (least + most) / 2) <= 4.5 * (most - least):  # else it would flatten the lines
+        # one far away would flatten the lines
+        if chart.style == "db" or abs(limit.value - (least + most) / 2) <= 4.5 * (most - least):
             axes.axhline(limit.value, color="#b3261e", linestyle=(0, (5, 4)), linewidth=1)
             axes.annotate(limit.name, (1, limit.value), (0, 3), xycoords=("axes fraction", "data"),
                           textcoords="offset points", ha="right", fontsize=8, color="#b3261e")  # fmt: skip

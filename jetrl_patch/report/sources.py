@@ -10,7 +10,7 @@ where ``final`` may also hold ``answers``, a list of ``{"question", "before", "b
 
     {"step": 3, "data": {"critic/score/mean": 0.5, ...}}
 
-One flat object per step, as in a history exported from Weights & Biases (OpenRLHF's prefixes ``train/`` and ``eval/`` are removed)::
+One flat object per step, as in a history exported from Weights & Biases; OpenRLHF's prefixes ``train/`` and ``eval/`` go::
 
     {"_step": 3, "train/global_step": 3, "train/rollout/reward_mean": 0.5, ...}
 
@@ -26,6 +26,7 @@ import importlib
 import itertools
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,7 +41,6 @@ __all__ = ["Source", "collect", "find_file", "name_runs", "openrlhf_step", "pars
 
 _WAYS = "give metrics.jsonl, the .jsonl of verl's file logger, a console log or TensorBoard's event file"
 
-Keep = Callable[[str], bool]
 Data = dict[str, Any]
 
 # --- the RUN arguments
@@ -71,7 +71,7 @@ def parse(text: str) -> Source:
     return Source(Path(path), name.strip())
 
 
-def collect(texts: Sequence[str], keep: Keep, notes: list[str], progress: Progress = SILENT) -> list[Run]:
+def collect(texts: Sequence[str], notes: list[str], progress: Progress = SILENT) -> list[Run]:
     """All runs of all RUN arguments, each with a unique name.
 
     Raises:
@@ -92,7 +92,7 @@ def collect(texts: Sequence[str], keep: Keep, notes: list[str], progress: Progre
                 found = f"{seen[file.resolve()]} and {text}, which are the same file"
                 raise ReportError(explain("RUN", required="each run once", found=found, fix="remove one"))
             seen[file.resolve()] = text
-            source.runs = read_runs(file, keep, notes)
+            source.runs = read_runs(file, notes)
     name_runs(sources)
     return [run for source in sources for run in source.runs]
 
@@ -156,11 +156,10 @@ def _parts(path: Path) -> tuple[str, ...]:
 # --- one file
 
 
-def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = None) -> list[Run]:
+def read_runs(path: Path, notes: list[str] | None = None) -> list[Run]:
     """The runs of one file that have a step, in order of appearance. Of a step written twice the later figures count.
 
     Args:
-        keep: selects the metrics to keep in memory; None keeps all.
         notes: receives a line about anything skipped, such as a truncated last line.
 
     Raises:
@@ -172,8 +171,8 @@ def read_runs(path: Path, keep: Keep | None = None, notes: list[str] | None = No
         raise ReportError(explain(str(path), required="a metrics file", found="no such file", fix=_WAYS))
     runs: dict[int, Run] = {}
     for run, step, data in _reader(path)(path, notes):
-        kept = data if keep is None else {name: value for name, value in data.items() if keep(name)}
-        runs.setdefault(id(run), run).steps.setdefault(step, {}).update(kept)
+        named = {sys.intern(name): value for name, value in data.items()}  # a name is stored once, not at every step
+        runs.setdefault(id(run), run).steps.setdefault(step, {}).update(named)
     if not runs:
         cut = "; ".join(notes[before:]) or "none"
         fix = f"check that the run got that far, or {_WAYS}"

@@ -31,7 +31,7 @@ class Column:
     """One column.
 
     Attributes:
-        key: the summary's entry, which is also the sort key; None sorts last in either direction.
+        key: the summary's entry.
         form: formats the entry: a format, or a function of the entry and the summary.
         help: explanation of the column, for the page.
         wide: whether a narrow terminal omits the column; the last such column goes first.
@@ -51,6 +51,10 @@ class Column:
         found = summary.get(self.key)
         # what is empty, and a sync of no bytes, was not measured
         return None if found in ("", {}) or (found == 0 and self.key == "sync_bytes") else found
+
+    def sort_key(self, summary: Summary) -> float | str | None:
+        found = self.value(summary)
+        return self.text(summary) if self.left and found is not None else found
 
     def text(self, summary: Summary) -> str:
         found = self.value(summary)
@@ -173,15 +177,13 @@ Row = tuple[str, list[Cell]]  # attributes, cells
 
 def summary_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
     """One row per run, with the columns for which any run has a value."""
-    columns = shown_columns(summaries)
-    kinds = [" ".join(("left",) * c.left + ("more",) * c.page) for c in columns]
+    kinds = {c: " ".join(("left",) * c.left + ("more",) * c.page) for c in shown_columns(summaries)}
     rows = []
     for i, summary in enumerate(summaries):
-        name, *cells = ((escape(c.text(summary)), c.value(summary), kind) for c, kind in zip(columns, kinds, strict=True))
-        cells = [(html, html if isinstance(value, dict) else value, kind) for html, value, kind in cells]
+        cells = [(escape(c.text(summary)), c.sort_key(summary), kind) for c, kind in kinds.items()]
         equal = " class=good" if summary["logp_abs_diff_max"] == 0 else ""
-        rows.append((f"data-run={i}{equal}", [_name(summary, swatches[i]), *cells]))
-    return _table("Summary", [(c.title, kind, c.help) for c, kind in zip(columns, kinds, strict=True)], rows, "pin", ' id="summary-table"')
+        rows.append((f"data-run={i}{equal}", [_name(summary, swatches[i]), *cells[1:]]))
+    return _table("Summary", [(c.title, kind, c.help) for c, kind in kinds.items()], rows, "pin", ' id="summary-table"')
 
 
 def parts_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
