@@ -10,32 +10,9 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from jetrl_patch.report.charts import (
-    ALL_LAYERS,
-    DARK,
-    FP8,
-    GROUPS,
-    LIGHT,
-    LIMIT,
-    OTHER,
-    TIME,
-    Chart,
-    Scales,
-    choose,
-    describe,
-    draw,
-    thin,
-)  # fmt: skip
+from jetrl_patch.report import charts, tables
+from jetrl_patch.report.charts import LIMIT, Chart, Scales
 from jetrl_patch.report.runs import Points, Run, summarize
-from jetrl_patch.report.tables import (
-    CHANGES,
-    answers_html,
-    cards_html,
-    layers_html,
-    parts_html,
-    shown_columns,
-    summary_html,
-)
 
 __all__ = ["short", "write"]
 
@@ -70,8 +47,8 @@ def write(
 def _page(
     runs: Sequence[Run], summaries: Sequence[dict[str, Any]], title: str, subtitle: str, notes: Sequence[str], live: int
 ) -> str:
-    styles, scales = choose(runs), Scales(runs)
-    charts = [*draw(runs), *map(scales.chart, scales.headline)]
+    styles, scales = charts.choose(runs), Scales(runs)
+    drawn = [*charts.draw(runs), *map(scales.chart, scales.headline)]
     swatches = [
         '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><line x1="2" x2="32" y1="5" y2="5" stroke-width="3" '
         f'stroke-dasharray="{_dashes(style.dash)}" style="stroke:var(--run{style.colour})"/></svg>'
@@ -84,26 +61,28 @@ def _page(
     told = "".join(f"<li>{escape(note)}</li>" for note in notes)
     final = next((run.final for run in reversed(runs) if run.final.get("answers")), {})
     changed = final.get("answers_changed", {})
-    counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in CHANGES)
+    counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in tables.CHANGES)
     known = (("steps", "step", True), ("sampled tokens", "tokens", any(run.tokens for run in runs)),
              ("time", "time", any(run.time for run in runs)))  # fmt: skip
-    light, dark = (" ".join(f"--run{i}: {colour};" for i, colour in enumerate(colours)) for colours in (LIGHT, DARK))
-    files = {name: (Path(__file__).parent / f"page.{name}").read_text(encoding="utf-8") for name in ("html", "css", "js")}
-    return Template(files["html"]).substitute(
+    light, dark = (" ".join(f"--run{i}: {c};" for i, c in enumerate(colours)) for colours in (charts.LIGHT, charts.DARK))
+    html, css, script, controls = (
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js", "controls.js")
+    )
+    return Template(html).substitute(
         title=escape(title),
         subtitle=escape(subtitle),
-        style=f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{files['css']}",
+        style=f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{css}",
         live=_LIVE.format(seconds=live) if live else "",
         notes=f'<div class="note" role="note"><ul>{told}</ul></div>' if notes else "",
-        cards=cards_html(summaries),
+        cards=tables.cards_html(summaries),
         toggles="".join(toggles),
         bys="".join(f'<option value="{name}">{text}</option>' for text, name, having in known if having),
-        summary=summary_html(summaries, swatches),
-        charts=_sections(charts, scales, summaries, swatches),
-        answers=answers_html(final.get("answers", ()), changed if counted else {}),
-        legend="".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in shown_columns(summaries) if c.help),
-        data=_data(runs, [(style.colour, _dashes(style.dash)) for style in styles], charts, scales),
-        script=files["js"],
+        summary=tables.summary_html(summaries, swatches),
+        charts=_sections(drawn, scales, summaries, swatches),
+        answers=tables.answers_html(final.get("answers", ()), changed if counted else {}),
+        legend="".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in tables.shown_columns(summaries) if c.help),
+        data=_data(runs, [(style.colour, _dashes(style.dash)) for style in styles], drawn, scales),
+        script=f"{script}\n{controls}",
     )
 
 
@@ -113,22 +92,22 @@ _LIVE = (
 )
 
 
-def _sections(charts: Sequence[Chart], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
+def _sections(drawn: Sequence[Chart], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
     """The charts by group; the last group is collapsed, and what never changes in it is a list."""
     html = []
-    for group in GROUPS:
-        here = [chart for chart in charts if chart.group == group]
-        still = [chart for chart in here if group == OTHER and chart.steady is not None]
+    for group in charts.GROUPS:
+        here = [chart for chart in drawn if chart.group == group]
+        still = [chart for chart in here if group == charts.OTHER and chart.steady is not None]
         figures = [_figure(chart.key, chart.title, chart.help) for chart in here if chart not in still]
         grid = f'<div class="grid">{"".join(figures)}</div>' if figures else ""
-        if group == FP8 and scales.series:
-            grid += _scales(scales) + layers_html(scales, summaries, swatches)
-        if group == TIME:
-            grid += parts_html(summaries, swatches)
+        if group == charts.FP8 and scales.series:
+            grid += _scales(scales) + tables.layers_html(scales, summaries, swatches)
+        if group == charts.TIME:
+            grid += tables.parts_html(summaries, swatches)
         if still:
             told = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{c.steady:,.10g}</dd>' for c in still)
             grid += f"<h3>The same at every step of every run</h3><dl>{''.join(told)}</dl>"
-        if group == OTHER and grid:
+        if group == charts.OTHER and grid:
             grid = f"<details><summary>Show {len(figures)} charts</summary>{grid}</details>"
         html.append(f"<h2>{escape(group)}</h2>{grid}" if grid else "")
     return "".join(html)
@@ -145,9 +124,9 @@ def _figure(key: str, title: str, help: str) -> str:
 
 def _scales(scales: Scales) -> str:
     """A chart for a statistic and a layer of the reader's choice."""
-    whats = "".join(f'<option value="{escape(what)}">{escape(describe(what).title)}</option>' for what in scales.series)
+    whats = "".join(f'<option value="{escape(what)}">{escape(charts.describe(what).title)}</option>' for what in scales.series)
     layers = "".join(f"<option>{escape(layer)}</option>" for layer in scales.layers)
-    zero = escape(", ".join(describe(what).title for what in scales.silent))
+    zero = escape(", ".join(charts.describe(what).title for what in scales.silent))
     return (
         (f'<p class="soft">0 at every measured step of every run: {zero}.</p>' if zero else "")
         + f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label><label>Layer '
@@ -156,7 +135,7 @@ def _scales(scales: Scales) -> str:
     )
 
 
-def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], charts: Sequence[Chart], scales: Scales) -> str:
+def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], drawn: Sequence[Chart], scales: Scales) -> str:
     """The data for the page's script, as JSON that cannot close its script element."""
     lines = sum(len(layers) for layers in scales.series.values()) * len(runs)
     limit = max(8, min(LIMIT, _SCALE_POINTS // max(1, lines)))
@@ -164,14 +143,15 @@ def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], charts: Sequenc
     for what, series in scales.series.items():
         worst = scales.chart(what)
         single = {layer: [_points(points, limit) for points in one] for layer, one in series.items()}
-        layers[what] = {**_axis(worst), "help": worst.help, "layers": {**single, ALL_LAYERS: [*map(_points, worst.series)]}}
+        single[charts.ALL_LAYERS] = [*map(_points, worst.series)]
+        layers[what] = {**_axis(worst), "help": worst.help, "layers": single}
     data = {
         "runs": [
             {"name": run.label, "colour": colour, "dash": dash, "extent": [min(run.steps), max(run.steps)],
              "sums": {"tokens": _points(run.tokens), "time": _points(run.time)}}
             for run, (colour, dash) in zip(runs, looks, strict=True)
         ],
-        "charts": {chart.key: {**_axis(chart), "series": [*map(_points, chart.series)]} for chart in charts},
+        "charts": {chart.key: {**_axis(chart), "series": [*map(_points, chart.series)]} for chart in drawn},
         "scales": layers,
     }  # fmt: skip
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
@@ -186,7 +166,7 @@ def _dashes(lengths: Sequence[int]) -> str:
 
 
 def _points(points: Points, limit: int = LIMIT) -> list[list[Any]] | None:
-    kept = thin(points, limit)
+    kept = charts.thin(points, limit)
     return [[step for step, _ in kept], [short(value) for _, value in kept]] if kept else None
 
 
