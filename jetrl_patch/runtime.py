@@ -153,10 +153,7 @@ def status() -> Status:
     if session is None:
         return Status(enabled=False, config=None, pid=os.getpid(), failure=active.failure())
     notes = active.notes()
-    patches = [
-        PatchStatus(p.what.target, "applied" if p.applied else "waiting", p.what.reason, p.what.remove_when)
-        for p in session.planned
-    ]
+    patches = [PatchStatus.of(p.what, "applied" if p.applied else "waiting") for p in session.planned]
     named = {p.target for p in patches}
     patches += [
         PatchStatus(r.target, "applied", r.reason, r.remove_when)
@@ -183,7 +180,7 @@ def preview(config: Config) -> list[PatchStatus]:
     Raises ConfigError, VersionError and PatchError, as ``enable`` does.
     """
     session = plan(config.resolved(), registry.installed())
-    return [PatchStatus(p.what.target, "waiting", p.what.reason, p.what.remove_when) for p in session.planned]
+    return [PatchStatus.of(p.what, "waiting") for p in session.planned]
 
 
 def _abandon(session: Session, error: BaseException) -> None:

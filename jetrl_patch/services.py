@@ -67,6 +67,9 @@ class Rollout(Protocol):
     def kv_cache_error(self) -> JetrlError | None:
         """The error to raise on a machine that does not support an FP8 KV cache; None where it does."""
 
+    def routes_error(self, what: str, /) -> JetrlError | None:
+        """The error, about the setting ``what``, for an engine that does not return the experts of a mixture; None if it does."""
+
     def argument_problems(
         self, given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str], /
     ) -> Iterator[JetrlError]:

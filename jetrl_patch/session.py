@@ -104,9 +104,16 @@ def plan(config: Config, adapters: Sequence[Adapter]) -> Session:
     for adapter in adapters:
         changes: list[Patch | OnImport] = [*adapter.patches(config), *adapter.hooks(config)]
         for what in changes:
+            if not _wanted(what, config):
+                continue
             _check_target(what)
             planned.append(Planned(what))
     return Session(config, adapters, versions, planned)
+
+
+def _wanted(what: Patch | OnImport, config: Config) -> bool:
+    """Whether to apply a patch: the only place where ``upstream_fixes`` has an effect."""
+    return not what.fixes or bool(what.needed_by) or config.fixes_upstream
 
 
 def _check_target(what: Patch | OnImport) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from jetrl_patch.config import Config
+from jetrl_patch.patching.patch import OnImport, Patch
 from jetrl_patch.units import units
 
 __all__ = ["PatchStatus", "Status"]
@@ -22,12 +23,23 @@ class PatchStatus:
         state: "applied", or "waiting" for the import of its module.
         reason: why the change is needed.
         remove_when: the upstream change that makes it obsolete.
+        upstream: a link to the upstream report or change, if there is one.
+        fixes: the project whose bug it fixes; empty for the plugin's own changes.
+        needed_by: the runs that do not start without it, so that ``upstream_fixes=False`` keeps it.
     """
 
     target: str
     state: Literal["applied", "waiting"]
     reason: str
     remove_when: str
+    upstream: str = ""
+    fixes: str = ""
+    needed_by: str = ""
+
+    @classmethod
+    def of(cls, what: Patch | OnImport, state: Literal["applied", "waiting"]) -> PatchStatus:
+        """The status of a planned change."""
+        return cls(what.target, state, what.reason, what.remove_when, what.upstream, what.fixes, what.needed_by)
 
 
 @dataclass(frozen=True)
@@ -64,6 +76,11 @@ class Status:
         """Plain dicts, tuples and text, for JSON or another process."""
         return dataclasses.asdict(self)
 
+    @property
+    def upstream_fixes(self) -> tuple[PatchStatus, ...]:
+        """The fixes for other projects' bugs among ``patches``."""
+        return tuple(patch for patch in self.patches if patch.fixes)
+
     def __str__(self) -> str:
         if not self.enabled:
             return f"jetrl_patch: off in process {self.pid}" + (f" ({self.failure})" if self.failure else "")
@@ -76,13 +93,18 @@ class Status:
             "  versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
             f"  layers    {len(self.layers)} in FP8"
             + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
-            f"  patches   {len(self.patches)}",
         ]
         if self.cut:
-            lines.insert(-1, f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
+            lines.append(f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
         if self.guarded:
-            lines.insert(-1, f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(units(self.guarded))}")
+            lines.append(f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(units(self.guarded))}")
+        own = [patch for patch in self.patches if not patch.fixes]
         width = max((len(patch.target) for patch in self.patches), default=0)
-        for patch in self.patches:
-            lines.append(f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}")
+        lines.append(f"  patches   {len(own)}")
+        lines += [f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}" for patch in own]
+        fixes = self.upstream_fixes
+        lines.append(f"  upstream  {len(fixes)} fixes for bugs of other projects, upstream_fixes={config.fixes_upstream}")
+        lines += [
+            f"    {patch.state:7}  {patch.target:{width}}  {patch.fixes}: {patch.reason} ({patch.upstream})" for patch in fixes
+        ]
         return "\n".join(lines)

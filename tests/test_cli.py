@@ -26,6 +26,11 @@ def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["config"]["precision"] == "bf16"
     assert set(result["frameworks"]) == set(SUPPORTED)
     assert result["frameworks"]["vllm"]["state"] == "ok"
+    repairs = [patch for patch in result["patches"] if patch["fixes"]]
+    assert repairs and all(patch["needed_by"] for patch in repairs) and len(repairs) < len(result["patches"])
+    text = CliRunner().invoke(app, ["status"])
+    assert f"fixes for bugs of other projects among them (upstream_fixes=False): {len(repairs)}\n" in text.output
+    assert all(f"{patch['target']}  {patch['upstream']}\n" in text.output for patch in repairs)
 
 
 def test_the_version_is_the_package_s() -> None:

@@ -56,6 +56,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "head_dtype": "auto",
         "optimizer_states": "fp32",
         "resume_any": False,
+        "upstream_fixes": None,
     }
     assert config.resolved_align == "exact"
     assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
@@ -118,6 +119,8 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": True}, "positive, finite"),
         ({"fp8_all_gather": 1}, "must be True or False"),
         ({"resume_any": 1}, "resume_any=1 must be True or False"),
+        ({"upstream_fixes": "on"}, "upstream_fixes='on' must be True or False"),
+        ({"resume_any": None}, "resume_any=None must be True or False"),
         ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'. Set it to one of 'fp32', '8bit', 'fp8'"),
         ({"optimizer_states": "fp8", "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
@@ -262,6 +265,16 @@ def test_what_stands_above_the_environment_is_judged_together_with_it() -> None:
         Config.from_env({}, corection="tis")
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bugs_of_other_projects_are_fixed_in_every_mode_but_bf16(precision: Precision) -> None:
+    config = Config(precision=precision)
+    assert config.upstream_fixes is None and config.fixes_upstream is (precision != "bf16")
+    for asked in (True, False):
+        told = config.replace(upstream_fixes=asked)
+        assert told.fixes_upstream is asked == told.resolved().fixes_upstream
+        assert (told.resolved() == config.resolved()) is (config.fixes_upstream is asked)
+
+
 def test_empty_variables_count_as_not_set() -> None:
     assert Config.from_env({}) == Config()
     assert Config.from_env(dict.fromkeys(env.FIELDS, " ")) == Config()
@@ -281,6 +294,7 @@ def test_empty_variables_count_as_not_set() -> None:
         ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
         ({"JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "two"}, "'two' is neither a cap nor low,high"),
         ({"JETRL_ACR": "maybe"}, "JETRL_ACR='maybe' is neither on nor off"),
+        ({"JETRL_UPSTREAM_FIXES": "all"}, "JETRL_UPSTREAM_FIXES='all' is neither on nor off"),
     ],
 )
 def test_a_wrong_environment_is_refused(environ: dict[str, str], message: str) -> None:

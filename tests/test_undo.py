@@ -20,12 +20,13 @@ from jetrl_patch.adapters.base import Patch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.journal import raw_entry
 from jetrl_patch.patching.patch import find_target
+from jetrl_patch.session import plan
 
 NAMES = [name for name, needs in registry.ADAPTERS.items() if any(map(is_installed, needs))]
 ADAPTERS = [registry.resolve(name) for name in NAMES]
 
 def planned(config):
-    return [what for adapter in ADAPTERS for what in (*adapter.patches(config), *adapter.hooks(config))]
+    return [found.what for found in plan(config, ADAPTERS).planned]
 
 def load_all(configs):
     'Import every module that is patched. verl imports its vLLM parts only where a version of vllm is answered.'

@@ -8,6 +8,8 @@ from types import ModuleType
 from typing import Any
 
 from jetrl_patch.adapters.base import Journal, OnImport, Patch
+from jetrl_patch.adapters.cpu import A_CPU_RUN
+from jetrl_patch.patching.patch import NO_REPORT
 
 #: logical GPUs and CPUs of a Ray cluster that this process starts; OpenRLHF places its actors by them
 LOGICAL_GPUS = 16
@@ -178,7 +180,10 @@ HOOKS = (
         name="torch.cuda",
         apply=_on_import,
         reason="OpenRLHF calls torch.cuda without checking for a GPU, and the calls fail",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF uses torch.accelerator",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
 )
 
@@ -196,56 +201,80 @@ FOR_OPENRLHF = (
         attr="init_device_mesh",
         make=_mesh,
         reason="OpenRLHF requests a 'cuda' device mesh, which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF requests a mesh of the current device",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module=_STRATEGY,
         attr="get_train_ds_config",
         make=_optimizer,
         reason="DeepSpeed's FusedAdam needs a compiler on a CPU, and pinning memory fails without an accelerator",
+        upstream=NO_REPORT,
         remove_when="DeepSpeed falls back to torch's AdamW",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module=_STRATEGY,
         attr="get_eval_ds_config",
         make=_eval_config,
         reason="pinning memory fails without an accelerator",
+        upstream=NO_REPORT,
         remove_when="DeepSpeed pins only where the device can",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module=_STRATEGY,
         attr="DeepspeedStrategy.moving_average",
         make=_moving_average,
         reason="OpenRLHF averages the EMA on 'cuda', which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF averages where the parameters are",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="openrlhf.utils.distributed_util",
         attr="stateless_init_process_group",
         make=_group,
         reason="OpenRLHF's weight sync group is NCCL, which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF can use gloo without Ray's collectives",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="stateless_init_process_group",
         make=_group,
         reason="the trainer imports the same NCCL group by name",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF can use gloo without Ray's collectives",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight",
         make=_update_weight,
         reason="OpenRLHF's vLLM worker allocates on 'cuda', which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF allocates on the worker's device",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="deepspeed.accelerator.cpu_accelerator",
         attr="CPU_Accelerator.is_fp16_supported",
         make=_fp16,
         reason="DeepSpeed refuses FP16 on a CPU without AVX512-FP16 or AMX-FP16; torch computes it on any CPU, slowly",
+        upstream="https://github.com/deepspeedai/DeepSpeed/pull/7207",
         remove_when="DeepSpeed distinguishes support from speed",
+        fixes="deepspeed",
+        needed_by=A_CPU_RUN,
     ),
     *(
         Patch(
@@ -254,7 +283,9 @@ FOR_OPENRLHF = (
             make=_wait,
             reason=_ASYNC,
             upstream="https://github.com/deepspeedai/DeepSpeed/pull/8539",
-            remove_when="the oldest supported DeepSpeed has the change",
+            remove_when="the oldest supported DeepSpeed has DeepSpeed#8539",
+            fixes="deepspeed",
+            needed_by=A_CPU_RUN,
         )
         for name in _GATHERS
     ),
@@ -263,7 +294,10 @@ FOR_OPENRLHF = (
         attr="EngineArgs.create_engine_config",
         make=_executor,
         reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM's CPU platform does not support",
+        upstream=NO_REPORT,
         remove_when="vLLM's CPU platform supports Ray",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="ray",
@@ -271,7 +305,10 @@ FOR_OPENRLHF = (
         make=_ray_init,
         reason="OpenRLHF starts Ray with the GPUs it finds; with none, its actors are never placed, so logical GPUs are added; "
         "not covered: a cluster that is already running",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF's actors request a resource that a CPU has",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
 )
 

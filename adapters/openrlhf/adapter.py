@@ -34,8 +34,11 @@ from jetrl_patch.adapters.openrlhf import (
     worker,
 )
 from jetrl_patch.adapters.openrlhf.seeing_patches import SEEING
+from jetrl_patch.patching.patch import NO_REPORT
 
-_NO_HOOK = "OpenRLHF has an extension point for this"
+_ACTORS = "OpenRLHF loads plugins in its actors, with the driver's settings"
+_FIRST = "OpenRLHF tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does"
+_STATE = "OpenRLHF saves and loads the state of plugins with its checkpoints"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
@@ -44,14 +47,16 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=settings.get_strategy,
         reason="arguments that contradict jetrl_patch would fail late or break equality unnoticed; they are refused before any "
         "actor starts, and the settings are stored in them",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF hands its parsed arguments to plugins before it starts an actor",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer._init_vllm_sync_group",
         make=engines.init_vllm_sync_group,
         reason="the group waits without a limit for engines that could not be built, so the run hangs and hides their error",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF waits for its engines before it opens the group, or with a time-out",
+        fixes="openrlhf",
     ),
     Patch(
         module="openrlhf.trainer.ray",
@@ -72,14 +77,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="BasePPOTrainer.__init__",
         make=metrics.trainer_init,
         reason="a trainer loop whose settings differ from the driver's would go unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_ACTORS,
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.train_step",
         make=metrics.train_step,
         reason="jetrl_patch's metrics would miss the step's status, which OpenRLHF sends to the user's loggers",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF lets a plugin add to a step's status",
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
@@ -93,21 +98,23 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="RemoteExperienceMaker.make_experience",
         make=metrics.make_experience,
         reason="without a correction OpenRLHF does not measure the mismatch between rollout and trainer log-probs",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF logs this mismatch without a correction too",
     ),
     Patch(
         module="openrlhf.trainer.ray.launcher",
         attr="BaseModelActor._setup_distributed",
         make=model.setup_distributed,
         reason="an actor whose settings differ from the driver's would build a different model unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_ACTORS,
     ),
     Patch(
         module="torch.utils.file_baton",
         attr="FileBaton.wait",
         make=extensions.wait,
         reason="a process killed while DeepSpeed builds its operators leaves a lock, for which every later run waits forever",
-        remove_when="PyTorch's lock ends with the process that holds it",
+        upstream="https://github.com/pytorch/pytorch/issues/189245",
+        remove_when="PyTorch's lock ends with the process that holds it (pytorch#190543)",
+        fixes="torch",
     ),
     Patch(
         module="openrlhf.models.actor",
@@ -115,7 +122,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=model.actor_init,
         reason="OpenRLHF trains in BF16; policy, reference and EMA are converted after loading, before DeepSpeed wraps them. "
         "Critics and reward models are not covered",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF calls a plugin between loading a model and handing it to DeepSpeed",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
@@ -220,7 +227,7 @@ OLD_LOG_PROBS: tuple[Patch, ...] = (
         attr="ActorPPOTrainer.training_step",
         make=old_log_probs.training_step,
         reason="the rollout's log-probs would be taken as the trainer's without any proof; the first update compares them",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF compares the rollout's log-probs with the trainer's before an update",
     ),
 )
 
@@ -229,7 +236,7 @@ CORRECTION = Patch(
     attr="PolicyLoss.forward",
     make=correction.policy_loss,
     reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
-    remove_when="OpenRLHF has all three",
+    remove_when="OpenRLHF's PolicyLoss has all three",
 )
 
 
@@ -240,14 +247,14 @@ SAME_WEIGHTS: tuple[Patch, ...] = (
         make=weights.ppo_train,
         reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation "
         "and backward would quantize it",
-        remove_when=_NO_HOOK,
+        remove_when=_FIRST,
     ),
     Patch(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr="DeepspeedStrategy.optimizer_step",
         make=weights.optimizer_step,
         reason="DeepSpeed writes the weights between two micro-batches, in ways that leave no trace on the tensors",
-        remove_when=_NO_HOOK,
+        remove_when=_FIRST,
     ),
 )
 
@@ -265,7 +272,7 @@ INVARIANT_SCALE: tuple[Patch, ...] = tuple(
         attr=f"DeepspeedStrategy.{name}",
         make=make,
         reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     )
     for name, make in (("save_ckpt", scaling.save_ckpt), ("load_ckpt", scaling.load_ckpt))
 )
@@ -277,7 +284,7 @@ CHECKPOINT: tuple[Patch, ...] = tuple(
         make=make,
         reason="OpenRLHF's checkpoints do not record their settings (jetrl.json), so a run would resume in another precision, or "
         "with other optimizer states, unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     )
     for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
 )
@@ -322,7 +329,7 @@ class OpenRLHFAdapter(Adapter):
                 name="BaseModelActor.jetrl_report",
                 apply=_add_report,
                 reason="OpenRLHF's actors cannot report their patches and settings; execute_batch calls this method",
-                remove_when=_NO_HOOK,
+                remove_when=_ACTORS,
             ),
             OnImport(
                 module="openrlhf.trainer.ray.launcher",

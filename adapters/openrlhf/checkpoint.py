@@ -4,14 +4,29 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.checkpoint import record
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError
 from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_ckpt", "save_ckpt"]
+__all__ = ["load_ckpt", "problems", "save_ckpt"]
+
+
+def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield the error of the checkpoint that OpenRLHF would resume from, so that the driver has it before an actor starts.
+
+    A folder that the driver does not see is left to the actors.
+    """
+    if select("ckpt.load_enable"):
+        root = os.path.join(select("ckpt.path"), "_actor")
+        folder = os.path.join(root, _latest(root) or "no checkpoint")
+        if os.path.isdir(folder):
+            yield from raised(lambda: record.check(folder, config, elsewhere="--ckpt.path"))
 
 
 @while_active

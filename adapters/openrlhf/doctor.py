@@ -12,10 +12,12 @@ import contextlib
 import importlib.util
 import io
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.launch.arguments import PROGRAMS
@@ -47,12 +49,18 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
     _execute([node for node in tree.body if _is_stdlib_import(node)] + body[:cut], names, path)
     flat = _parse_args(names["parser"], arguments)
     names["args"] = _load(tools).hierarchize(flat)
+    for problem in settings.reward_problems(names["args"]):  # of which OpenRLHF's checks would split a name
+        raise problem
     checks = [node for node in body[cut + 1 :] if not _imports_or_trains(node)]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             _execute(checks, names, path)
     except AssertionError as error:
         raise ConfigError(f"OpenRLHF refuses its arguments: {' '.join(str(error).split())}") from error
+    except Exception as error:  # its checks compute with what may be missing or zero
+        line = next(frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == str(path))
+        words = f"OpenRLHF's checks of its arguments end in {type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{words}. Look at line {line} of {path}, which reads an argument that is missing or zero.") from error
     return names["args"]
 
 
@@ -66,11 +74,11 @@ def model_path(args: Any) -> tuple[str, str]:
 
 
 def needs_flash_attn(args: Any) -> str:
-    """Return the argument that needs flash-attn on a GPU; empty if none does."""
+    """Return what needs flash-attn on a GPU: an argument, or OpenRLHF itself, which imports it in every run."""
     chosen = args.ds.attn_implementation
     if chosen.startswith("flash"):
         return f"--ds.attn_implementation {chosen}"
-    return "--ds.packing_samples" if args.ds.packing_samples else ""
+    return "--ds.packing_samples" if args.ds.packing_samples else "OpenRLHF itself (openrlhf.models.ring_attn_utils)"
 
 
 def _parse_args(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

@@ -21,7 +21,10 @@ from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one
 
 __all__ = ["check_model", "check_weights", "complete", "figures", "optimizer_step", "problems"]
 
+_WHOLE = "whole sequences on each rank (where a response begins is looked up in them)"
+
 RULES: tuple[Rule, ...] = (
+    Rule("ds.ring_attn_size", more_than_one, _WHOLE, "set it to 1", "all"),
     Rule("ds.load_in_4bit", is_set, "weights in FP16", "remove the flag", "all"),
     Rule("ds.tensor_parallel_size", more_than_one, "1 (OpenRLHF's tensor parallelism supports only BF16)", "set it to 1", "all"),
 )

@@ -1,4 +1,4 @@
-"""Models that see in OpenRLHF: what no run of them has shown to be right, and what OpenRLHF lacks to train them in every mode.
+"""Models that see in OpenRLHF: what no run of them has shown to be right, and what OpenRLHF lacks to train them.
 
 OpenRLHF processes an image once, for the trainer, and hands the picture itself to vLLM with one token in its place. The trainer
 finds an image's tokens again by their number, wherever they are in a sample. So a response must not have such a token.

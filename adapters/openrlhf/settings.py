@@ -9,7 +9,7 @@ from pathlib import PurePath
 from typing import Any
 
 from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision, seeing
+from jetrl_patch.adapters.openrlhf import checkpoint, correction, extensions, optimizer, precision, seeing
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
 from jetrl_patch.gate import while_active
@@ -86,14 +86,25 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         return _get(args, path)
 
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
+    yield from reward_problems(args)
     yield from precision.problems(select, config)
     yield from correction.problems(args, config)
+    yield from checkpoint.problems(select, config)
     found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
     yield from found
     if not found:
         hf_config = read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
         if hf_config is not None:
             yield from model_problems(args, hf_config, config)
+
+
+def reward_problems(args: Any) -> Iterator[JetrlError]:
+    """Yield an error where nothing scores the samples: OpenRLHF starts its actors all the same, or ends in a traceback."""
+    sources = ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")
+    if not any(_get(args, path) for path in sources):
+        required = "a reward: a file or a server (--reward.remote_url), a model, or an agent (--train.agent_func_path)"
+        fix = "add --reward.remote_url FILE.py with a reward_func(queries, prompts, labels)"
+        yield ConfigError(explain("OpenRLHF's arguments", required=required, found="none", fix=fix))
 
 
 def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlError]:

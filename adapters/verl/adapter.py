@@ -24,6 +24,7 @@ from jetrl_patch.adapters.verl import (
     settings,
     state,
     sync,
+    ulysses,
     veomni_engine,
     weights,
     worker,
@@ -32,12 +33,15 @@ from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
 from jetrl_patch.adapters.verl.seeing_patches import SEEING
 from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.patching.patch import NO_REPORT
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
-_NO_HOOK = "verl has an extension point for this"
+_HANDED = "verl hands its composed configuration to plugins (VERL_USE_EXTERNAL_PLUGINS) before Ray starts"
+_STATE = "verl's checkpoint manager saves and loads the state of plugins"
+_VEOMNI_CALLS = "verl's VeOmni engine calls a plugin between building and sharding a model"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
@@ -46,21 +50,21 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=settings.validate_config,
         reason="a setting that contradicts jetrl_patch would fail late or break equality unnoticed; it is refused before Ray "
         "starts, and missing settings (calculate_log_probs, ...) are filled in",
-        remove_when=_NO_HOOK,
+        remove_when=_HANDED,
     ),
     Patch(
         module="verl.trainer.main_ppo",
         attr="run_ppo",
         make=settings.run_ppo,
         reason="verl's asynchronous programs check their settings after Ray has started, or never",
-        remove_when=_NO_HOOK,
+        remove_when=_HANDED,
     ),
     Patch(
         module="verl.experimental.separation.ray_trainer",
         attr="SeparateRayPPOTrainer._init_resource_pools",
         make=settings.separate_pools,
         reason="the asynchronous trainers do not call RayPPOTrainer.__init__, so their workers would find no mark",
-        remove_when=_NO_HOOK,
+        remove_when="verl's asynchronous trainers call RayPPOTrainer.__init__",
     ),
     Patch(
         module="verl.experimental.separation.ray_trainer",
@@ -88,21 +92,21 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="PPOTrainer.__init__",
         make=settings.trainer_init,
         reason="a driver that never calls validate_config would start unchecked (V1)",
-        remove_when=_NO_HOOK,
+        remove_when="verl calls validate_config in PPOTrainer.__init__",
     ),
     Patch(
         module="verl.trainer.ppo.v1.trainer_base",
         attr="PPOTrainer._compute_old_log_prob",
         make=metrics.v1_old_log_prob,
         reason="without a correction verl does not measure the mismatch between rollout and trainer log-probs (V1)",
-        remove_when=_NO_HOOK,
+        remove_when="verl logs this mismatch without a correction too",
     ),
     Patch(
         module="verl.utils.tracking",
         attr="Tracking.log",
         make=metrics.log,
         reason="jetrl_patch's metrics would miss the step's line in the user's loggers",
-        remove_when=_NO_HOOK,
+        remove_when="verl logs what its workers return from update_weights, or lets a plugin add to a step's metrics",
     ),
     Patch(
         module="verl.checkpoint_engine.base",
@@ -116,14 +120,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="ActorRolloutRefWorker.init_model",
         make=sync.init_model,
         reason="a worker whose settings differ from the trainer loop's would build a different model unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when="verl compares the settings of plugins (VERL_USE_EXTERNAL_PLUGINS) between trainer loop and workers",
     ),
     Patch(
         module="verl.workers.engine_workers",
         attr="ActorRolloutRefWorker.update_weights",
         make=sync.worker_update_weights,
         reason="verl does not report the seconds and bytes of a sync",
-        remove_when="verl reports them",
+        remove_when="verl's update_weights returns its seconds and bytes",
     ),
     Patch(
         module=_ENGINE,
@@ -131,7 +135,17 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=model.build_module,
         reason="verl trains in BF16; the model is converted after loading, before LoRA, QAT or FSDP wrap it. "
         "Value models are not covered",
-        remove_when=_NO_HOOK,
+        remove_when="verl's FSDP engine calls a plugin between loading and wrapping a model",
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine._build_module",
+        make=ulysses.build_module,
+        reason="verl exchanges slices for heads inside flash attention alone: with sdpa or eager a rank of Ulysses attends "
+        "within its slice, without an error. Exact mode has the exchange anyway, VeOmni's engine its own",
+        upstream=NO_REPORT,
+        remove_when="verl exchanges around every attention, or refuses those without an exchange",
+        fixes="verl",
     ),
     Patch(
         module=_ENGINE,
@@ -139,7 +153,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=lora.build_lora_module,
         reason="verl's trainer adds B A x to W x, which no rollout with one quantized weight repeats; its layers compute with "
         "the merged weight. Critics and precision='bf16' are not changed",
-        remove_when=_NO_HOOK,
+        remove_when="verl trains adapters on the merged weight",
     ),
     Patch(
         module=_ENGINE,
@@ -170,7 +184,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="FSDPEngine.load_checkpoint",
         make=scaling.load_checkpoint,
         reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     ),
     Patch(
         module=_CHECKPOINT,
@@ -178,14 +192,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=checkpoint.save_checkpoint,
         reason="verl's checkpoints do not record the settings they were saved with (jetrl.json). "
         "Megatron's checkpoints are not covered",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     ),
     Patch(
         module=_CHECKPOINT,
         attr="FSDPCheckpointManager.load_checkpoint",
         make=checkpoint.load_checkpoint,
         reason="a run would resume in another precision, or with other optimizer states, unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     ),
     Patch(
         module=_ENGINE,
@@ -200,7 +214,8 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="ServerAdapter.update_weights",
         make=sync.server_update_weights,
         reason="verl's sender waits forever for a vLLM worker that has died",
-        remove_when="BucketedWeightSender has a timeout and watches its peer",
+        remove_when="verl has verl#7366: its sender has a timeout and is told of the receiver's errors",
+        upstream="https://github.com/verl-project/verl/pull/7366",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",
@@ -227,7 +242,7 @@ MEGATRON: tuple[Patch, ...] = (
         make=megatron_engine.build_megatron_module,
         reason="a Megatron model whose layers are not TransformerEngine's, or use another recipe, would train in another format "
         "than the rollout's",
-        remove_when=_NO_HOOK,
+        remove_when="verl's Megatron engine calls a plugin once a model is built",
     ),
     Patch(
         module=_MEGATRON,
@@ -247,14 +262,14 @@ VEOMNI: tuple[Patch, ...] = (
         make=veomni_engine.build_model_optimizer,
         reason="what shards VeOmni's model does not know the engine, whose settings decide how the model is converted. Value "
         "models are not covered",
-        remove_when=_NO_HOOK,
+        remove_when=_VEOMNI_CALLS,
     ),
     Patch(
         module=_VEOMNI,
         attr="build_parallelize_model",
         make=veomni_engine.build_parallelize_model,
         reason="verl trains VeOmni's model in BF16; it is converted after it is built, before VeOmni shards and loads it",
-        remove_when=_NO_HOOK,
+        remove_when=_VEOMNI_CALLS,
     ),
     Patch(
         module=_VEOMNI,
@@ -324,7 +339,7 @@ SAME_WEIGHTS = Patch(
     make=weights.forward_backward_batch,
     reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation and "
     "backward would quantize it",
-    remove_when=_NO_HOOK,
+    remove_when="verl tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does",
 )
 
 
@@ -343,7 +358,7 @@ ANSWERS = Patch(
     attr="vLLMHttpServer.collective_rpc",
     make=delta.collective_rpc,
     reason="verl drops what the engine's workers return, so that the trainer loop could not ask which weights they hold",
-    remove_when="verl returns it",
+    remove_when="verl's vLLMHttpServer.collective_rpc returns it",
 )
 
 

@@ -57,9 +57,9 @@ def beside_server() -> type:
 def stand_aside() -> None:
     """Change this process, and what it passes on to the engine's processes, to settings that touch no engine."""
     if runtime.is_active():
-        platform = runtime.active_config().platform
+        config = runtime.active_config()
         runtime.disable()
-        runtime.enable(Config(precision="bf16", platform=platform))
+        runtime.enable(Config(precision="bf16", platform=config.platform, upstream_fixes=config.fixes_upstream))
 
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:

@@ -2,15 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import runtime
 from jetrl_patch.adapters.verl import lora
+from jetrl_patch.adapters.verl.paths import ACTOR
 from jetrl_patch.checkpoint import record
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError
 from jetrl_patch.gate import while_active
+from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_checkpoint", "save_checkpoint"]
+__all__ = ["load_checkpoint", "problems", "save_checkpoint"]
+
+#: the engines that save by ``FSDPCheckpointManager``, and so write a record
+_RECORDED = ("fsdp", "fsdp2", "veomni")
+
+
+def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield the error of the checkpoint that verl would resume from, so that the driver has it before a worker starts.
+
+    verl resumes by default (``resume_mode=auto``) whatever is in its folder. A folder that the driver does not see is left to
+    the workers.
+    """
+    actor = os.path.join(_resumed(select), "actor")
+    if select(f"{ACTOR}.strategy") in _RECORDED and os.path.isdir(actor):
+        states = "optimizer" in (select(f"{ACTOR}.checkpoint.load_contents") or ())
+        yield from raised(lambda: record.check(actor, config, optimizer=states, elsewhere="trainer.default_local_dir"))
+
+
+def _resumed(select: Callable[[str], Any]) -> str:
+    """Return the folder of the step that verl resumes from, as its trainers find it; empty if it starts anew."""
+    mode, folder = select("trainer.resume_mode"), str(select("trainer.default_local_dir") or "")
+    if mode == "resume_path":
+        return str(select("trainer.resume_from_path") or "")
+    if mode == "auto":
+        with contextlib.suppress(OSError, ValueError), open(os.path.join(folder, "latest_checkpointed_iteration.txt")) as file:
+            return os.path.join(folder, f"global_step_{int(file.read())}")
+    return ""
 
 
 @while_active

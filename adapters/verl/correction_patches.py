@@ -32,7 +32,9 @@ _MEASURES = Patch(
     attr="compute_is_metrics",
     make=correction_masks.compute_is_metrics,
     reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
-    remove_when="verl computes the effective sample size of all-zero weights without an error",
+    upstream="https://github.com/verl-project/verl/pull/7559",
+    remove_when="verl has verl#7559",
+    fixes="verl",
 )
 
 _CHECKED_LOSS = Patch(

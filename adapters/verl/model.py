@@ -44,7 +44,8 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
             mark_layers(self, module, self._jetrl.layers, runtime.active_config())
             if self.engine_config.forward_only:
                 WORKER.followers.add(self._jetrl)
-        ulysses.share(module, self)
+        if runtime.active_config().exact:
+            ulysses.share(module, self)
         return module
 
     return _build_module

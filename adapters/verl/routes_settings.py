@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from jetrl_patch import registry
 from jetrl_patch.adapters.verl import ulysses
 from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT, named
 from jetrl_patch.config import Config
@@ -53,6 +54,9 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
     yield from broken(_RULES if config.returns_routes else (*_RULES, *_RETURNED), select, config, named)
     if not config.returns_routes:
         return
+    version = registry.rollout().routes_error(beside(config)) if config.quantized_rollout else None
+    if version is not None:
+        yield version
     yield from broken(_MEASURED, select, config, named, beside(config))
     for size, path in ulysses.sizes(select).items():
         required, fix = "whole sequences on each rank", "set it to 1, or ask for no routes"

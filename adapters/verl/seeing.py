@@ -1,4 +1,4 @@
-"""What verl 0.9 lacks to train models that see, in every mode: position ids of one length, micro-batches without an image, and
+"""What verl 0.9 lacks to train models that see: position ids of one length, micro-batches without an image, and
 images in other families than Qwen's.
 
 A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl carries a batch of them

@@ -10,6 +10,7 @@ from jetrl_patch import registry, runtime
 from jetrl_patch.adapters.verl import (
     asynchronous,
     beside,
+    checkpoint,
     fused,
     gather,
     lora,
@@ -122,6 +123,7 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     if config.old_log_probs != "auto":  # which ``chosen`` settles
         yield from old_log_probs_settings.problems(select, config)
     yield from optimizer_problems(select, config)
+    yield from checkpoint.problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)

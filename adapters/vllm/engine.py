@@ -9,13 +9,13 @@ import logging
 import os
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.vllm.compat import normalize_in_processor, returns_routes, sequence_parallel
+from jetrl_patch.adapters.vllm.compat import routes_error, sequence_parallel
 from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
 from jetrl_patch.adapters.vllm.precision import check_resolved, set_arguments
 from jetrl_patch.adapters.vllm.quant import quantization_name
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, VersionError, explain
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, ModelError, explain
 from jetrl_patch.families import DENSE_BLOCKS, FAMILIES, LLAMA_LIKE, Family, family_of
 from jetrl_patch.fp8.layers import is_cut, is_quantized
 from jetrl_patch.fp8.ranks import ExpertSplit
@@ -39,16 +39,10 @@ def prepare_arguments(args: EngineArgs, config: Config) -> None:
         VersionError: this vLLM does not return the experts that the plugin has chosen.
     """
     set_arguments(args, config)
-    normalize_in_processor(args)
     if not config.quantized_rollout:
         return
-    if args.enable_return_routed_experts and not returns_routes():
-        from vllm import __version__
-
-        required = "vLLM 0.28 to 0.30, which asks a module for its experts"
-        fix = "set measure_routes=False and router_replay='none'"
-        what = "enable_return_routed_experts with a quantized rollout"
-        raise VersionError(explain(what, required=required, found=f"vLLM {__version__}", fix=fix))
+    if args.enable_return_routed_experts and (error := routes_error()) is not None:
+        raise error
     ours = quantization_name(config)
     if args.quantization not in (None, ours) or args.quantization_config is not None:
         raise ConflictError(

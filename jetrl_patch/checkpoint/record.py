@@ -54,23 +54,25 @@ def read(folder: str | os.PathLike[str]) -> Config | None:
         ) from error
 
 
-def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = True) -> None:
+def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = True, elsewhere: str = "") -> None:
     """Raise ConfigError if a checkpoint was saved with settings that do not match this run's.
 
     Args:
         optimizer: whether the optimizer states are loaded too; ``resume_any`` does not permit another kind of states.
+        elsewhere: the framework's setting for the folder, where a run that did not mean to resume can still choose another.
     """
     found = read(folder)
     where = f"resuming {folder}"
     before = Config(precision="bf16") if found is None else found
     origin = " (no jetrl.json: saved without jetrl_patch)" if found is None else ""
+    anew = f"start anew with another {elsewhere}, " if elsewhere else ""
     if optimizer and before.optimizer_states != config.optimizer_states:
         raise ConfigError(
             explain(
                 where,
                 required=f"optimizer_states={config.optimizer_states!r}",
                 found=f"{before.optimizer_states!r}{origin}",
-                fix=f"set optimizer_states={before.optimizer_states!r}, or load the checkpoint without its optimizer",
+                fix=f"set optimizer_states={before.optimizer_states!r}, {anew}or load the checkpoint without its optimizer",
             )
         )
     if config.resume_any:
@@ -84,7 +86,7 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
                 required=wanted,
                 found=saved,
                 origin=origin,
-                fix="use the checkpoint's settings, or set resume_any=True if the change is intended",
+                fix=f"use the checkpoint's settings, {anew}or set resume_any=True if the change is intended",
             )
         )
 

@@ -19,6 +19,7 @@ from jetrl_patch.launch import command as launch
 from jetrl_patch.launch.arguments import FLAG, split
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.progress import Display
+from jetrl_patch.snapshot import PatchStatus
 from jetrl_patch.support import check_framework, check_python, installed_frameworks, require_torch
 
 __all__ = ["app", "main"]
@@ -157,7 +158,7 @@ def export(
 
 @app.command()
 def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """Print the supported and the installed versions, and the settings in the environment.
+    """Print the supported and the installed versions, the settings in the environment, and the patches that they ask for.
 
     The exit status is 1 if an installed framework is in a version that is not supported.
     """
@@ -165,6 +166,7 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
     rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
     env.check_names()
     config = Config.from_env() if env.opted_in() else None
+    finding, planned = ("", []) if config is None else _planned(config)
     unsupported = [row for row in rows if row[4] == "unsupported"]
     if as_json:
         frameworks = {
@@ -172,7 +174,8 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
             for name, required, tested, found, state in rows
         }
         asked = None if config is None else dataclasses.asdict(config)
-        print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked}))
+        patches = [dataclasses.asdict(patch) for patch in planned]
+        print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked, "patches": patches}))
     else:
         print(f"jetrl_patch {VERSION}, Python {check_python()[1]}\n")
         print(f"{'framework':14}{'required':16}{'tested':10}{'installed':14}")
@@ -180,7 +183,20 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
             print(f"{name:14}{required:16}{tested:10}{found:14}{state}")
         text = "asks for nothing (JETRL_ENABLED is not set)" if config is None else f"asks for {config}"
         print(f"\nthe environment {text}")
+        if config is not None:
+            print(f"patches: {finding}")
+            fixes = [patch for patch in planned if patch.fixes]
+            print(f"fixes for bugs of other projects among them (upstream_fixes={config.fixes_upstream}): {len(fixes)}")
+            for patch in fixes:
+                print(f"  {patch.fixes:11}{patch.target}  {patch.upstream}")
     raise typer.Exit(1 if unsupported else 0)
+
+
+def _planned(config: Config) -> tuple[str, list[PatchStatus]]:
+    from jetrl_patch.doctor.patches import check_patches
+
+    check, planned = check_patches(config)
+    return check.finding, planned
 
 
 def _finding(name: str, present: bool) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Precision
 from jetrl_patch.config.setting import setting, settings_of
-from jetrl_patch.config.text import BOUNDS, PATTERNS, SECONDS, WHOLE
+from jetrl_patch.config.text import BOUNDS, PATTERNS, SECONDS, SWITCH, WHOLE
 from jetrl_patch.correction.kinds import CORRECTIONS, KINDS, Kind
 
 __all__ = ["SETTINGS", "Fields", "from_text"]
@@ -117,6 +117,12 @@ class Fields:
     )
     platform: Platform = setting(
         "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),
+    )
+    upstream_fixes: bool | None = setting(
+        None, "process",
+        "fix [bugs of other projects](#upstream-fixes) that runs of this plugin have met. `None` means on, and off for "
+        "`bf16`, which measures the frameworks as they are. What keeps a run from starting is fixed in any case",
+        form=SWITCH,
     )
     sync: Sync = setting(
         "full", "sync",

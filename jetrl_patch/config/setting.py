@@ -21,7 +21,7 @@ GROUPS = {
     "monitor": "Measurements of the quantized layers, and the actions they trigger.",
     "correction": "Importance weights against the remaining mismatch between trainer and rollout.",
     "optimizer": "The format of the optimizer state, and which checkpoints can be resumed.",
-    "process": "The device the run uses.",
+    "process": "The device the run uses, and whether bugs of the frameworks are fixed.",
 }
 
 

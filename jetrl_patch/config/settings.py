@@ -34,7 +34,7 @@ class Config(Fields):
             if found.choices and not (value is None and found.default is None):
                 checks.check_choice(name, value, found.choices)
         for name, found in SETTINGS.items():
-            if found.form is SWITCH:
+            if found.form is SWITCH and not (getattr(self, name) is None and found.default is None):
                 checks.check_switch(name, getattr(self, name))
         numbers = ("audit_fraction", "monitor_sqnr", "monitor_underflow")
         for name in (*numbers, *(() if self.guard_sqnr is None else ("guard_sqnr",))):
@@ -125,11 +125,17 @@ class Config(Fields):
         """Whether trainer and rollout must be bit-equal."""
         return self.resolved_align == "exact"
 
+    @property
+    def fixes_upstream(self) -> bool:
+        """The effective ``upstream_fixes``: whether to fix other projects' bugs, also those with which a run starts."""
+        return not self.mode.only_measures if self.upstream_fixes is None else self.upstream_fixes
+
     def resolved(self) -> Config:
         """The settings in canonical form, with ``align`` set explicitly. Two configs are equivalent if these are equal."""
+        fixes = None if self.fixes_upstream == (not self.mode.only_measures) else self.upstream_fixes
         align = None if self.resolved_align == "none" else self.resolved_align
         head = "auto" if self.head_dtype == "bfloat16" else self.head_dtype
-        return dataclasses.replace(self, align=align, head_dtype=head)
+        return dataclasses.replace(self, align=align, head_dtype=head, upstream_fixes=fixes)
 
     def replace(self, **overrides: Any) -> Config:
         """A copy with some fields changed. Raises ConfigError for an unknown field."""

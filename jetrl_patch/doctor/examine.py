@@ -52,10 +52,8 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
     report.config = config
     progress.stage("checking the machine")
     report.checks += machine.check_machine(config)
-    needs = ""
     framework = started.framework if started is not None and arguments is not None else None
-    if framework is not None:
-        needs = registry.trainer(framework).needs_flash_attn(arguments)
+    needs = registry.trainer(framework).needs_flash_attn(arguments) if framework is not None else None
     report.checks.append(machine.check_flash_attn(machine.is_cpu_run(config), needs))
     progress.stage("checking the patches")
     check, report.patches = check_patches(config)

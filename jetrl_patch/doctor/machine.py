@@ -76,17 +76,13 @@ def _backend(config: Config, on_cpu: bool) -> Check:
     return Check("GEMM backend", "ok", name)
 
 
-def check_flash_attn(on_cpu: bool, needed_by: str) -> Check:
-    """Check flash-attn. ``needed_by`` names what in the command needs it; empty if nothing does or it is unknown."""
+def check_flash_attn(on_cpu: bool, needed_by: str | None) -> Check:
+    """Check flash-attn. ``needed_by`` names what in the command needs it; empty if nothing does, None if that is unknown."""
     if guards.is_installed("flash_attn"):
         return Check("flash-attn", "ok", guards.installed_version("flash-attn") or "installed")
-    if on_cpu:
-        return Check("flash-attn", "warning", "not installed; a CPU run works without it but cannot pack samples")
+    if on_cpu or needed_by == "":
+        return Check("flash-attn", "skipped", f"not installed; {'a CPU run' if on_cpu else 'the command'} works without it")
     if needed_by:
         return Check("flash-attn", "problem", f"not installed, but {needed_by} needs it", "install flash-attn")
-    return Check(
-        "flash-attn",
-        "warning",
-        "not installed; OpenRLHF's default attention and packed samples need it on CUDA",
-        "install flash-attn, or choose another attention and turn packing off",
-    )
+    finding = "not installed; on CUDA OpenRLHF needs it, and verl with its default attention or packed samples"
+    return Check("flash-attn", "warning", finding, "install flash-attn, or check the command (`jetrl doctor -- …`)")

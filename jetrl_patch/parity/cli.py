@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
 from jetrl_patch.errors import ConfigError, JetrlError
 from jetrl_patch.parity.modes import BY_DEFAULT, Job, check_model, choose
@@ -21,6 +22,8 @@ from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
 __all__ = ["main"]
 
+#: what ``--engine`` takes to compile no engine
+_EAGER = '{"enforce_eager": true}'
 #: vLLM's argument for whole experts on each of its tensor-parallel ranks
 _EP = "enable_expert_parallel"
 
@@ -161,12 +164,16 @@ def _routes(results: list[dict[str, Any]]) -> str:
 def _costs(results: list[dict[str, Any]]) -> Any:
     from rich.table import Table
 
-    table = Table(title="tokens per second", caption="rollout: sampled; trainer: forward and backward; ×: against the first row")
-    for column in ("precision", "align", "rollout", "×", "trainer", "×"):
-        table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
+    caption = "rollout: sampled; trainer: forward and backward; ×: against the first row"
+    if len({r["execution"] for r in results}) > 1:
+        caption += f". Each engine runs as in training; all alike, not compiled: --engine '{_EAGER}'"
+    table = Table(title="tokens per second", caption=caption)
+    for column in ("precision", "align", "engine", "rollout", "×", "trainer", "×"):
+        table.add_column(column, justify="left" if column in ("precision", "align", "engine") else "right", no_wrap=True)
     for r in results:
         pairs = [(r[key], results[0][key]) for key in ("rollout_tokens_per_second", "trainer_tokens_per_second")]
-        table.add_row(r["precision"], r["align"], *(text for a, b in pairs for text in (f"{a:,.0f}", f"{a / b:.2f}")))
+        figures = (text for a, b in pairs for text in (f"{a:,.0f}", f"{a / b:.2f}"))
+        table.add_row(r["precision"], r["align"], r["execution"], *figures)
     return table
 
 
@@ -197,15 +204,17 @@ def _parser() -> argparse.ArgumentParser:
         "--stock", nargs="*", metavar="NAME",
         help=f"the installation without the plugin, in one way or more: {', '.join(STOCK)} (default: all that run here)",
     )
-    parser.add_argument("--cost", action="store_true", help="time both sides, in tokens per second")
-    parser.add_argument("--scale-format", default="pow2", help="pow2 (default) or fp32")
+    parser.add_argument(
+        "--cost", action="store_true", help="time both sides, in tokens per second, with engines that compile as in training"
+    )
+    parser.add_argument("--scale-format", default=SETTINGS["scale_format"].default, help=_choices("scale_format"))
     parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
     parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
     parser.add_argument(
-        "--on-cut", default="refuse",
-        help="refuse (default) or bf16: leave layers in BF16 in which --tp cuts a block of 128",
+        "--on-cut", default=SETTINGS["on_cut"].default,
+        help=f"what to do where --tp cuts a block of 128; bf16 leaves the layers in BF16: {_choices('on_cut')}",
     )
-    parser.add_argument("--backend", default="auto", help="auto (default), native or torch")
+    parser.add_argument("--backend", default=SETTINGS["backend"].default, help=_choices("backend"))
     parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line")
     parser.add_argument("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
     parser.add_argument("--batch", type=_positive, default=32, help="requests per batch")
@@ -219,6 +228,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", metavar="FILE", help="write the results, one object per mode")
     parser.add_argument("--verbose", action="store_true", help="show the output of the frameworks")
     return parser
+
+
+def _choices(name: str) -> str:
+    """The values of a setting, as a line of help."""
+    return f"{', '.join(SETTINGS[name].choices)} (default: {SETTINGS[name].default})"
 
 
 def _positive(text: str) -> int:

@@ -28,7 +28,8 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``route_mismatch`` (the
         share of token and block with other experts on the two sides; None without a mixture) and, for reference,
         ``scale_format``, ``tp``, ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see
-        ``on_cut``). With ``job.cost`` also ``rollout_tokens_per_second`` and ``trainer_tokens_per_second``.
+        ``on_cut``). With ``job.cost`` also ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
+        ("compiled", "graphs" or "eager": how the engine ran the model).
     """
     progress.stage("loading torch")
     import torch
@@ -46,6 +47,7 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
     backend, attention = (status.backend, status.attention) if job.config.quantized_rollout else ("", "")
     precision, align = job.label
     cost = {
+        "execution": sampled.execution,
         "rollout_tokens_per_second": sampled.tokens_per_second,
         "trainer_tokens_per_second": scored.tokens_per_second,
     }

@@ -95,7 +95,9 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
         choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
         for align in choices:
             scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
-            configs.append(Config(precision=precision, align=align, **scales, **common).resolved())  # type: ignore[arg-type]
+            # the same fixes in every row, so that rows differ by their modes alone
+            wanted = Config(precision=precision, align=align, upstream_fixes=True, **scales, **common)  # type: ignore[arg-type]
+            configs.append(wanted.resolved())
     return configs
 
 

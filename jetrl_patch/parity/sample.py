@@ -29,10 +29,11 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples, and response tokens per second if the job asks for the cost."""
+    """Samples, response tokens per second if the job asks for the cost, and how the engine ran its model."""
 
     samples: list[Sample]
     tokens_per_second: float | None = None
+    execution: str = "eager"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,10 @@ from typing import Any
 from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
-__all__ = ["OnImport", "Patch", "apply_patch", "find_target"]
+__all__ = ["NO_REPORT", "OnImport", "Patch", "apply_patch", "find_target"]
+
+#: ``upstream`` of a fix for a bug that nobody is known to have reported
+NO_REPORT = "no report found"
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,11 @@ class Patch:
         make: original -> replacement. For a staticmethod or classmethod both are the plain function, which is wrapped
             again afterwards. A property is passed as a property.
         reason: what goes wrong without the patch, and what the patch does not cover.
-        remove_when: the upstream change that makes the patch obsolete.
-        upstream: a link to the upstream report or change, if there is one.
+        remove_when: the upstream change that makes the patch obsolete, with the release that has it, if one has.
+        upstream: a link to the upstream report or change, if there is one. A fix without one says ``NO_REPORT``.
+        fixes: the project whose bug the patch fixes. Such patches can be turned off (``Config.upstream_fixes``), and
+            ``status()`` lists them apart. Empty for the plugin's own patches.
+        needed_by: the runs that do not start, or never finish a step, without the fix. It is then never turned off.
     """
 
     module: str
@@ -35,6 +41,8 @@ class Patch:
     reason: str
     remove_when: str
     upstream: str = ""
+    fixes: str = ""
+    needed_by: str = ""
 
     @property
     def target(self) -> str:
@@ -55,6 +63,8 @@ class OnImport:
     reason: str
     remove_when: str = ""
     upstream: str = ""
+    fixes: str = ""
+    needed_by: str = ""
 
     @property
     def target(self) -> str:

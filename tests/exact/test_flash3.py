@@ -49,6 +49,27 @@ def test_a_longest_query_as_it_is_would_change_the_tiles_of_decoding(library, mo
     assert [keys for keys, _ in library.calls] == [128, 160]
 
 
+def test_a_neighbour_that_grows_changes_no_tile(library, monkeypatch):
+    """vllm#51902: a decode step beside a prefill of 9 tokens, and of 10. Its sizes: 14 heads on 2, of width 64, pages of 16."""
+    g = torch.Generator().manual_seed(4)
+    k, v = (torch.randn(60, 16, 2, 64, generator=g).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(11, 14, 64, generator=g).to(torch.bfloat16)
+    table, context = torch.arange(60, dtype=torch.int32).view(2, 30), 450
+
+    def decoding(beside: int) -> torch.Tensor:
+        lengths = torch.tensor([context, beside], dtype=torch.int32)
+        starts = torch.tensor([0, 1, 1 + beside], dtype=torch.int32)
+        return flash3.attention_paged(q[: 1 + beside], k, v, table, lengths, starts, 0.125)[0][0]
+
+    assert torch.equal(decoding(8), decoding(9)) and torch.equal(decoding(9), decoding(10))
+    assert library.calls == [(128, 1)] * 4
+    plain = library.flash_attn_varlen_func
+    as_it_is = lambda *a, **o: plain(*a, **{**o, "max_seqlen_q": int(o["cu_seqlens_q"].diff().max())})  # noqa: E731
+    monkeypatch.setattr(flash3, "find", lambda: (as_it_is, ""))
+    assert not torch.equal(decoding(9), decoding(10)), "the double no longer has the fault"
+    assert library.calls[4:] == [(192, 1), (128, 1)]
+
+
 def test_a_split_of_the_keys_would_change_a_row(library, monkeypatch):
     plain = library.flash_attn_varlen_func
     monkeypatch.setattr(flash3, "find", lambda: (lambda *a, **k: plain(*a, **{**k, "num_splits": 0}), ""))

@@ -111,6 +111,18 @@ def _verl_accepts(config: Any) -> None:
 
 
 @pytest.mark.parametrize("framework", ["verl", "openrlhf"])
+def test_a_run_in_another_precision_has_another_folder(framework: str, models: Path) -> None:
+    script = EXAMPLES / framework / "h100" / "qwen3_8b_8k.sh"
+    folders = set()
+    for environ in ({}, {"PRECISION": "bf16"}, {"PRECISION": "fp8-rollout"}):
+        settings = registry.trainer(framework).read(examine.recognise(command(script, models, **environ)).arguments)
+        folders.add(settings.trainer.default_local_dir if framework == "verl" else settings.ckpt.path)
+    stem = "outputs/qwen3_8b_8k"
+    end = "" if framework == "verl" else "/checkpoints"
+    assert folders == {f"{stem}-{precision}{end}" for precision in ("fp8-unified", "bf16", "fp8-rollout")}
+
+
+@pytest.mark.parametrize("framework", ["verl", "openrlhf"])
 def test_variables_and_arguments_of_the_user_have_the_last_word(framework: str, models: Path) -> None:
     script = EXAMPLES / framework / "h100" / "qwen3_8b_8k.sh"
     extra = ["trainer.total_epochs=7"] if framework == "verl" else ["--train.num_episodes", "7"]

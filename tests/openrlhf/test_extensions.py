@@ -37,7 +37,7 @@ def lock(tmp_path, monkeypatch, request):
 def baton(lock, monkeypatch):
     """PyTorch's lock as an actor of a patched run waits for it, with half a second for ten minutes."""
     monkeypatch.setattr(extensions, "LIMIT", 0.5)
-    jetrl_patch.enable(precision="bf16", platform="cpu")
+    jetrl_patch.enable(precision="bf16", platform="cpu", upstream_fixes=True)
     return FileBaton(str(lock), wait_seconds=0.02)
 
 

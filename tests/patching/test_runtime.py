@@ -4,6 +4,7 @@ the real packages are in tests/test_undo.py.
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from types import ModuleType
 from typing import Any
@@ -46,6 +47,32 @@ def test_patches_wait_for_their_module_and_come_back(use: Any, environment: dict
     assert not runtime.status().enabled
     runtime.disable()
     assert adapter.calls[-2:] == ["on_apply", "on_undo"]
+
+
+def test_fixes_for_other_projects_follow_one_setting_and_are_listed_apart(use: Any, environment: dict[str, str]) -> None:
+    fix = dataclasses.replace(patch("fakefw.a", "Class.static"), fixes="fakefw", upstream="https://example.org/1")
+    needed = dataclasses.replace(patch("fakefw.b", "Class.static"), fixes="fakefw", upstream="no report", needed_by="a start")
+    hooked: list[str] = []
+    hook = OnImport("fakefw.a", "hook", lambda module, journal: hooked.append("hook"), "test", fixes="fakefw")
+    use(Fake((patch("fakefw.a", "function"), fix, needed), (hook,)))
+    for settings, on in (
+        ({}, True),
+        ({"precision": "bf16"}, False),
+        ({"precision": "bf16", "upstream_fixes": True}, True),
+        ({"upstream_fixes": False}, False),
+    ):
+        hooked.clear()
+        status = runtime.enable(**settings)  # type: ignore[arg-type]
+        assert (load("a").function(), load("b").Class.static()) == ("loud a", "loud static b")
+        assert (load("a").Class.static() == "loud static a") is on is bool(hooked)
+        fixes = [p.target for p in status.upstream_fixes]
+        assert fixes == ["fakefw.a.Class.static"] * on + ["fakefw.b.Class.static"] + ["fakefw.a:hook"] * on
+        own, apart = str(status).split("\n  upstream  ")
+        assert apart.startswith(f"{len(fixes)} fixes for bugs of other projects, upstream_fixes={on}\n") and "  patches   " in own
+        assert all(target in apart and target not in own for target in fixes)
+        assert ("fakefw: test (https://example.org/1)" in apart) is on
+        assert "fakefw.a.function" in own
+        runtime.disable()
 
 
 def test_a_second_enable_works(use: Any, environment: dict[str, str]) -> None:

@@ -68,6 +68,7 @@ def test_openrlhf_is_set_to_fp16():
         ({"ds__param_dtype": "fp16"}, BF16, "OpenRLHF's vLLM engines stay in BF16"),
         ({"ds__tensor_parallel_size": 2}, FP16, "supports only BF16"),
         ({"ds__load_in_4bit": True}, FP16, "weights in FP16"),
+        ({"ds__ring_attn_size": 2}, FP16, "whole sequences on each rank"),
         ({"ds__use_liger_kernel": True}, LINEAR_HEAD, "logits from lm_head's forward"),
     ],
 )

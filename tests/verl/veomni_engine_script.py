@@ -48,7 +48,7 @@ def stand_in_for_flash_attention() -> None:
 if __name__ == "__main__":
     family, model_dir, mode = sys.argv[1:]
     fp8, shared, fused = mode.startswith("fp8"), mode.endswith("shared"), mode == "fused"
-    settings = {"precision": "fp8-unified", "align": "linear"} if fp8 else {"precision": "bf16"}
+    settings = {"precision": "fp8-unified", "align": "linear"} if fp8 else {"precision": "bf16", "upstream_fixes": True}
     jetrl_patch.enable(**settings)
 
     import torch

@@ -143,6 +143,50 @@ def test_experts_in_bf16_compute_the_trainers_bits(guarded: bool) -> None:
         load(layer, f"{NAME}.4.up_proj.weight", torch.full((I, H), float("inf")))
 
 
+def every_expert_of_vllm_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe import fused_moe, modular_kernel
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("vLLM's experts ran")
+
+    for name in ("fused_experts", "fused_experts_impl", "dispatch_fused_moe_kernel", "invoke_fused_moe_triton_kernel"):
+        monkeypatch.setattr(fused_moe, name, never)
+    kernels = (kind for kind in vars(modular_kernel).values() if isinstance(kind, type) and hasattr(kind, "apply"))
+    for kind in (*kernels, modular_kernel.FusedMoEKernel):
+        monkeypatch.setattr(kind, "__init__", never)
+
+
+@pytest.mark.parametrize("excluded", [False, True], ids=["FP8", "excluded"])
+@pytest.mark.parametrize("align", ["exact", "linear"])
+def test_vllms_own_experts_are_never_run(monkeypatch: pytest.MonkeyPatch, align: str, excluded: bool) -> None:
+    """They depend on the batch on an H100, without a warning (vllm#57016)."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
+    from jetrl_patch.adapters.vllm.filled import REGISTRIES
+    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+
+    jetrl_patch.disable()
+    jetrl_patch.enable(align=align, exclude=("experts",) if excluded else ())
+    monkeypatch.setattr(REGISTRIES, "filled", True)
+    every_expert_of_vllm_raises(monkeypatch)
+    layer = empty_layer()
+    layer.__class__ = RoutedExperts  # as vLLM asks the quantization for the method of each
+    method: Any = JetrlQuantConfig().get_quant_method(layer, NAME)
+    assert type(method) is QuantizedExpertsMethod and (method.plain is not None) is excluded
+    assert method.get_fused_moe_quant_config(layer) is None  # of which vLLM makes a kernel
+    layer.__class__ = torch.nn.Module
+    method.create_weights(layer, E, H, I, torch.bfloat16)
+    for name, weight in per_matrix().items():
+        load(layer, name, weight)
+    method.process_weights_after_loading(layer)
+    x, logits = torch.randn(3, H).to(torch.bfloat16), torch.randn(3, E)
+    chosen, ids = ops.route(logits, K, True)
+    run = method.apply_monolithic(layer, x, logits) if method.is_monolithic else method.apply(layer, x, chosen, ids, None, None)
+    assert run.shape == x.shape and method.is_monolithic is (align == "exact")
+    assert method.moe_kernel is None
+
+
 def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch.adapters.vllm import experts as module
 

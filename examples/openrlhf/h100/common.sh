@@ -7,7 +7,7 @@
 #   PROMPTS    JSON lines with "input" (the question) and "label" (the answer), such as GSM8K and MATH
 #   MODEL      folder of the model
 #   REWARD     Python file with reward_func(queries, prompts, labels)
-#   OUTPUT     folder for checkpoints
+#   OUTPUT     folder for checkpoints; by default one for each precision
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
@@ -17,7 +17,8 @@ set -euo pipefail
 
 PROMPTS=${PROMPTS:-$HOME/data/math/prompts.jsonl}
 REWARD=${REWARD:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/reward.py}
-OUTPUT=${OUTPUT:-outputs/$NAME}
+RUN=$NAME-${PRECISION:-fp8-unified}
+OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
 TP=${TP:-1}
 LENGTH=$((1024 + RESPONSE))

@@ -6,7 +6,7 @@
 #
 #   DATA       folder with gsm8k/ and math/, each train.parquet and test.parquet in verl's form
 #   MODEL      folder of the model
-#   OUTPUT     folder for checkpoints
+#   OUTPUT     folder for checkpoints; by default one for each precision, because a run resumes what is in it
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
 #   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
@@ -15,7 +15,8 @@
 set -euo pipefail
 
 DATA=${DATA:-$HOME/data}
-OUTPUT=${OUTPUT:-outputs/$NAME}
+RUN=$NAME-${PRECISION:-fp8-unified}
+OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
 TP=${TP:-1}
 PROMPT=1024
@@ -59,6 +60,6 @@ exec ${JETRL:-jetrl} verl "${mode[@]}" \
   trainer.test_freq=10 \
   trainer.logger=[console] \
   trainer.project_name=jetrl_patch \
-  trainer.experiment_name="$NAME" \
+  trainer.experiment_name="$RUN" \
   trainer.default_local_dir="$OUTPUT" \
   "$@"
