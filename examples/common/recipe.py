@@ -68,7 +68,7 @@ class Launch:
         env: the complete environment.
         steps: reads the steps that the run logs.
         milestones: what the run does when its log first has a line that matches, in order; shown until the first step.
-        answers: ``answers`` and ``answers_changed`` for the report (``report.jsonl``), as far as known; called at the end.
+        answers: ``answers`` and ``answers_changed`` for the report (``report.sources``), as far as known; called at the end.
     """
 
     command: list[str]

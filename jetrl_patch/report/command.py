@@ -2,24 +2,38 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
 from jetrl_patch.errors import explain
 from jetrl_patch.places import check_target, writing
 from jetrl_patch.progress import Display, Progress
-from jetrl_patch.report import write
-from jetrl_patch.report.charts import draw, wanted
+from jetrl_patch.report.charts import draw
+from jetrl_patch.report.page import write
 from jetrl_patch.report.pictures import draw_pictures
 from jetrl_patch.report.runs import ReportError, Run
-from jetrl_patch.report.sources import collect, find_file, parse
+from jetrl_patch.report.sources import Source, collect, find_file, name_runs, parse, read_runs
 from jetrl_patch.report.tables import make_table
 
-__all__ = ["command", "watch"]
+__all__ = ["command", "watch", "write_report"]
+
+
+def write_report(folder: Path, title: str = "jetrl_patch", subtitle: str = "") -> list[dict[str, Any]]:
+    """Report on ``folder/metrics.jsonl`` in the same folder; see ``page.write``.
+
+    Raises:
+        ReportError: there is nothing to report on, or matplotlib is missing (the page is written nevertheless).
+    """
+    notes: list[str] = []
+    runs = read_runs(folder / "metrics.jsonl", notes)
+    name_runs([Source(folder, runs=runs)])
+    summaries = write(runs, folder, title, subtitle, notes)
+    draw_pictures(runs, folder)
+    return summaries
 
 
 def command(texts: Sequence[str], out: Path, title: str, console: Console, warnings: Console) -> None:
@@ -108,30 +122,19 @@ def _subtitle(runs: Sequence[Run]) -> str:
 
 
 def _read(texts: Sequence[str], notes: list[str], progress: Progress) -> list[Run]:
-    """The runs, with only the metrics that the report shows."""
-    seen: list[str] = []
-
-    @functools.cache  # so that ``seen`` lists each name once
-    def keep(name: str) -> bool:
-        seen.append(name)
-        return wanted(name)
-
-    runs = collect(texts, keep, notes, progress)
-    _look(runs, seen, notes)
-    return runs
-
-
-def _look(runs: Sequence[Run], seen: Sequence[str], notes: list[str]) -> None:
-    """Note the runs without anything to show, and runs that have no metric in common."""
-    drawn = draw(runs)
-    if not drawn:
-        found = ", ".join(seen[:8]) or "none"
+    """The runs; notes which have no metric that the report shows, or none in common."""
+    runs = collect(texts, notes, progress)
+    charts = draw(runs)
+    if not charts:
+        seen = dict.fromkeys(name for run in runs for data in run.steps.values() for name in data)
+        found = ", ".join([*seen][:8]) or "none"
         fix = "make the framework log rewards, timings or jetrl/… metrics"
         raise ReportError(explain("report", required="metrics of a training run", found=found, fix=fix))
-    having = [{d.chart.key for d in drawn if d.series[i]} for i in range(len(runs))]
+    having = [{chart.key for chart in charts if chart.series[i]} for i in range(len(runs))]
     for run, keys in zip(runs, having, strict=True):
         if not keys:
             notes.append(f"{run.label}: has none of the metrics that the report shows")
     some = [keys for keys in having if keys]
     if len(some) > 1 and not set.intersection(*some):
         notes.append("no metric is common to all runs; each chart shows the runs that have it")
+    return runs

@@ -1,84 +1,88 @@
-"""The report as one self-contained HTML file: styles, data and script are inline, and nothing is fetched."""
+"""The report as one self-contained HTML file: style, data and script are inline, and nothing is fetched."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from jetrl_patch.report.charts import GROUPS, Chart, Drawn, draw, steady
-from jetrl_patch.report.described import describe
-from jetrl_patch.report.runs import Points, Run
-from jetrl_patch.report.scales import ALL_LAYERS, Scales, draw_scales, less_is_worse, read_scales
-from jetrl_patch.report.series import LIMIT, short, thin
-from jetrl_patch.report.styles import DARK, DASHES, LIGHT, Style, choose
-from jetrl_patch.report.tables import shown_columns, versions_text
-from jetrl_patch.report.tables_html import (
-    answers_table,
-    cards,
-    layers_table,
-    one_environment,
-    parts_table,
-    steady_table,
-    summary_table,
-    swatch,
-)
+from jetrl_patch.report import charts, tables
+from jetrl_patch.report.charts import LIMIT, Chart, Scales
+from jetrl_patch.report.runs import Points, Run, summarize
 
-__all__ = ["make_page"]
+__all__ = ["short", "write"]
 
 #: budget of points for all per-layer lines together, shared equally among them
 _SCALE_POINTS = 60_000
 
-_FOLDER = Path(__file__).parent
 
+def write(
+    runs: Sequence[Run], folder: Path, title: str, subtitle: str = "", notes: Sequence[str] = (), live: int = 0
+) -> list[dict[str, Any]]:
+    """Write ``summary.json`` and ``report.html`` into ``folder``, creating it if needed.
 
-def make_page(
-    runs: Sequence[Run],
-    summaries: Sequence[dict[str, Any]],
-    title: str,
-    subtitle: str,
-    notes: Sequence[str] = (),
-    answers: Sequence[dict[str, Any]] = (),
-    changed: Mapping[str, int] | None = None,
-    live: int = 0,
-) -> str:
-    """The HTML of the page.
+    Each file is replaced as a whole, so that a browser never reads half a page.
 
     Args:
-        summaries: one summary per run, in the order of the runs.
         notes: warnings for the reader, such as skipped lines.
-        answers: the model's answers before and after training; if empty, the page has no such section.
-        changed: how many answers became right and wrong, for ``tables.changes_text``.
         live: interval in seconds at which the page loads itself anew; 0 for a finished page.
+
+    Returns:
+        The contents of ``summary.json``: one dict per run, as ``summarize`` makes it.
     """
-    styles, scales = choose(runs), read_scales(runs)
-    drawn = [*draw(runs), *draw_scales(scales, len(runs))]
-    swatches = [swatch(style) for style in styles]
-    template = Template((_FOLDER / "page.html").read_text(encoding="utf-8"))
-    return template.substitute(
+    summaries = [summarize(run) for run in runs]
+    page = _page(runs, summaries, title, subtitle, notes, live)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in (("summary.json", json.dumps(summaries, indent=2) + "\n"), ("report.html", page)):
+        fresh = folder / f".{name}.new"
+        fresh.write_text(text, encoding="utf-8")
+        fresh.replace(folder / name)
+    return summaries
+
+
+def _page(
+    runs: Sequence[Run], summaries: Sequence[dict[str, Any]], title: str, subtitle: str, notes: Sequence[str], live: int
+) -> str:
+    styles, scales = charts.choose(runs), Scales(runs)
+    drawn = [*charts.draw(runs), *map(scales.chart, scales.headline)]
+    swatches = [
+        '<svg class="swatch" viewBox="0 0 34 10" aria-hidden="true"><line x1="2" x2="32" y1="5" y2="5" stroke-width="3" '
+        f'stroke-dasharray="{_dashes(style.dash)}" style="stroke:var(--run{style.colour})"/></svg>'
+        for style in styles
+    ]
+    toggles = (
+        f'<label><input type="checkbox" value="{i}" checked>{swatches[i]}<span>{escape(run.label)}</span></label>'
+        for i, run in enumerate(runs)
+    )
+    told = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    final = next((run.final for run in reversed(runs) if run.final.get("answers")), {})
+    changed = final.get("answers_changed", {})
+    counted = isinstance(changed, dict) and all(isinstance(changed.get(name), int) for name in tables.CHANGES)
+    known = (("steps", "step", True), ("sampled tokens", "tokens", any(run.tokens for run in runs)),
+             ("time", "time", any(run.time for run in runs)))  # fmt: skip
+    light, dark = (" ".join(f"--run{i}: {c};" for i, c in enumerate(colours)) for colours in (charts.LIGHT, charts.DARK))
+    html, css, script, controls = (
+        (Path(__file__).parent / name).read_text(encoding="utf-8") for name in ("page.html", "page.css", "page.js", "controls.js")
+    )
+    return Template(html).substitute(
         title=escape(title),
         subtitle=escape(subtitle),
-        style=_style(),
-        live_note=_LIVE.format(seconds=live) if live else "",
-        notes=_notes(notes),
-        cards=cards(summaries),
-        toggles="".join(_toggle(i, run, swatches[i]) for i, run in enumerate(runs)),
-        bys=_bys(runs),
-        summary=summary_table(summaries, swatches),
+        style=f":root {{ {light} }}\n@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n{css}",
+        live=_LIVE.format(seconds=live) if live else "",
+        notes=f'<div class="note" role="note"><ul>{told}</ul></div>' if notes else "",
+        cards=tables.cards_html(summaries),
+        toggles="".join(toggles),
+        bys="".join(f'<option value="{name}">{text}</option>' for text, name, having in known if having),
+        summary=tables.summary_html(summaries, swatches),
         charts=_sections(drawn, scales, summaries, swatches),
-        answers=answers_table(answers, changed or {}),
-        legend="".join(
-            f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in shown_columns(summaries) if c.help
-        ),
-        versions=escape(_versions(summaries)),
-        data=_data(runs, styles, drawn, scales),
-        axes=_script("axes"),
-        drawing=_script("chart"),
-        behaviour=_script("behaviour"),
-        live=_script("live"),
+        answers=tables.answers_html(final.get("answers", ()), changed if counted else {}),
+        legend="".join(f"<dt>{escape(c.title)}</dt><dd>{escape(c.help)}</dd>" for c in tables.shown_columns(summaries) if c.help),
+        data=_data(runs, [(style.colour, _dashes(style.dash)) for style in styles], drawn, scales),
+        script=f"{script}\n{controls}",
     )
 
 
@@ -88,130 +92,89 @@ _LIVE = (
 )
 
 
-def _script(name: str) -> str:
-    return (_FOLDER / f"{name}.html").read_text(encoding="utf-8")
-
-
-def _bys(runs: Sequence[Run]) -> str:
-    """The choices for the x axis: steps, and what at least one run can be drawn by."""
-    known = {"step": "steps", "tokens": "sampled tokens", "time": "time"}
-    having = {"step": True, "tokens": any(run.tokens for run in runs), "time": any(run.time for run in runs)}
-    return "".join(f'<option value="{name}">{text}</option>' for name, text in known.items() if having[name])
-
-
-def _style() -> str:
-    light, dark = (" ".join(f"--run{i}: {c};" for i, c in enumerate(colours)) for colours in (LIGHT, DARK))
-    text = (_FOLDER / "style.html").read_text(encoding="utf-8")
-    return Template(text).substitute(light=light, dark=dark)
-
-
-def _notes(notes: Sequence[str]) -> str:
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
-    return f'<div class="note" role="note"><ul>{items}</ul></div>' if items else ""
-
-
-def _toggle(position: int, run: Run, line: str) -> str:
-    return f'<label><input type="checkbox" value="{position}" checked>{line}<span>{escape(run.label)}</span></label>'
-
-
-def _sections(drawn: Sequence[Drawn], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
+def _sections(drawn: Sequence[Chart], scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
     """The charts by group; the last group is collapsed, and what never changes in it is a list."""
-    parts = []
-    for group in GROUPS:
-        here = [(i, d) for i, d in enumerate(drawn) if d.chart.group == group]
-        still = [(d.chart, value) for _, d in here if (value := steady(d)) is not None and d.chart.group == GROUPS[-1]]
-        figures = "".join(_figure(i, d.chart) for i, d in here if d.chart not in [chart for chart, _ in still])
-        grid = f'<div class="grid">{figures}</div>' if figures else ""
-        if group == "FP8 statistics":
-            grid += _scales(scales, summaries, swatches)
-        if group == GROUPS[-1]:
-            grid += steady_table([(chart.title, chart.help, f"{value:,.10g}") for chart, value in still])
-            grid = grid and f"<details><summary>Show {figures.count('<figure')} charts</summary>{grid}</details>"
-        if group == "Time":
-            grid += parts_table(summaries, swatches)
-        if grid:
-            parts.append(f"<h2>{escape(group)}</h2>{grid}")
-    return "".join(parts)
+    html = []
+    for group in charts.GROUPS:
+        here = [chart for chart in drawn if chart.group == group]
+        still = [chart for chart in here if group == charts.OTHER and chart.steady is not None]
+        figures = [_figure(chart.key, chart.title, chart.help) for chart in here if chart not in still]
+        grid = f'<div class="grid">{"".join(figures)}</div>' if figures else ""
+        if group == charts.FP8 and scales.series:
+            grid += _scales(scales) + tables.layers_html(scales, summaries, swatches)
+        if group == charts.TIME:
+            grid += tables.parts_html(summaries, swatches)
+        if still:
+            told = (f'<dt>{escape(c.title)}</dt><dd title="{escape(c.help)}">{c.steady:,.10g}</dd>' for c in still)
+            grid += f"<h3>The same at every step of every run</h3><dl>{''.join(told)}</dl>"
+        if group == charts.OTHER and grid:
+            grid = f"<details><summary>Show {len(figures)} charts</summary>{grid}</details>"
+        html.append(f"<h2>{escape(group)}</h2>{grid}" if grid else "")
+    return "".join(html)
 
 
-def _figure(position: int | str, chart: Chart) -> str:
+def _figure(key: str, title: str, help: str) -> str:
     return (
-        f'<figure data-chart="{position}" id="chart-{escape(chart.key)}">'
-        f"<figcaption><span>{escape(chart.title)}</span><small>{escape(chart.help)}</small></figcaption>"
+        f'<figure data-chart="{escape(key)}" id="chart-{escape(key)}">'
+        f"<figcaption><span>{escape(title)}</span><small>{escape(help)}</small></figcaption>"
         '<button type="button" class="csv" title="the chart’s values as a CSV file">CSV</button>'
-        f'<div class="plot" tabindex="0" role="group" aria-label="{escape(chart.title)}"></div></figure>'
+        f'<div class="plot" tabindex="0" role="group" aria-label="{escape(title)}"></div></figure>'
     )
 
 
-def _scales(scales: Scales, summaries: Sequence[dict[str, Any]], swatches: list[str]) -> str:
-    if not scales.whats:
-        return ""
-    whats = "".join(f'<option value="{escape(what)}">{escape(describe(what).title)}</option>' for what in scales.whats)
-    layers = '<option value="">worst layer</option>'
-    layers += "".join(f"<option>{escape(layer)}</option>" for layer in scales.layers)
-    chart = Chart("scales", "", "", lambda run: [])
-    zero = [describe(what).title for what in scales.silent]
+def _scales(scales: Scales) -> str:
+    """A chart for a statistic and a layer of the reader's choice."""
+    whats = "".join(f'<option value="{escape(what)}">{escape(charts.describe(what).title)}</option>' for what in scales.series)
+    layers = "".join(f"<option>{escape(layer)}</option>" for layer in scales.layers)
+    zero = escape(", ".join(charts.describe(what).title for what in scales.silent))
     return (
-        (f'<p class="soft">0 at every measured step of every run: {escape(", ".join(zero))}.</p>' if zero else "")
-        + f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label>'
-        f'<label>Layer <select id="layer" autocomplete="off">{layers}</select></label></div>'
-        f"{_figure('scales', chart)}{layers_table(scales, summaries, swatches)}"
+        (f'<p class="soft">0 at every measured step of every run: {zero}.</p>' if zero else "")
+        + f'<div class="pick"><label>Statistic <select id="what" autocomplete="off">{whats}</select></label><label>Layer '
+        f'<select id="layer" autocomplete="off"><option value="">worst layer</option>{layers}</select></label></div>'
+        + _figure("scales", "", "")
     )
 
 
-def _versions(summaries: Sequence[dict[str, Any]]) -> str:
-    """All versions, if every run has the same; otherwise the table has a column for them."""
-    return f"Versions: {versions_text(summaries[0], all_of_them=True)}." if one_environment(summaries) else ""
-
-
-def _data(runs: Sequence[Run], styles: Sequence[Style], drawn: Sequence[Drawn], scales: Scales) -> str:
+def _data(runs: Sequence[Run], looks: Sequence[tuple[int, str]], drawn: Sequence[Chart], scales: Scales) -> str:
     """The data for the page's script, as JSON that cannot close its script element."""
-    charts: dict[str, Any] = {
-        str(i): {**_axis(d.chart), "series": [_points(points) for points in d.series]} for i, d in enumerate(drawn)
-    }
-    charts["scales"] = {**_axis(Chart("scales", "", "", lambda run: [])), "series": []}
+    lines = sum(len(layers) for layers in scales.series.values()) * len(runs)
+    limit = max(8, min(LIMIT, _SCALE_POINTS // max(1, lines)))
+    layers = {}
+    for what, series in scales.series.items():
+        worst = scales.chart(what)
+        single = {layer: [_points(points, limit) for points in one] for layer, one in series.items()}
+        single[charts.ALL_LAYERS] = [*map(_points, worst.series)]
+        layers[what] = {**_axis(worst), "help": worst.help, "layers": single}
     data = {
-        "runs": [_run(run, style) for run, style in zip(runs, styles, strict=True)],
-        "charts": charts,
-        "scales": _scale_data(scales, len(runs)),
-    }
+        "runs": [
+            {"name": run.label, "colour": colour, "dash": dash, "extent": [min(run.steps), max(run.steps)],
+             "sums": {"tokens": _points(run.tokens), "time": _points(run.time)}}
+            for run, (colour, dash) in zip(runs, looks, strict=True)
+        ],
+        "charts": {chart.key: {**_axis(chart), "series": [*map(_points, chart.series)]} for chart in drawn},
+        "scales": layers,
+    }  # fmt: skip
     return json.dumps(data, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
 
 
-def _run(run: Run, style: Style) -> dict[str, Any]:
-    return {
-        "name": run.label,
-        "colour": style.colour,
-        "dash": " ".join(map(str, DASHES[style.dash])) or "none",
-        "extent": [min(run.steps), max(run.steps)],
-        "sums": {"tokens": _points(run.tokens), "time": _points(run.time)},
-    }
-
-
 def _axis(chart: Chart) -> dict[str, Any]:
-    limits = [{"value": limit.value, "name": limit.name} for limit in chart.limits]
-    axis = {"log": chart.log, "low": chart.low, "high": chart.high, "style": chart.style, "limits": limits}
-    return {"title": chart.title, **axis}
+    return {name: getattr(chart, name) for name in ("title", "log", "low", "high", "style", "limits")}
+
+
+def _dashes(lengths: Sequence[int]) -> str:
+    return " ".join(map(str, lengths)) or "none"
 
 
 def _points(points: Points, limit: int = LIMIT) -> list[list[Any]] | None:
-    kept = thin(points, limit)
+    kept = charts.thin(points, limit)
     return [[step for step, _ in kept], [short(value) for _, value in kept]] if kept else None
 
 
-def _scale_data(scales: Scales, runs: int) -> dict[str, dict[str, Any]]:
-    """``what`` -> how to show it, and ``layers``: layer -> series of every run; the layer "" is the worst of each step."""
-    limit = max(8, min(LIMIT, _SCALE_POINTS // max(1, len(scales.series))))
-    found: dict[str, dict[str, Any]] = {}
-    for what in scales.whats:
-        known = describe(what)
-        worst = "worst means lowest here" if less_is_worse(what) else "worst means highest here"
-        text = "; ".join(filter(None, (known.help, worst * scales.per_layer(what))))
-        chart = Chart("", known.title, "", lambda run: [], style=known.style, limits=known.limits)
-        layers: dict[str, list[Any]] = {"": [_points(scales.worst_layer(run, what)) for run in range(runs)]}
-        found[what] = {**_axis(chart), "help": text, "layers": layers}
-    for (run, what, layer), points in scales.series.items():
-        if layer == ALL_LAYERS:  # the same as ""
-            continue
-        found[what]["layers"].setdefault(layer, [None] * runs)[run] = _points(points, limit)
-    return found
+def short(value: float) -> float | str:
+    """Round a value to the digits that a chart can show, never to 0 or 1; non-finite values become strings, for JSON."""
+    if not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    rounded = float(f"{value:.5g}")
+    if not math.isfinite(rounded) or (rounded in (0.0, 1.0) and rounded != value):
+        return value
+    return int(rounded) if rounded.is_integer() and abs(rounded) < 1e15 else rounded

@@ -1,17 +1,18 @@
-"""One run: the metrics that its framework logged at every step, and the series that every report needs."""
+"""One run: the metrics that its framework logged at every step, the series that every report needs, and its summary."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from jetrl_patch.errors import JetrlError
 
-__all__ = ["PARTS", "ReportError", "Run", "number"]
+__all__ = ["ACCURACY", "PARTS", "REWARD", "SECONDS", "Points", "ReportError", "Run", "number", "summarize"]
 
 #: the names that verl and OpenRLHF give to the same metric
 REWARD = ("critic/score/mean", "rollout/reward_mean", "reward")
@@ -59,10 +60,8 @@ class Run:
     @property
     def arm(self) -> str:
         """The name of the mode, ``PRECISION[/ALIGN][+CORRECTION][+ROUTER_REPLAY]``; "" if unknown."""
-        align = "" if self.align in ("", "none") else f"/{self.align}"
-        correction = "" if self.correction in ("", "none") else f"+{self.correction}"
-        replay = "" if self.router_replay in ("", "none") else f"+{self.router_replay}"
-        return f"{self.precision}{align}{correction}{replay}"
+        words = (("/", self.align), ("+", self.correction), ("+", self.router_replay))
+        return self.precision + "".join(mark + word for mark, word in words if word not in ("", "none"))
 
     @property
     def label(self) -> str:
@@ -98,15 +97,11 @@ class Run:
         """``(step, held-out accuracy)``, averaged over data sources: verl's ``val-core/<source>/…/mean@n`` or OpenRLHF's
         ``eval_<source>_pass1``.
         """
-        found: Points = []
-        for step in sorted(self.steps):
-            values = [
-                value
-                for name, raw in self.steps[step].items()
-                if ACCURACY.fullmatch(name) and (value := number(raw)) is not None
-            ]
-            if values:
-                found.append((step, fmean(values)))
+        found = []
+        for step, data in sorted(self.steps.items()):
+            values = [number(raw) for name, raw in data.items() if ACCURACY.fullmatch(name)]
+            if known := [value for value in values if value is not None]:
+                found.append((step, fmean(known)))
         return found
 
     def corrected(self, name: str) -> Points:
@@ -141,10 +136,8 @@ class Run:
         lengths = {step: value for step, value in self.seconds if math.isfinite(value)}
         if not lengths:
             return {}
-        sums = {
-            name: sum(v for step, v in self.part(name) if step in lengths and math.isfinite(v)) / len(lengths)
-            for name in PARTS
-        }
+        inside = {name: [v for step, v in self.part(name) if step in lengths and math.isfinite(v)] for name in PARTS}
+        sums = {name: sum(values) / len(lengths) for name, values in inside.items()}
         if not any(sums.values()):
             return {}
         # in an asynchronous run the parts overlap and may add up to more than the step
@@ -168,3 +161,72 @@ def number(value: object) -> float | None:
         return float(value)
     except OverflowError:
         return math.inf if value > 0 else -math.inf
+
+
+def summarize(run: Run) -> dict[str, Any]:
+    """Summarize one run for ``summary.json`` and the tables; None means that the run did not measure it.
+
+    Means of mismatch metrics are weighted by tokens. ``sync_bytes`` and ``sync_bytes_bf16`` are per weight sync,
+    ``sync_share`` is the weight sync's share of the total time, and ``parts`` are mean seconds per step.
+    """
+    tokens, parts = run.series("jetrl/tokens"), run.parts
+    whole = sum(parts.values())
+    syncs, lengths = finite(run.series("jetrl/sync_seconds")), finite(run.seconds)
+    return {
+        "name": run.label,
+        "precision": run.precision,
+        "align": run.align,
+        "correction": run.correction,
+        "router_replay": run.router_replay,
+        "seed": run.seed if run.precision else None,
+        "steps": len(run.training_steps),
+        "tokens": int(sum(finite(tokens))) if tokens else None,
+        **_ends("reward", run.reward),
+        **_ends("accuracy", run.accuracy),
+        "logp_abs_diff_mean": _token_mean(run, run.series("jetrl/logp_abs_diff_mean")),
+        "logp_abs_diff_max": _extreme(max, run.series("jetrl/logp_abs_diff_max")),
+        "bit_equal_fraction_min": _extreme(min, run.series("jetrl/bit_equal_fraction")),
+        "route_mismatch_mean": _token_mean(run, run.series("jetrl/route_mismatch")),
+        "ess_mean": _token_mean(run, run.series("jetrl/ess")),
+        "clipped_fraction_mean": _token_mean(run, run.corrected("jetrl/clipped_fraction")),
+        "k3_kl_mean": _token_mean(run, run.series("jetrl/k3_kl")),
+        "sync_bytes": _last_integer(run, "jetrl/sync_bytes"),
+        "sync_bytes_bf16": _last_integer(run, "jetrl/sync_bytes_bf16"),
+        "sync_seconds_mean": fmean(syncs) if syncs else None,
+        "sync_share": parts["weight sync"] / whole if whole and parts["weight sync"] else None,
+        "step_seconds_median": median(lengths) if lengths else None,
+        "parts": parts,
+        "peak_memory_bytes": run.final.get("peak_memory_bytes"),
+        "quantized_layers": _last_integer(run, "jetrl/quantized_layers"),
+        "versions": run.final.get("versions") or {},
+    }
+
+
+def finite(points: Points) -> list[float]:
+    """The finite values of a series."""
+    return [value for _, value in points if math.isfinite(value)]
+
+
+def _ends(name: str, points: Points) -> dict[str, float | None]:
+    first, last = (points[0][1], points[-1][1]) if points else (None, None)
+    return {f"{name}_first": first, f"{name}_last": last, f"{name}_best": max(finite(points), default=None)}
+
+
+def _token_mean(run: Run, points: Points) -> float | None:
+    """Mean over tokens. NaN if any step is NaN, so that a broken step does not disappear in the average."""
+    weights = dict(run.series("jetrl/tokens"))
+    values = [(value, weights.get(step, 1.0)) for step, value in points]
+    total = sum(weight for _, weight in values)
+    return sum(value * weight for value, weight in values if weight) / total if total else None
+
+
+def _extreme(pick: Callable[[Iterable[float]], float], points: Points) -> float | None:
+    values = [value for _, value in points]
+    if any(map(math.isnan, values)):
+        return math.nan
+    return pick(values) if values else None
+
+
+def _last_integer(run: Run, name: str) -> int | None:
+    values = finite(run.series(name))
+    return int(values[-1]) if values else None

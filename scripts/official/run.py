@@ -24,7 +24,7 @@ from examples.words import CHECKPOINT
 from examples.words import data as verl_data
 from jetrl_patch.doctor.command import recognise
 from jetrl_patch.launch.arguments import PROGRAMS
-from jetrl_patch.report.summary import summarize
+from jetrl_patch.report import summarize
 from scripts.official import shrink
 from scripts.official.judge import Judged
 from scripts.official.renamed import translated

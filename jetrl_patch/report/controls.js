@@ -1,7 +1,5 @@
-<script>
-"use strict";
 // Controls: show and hide runs, the x axis, zoom and smoothing, sort tables, choose a statistic and a layer.
-const charts = [...document.querySelectorAll("figure[data-chart]")].map((figure) => new Chart(figure, page.charts[figure.dataset.chart]));
+const charts = [...document.querySelectorAll("figure[data-chart]")].map((figure) => new Chart(figure, page.charts[figure.dataset.chart] ?? { series: [] }));
 const control = (id) => document.getElementById(id);
 
 function drawAll() {
@@ -86,4 +84,45 @@ for (const section of document.querySelectorAll("details")) section.addEventList
 let width = 0;
 new ResizeObserver(() => { if (innerWidth !== width) { width = innerWidth; drawAll(); } }).observe(document.documentElement);
 drawAll();
-</script>
+
+// While `jetrl report --watch` rewrites this file, the page loads itself anew and keeps what was chosen, also in its last form.
+const live = control("live"), KEPT = `jetrl-report ${location.pathname}`;
+let paused = false;
+
+// Runs are kept by name and layers by text, because a newer page may have more of them.
+function keep() {
+  const hidden = page.runs.filter((_, run) => !shown[run]).map((run) => run.name);
+  const open = [...document.querySelectorAll("details")].map((section) => section.open);
+  const picked = what ? [what.value, layer.value] : null;
+  const state = { hidden, open, picked, view, every: every.checked, scroll: scrollY };
+  try { sessionStorage.setItem(KEPT, JSON.stringify(state)); } catch { /* no storage for files here: start anew */ }
+}
+
+function restore() {
+  let state = null;
+  try { state = JSON.parse(sessionStorage.getItem(KEPT)); sessionStorage.removeItem(KEPT); } catch { return; }
+  if (!state) return;
+  for (const box of boxes) shown[box.value] = box.checked = !state.hidden.includes(page.runs[box.value].name);
+  document.querySelectorAll("details").forEach((section, i) => { section.open = Boolean(state.open[i]); });
+  if ([...control("by").options].some((option) => option.value === state.view.by)) Object.assign(view, state.view);
+  control("by").value = view.by; control("smooth").value = view.smooth; every.checked = state.every; widen();
+  if (what && state.picked && page.scales[state.picked[0]]) { [what.value, layer.value] = state.picked; choose(); }
+  drawAll();
+  scrollTo(0, state.scroll);
+}
+
+const busy = () => paused || document.hidden || document.querySelector(".tip:not([hidden]), .chosen") || document.activeElement?.tagName === "SELECT";
+function again() {
+  if (busy()) return setTimeout(again, 1000);
+  keep();
+  location.reload();
+}
+restore();
+if (live) {
+  const pause = live.querySelector("button");
+  pause.addEventListener("click", () => {
+    paused = !paused;
+    pause.textContent = paused ? "Go on" : "Pause";
+  });
+  setTimeout(again, 1000 * Number(live.dataset.seconds));
+}

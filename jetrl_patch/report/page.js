@@ -1,5 +1,126 @@
-<script>
 "use strict";
+// The page's charts and controls. First numbers as text, the two axes, and smoothing.
+const page = JSON.parse(document.getElementById("data").textContent);
+const shown = page.runs.map(() => true);
+const view = { by: "step", smooth: 0, zoom: null }; // what the controls choose: the x axis, the weight of the past, [from, to]
+
+const power = (d) => `10${[...String(d)].map((c) => "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"["-0123456789".indexOf(c)]).join("")}`;
+const plain = (value) => (typeof value === "string" ? Number(value) : value); // JSON has no NaN and no Infinity
+const smallest = (values, from = Infinity) => values.reduce((a, b) => Math.min(a, b), from);
+const largest = (values, from = -Infinity) => values.reduce((a, b) => Math.max(a, b), from);
+const nearest = (values, wish) => values.reduce((a, b) => (Math.abs(b - wish) < Math.abs(a - wish) ? b : a), values[0]);
+
+function digits(value, least = 0) {
+  if (Math.abs(value) >= 1e6) return value.toExponential(1);
+  return value.toLocaleString("en-US", { minimumFractionDigits: least, maximumFractionDigits: Math.max(least, 6) });
+}
+
+const UNITS = { share: "%", seconds: " s", db: " dB" };
+
+// A value formatted for a tooltip.
+function write(value, style) {
+  if (Number.isNaN(value)) return "NaN";
+  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  if (value === 0) return style === "share" ? "0%" : "0";
+  if (style === "share") return value === 1 ? "100%" : `${Number((100 * value).toPrecision(5))}%`;
+  if (style === "seconds" || style === "db") return `${Number(value.toPrecision(style === "db" ? 4 : 3))}${UNITS[style]}`;
+  if (style === "count" && Number.isInteger(value)) return value.toLocaleString("en-US");
+  return style === "log" || Math.abs(value) < 1e-3 || Math.abs(value) >= 1e6 ? value.toExponential(2) : digits(Number(value.toPrecision(4)));
+}
+
+// Round numbers that cover low … high in about `count` steps.
+function ticks(low, high, count, whole) {
+  const raw = (high - low) / count, power = 10 ** Math.floor(Math.log10(raw));
+  let step = [1, 2, 5, 10].map((m) => m * power).find((s) => s >= raw * 0.999);
+  if (whole) step = Math.max(1, Math.round(step));
+  const found = [];
+  for (let k = Math.ceil(low / step - 1e-6); k * step <= high + step * 1e-6; k++) found.push(k * step);
+  return { step, found };
+}
+
+// The vertical axis: the position of a value, the tick marks, and which of the chart's limits lie outside.
+function axis(chart, values, height) {
+  const finite = values.filter(Number.isFinite);
+  if (chart.log) return logarithmic(finite, height);
+  let low = smallest(finite, chart.low ?? Infinity), high = largest(finite, chart.high ?? -Infinity);
+  if (!finite.length) [low, high] = [chart.low ?? 0, chart.high ?? 1];
+  const floor = low >= 0 ? 0 : -Infinity; // what is never negative gets no negative tick marks
+  const ceiling = chart.style === "share" && high <= 1 ? 1 : Infinity;
+  if (!(high > low)) {
+    const pad = chart.style === "count" ? 1 : Math.abs(high) * 0.05 || (chart.style === "share" ? 0.1 : 1);
+    high = Math.min(ceiling, high + pad);
+    if (chart.low === null) low = Math.max(floor, low - pad);
+  }
+  const reach = 4 * (high - low), outside = [];
+  for (const [value] of chart.limits) { // a limit far away would flatten the lines; then it is only mentioned
+    if (chart.style === "db" || (value >= low - reach && value <= high + reach)) {
+      low = Math.min(low, value); high = Math.max(high, value);
+    } else outside.push({ value, above: value > high });
+  }
+  const pad = chart.high === null || chart.low === null ? (high - low) * 0.04 : 0;
+  const bottom = chart.low === null ? Math.max(floor, low - pad) : low, top = chart.high === null ? Math.min(ceiling, high + pad) : high;
+  const { step, found } = ticks(bottom, top, 5, chart.style === "count");
+  const scale = chart.style === "share" ? 100 : 1;
+  const decimals = Math.max(0, Math.min(8, -Math.floor(Math.log10(step * scale) + 1e-9)));
+  const unit = UNITS[chart.style] ?? "";
+  const tiny = step * scale < 1e-4 || high * scale >= 1e6;
+  const name = (v) => (tiny && v ? Number(v * scale).toExponential(1) : (v * scale).toFixed(decimals).replace(/^-0(\.0*)?$/, "0")) + unit;
+  return { at: (v) => height * (1 - (v - bottom) / (top - bottom)), marks: found.map((v) => [v, name(v)]), band: 0, room: height, outside };
+}
+
+function logarithmic(finite, height) {
+  const positive = finite.filter((v) => v > 0);
+  const low = positive.length ? Math.floor(Math.log10(smallest(positive))) : -6;
+  const high = positive.length ? Math.max(low + 1, Math.ceil(Math.log10(largest(positive)) - 1e-9)) : 0;
+  const band = finite.some((v) => v <= 0) ? 36 : 0, room = height - band;
+  const every = Math.ceil((high - low) / Math.max(1, Math.floor(room / 22)));
+  const marks = [];
+  for (let d = low; d <= high; d += every) marks.push([10 ** d, power(d)]);
+  const at = (v) => (v > 0 ? room * (1 - (Math.log10(v) - low) / (high - low)) : room + band / 2 + 4);
+  return { at, marks, band, room, word: finite.some((v) => v < 0) ? "≤ 0" : "0", outside: [] };
+}
+
+// The horizontal axis: steps, sampled tokens or seconds. Tokens and seconds are sums up to a step, between known steps a line.
+function across(run, step) {
+  if (view.by === "step") return step;
+  const [steps, sums] = page.runs[run].sums[view.by];
+  if (step <= steps[0]) return step < steps[0] ? 0 : sums[0];
+  const i = steps.findIndex((s) => s >= step);
+  if (i < 0) return sums.at(-1);
+  return sums[i - 1] + ((sums[i] - sums[i - 1]) * (step - steps[i - 1])) / (steps[i] - steps[i - 1]);
+}
+
+const placed = (run) => view.by === "step" || Boolean(page.runs[run].sums[view.by]);
+
+// Ends of the axis: of all steps of the runs, not only of one metric, so that charts of the same runs share an axis.
+function extent(runs) {
+  if (view.zoom) return view.zoom;
+  const ends = runs.flatMap((run) => page.runs[run].extent.map((step) => across(run, step)));
+  const [low, high] = [smallest(ends), largest(ends)];
+  return [low, high > low ? high : low + 1];
+}
+
+const SECONDS = [[3 * 3600, 3600, "hours"], [180, 60, "minutes"], [0, 1, "seconds"]];
+function horizontal([first, last], room) {
+  const many = Math.max(2, Math.min(8, room / 70));
+  if (view.by === "step") return { title: "step", marks: ticks(first, last, many, true).found.map((v) => [v, v >= 10000 ? `${digits(v / 1000)}k` : v]) };
+  if (view.by === "tokens") return { title: "sampled tokens", marks: ticks(first, last, many, true).found.map((v) => [v, brief(v)]) };
+  const [, unit, title] = SECONDS.find(([from]) => last >= from);
+  return { title: `${title} of training`, marks: ticks(first / unit, last / unit, many).found.map((v) => [v * unit, digits(Number(v.toPrecision(6)))]) };
+}
+const brief = (v) => (v >= 1e9 ? `${digits(v / 1e9)}G` : v >= 1e6 ? `${digits(v / 1e6)}M` : v >= 1000 ? `${digits(v / 1000)}k` : v);
+
+// A running mean with weight `view.smooth` on the past, corrected for its start; what is no number stays as it is.
+function smoothed(values) {
+  let sum = 0, weight = 0;
+  return values.map((value) => {
+    if (!Number.isFinite(value)) return value;
+    sum = view.smooth * sum + (1 - view.smooth) * value;
+    weight = view.smooth * weight + 1 - view.smooth;
+    return sum / weight;
+  });
+}
+
 // One chart: an SVG with a line for every visible run, redrawn whenever anything changes.
 const SPACE = "http://www.w3.org/2000/svg";
 
@@ -77,7 +198,7 @@ class Chart {
 
   // Thresholds: a line where the axis reaches, otherwise a word at the edge.
   limits(plot, y, left, room, height) {
-    for (const { value, name } of this.spec.limits ?? []) {
+    for (const [value, name] of this.spec.limits) {
       const out = y.outside.find((limit) => limit.value === value);
       const at = out ? (out.above ? 0 : height) : y.at(value);
       if (!out) element(plot, "line", { class: "limit", x1: left, x2: left + room, y1: at, y2: at });
@@ -224,4 +345,3 @@ function swatch(run) {
   element(svg, "line", { x1: 2, x2: 32, y1: 5, y2: 5, "stroke-width": 3, "stroke-dasharray": page.runs[run].dash, style: `stroke:${colour(run)}` });
   return svg;
 }
-</script>
