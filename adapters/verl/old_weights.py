@@ -94,7 +94,7 @@ def _arrived() -> None:
 
 
 _SOURCE = "verl/utils/fsdp_utils.py: fsdp2_sharded_save_to_cpu"
-_COPIES = "fsdp2_sharded_save_to_cpu copies parameters on the CPU, after waiting for transfers to the host"
+_COPIES = "verl's fsdp2_sharded_save_to_cpu copies parameters on the CPU, after waiting for transfers to the host"
 
 PATCHES: tuple[Patch, ...] = (
     Patch(

@@ -36,7 +36,7 @@ def _layer(linear: Linear, config: Config) -> Any:
 
     G = groups(linear.K)
     rows, blocks = (_empty(height, G, dtype=torch.float32) for height in (linear.N, groups(linear.N)))
-    method = QuantizedLinearMethod(SimpleNamespace(config=config, packed_modules_mapping={}), linear.name)  # type: ignore[arg-type]
+    method = QuantizedLinearMethod(config, linear.name, packed={}, cut=[])
     weight = _empty(linear.N, linear.K, dtype=FP8)
     return SimpleNamespace(weight=weight, weight_scale_inv=rows, quant_method=method, **{BLOCKS: blocks})
 
