@@ -23,9 +23,9 @@ from rich.progress import track
 
 from examples.words import task, warm_start
 from examples.words.tokenizer import build_tokenizer
-from jetrl_patch.fp8 import quantize
+from jetrl_patch.backends import quantize
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.models.layers import is_quantized
 
 FORMATS = ("pow2", "fp32")
 PAGE = Path(__file__).parents[1] / "docs" / "precisions.md"

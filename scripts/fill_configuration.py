@@ -9,11 +9,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jetrl_patch import env, runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl.preset import PRESETS
-from jetrl_patch.config import SETTINGS, Config
-from jetrl_patch.config.setting import GROUPS, Setting
-from jetrl_patch.launch.arguments import FLAG
+from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.config.arguments import FLAG
+from jetrl_patch.config.fields import GROUPS, Setting
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
 
@@ -55,7 +55,7 @@ def options() -> str:
 def variables() -> str:
     """The variables that are not fields of ``Config``."""
     lines = ["| variable | meaning |", "| --- | --- |"]
-    lines += [f"| `{name}` | {text} |" for name, text in env.VARIABLES.items() if name not in env.FIELDS]
+    lines += [f"| `{name}` | {text} |" for name, text in environment.VARIABLES.items() if name not in environment.FIELDS]
     return "\n".join(lines)
 
 
@@ -70,7 +70,7 @@ def presets() -> str:
 def fixes() -> str:
     """The fixes for other projects' bugs; those for one reason in one row."""
     found: dict[tuple[str, ...], dict[str, None]] = {}
-    for patch in (patch for config in _FIXED for patch in runtime.preview(config)):
+    for patch in (patch for config in _FIXED for patch in session.preview(config)):
         if patch.fixes:
             row = (patch.fixes, patch.reason, _thread(patch.upstream), patch.needed_by)
             found.setdefault(row, {})[f"`{patch.target}`"] = None

@@ -102,7 +102,7 @@ def stock_table(modes: list[dict[str, Any]]) -> str:
 
 def openrlhf_table(folder: Path) -> str:
     """One row per mode of ``make demo-openrlhf ARGS=--compare``, with the cost of a weight sync."""
-    from jetrl_patch.report import read_runs, summarize
+    from jetrl_patch.cli.report import read_runs, summarize
 
     lines = [
         "| mode | held-out accuracy | mean abs Δlogp | max | bit-equal, worst step | sent, of BF16 | remote calls a sync |",

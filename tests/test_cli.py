@@ -46,7 +46,7 @@ def test_status_fails_where_a_version_is_not_supported(monkeypatch: pytest.Monke
 
 
 def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("jetrl_patch.parity.cli")
+    fake = ModuleType("jetrl_patch.cli.parity.cli")
     seen: list[list[str]] = []
 
     def main(arguments: list[str]) -> int:
@@ -54,7 +54,7 @@ def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) 
         return 1
 
     fake.main = main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jetrl_patch.parity.cli", fake)
+    monkeypatch.setitem(sys.modules, "jetrl_patch.cli.parity.cli", fake)
     result = CliRunner().invoke(app, ["parity", "--model", "folder", "--tp", "2", "--help"])
     assert result.exit_code == 1
     assert seen == [["--model", "folder", "--tp", "2", "--help"]]

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch import env
-from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.config.corrections import CORRECTIONS, KINDS, Kind
+from jetrl_patch.config.fields import GROUPS, WORD
 from jetrl_patch.config.modes import MODES, PRECISIONS, ROLLOUT_FORMATS, Granularity, Mode, Precision
-from jetrl_patch.config.setting import GROUPS
-from jetrl_patch.config.text import WORD
-from jetrl_patch.correction.kinds import CORRECTIONS, KINDS, Kind
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.sync.manifest import Terms
-from jetrl_patch.sync.quantizers import QUANTIZERS
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import QUANTIZERS
 
 
 def test_defaults_and_what_they_come_to() -> None:
@@ -252,10 +250,10 @@ def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     fields["acr"] &= fields["correction"] == "tis"
     config = Config(**fields)
     exported = config.to_env()
-    assert set(exported) == {env.SWITCH, *env.FIELDS}
-    stale = dict.fromkeys(env.FIELDS, "stale")
+    assert set(exported) == {environment.SWITCH, *environment.FIELDS}
+    stale = dict.fromkeys(environment.FIELDS, "stale")
     assert Config.from_env({**stale, **exported}) == config
-    assert env.opted_in(exported)
+    assert environment.opted_in(exported)
 
 
 def test_what_stands_above_the_environment_is_judged_together_with_it() -> None:
@@ -277,7 +275,7 @@ def test_bugs_of_other_projects_are_fixed_in_every_mode_but_bf16(precision: Prec
 
 def test_empty_variables_count_as_not_set() -> None:
     assert Config.from_env({}) == Config()
-    assert Config.from_env(dict.fromkeys(env.FIELDS, " ")) == Config()
+    assert Config.from_env(dict.fromkeys(environment.FIELDS, " ")) == Config()
     assert Config.from_env({"JETRL_EXCLUDE": "lm_head, mlp.gate"}).exclude == ("lm_head", "mlp.gate")
 
 
@@ -317,18 +315,18 @@ def test_a_wrong_environment_is_refused(environ: dict[str, str], message: str) -
     ],
 )
 def test_opting_in(environ: dict[str, str], answer: bool) -> None:
-    assert env.opted_in(environ) is answer
+    assert environment.opted_in(environ) is answer
 
 
 def test_a_switch_that_is_neither_on_nor_off() -> None:
     with pytest.raises(ConfigError, match="JETRL_ENABLED='maybe' is neither on nor off"):
-        env.opted_in({"JETRL_ENABLED": "maybe"})
+        environment.opted_in({"JETRL_ENABLED": "maybe"})
 
 
 def test_reading_a_variable_that_is_not_in_the_table() -> None:
-    assert env.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
-    with pytest.raises(ConfigError, match=r"add it to jetrl_patch/env\.py"):
-        env.read_variable("JETRL_OTHER", "", {})
+    assert environment.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
+    with pytest.raises(ConfigError, match=r"add it to config/environment\.py"):
+        environment.read_variable("JETRL_OTHER", "", {})
 
 
 ANYTHING = st.sampled_from(

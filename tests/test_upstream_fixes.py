@@ -14,7 +14,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from jetrl_patch import registry, runtime
+from jetrl_patch import registry, session
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import MODES
@@ -230,7 +230,7 @@ BUGS = {
 
 def planned(config: Config) -> set[str]:
     """The fixes that ``enable(config)`` applies."""
-    return {f"{patch.fixes}: {patch.target}" for patch in runtime.preview(config) if patch.fixes}
+    return {f"{patch.fixes}: {patch.target}" for patch in session.preview(config) if patch.fixes}
 
 
 def ids(patches: list[Patch | OnImport]) -> list[str]:
@@ -267,7 +267,7 @@ def test_every_other_mode_has_all_of_them_unless_told_otherwise(precision: str) 
 
 @pytest.mark.parametrize("precision", list(MODES))
 def test_the_plugins_own_patches_do_not_depend_on_it(precision: str) -> None:
-    every = [runtime.preview(Config(precision=precision, upstream_fixes=on)) for on in (True, False)]
+    every = [session.preview(Config(precision=precision, upstream_fixes=on)) for on in (True, False)]
     own = [[patch for patch in patches if not patch.fixes] for patches in every]
     assert own[0] == own[1] and len(every[0]) > len(every[1])
 

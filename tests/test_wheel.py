@@ -54,7 +54,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
-        "import jetrl_patch, jetrl_patch.adapters.base as base\n"
+        "import jetrl_patch, jetrl_patch.registry as base\n"
         "from jetrl_patch import registry\n"
         f"assert base.__file__.startswith({str(target)!r}) and jetrl_patch.__file__.startswith({str(target)!r})\n"
         "for name in registry.ADAPTERS: registry.resolve(name)\n"

@@ -1,18 +1,60 @@
-"""Patches that let verl 0.9.1 run on a CPU.
-
-The vLLM adapter has vLLM's own CPU patch (weights that can be reloaded), because it is needed without verl too.
-"""
+"""What lets verl 0.9.1 run on a CPU: Hydra overrides and patches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch.adapters.base import Patch
 from jetrl_patch.adapters.cpu import A_CPU_RUN
 from jetrl_patch.adapters.cpu.detect import vllm_cpu_version
 from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Patch
 
+# ---- The Hydra overrides of verl that a CPU run needs --------------------------------------------
+# They fit the run to a CPU's size and features and do not depend on the precision mode.
+# ``python -m jetrl_patch.adapters.cpu.verl`` prints them for a shell.
+
+def cpu_overrides(processes: int = 1) -> list[str]:
+    """Return the overrides for ``python -m verl.trainer.main_ppo``.
+
+    Args:
+        processes: training processes, and Ray's logical GPUs; also the upper limit of vLLM's tensor-parallel size.
+    """
+    actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
+    return [
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={processes}",
+        "trainer.nnodes=1",
+        # no flash attention, no compiler
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{ref}.fsdp_config.use_torch_compile=False",
+        # the engine shares the memory of the machine with the trainer: no sleeping, a small KV cache
+        f"{rollout}.free_cache_engine=False",
+        f"+{rollout}.enable_sleep_mode=False",
+        f"{rollout}.enforce_eager=True",
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={64 << 20}",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
+        # few and small processes
+        f"{rollout}.agent.num_workers=1",
+        "reward.num_workers=1",
+        "data.dataloader_num_workers=0",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "ray_kwargs.ray_init.num_cpus=16",
+        f"+ray_kwargs.ray_init.num_gpus={processes}",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        f"+ray_kwargs.ray_init.object_store_memory={200_000_000}",
+    ]
+
+
+if __name__ == "__main__":
+    print(" ".join(cpu_overrides()))
+
+
+# ---- Patches that let verl 0.9.1 run on a CPU ----------------------------------------------------
+# The vLLM adapter has vLLM's own CPU patch (weights that can be reloaded), because it is needed without verl too.
 
 def _version(original: Callable[[str], str]) -> Callable[[str], str]:
     def version(distribution_name: str) -> str:

@@ -1,8 +1,4 @@
-"""Read OpenRLHF's arguments with its own parser, for ``jetrl doctor``.
-
-The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. They are extracted from
-the syntax tree and run alone, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
-"""
+"""Read OpenRLHF's arguments with its own parser, and say what a launch takes from its machine."""
 
 from __future__ import annotations
 
@@ -11,18 +7,89 @@ import ast
 import contextlib
 import importlib.util
 import io
+import os
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from jetrl_patch.adapters.openrlhf import settings
-from jetrl_patch.doctor.folders import file_of
+from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.patching.guards import file_of
+from jetrl_patch.registry import Needs, Place, Pool
 
-__all__ = ["asked_for", "model_path", "needs_flash_attn", "programs", "read"]
+__all__ = ["asked_for", "model_path", "needs", "needs_flash_attn", "programs", "read"]
+
+
+# ---- What a launch of OpenRLHF takes from its machine: GPUs, models, data ------------------------
+
+def needs(args: Any) -> Needs:
+    """Return what a launch with these arguments takes from its machine."""
+    return Needs(
+        pools=tuple(_pools(args)),
+        num_gpus=("num_gpus of ray.init", None),
+        cluster=Place("RAY_ADDRESS", ""),
+        models=tuple(_models(args)),
+        tokenizer=Place("--actor.model_name_or_path", str(args.actor.model_name_or_path or "")),
+        data=tuple(_data(args)),
+        files=tuple(_files(args)),
+        own_data=False,
+        interpreter=Place("", ""),
+    )
+
+
+def _pools(args: Any) -> Iterator[Pool]:
+    """The groups of actors that share no GPU, as ``train`` in ``train_ppo_ray.py`` places them."""
+    everything = args.train.colocate_all
+
+    def group(name: str) -> Pool:
+        part = getattr(args, name)
+        return Pool(f"--{name}.num_gpus_per_node", part.num_gpus_per_node, part.num_nodes)
+
+    yield group("actor")
+    if args.vllm.num_engines and not (everything and not args.train.async_enable):
+        # an engine's GPUs are anywhere in the cluster, so they count as one node's
+        yield Pool("--vllm.num_engines x --vllm.tensor_parallel_size", args.vllm.num_engines * args.vllm.tensor_parallel_size, 1)
+    if args.algo.kl.init_coef > 0 and not everything and not args.train.colocate_actor_ref:
+        yield group("ref")
+    if everything:
+        return
+    if args.critic.model_name_or_path:
+        yield group("critic")
+    if not args.reward.remote_url and not (args.critic.model_name_or_path and args.train.colocate_critic_reward):
+        yield group("reward")
+
+
+def _models(args: Any) -> Iterator[Place]:
+    for name in ("critic", "reward"):
+        part = getattr(args, name)
+        wanted = name == "critic" or not args.reward.remote_url
+        for path in (part.model_name_or_path or "").split(",") if wanted else ():
+            if path:
+                yield Place(f"--{name}.model_name_or_path", path.strip())
+
+
+def _data(args: Any) -> Iterator[Place]:
+    for setting, value in (("--data.prompt_dataset", args.data.prompt_dataset), ("--eval.dataset", args.eval.dataset)):
+        if value or setting.startswith("--data"):
+            for part in (value or "").split(","):
+                yield Place(setting, part.split("@")[0].strip())
+
+
+def _files(args: Any) -> Iterator[Place]:
+    if args.train.agent_func_path:
+        yield Place("--train.agent_func_path", args.train.agent_func_path)
+        return
+    for path in args.reward.remote_url or ():
+        if os.path.splitext(path)[1] == ".py":  # anything else is the address of a server
+            yield Place("--reward.remote_url", path)
+
+
+# ---- Read OpenRLHF's arguments with its own parser, for ``jetrl doctor`` -------------------------
+# The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. They are extracted from
+# the syntax tree and run alone, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
 
 #: the program whose arguments can be read
 programs = (PROGRAMS["openrlhf"],)

@@ -5,36 +5,105 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
-    beside,
     checkpoint,
-    delta,
-    fused,
+    correction,
     logprob,
     lora,
     megatron,
     megatron_engine,
     metrics,
     model,
+    old_log_probs,
     old_weights,
     precision,
-    programs,
+    reward_engines,
     routes,
-    scaling,
     settings,
     state,
     sync,
     ulysses,
     veomni_engine,
-    weights,
     worker,
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
-from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
-from jetrl_patch.adapters.verl.seeing_patches import SEEING
+from jetrl_patch.adapters.verl.correction import ACR_LOSS, drops_tokens
+from jetrl_patch.adapters.verl.vision import SEEING
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
+
+__all__ = ["correction_hooks", "correction_patches"]
+
+
+# ---- The patches and registry entries of the corrections in verl ---------------------------------
+
+_ALGORITHMS = "verl.trainer.ppo.core_algos"
+
+_TRAIN_BATCH = Patch(
+    module="verl.workers.engine_workers",
+    attr="TrainingWorker.train_batch",
+    make=old_log_probs.train_batch,
+    reason="later mini-batches run on updated weights and would count as mismatch in bypass mode, and where the rollout's "
+    "log-probs are the old ones",
+    remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+)
+
+_WEIGHTS = Patch(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    attr="compute_rollout_correction_and_rejection_mask",
+    make=correction.weights_and_mask,
+    reason="ACR needs the ratio before truncation, and verl passes its losses only the truncated weights",
+    remove_when="verl passes rollout_log_probs to its policy losses",
+)
+
+_MEASURES = Patch(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    attr="compute_is_metrics",
+    make=correction.compute_is_metrics,
+    reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
+    upstream="https://github.com/verl-project/verl/pull/7559",
+    remove_when="verl has verl#7559",
+    fixes="verl",
+)
+
+_CHECKED_LOSS = Patch(
+    module="verl.workers.utils.losses",
+    attr="get_policy_loss_fn",
+    make=old_log_probs.get_policy_loss_fn,
+    reason="where the rollout's log-probs are the old ones, the loss is the only place that sees the trainer's too, before the "
+    "backward pass. Distillation's losses are not covered and are refused",
+    remove_when="verl compares rollout and trainer log-probs in every policy loss",
+)
+
+
+def correction_patches(config: Config) -> tuple[Patch, ...]:
+    """Return the patch that ends the losses' comparisons, and those that the settings need."""
+    masks = (_MEASURES,) if drops_tokens(config) else ()
+    checked = (_CHECKED_LOSS,) if config.skips_old_pass else ()
+    return (_TRAIN_BATCH, *checked, *masks, *((_WEIGHTS,) if config.acr else ()))
+
+
+def correction_hooks(config: Config) -> tuple[OnImport, ...]:
+    """Return the entries for verl's registry of policy losses."""
+    bypass = OnImport(
+        module=_ALGORITHMS,
+        name=f"POLICY_LOSS_REGISTRY[{old_log_probs.LOSS!r}]",
+        apply=old_log_probs.register_bypass,
+        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
+        remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+    )
+    acr = OnImport(
+        module=_ALGORITHMS,
+        name=f"POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
+        apply=correction.register_acr,
+        reason="verl has no policy loss with QuRL's adaptive clipping range",
+        remove_when="verl has ACR",
+    )
+    return (bypass, acr) if config.acr else (bypass,)
+
+
+# ---- The verl adapter: the list of its patches. Each replacement lives in the module of its concern
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
@@ -183,7 +252,7 @@ EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.load_checkpoint",
-        make=scaling.load_checkpoint,
+        make=model.compare_scales,
         reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
         remove_when=_STATE,
     ),
@@ -221,7 +290,7 @@ EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",
         attr="vLLMReplica.__init__",
-        make=beside.replica_init,
+        make=reward_engines.replica_init,
         reason="verl serves reward models and distillation teachers with the policy's server class, so their engines would be "
         "quantized and wait for a weight sync. Engines other than vLLM are left alone already",
         remove_when="verl tells a server whose model it serves",
@@ -318,7 +387,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module="verl.models.transformers.dense_common",
         attr="forward_with_torch_backend",
-        make=fused.forward_with_torch_backend,
+        make=logprob.forward_with_torch_backend,
         reason="verl's fused forward does not know which tokens its rollout bans. Its Triton forward is not covered; the driver "
         "selects this one",
         remove_when="verl masks the same tokens on both sides",
@@ -327,7 +396,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module="verl.utils.experimental.torch_functional",
         attr="FusedLinearForPPO.forward",
-        make=fused.forward,
+        make=logprob.forward,
         reason="verl's fused log-probs come from a product that depends on the batch and are divided by the temperature in BF16",
         remove_when="verl's fused kernels use the model's own lm_head and FP32 log-softmax",
     ),
@@ -337,7 +406,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
 SAME_WEIGHTS = Patch(
     module=_ENGINE,
     attr="FSDPEngine.forward_backward_batch",
-    make=weights.forward_backward_batch,
+    make=model.forward_backward_batch,
     reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation and "
     "backward would quantize it",
     remove_when="verl tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does",
@@ -357,7 +426,7 @@ ROUTES = Patch(
 ANSWERS = Patch(
     module="verl.workers.rollout.vllm_rollout.vllm_async_server",
     attr="vLLMHttpServer.collective_rpc",
-    make=delta.collective_rpc,
+    make=sync.collective_rpc,
     reason="verl drops what the engine's workers return, so that the trainer loop could not ask which weights they hold",
     remove_when="verl's vLLMHttpServer.collective_rpc returns it",
 )
@@ -395,7 +464,7 @@ class VerlAdapter(Adapter):
 
     def check(self, config: Config) -> None:
         """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""
-        problem = programs.program_problem(programs.own_program())
+        problem = settings.program_problem(settings.own_program())
         if problem is not None:
             raise problem
         megatron.check_scales(config)

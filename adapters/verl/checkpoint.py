@@ -1,22 +1,26 @@
-"""Record the run's settings in checkpoints of verl's FSDP engines, and compare them before a checkpoint is loaded."""
+"""Checkpoints of verl's engines: the settings they were saved with, and the merge of their shards."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import lora
-from jetrl_patch.adapters.verl.paths import ACTOR
-from jetrl_patch.checkpoint import record
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR
 from jetrl_patch.config import Config
-from jetrl_patch.errors import JetrlError
-from jetrl_patch.gate import while_active
+from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_checkpoint", "problems", "save_checkpoint"]
+__all__ = ["load_checkpoint", "merge", "problems", "save_checkpoint"]
+
+
+# ---- Record the run's settings in checkpoints of verl's FSDP engines, and compare them before a checkpoint is loaded
 
 #: the engines that save by ``FSDPCheckpointManager``, and so write a record
 _RECORDED = ("fsdp", "fsdp2", "veomni")
@@ -51,7 +55,7 @@ def save_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def save_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
         if local_path is not None and self.rank == 0:
-            record.write(local_path, runtime.active_config())
+            record.write(local_path, session.active_config())
         return original(self, local_path, *args, **kwargs)
 
     return save_checkpoint
@@ -66,8 +70,37 @@ def load_checkpoint(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
         if local_path is not None:
-            record.check(local_path, runtime.active_config(), optimizer=bool(self.should_load_optimizer))
-            lora.check_resumed(local_path, getattr(self, "model", None), runtime.active_config())
+            record.check(local_path, session.active_config(), optimizer=bool(self.should_load_optimizer))
+            lora.check_resumed(local_path, getattr(self, "model", None), session.active_config())
         return original(self, local_path, *args, **kwargs)
 
     return load_checkpoint
+
+
+# ---- Merge shards of verl's FSDP engine into a Hugging Face folder with verl's own merger, which holds the whole model in memory
+
+def merge(checkpoint: Path, target: Path) -> None:
+    """Write a BF16 Hugging Face folder. Raises ConfigError if verl is missing or its merger fails."""
+    try:
+        from verl.model_merger.base_model_merger import ModelMergerConfig
+        from verl.model_merger.fsdp_model_merger import FSDPModelMerger
+    except ImportError as error:
+        raise ConfigError(
+            explain(f"checkpoint {checkpoint}", required="verl, to merge its shards", found=error, fix="install verl")
+        ) from error
+    config = ModelMergerConfig(
+        operation="merge",
+        backend="fsdp",
+        local_dir=str(checkpoint),
+        hf_model_config_path=str(checkpoint / "huggingface"),
+        target_dir=str(target),
+    )
+    try:
+        FSDPModelMerger(config).merge_and_save()
+    except Exception as error:  # verl raises various types for a missing or broken shard
+        found = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            explain(
+                f"checkpoint {checkpoint}", required="shards that verl can merge", found=found, fix="copy the complete checkpoint"
+            )
+        ) from error

@@ -16,10 +16,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.base import Patch
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.errors import AuditError, explain
-from jetrl_patch.gate import while_active
+from jetrl_patch.registry import Patch
+from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import registry
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
-from jetrl_patch.gate import while_config
-from jetrl_patch.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.session import while_config
 from jetrl_patch.trainer.rules import raised
 
 __all__ = ["build_module", "check_heads", "check_whole", "problems", "share", "whole"]

@@ -1,9 +1,4 @@
-"""The vLLM adapter: its patches, and its entries in vLLM's registries.
-
-It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
-of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
-``install`` runs when vLLM loads its plugins or builds an engine, not on import.
-"""
+"""The vLLM adapter: its patches, and its entries in vLLM's registries."""
 
 from __future__ import annotations
 
@@ -12,16 +7,37 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
-from jetrl_patch.adapters.vllm.angles import in_two_dimensions
 from jetrl_patch.adapters.vllm.compat import normalize_in_processor
-from jetrl_patch.adapters.vllm.ended import finished_procs
-from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.live import keep_latent_weight, keep_live_weight
-from jetrl_patch.adapters.vllm.queues import create_mp_lock, init_cpu_shm, wait_until_ready
+from jetrl_patch.adapters.vllm.queues import create_mp_lock, finished_procs, init_cpu_shm, wait_until_ready
+from jetrl_patch.adapters.vllm.shards import REGISTRIES
 from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
 
-__all__ = ["ADAPTER", "VllmAdapter"]
+__all__ = ["ADAPTER", "VllmAdapter", "in_two_dimensions"]
+
+
+# ---- vLLM's rotary embedding on a CPU, for queries that have a dimension for their heads, as in latent attention
+# The kernel takes the row of a query [T, heads, width] for as long as that of one head, and rotates other numbers (seen in
+# 0.30; no
+# error says so). In two dimensions, [T, heads * width], it is right.
+
+def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``RotaryEmbedding.forward_cpu``. What it returns counts: of a query in slices it rotates a copy."""
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
+        rotated = original(self, positions, *flat)
+        query_out, key_out = (x if x is None else x.view(old.shape) for x, old in zip(rotated, (query, key), strict=True))
+        return query_out, key_out
+
+    return forward_cpu
+
+
+# ---- The vLLM adapter: its patches, and its entries in vLLM's registries -------------------------
+# It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
+# of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
+# ``install`` runs when vLLM loads its plugins or builds an engine, not on import.
 
 _ON_CPU = "weight syncs on a CPU"
 
@@ -56,7 +72,7 @@ class VllmAdapter(Adapter):
         with self._lock:
             if self._session is None or REGISTRIES.filled:
                 return
-            from jetrl_patch.adapters.vllm.registries import fill
+            from jetrl_patch.adapters.vllm.quant import fill
 
             fill(*self._session)
             REGISTRIES.filled = True

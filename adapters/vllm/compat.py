@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from jetrl_patch.errors import ModelError, VersionError, explain
-from jetrl_patch.gate import while_active
-from jetrl_patch.patching.differences import Difference
 from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.patching.patch import Difference
+from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     import torch
@@ -18,14 +18,9 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 __all__ = [
-    "DIFFERENCES",
-    "SEQUENCE_PARALLEL",
-    "backends_per_kind",
-    "normalize_in_processor",
-    "paged_keys_and_values",
-    "routes_error",
-    "sequence_parallel",
-]
+    "DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "normalize_in_processor", "paged_keys_and_values",
+    "routes_error", "sequence_parallel",
+]  # fmt: skip
 
 _ASKS = Difference(
     "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",

@@ -16,10 +16,10 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from jetrl_patch.adapters.vllm.formats import BLOCKS, format_of
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
+from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8.backends.row_equality import TRAINED, Layout, Part
-from jetrl_patch.fp8.carried import Rows, product
+from jetrl_patch.fp8.producers import Rows, product
 
 __all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "layout_of", "quantized_modules"]
 

@@ -11,15 +11,13 @@ import torch
 
 from jetrl_patch.adapters.vllm import compat
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.parity.prompts import make_prompts
-from jetrl_patch.parity.sample import Sample, Sampled
-from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
+from jetrl_patch.models.structure import expert_sizes
 from jetrl_patch.progress import SILENT
-from jetrl_patch.structure import expert_sizes
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
 
 if TYPE_CHECKING:
-    from jetrl_patch.parity.modes import Job
+    from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
 __all__ = ["build_engine", "generate", "sample"]

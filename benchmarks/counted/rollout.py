@@ -17,9 +17,9 @@ from benchmarks.counted.counter import Counter, Launch, record, size
 from benchmarks.counted.decode import ROWS
 from benchmarks.counted.hopper import DEVICE, hopper
 from benchmarks.gpu.shapes import Linear, Model
+from jetrl_patch.backends import get_backend
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.kernels.formats import FP8, groups
 
 #: models whose q, k and v have a bias
 BIASED = ("Qwen2.5-7B",)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from examples.words import CHECKPOINT
 from jetrl_patch import Config
-from jetrl_patch.env import without_settings
+from jetrl_patch.config.environment import without_settings
 
 Device = Literal["cpu", "cuda"]
 
@@ -68,7 +68,7 @@ class Launch:
         env: the complete environment.
         steps: reads the steps that the run logs.
         milestones: what the run does when its log first has a line that matches, in order; shown until the first step.
-        answers: ``answers`` and ``answers_changed`` for the report (``report.sources``), as far as known; called at the end.
+        answers: ``answers`` and ``answers_changed`` for the report (``cli.report.sources``), as far as known; called at the end.
     """
 
     command: list[str]

@@ -18,7 +18,7 @@ from examples.common.recipe import Arm
 from examples.common.show import console, run_all
 from examples.verl.recipe import Recipe
 from examples.words.mixture import mixture
-from jetrl_patch.report import read_runs
+from jetrl_patch.cli.report import read_runs
 
 MODES = {
     "bf16": Arm(precision="bf16"),

@@ -8,14 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from jetrl_patch.config import checks
+from jetrl_patch.config.checks import check_monitor, check_precision, check_scaling
+from jetrl_patch.config.corrections import check_bounds
 from jetrl_patch.config.derived import Derived
-from jetrl_patch.config.fields import SETTINGS, from_text
-from jetrl_patch.config.text import SWITCH, written
-from jetrl_patch.correction.kinds import check_bounds
+from jetrl_patch.config.fields import SETTINGS, SWITCH, from_text, written
 from jetrl_patch.errors import ConfigError, unknown
-from jetrl_patch.monitor.settings import check_monitor
-from jetrl_patch.precision.settings import check_precision
-from jetrl_patch.scaling.settings import check_scaling
 
 __all__ = ["Config"]
 
@@ -67,9 +64,9 @@ class Config(Derived):
 
     def to_env(self) -> dict[str, str]:
         """Variable -> text for every variable that ``from_env`` reads, so that no stale value survives."""
-        from jetrl_patch import env  # here, because env imports the table of settings
+        from jetrl_patch.config import environment  # here, because env imports the table of settings
 
-        return {env.SWITCH: "1", **{found.variable: written(getattr(self, name)) for name, found in SETTINGS.items()}}
+        return {environment.SWITCH: "1", **{found.variable: written(getattr(self, name)) for name, found in SETTINGS.items()}}
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
@@ -77,6 +74,6 @@ class Config(Derived):
 
         ``overrides`` are fields that override the variables. Raises ConfigError for an unknown field or variable.
         """
-        from jetrl_patch import env
+        from jetrl_patch.config import environment
 
-        return cls().replace(**{**from_text(env.read_fields(environ)), **overrides})
+        return cls().replace(**{**from_text(environment.read_fields(environ)), **overrides})

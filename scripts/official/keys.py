@@ -259,7 +259,7 @@ def checked(framework: str) -> frozenset[str]:
 def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
         from jetrl_patch.adapters.verl import lora, megatron, precision, settings, veomni
-        from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
+        from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT
 
         rules: Iterable[Rule] = itertools.chain(
             settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, veomni.RULES, lora.RULES, lora.WITH_ADAPTERS
@@ -271,12 +271,13 @@ def _ruled(framework: str) -> frozenset[str]:
             f"{ACTOR}.megatron.tensor_model_parallel_size",
         }
     else:
-        from jetrl_patch.adapters.openrlhf import precision as openrlhf_precision
-        from jetrl_patch.adapters.openrlhf import seeing
+        from jetrl_patch.adapters.openrlhf import settings as openrlhf_precision
         from jetrl_patch.adapters.openrlhf import settings as openrlhf_settings
+        from jetrl_patch.adapters.openrlhf import vision
 
         rules = itertools.chain(
-            openrlhf_settings.RULES, openrlhf_precision.RULES, openrlhf_precision.HEAD_RULES, seeing.RULES, seeing.TEXT_RULES
+            openrlhf_settings.RULES, openrlhf_precision.PRECISION_RULES, openrlhf_precision.HEAD_RULES,
+            vision.RULES, vision.TEXT_RULES
         )
         more = {"actor.model_name_or_path", "vllm.tensor_parallel_size", "vllm.enforce_eager", "train.async_enable"}
     return frozenset(rule.path for rule in rules) | more

@@ -11,7 +11,7 @@ import pytest
 
 from examples import ten_minutes
 from jetrl_patch import registry
-from jetrl_patch.doctor import examine
+from jetrl_patch.cli.doctor import examine
 from tests.examples.test_h100 import _verl_accepts, models, target
 
 __all__ = ["models", "target"]

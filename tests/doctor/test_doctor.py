@@ -16,13 +16,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from jetrl_patch import registry, runtime, support
+from jetrl_patch import registry
+from jetrl_patch import session as runtime
 from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.backends import capability
+from jetrl_patch.cli.doctor import checks
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
-from jetrl_patch.doctor import machine
 from jetrl_patch.errors import VersionError
-from jetrl_patch.fp8.backends import capability
+from jetrl_patch.native import machine as support
 from jetrl_patch.patching import guards
 from tests.models import config_of
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
@@ -110,7 +112,7 @@ def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.M
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     version, importable = guards.installed_version, guards.is_installed
     monkeypatch.setattr(guards, "installed_version", lambda asked: None if asked in names else version(asked))
-    for module in (guards, support, registry, sys.modules["jetrl_patch.doctor.examine"]):
+    for module in (guards, support, registry, sys.modules["jetrl_patch.cli.doctor.examine"]):
         monkeypatch.setattr(module, "is_installed", lambda asked: asked not in names and importable(asked))
 
 
@@ -217,14 +219,14 @@ def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "flash_attn")
     assert named(doctor(status=0), "flash-attn")["finding"] == "not installed; a CPU run works without it"
     monkeypatch.setattr(guards, "is_installed", lambda _: True)
-    assert machine.check_flash_attn(False, "packing").state == "ok"
+    assert checks.check_flash_attn(False, "packing").state == "ok"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check = named(doctor(status=1), "exact alignment")  # this machine has no CUDA device
     assert check["state"] == "problem" and check["to_do"] == "Use align='linear' on CUDA"
-    monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "Some GPU"))
+    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda: (True, "Some GPU"))
     assert named(doctor(status=0), "exact alignment")["state"] == "ok"
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
 

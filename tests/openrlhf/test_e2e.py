@@ -80,7 +80,7 @@ def _comparer(folder: Path) -> Path:
         """
 import wrapt
 
-@wrapt.when_imported("jetrl_patch.adapters.openrlhf.old_log_probs")
+@wrapt.when_imported("jetrl_patch.adapters.openrlhf.logprob")
 def _(module):
     make = module.dispatch_forward
     def dispatch_forward(original):

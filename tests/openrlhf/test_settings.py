@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, NotPatchedError
@@ -143,8 +143,8 @@ def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
     made = settings.get_strategy(lambda args: args)
     args = arguments()
     assert made(args) is args and not hasattr(args, "jetrl")  # not enabled: passes through
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: EXACT.resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: EXACT.resolved())
     assert made(args).jetrl == EXACT.resolved().to_env()
     settings.check_mark(args, "here")
     with pytest.raises(NotPatchedError, match="driver is not patched, but here is"):

@@ -12,10 +12,9 @@ import pytest
 
 from jetrl_patch import Config, ConfigError, JetrlError
 from jetrl_patch.adapters.vllm import sample
+from jetrl_patch.cli.parity import cli
 from jetrl_patch.config import SETTINGS
-from jetrl_patch.parity import cli
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.stock import STOCK, chosen
+from jetrl_patch.measure.parity import STOCK, Job, chosen
 
 from .. import models
 

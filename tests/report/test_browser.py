@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.report import collect, write
+from jetrl_patch.cli.report import collect, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -14,8 +14,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jetrl_patch.cli.main import app
-from jetrl_patch.report import ReportError
-from jetrl_patch.report.command import watch
+from jetrl_patch.cli.report import ReportError
+from jetrl_patch.cli.report.command import watch
 
 
 def data(step: int, mismatch: float) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from jetrl_patch.correction.mismatch import Sums
+from jetrl_patch.cli.report import ReportError, make_answers, make_table, read_runs, summarize, write_report
+from jetrl_patch.cli.report.tables import COLUMNS
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.report import ReportError, make_answers, make_table, read_runs, summarize, write_report
-from jetrl_patch.report.tables import COLUMNS
+from jetrl_patch.measure.mismatch import Sums
 
 SUMMARY_KEYS = (
     "name", "precision", "align", "correction", "router_replay", "seed", "steps", "tokens", "reward_first", "reward_last",

@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch import Config
-from jetrl_patch.monitor.figures import FIELDS
-from jetrl_patch.report.charts import ALL_LAYERS, DARK, LIGHT, Scales, choose, describe, draw, split_name, thin
-from jetrl_patch.report.page import short
-from jetrl_patch.report.runs import Run, summarize
+from jetrl_patch.cli.report.charts import ALL_LAYERS, DARK, LIGHT, Scales, choose, describe, draw, split_name, thin
+from jetrl_patch.cli.report.page import short
+from jetrl_patch.cli.report.runs import Run, summarize
+from jetrl_patch.measure.statistics import FIELDS
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 

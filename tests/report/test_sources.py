@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.report import ReportError, collect, read_runs
-from jetrl_patch.report.runs import Run
-from jetrl_patch.report.sources import Source, find_file, name_runs, openrlhf_step, parse, verl_step
+from jetrl_patch.cli.report import ReportError, collect, read_runs
+from jetrl_patch.cli.report.runs import Run
+from jetrl_patch.cli.report.sources import Source, find_file, name_runs, openrlhf_step, parse, verl_step
 
 STEPS = [{"critic/score/mean": 0.5, "jetrl/k3_kl": 1e-5}, {"critic/score/mean": 0.75, "jetrl/k3_kl": 0.0}]
 

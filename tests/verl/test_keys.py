@@ -20,10 +20,10 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import jetrl_patch.adapters.verl
-from jetrl_patch.adapters.verl import asynchronous, programs, settings
+from jetrl_patch.adapters.verl import asynchronous, settings
 from jetrl_patch.config import Config
-from jetrl_patch.doctor.folders import file_of
-from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.config.arguments import PROGRAMS
+from jetrl_patch.patching.guards import file_of
 from jetrl_patch.trainer.rules import Rule
 from scripts.official import keys
 from tests.models import config_of
@@ -50,7 +50,7 @@ def composed(program: str, folder: Path, *more: str) -> Any:
     search = f"hydra.searchpath=[file://{file_of('verl', 'trainer', 'config')}]"
     needed = [f"{R}.name=vllm", f"{R}.tensor_model_parallel_size=1", f"{M}.path={folder}", f"{A}.ppo_micro_batch_size_per_gpu=1"]
     with initialize_config_dir(str(config), version_base=None):
-        return compose(programs.TRAINERS[program], [search, *needed, *more])
+        return compose(settings.TRAINERS[program], [search, *needed, *more])
 
 
 def leaves(path: str, value: Any) -> Iterator[str]:
@@ -78,7 +78,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[set[str], 
     names: set[str] = set()
     try:
         OmegaConf.select = staticmethod(noted)  # type: ignore[assignment]
-        for program in programs.TRAINERS:
+        for program in settings.TRAINERS:
             whole = composed(program, folder)
             names |= set(leaves("", OmegaConf.to_container(whole, resolve=False)))
             first = program == PROGRAMS["verl"]

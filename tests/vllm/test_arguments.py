@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch import ConfigError, ConflictError, ModelError, runtime
+from jetrl_patch import ConfigError, ConflictError, ModelError, session
 from jetrl_patch.adapters.vllm.arguments import _VALUES, FREE, KERNELS, argument_problems
 from jetrl_patch.adapters.vllm.sample import sample
 from jetrl_patch.config import Config
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.structure import EXPERTS
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.structure import EXPERTS
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE
 from tests.models import config_of
 
@@ -135,7 +135,7 @@ def test_pixels_are_normalized_by_the_processor(tmp_path: Any, config: Config) -
 
     from jetrl_patch.adapters.vllm.compat import normalize_in_processor
 
-    runtime.enable(config)
+    session.enable(config)
     assert {"weight", "bias"} <= set(FusedInputNorm([0.5] * 3, [0.5] * 3, 1 / 255).state_dict())
     for settings in ({}, {"mm_device_do_normalize": None}, {"mm_device_do_normalize": True}):
         args = EngineArgs(model=str(tmp_path), load_format="dummy", **settings)

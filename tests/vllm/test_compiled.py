@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl_patch import Config
+from jetrl_patch import Config, backends
 from jetrl_patch.adapters.vllm import formats
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends.gpu import GpuBackend
-from jetrl_patch.fp8.operands import check_fprop
-from jetrl_patch.fp8.reference import fprop
+from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.backends.quantize import fprop
+from jetrl_patch.kernels.formats import check_fprop
 
 
 class Untraceable(GpuBackend):

@@ -12,10 +12,10 @@ import torch
 import jetrl_patch
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.exact import ops
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.fp8.expert_layers import per_expert
+from jetrl_patch.fp8.convert import per_expert
 from jetrl_patch.fp8.experts import Experts, experts_forward, run_experts
-from jetrl_patch.fp8.ranks import added
+from jetrl_patch.fp8.mixture import added
+from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.sync.digest import Pieces, digest
 from tests.fp8.mixture import operands_of
 from tests.models import config_of
@@ -163,8 +163,8 @@ def test_vllms_own_experts_are_never_run(monkeypatch: pytest.MonkeyPatch, align:
     from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 
     from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
-    from jetrl_patch.adapters.vllm.filled import REGISTRIES
     from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+    from jetrl_patch.adapters.vllm.shards import REGISTRIES
 
     jetrl_patch.disable()
     jetrl_patch.enable(align=align, exclude=("experts",) if excluded else ())
@@ -203,8 +203,8 @@ def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.Monke
 def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are tested elsewhere: here the loop multiplies the matrices that they would get."""
     from jetrl_patch.adapters.vllm import experts
-    from jetrl_patch.fp8.backends.native import NativeBackend
-    from jetrl_patch.kernels import grouped
+    from jetrl_patch.backends.cpu import NativeBackend
+    from jetrl_patch.kernels import gemm_grouped
 
     layer = empty_layer()
     method, own = method_of(layer), Experts(E, "pow2", "native")
@@ -216,11 +216,11 @@ def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.Monkey
     storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
 
     def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: Any) -> Any:
-        assert kernels is grouped and part is None and stacks.turned == (None, None)
+        assert kernels is gemm_grouped and part is None and stacks.turned == (None, None)
         assert {t.untyped_storage().data_ptr() for pair in stacks[:2] for t in pair} == storages  # views, renewed by every sync
         return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
 
-    monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: grouped)
+    monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: gemm_grouped)
     monkeypatch.setattr(experts, "run_grouped", run)
     method.process_weights_after_loading(layer)
     assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
@@ -368,8 +368,8 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypat
     """Two ranks without an engine: their rectangles tile what the trainer sends, their sums added are the trainer's bits."""
     from jetrl_patch.adapters.vllm import experts as module
     from jetrl_patch.adapters.vllm.install import _add_weight
-    from jetrl_patch.fp8.ranks import ExpertSplit, added
-    from jetrl_patch.sync.tiling import check_tiling
+    from jetrl_patch.fp8.mixture import ExpertSplit, added
+    from jetrl_patch.sync.receive import check_tiling
 
     count, width = (E, 256) if kind == "tp" else (6, 256)
     own = Experts(count, "pow2", "native", ExpertSplit.of(2, 2 if kind == "ep" else 1))
