@@ -45,7 +45,7 @@ setup(
     python_requires=">=3.10",
     packages=core + adapters,
     package_dir={"jetrl_patch": "jetrl_patch", "jetrl_patch.adapters": "adapters"},
-    package_data={"jetrl_patch": ["py.typed", "**/*.c", "**/*.h", "**/*.html"]},
+    package_data={"jetrl_patch": ["py.typed", "**/*.c", "**/*.h", "**/*.html", "**/*.css", "**/*.js"]},
     install_requires=table["CORE_REQUIREMENTS"],
     extras_require=table["EXTRAS"],
     entry_points={

@@ -22,11 +22,11 @@ from benchmarks.timing import shown
 #: guard -> module and functions that are nothing else
 GUARDS: dict[str, tuple[tuple[str, str], ...]] = {
     "digests": tuple(("jetrl_patch.sync.digest", name) for name in ("start", "read", "Pieces.add", "Pieces.read")),
-    "messages": tuple(("jetrl_patch.sync.manifest", name) for name in ("Manifest.encode", "encode_json", "decode_json", "audit")),
+    "messages": tuple(("jetrl_patch.sync.protocol", name) for name in ("Manifest.encode", "encode_json", "decode_json", "audit")),
     "what arrives": tuple(("jetrl_patch.sync.receive", f"Receiver.{name}") for name in ("_check_arrival", "_compare")),
     "may serve": (("jetrl_patch.sync.receive", "Receiver.check_serving"),),
     "the other side lives": (("jetrl_patch.adapters.verl.transport", "Peer.check"),),
-    "log-probs": (("jetrl_patch.trainer.audit", "Audit.compare"), ("jetrl_patch.trainer.mismatch", "Compared.add")),
+    "log-probs": (("jetrl_patch.trainer.audit", "Audit.compare"), ("jetrl_patch.trainer.audit", "Compared.add")),
 }
 _HOOK = '''
 import functools, mmap, os, struct, threading, time

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.timing import best_of
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.native import ops
 from jetrl_patch.sync.digest import digest
 

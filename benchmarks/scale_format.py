@@ -1,4 +1,4 @@
-"""Compare the scale formats and write ``docs/scale_formats.md``.
+"""Compare the scale formats and write the table of ``docs/precisions.md``.
 
 Measures the quantization error of weights and activations of the example's model, the mismatch between trainer and rollout
 when they share only the linears, and the loss of training from scratch with cross-entropy.
@@ -23,18 +23,13 @@ from rich.progress import track
 
 from examples.words import task, warm_start
 from examples.words.tokenizer import build_tokenizer
-from jetrl_patch.fp8 import quantize
+from jetrl_patch.backends import quantize
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.layers import is_quantized
+from jetrl_patch.models.layers import is_quantized
 
 FORMATS = ("pow2", "fp32")
-REASON = """
-`"pow2"` is the default. With it, every dequantized value is exact in BF16, and the order in which scales are multiplied
-cannot change a result. Exact mode and the kernels of other libraries then agree on every byte; with FP32 scales, one byte in
-a thousand differs. The table shows the cost. `"fp32"` has less quantization error and is the better choice when only the
-linears are shared. The format is part of every weight sync, so both sides always use the same one.
-"""
-PAGE = Path(__file__).parents[1] / "docs" / "scale_formats.md"
+PAGE = Path(__file__).parents[1] / "docs" / "precisions.md"
+MARKS = "<!-- scale-formats -->", "<!-- /scale-formats -->"
 
 
 def sqnr(value: torch.Tensor, reference: torch.Tensor) -> float:
@@ -130,16 +125,16 @@ def main() -> None:
         f"{apart[f]['k3_kl']:.2e} | {mean[f]:.4f} ({(mean[f] / mean['bf16'] - 1) * 100:+.2f}%) |"
         for f in FORMATS
     ]
-    PAGE.write_text(
-        "# Scale formats\n\n"
+    table = (
         "| `scale_format` | weights, SQNR dB | activations, SQNR dB | mean abs Δlogp, `align=\"linear\"` | k3 KL | "
         "loss from scratch (against BF16) |\n| --- | --- | --- | --- | --- | --- |\n" + "\n".join(rows) + "\n\n"
         f"The example's model; {args.tokens} sampled tokens; {args.steps} steps of cross-entropy, {args.seeds} seed(s), "
         f"BF16 loss {mean['bf16']:.4f}; torch {torch.__version__}, {platform.machine()}. "
-        f"Command: `python -m benchmarks.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`.\n"
-        + REASON
+        f"Command: `python -m benchmarks.scale_format --steps {args.steps} --seeds {args.seeds} --tokens {args.tokens}`."
     )
-    print(PAGE.read_text())
+    before, _, rest = PAGE.read_text().partition(MARKS[0])
+    PAGE.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}")
+    print(table)
 
 
 if __name__ == "__main__":

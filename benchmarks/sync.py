@@ -18,13 +18,12 @@ from unittest import mock
 import torch
 
 from benchmarks.timing import best_of, shown
-from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.backends import get_backend
 from jetrl_patch.sync import digest as module
-from jetrl_patch.sync.bucket import BUCKET_BYTES, pack, unpack
 from jetrl_patch.sync.digest import Pieces, Rect, digest, formula
-from jetrl_patch.sync.manifest import SCALE_SUFFIX, Terms
+from jetrl_patch.sync.protocol import SCALE_SUFFIX, Terms
 from jetrl_patch.sync.receive import Receiver
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.send import BUCKET_BYTES, SyncStats, pack, quantized_stream, unpack
 
 TERMS = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend="native")
 CPU = torch.device("cpu")

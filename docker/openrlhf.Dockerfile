@@ -2,7 +2,9 @@
 # Written from that file; not built or run here. From the root of the clone, with OpenRLHF's clone beside it:
 #   docker build -t openrlhf ../OpenRLHF/dockerfile
 #   docker build -f docker/openrlhf.Dockerfile -t jetrl-openrlhf .
-#   docker run --rm -it --gpus all --shm-size=10g jetrl-openrlhf
+# Models, data and results are mounted; the container keeps nothing else:
+#   docker run --rm -it --gpus all --shm-size=10g -v ~/models:/root/models -v ~/data:/root/data \
+#     -v "$PWD/outputs:/opt/jetrl_patch/outputs" -w /opt/jetrl_patch jetrl-openrlhf
 ARG BASE=openrlhf
 FROM ${BASE}
 

@@ -28,8 +28,7 @@ if TYPE_CHECKING:
         SyncError,
         VersionError,
     )
-    from jetrl_patch.runtime import disable, enable, status
-    from jetrl_patch.snapshot import Status
+    from jetrl_patch.session import Status, disable, enable, status
 
 __all__ = [
     "AuditError",
@@ -51,10 +50,10 @@ __all__ = [
 
 _HOME = {
     "Config": "jetrl_patch.config",
-    "Status": "jetrl_patch.snapshot",
-    "enable": "jetrl_patch.runtime",
-    "disable": "jetrl_patch.runtime",
-    "status": "jetrl_patch.runtime",
+    "Status": "jetrl_patch.session",
+    "enable": "jetrl_patch.session",
+    "disable": "jetrl_patch.session",
+    "status": "jetrl_patch.session",
 }
 
 

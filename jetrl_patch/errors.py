@@ -1,13 +1,13 @@
-"""The errors that jetrl_patch raises, and the wording of their messages.
-
-A message says what is required, what was found and what to do about it.
-``except jetrl_patch.JetrlError`` catches all of them and nothing else.
-"""
+"""The errors that jetrl_patch raises, their wording, and those of files and folders that cannot be read or written."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable, Mapping
+import errno
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 
 __all__ = [
     "UNQUANTIZED",
@@ -21,12 +21,20 @@ __all__ = [
     "PrecisionError",
     "SyncError",
     "VersionError",
+    "check_target",
     "differences",
     "explain",
+    "reading",
+    "shown",
     "split_fix",
     "unknown",
-]
+    "writing",
+]  # fmt: skip
 
+
+# ---- The errors that jetrl_patch raises, and the wording of their messages -----------------------
+# A message says what is required, what was found and what to do about it.
+# ``except jetrl_patch.JetrlError`` catches all of them and nothing else.
 
 #: the way out for what no quantizing mode handles, for a ``fix``
 UNQUANTIZED = "precision='bf16'"
@@ -125,3 +133,64 @@ def split_fix(message: str) -> tuple[str, str]:
     """
     finding, mark, fix = message.rpartition(". " if message.endswith(".") else "; ")
     return (finding, fix.removesuffix(".")) if mark else (message, "")
+
+
+# ---- Files and folders that a command reads or writes: what the system refuses is said in one line
+
+@contextlib.contextmanager
+def reading(place: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an OSError into a ConfigError about a place that should be readable."""
+    with _worded(place, "a place that can be read", "check the path and its permissions"):
+        yield
+
+
+@contextlib.contextmanager
+def writing(place: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn an OSError into a ConfigError about a place that should be writable."""
+    with _worded(place, "a place that can be written", "choose another place"):
+        yield
+
+
+@contextlib.contextmanager
+def _worded(place: str | os.PathLike[str], required: str, fix: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        # the path that the system names may be inside the place that the user named
+        inner = f" ({error.filename})" if error.filename not in (None, os.fspath(place)) else ""
+        found = f"{error.strerror or error}{inner}"
+        raise ConfigError(explain(shown(place), required=required, found=found, fix=fix)) from error
+
+
+def shown(place: str | os.PathLike[str]) -> str:
+    """The place for a message, without the middle of a very long one."""
+    text = os.fspath(place)
+    return text if len(text) <= 120 else f"{text[:60]}…{text[-50:]}"
+
+
+def check_target(place: Path, *, folder: bool) -> None:
+    """Raise ConfigError if a file or folder cannot be written there. Leaves nothing behind.
+
+    Args:
+        folder: whether ``place`` is a folder, which is created if missing together with its parents; the folder of a file
+            must exist.
+    """
+    with writing(place):
+        if folder:
+            _check_folder(place)
+        elif place.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(place))
+        elif place.exists():
+            os.close(os.open(place, os.O_WRONLY))  # does not truncate
+        else:
+            _check_folder(place.absolute().parent, create=False)
+
+
+def _check_folder(place: Path, create: bool = True) -> None:
+    """Make a file, in the folder or in a folder beside it, and remove it again."""
+    existing = place.absolute()
+    while create and not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    probe = existing / f".jetrl-{os.getpid()}"
+    os.mkdir(probe)
+    os.rmdir(probe)

@@ -1,25 +1,257 @@
-"""The adapters by name, and the services each one offers. No other module imports an adapter.
-
->>> registry.models().prepare_model(model, config)
-"""
+"""What adapters offer, as types, and the one place that imports adapters, by name."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol, TypeVar
 
-from jetrl_patch.errors import PatchError, VersionError, explain
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError, PatchError, VersionError, explain
 from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.patching.journal import Journal
+from jetrl_patch.patching.patch import OnImport, Patch
 
 if TYPE_CHECKING:
-    from jetrl_patch.adapters.base import Adapter
-    from jetrl_patch.services import Merger, Models, Platform, Rollout
-    from jetrl_patch.trainer.interface import Trainer
+    from torch import Tensor
+
+    from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored
+    from jetrl_patch.progress import Progress
+
+__all__ = [
+    "ADAPTERS", "Adapter", "Config", "Exchange", "Journal", "Merger", "Models", "Needs", "OnImport", "Patch", "Place",
+    "Platform", "Pool", "Rollout", "Services", "Trainer", "installed", "merger", "models", "platform", "resolve", "rollout",
+    "trainer",
+]  # fmt: skip
+
+
+# ---- The interface of a training framework's adapter: the counterpart of ``Installer`` in ``sync/receive.py``
+# A module with these functions is a ``Trainer``. The adapter offers it in ``Services``, where mypy compares signatures.
+# This package holds what every framework shares; the adapter calls it:
+#
+# 1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
+# 2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``marks.check``;
+# 3. model: ``prepare`` converts it before it is wrapped, through ``trainer.source.convert``;
+# 4. sync: ``guard.begin_sync``, then ``Source.stream`` over full weights, then ``report.sync_report``;
+# 5. log: ``report.sync_metrics`` and ``mismatch.step_metrics`` go into ``state.Driver``, and from there into the step's log.
+
+class Pool(NamedTuple):
+    """GPUs that a launch asks Ray for."""
+
+    setting: str
+    per_node: int
+    nodes: int
+
+
+class Place(NamedTuple):
+    """A file, folder or name of a hub that a setting points to; ``path`` is empty where the setting is required but missing."""
+
+    setting: str
+    path: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needs:
+    """What a launch takes from the machine that it runs on.
+
+    Attributes:
+        pools: its GPUs; no pool shares a GPU with another.
+        num_gpus: the setting that tells Ray how many GPUs there are, and its value (None: Ray counts them).
+        cluster: the setting and the address of a running Ray cluster; an empty path if Ray is started by the launch.
+        models: further models besides the policy.
+        tokenizer: where the tokenizer is.
+        data: data files; a hub's data sets count if the framework takes them.
+        files: the user's code.
+        own_data: whether a class of the user's own reads the data, so that a path need not be a file.
+        interpreter: the command that runs Ray's workers instead of this Python; an empty path if there is none.
+    """
+
+    pools: tuple[Pool, ...]
+    num_gpus: tuple[str, int | None]
+    cluster: Place
+    models: tuple[Place, ...]
+    tokenizer: Place
+    data: tuple[Place, ...]
+    files: tuple[Place, ...]
+    own_data: bool
+    interpreter: Place
+
+
+class Trainer(Protocol):
+    """A training framework. ``settings`` is the framework's own object, as its main function receives it."""
+
+    @property
+    def programs(self) -> Collection[str]:
+        """The programs, by module, whose command lines ``read`` can parse; the first is the framework's main one."""
+
+    def read(self, arguments: Sequence[str], target: str = ..., /) -> Any:
+        """Parse the command line of one of ``programs``. Raises ConfigError with the framework's message."""
+
+    def asked_for(self, settings: Any, environ: Mapping[str, str], /) -> Config | None:
+        """Return the plugin's settings found among the framework's, or None if there are none."""
+
+    def chosen(self, settings: Any, asked: Config, /) -> Config:
+        """Return the plugin's settings with those that the training engine decides, where the user left them open."""
+
+    def problems(self, settings: Any, config: Config, /) -> Iterator[JetrlError]:
+        """Yield an error for each setting that the plugin cannot support."""
+
+    def complete(self, settings: Any, config: Config, /) -> list[str]:
+        """Write what the mode needs into the settings. Returns a description of each change."""
+
+    def model_path(self, settings: Any, /) -> tuple[str, str]:
+        """Return the path of the model and the name of the setting that holds it."""
+
+    def program_problem(self, target: str, /) -> JetrlError | None:
+        """Return the error for one of the framework's programs that the plugin does not support, None for any other.
+
+        Args:
+            target: dotted name of a module, or path of a script.
+        """
+
+    def needs_flash_attn(self, settings: Any, /) -> str:
+        """Return the setting that needs flash-attn on a GPU, or an empty string."""
+
+    def needs(self, settings: Any, /) -> Needs:
+        """Return what a launch with these settings takes from its machine."""
+
+    def prepare(self, model: Any, config: Config, engine: Any, /) -> object:
+        """Convert a loaded model in place, before it is wrapped. Return the ``Source`` of its weight syncs.
+
+        Args:
+            engine: the framework's object that holds the model.
+        """
+
+
+# ---- The services that adapters offer to each other and to the core, as types --------------------
+# Each service is a protocol. A module implements it with its functions, so an adapter offers the module itself and mypy
+# checks the signatures. No adapter is imported here; ``registry.py`` finds the adapter that offers a service.
+
+class Exchange(Protocol):
+    """Trades tokens for heads between the ``size`` ranks that share sequences of T tokens. Differentiable, collective."""
+
+    size: int
+
+    def to_heads(self, x: Tensor, /) -> Tensor:
+        """All heads of a slice [B, H, T/size, D] -> some heads of all tokens [B, H/size, T, D]."""
+
+    def to_slices(self, x: Tensor, /) -> Tensor:
+        """Some heads of all tokens [B, T, H/size, D] -> all heads of a slice [B, T/size, H, D]."""
+
+    def gather(self, positions: Tensor, /) -> Tensor:
+        """The positions of a slice [B, T/size] -> those of all tokens [B, T]."""
+
+
+class Models(Protocol):
+    """Computes Hugging Face models as the trainer does."""
+
+    def prepare_model(
+        self, model: Any, config: Config, /, rollout_tp: int, device_type: str, rollout_ep: int = 1
+    ) -> list[str]:
+        """Convert a loaded model in place and return the names of its quantized layers."""
+
+    def share_sequences(self, model: Any, exchange: Exchange, /) -> None:
+        """Let attention see whole sequences, of which each rank of ``exchange`` holds a slice. Raises ModelError."""
+
+    def to_bf16(self, layers: Mapping[str, Any], /, exact: bool) -> None:
+        """Take layers of a converted model out of FP8: all of them, or none with an error."""
+
+    def score(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> Scored:
+        """The trainer's log-probs of the sampled tokens."""
+
+
+class Rollout(Protocol):
+    """The rollout engine."""
+
+    def sample(self, job: Job, progress: Progress, /) -> Sampled:
+        """Sampled tokens with the log-probs that the engine gave them."""
+
+    def kv_cache_error(self) -> JetrlError | None:
+        """The error to raise on a machine that does not support an FP8 KV cache; None where it does."""
+
+    def routes_error(self, what: str, /) -> JetrlError | None:
+        """The error, about the setting ``what``, for an engine that does not return the experts of a mixture; None if it does."""
+
+    def argument_problems(
+        self, given: Mapping[str, Any], config: Config, rollout_tp: int, name: Callable[[str], str], /
+    ) -> Iterator[JetrlError]:
+        """Yield an error for each engine argument that the mode does not handle; ``name`` returns the user's name of one."""
+
+    def refuse_exact_on(self, device_type: str, /) -> None:
+        """Raise ConfigError if the device lacks the ops of exact mode. Imports no framework."""
+
+
+class Platform(Protocol):
+    """The kind of machine a run uses."""
+
+    def is_cpu_run(self, config: Config, /) -> bool:
+        """Whether the run computes on the CPU."""
+
+    def logical_gpus(self, framework: str, /) -> int:
+        """The number of logical GPUs that a CPU run of a framework gets where its settings name none."""
+
+
+class Merger(Protocol):
+    """Merges the shards of a training checkpoint into one Hugging Face folder."""
+
+    def merge(self, checkpoint: Path, target: Path, /) -> None:
+        """Write ``checkpoint`` to ``target`` as a BF16 Hugging Face folder. Raises ConfigError if that fails."""
+
+
+@dataclass(frozen=True)
+class Services:
+    """The services of one adapter; None for those it does not offer."""
+
+    models: Models | None = None
+    rollout: Rollout | None = None
+    platform: Platform | None = None
+    trainer: Trainer | None = None
+    merger: Merger | None = None
+
+
+# ---- The lifecycle of an adapter, the code that knows one framework ------------------------------
+# For each adapter whose framework is installed, ``enable()`` guards the versions in ``requires``, then calls ``check``,
+# ``patches`` and ``hooks`` (it looks for their modules but does not import them). Only when all adapters have passed does
+# it call ``on_apply``. ``disable()`` rolls back the journal and calls ``on_undo``.
+
+class Adapter:
+    """One framework. ``jetrl_patch.adapters.<name>.adapter:ADAPTER`` is an instance of a subclass."""
+
+    #: the name of the folder; `registry.ADAPTERS` says which frameworks the adapter is used for
+    name: ClassVar[str] = ""
+    #: distributions that must be in their supported range (keys of ``_versions.SUPPORTED``)
+    requires: ClassVar[tuple[str, ...]] = ()
+
+    def check(self, config: Config) -> None:
+        """Raise a JetrlError, such as a ConfigError, for what is sure to fail. Change nothing."""
+
+    def patches(self, config: Config) -> Sequence[Patch]:
+        """Return the attributes to replace, each when its module is imported, or at once if it is already."""
+        return ()
+
+    def hooks(self, config: Config) -> Sequence[OnImport]:
+        """Return changes to a module other than replaced attributes, such as a registry entry."""
+        return ()
+
+    def services(self) -> Services:
+        """Return what the adapter offers other adapters and the core. Imports the adapter's modules, not its framework."""
+        return Services()
+
+    def on_apply(self, config: Config, journal: Journal) -> None:
+        """Make, through the journal, the changes that do not wait for an import."""
+
+    def on_undo(self) -> None:
+        """Drop the adapter's own state. Called after the journal is rolled back."""
+
+
+# ---- The adapters by name, and the services each one offers. No other module imports an adapter --
+# >>> registry.models().prepare_model(model, config)
 
 T = TypeVar("T")
 
-__all__ = ["ADAPTERS", "installed", "merger", "models", "platform", "resolve", "rollout", "trainer"]
 
 #: adapter -> import names of its frameworks, at least one of which must be installed; in the order of application
 ADAPTERS: dict[str, tuple[str, ...]] = {

@@ -1,25 +1,265 @@
-"""The plan of one ``enable()``: check it, apply it, undo it. ``runtime.py`` holds the active session."""
+"""The session of this process: the state that ``enable()`` sets, its plan, and what ``status()`` reports."""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
+import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
-from jetrl_patch.config import Config
-from jetrl_patch.errors import JetrlError, PatchError
+from jetrl_patch import registry
+from jetrl_patch.config import Config, environment
+from jetrl_patch.errors import ConflictError, JetrlError, NotPatchedError, PatchError, differences, explain
+from jetrl_patch.models.structure import units
 from jetrl_patch.patching.guards import installed_version, module_exists, require_versions
 from jetrl_patch.patching.hooks import ImportHook, watch
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import OnImport, Patch, apply_patch, find_target
 
 if TYPE_CHECKING:
-    from jetrl_patch.adapters.base import Adapter
+    from jetrl_patch.registry import Adapter
 
-__all__ = ["Planned", "Session", "plan"]
+__all__ = [
+    "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with",
+    "asked_config", "begin", "disable", "enable", "end", "failure", "is_active", "plan", "preview", "register_backend",
+    "register_cut", "register_guarded", "register_layers", "require_active", "run_notes", "status", "while_active",
+    "while_config",
+]  # fmt: skip
+
+
+# ---- The state of this process: its active settings, and what a run reports for ``status()``. ``runtime.py`` sets it
+# This module sits below all its readers, so a weight sync can report its layers without importing the patch engine.
+
+@dataclass
+class Notes:
+    """What ``status()`` shows.
+
+    Attributes:
+        layers: FP8 layers.
+        cut: layers that ``on_cut="bf16"`` leaves in BF16.
+        guarded: layers that the precision guard took out of FP8.
+        backend: the GEMM backend. attention: what computes exact attention in the place of the backend's own, if anything.
+    """
+
+    layers: dict[str, None] = field(default_factory=dict)
+    cut: dict[str, None] = field(default_factory=dict)
+    guarded: dict[str, None] = field(default_factory=dict)
+    backend: str = ""
+    attention: str = ""
+
+
+_config: Config | None = None
+_asked: Config | None = None
+_failure: str = ""
+_notes = Notes()
+
+
+def begin(config: Config, asked: Config | None = None) -> None:
+    """Mark this process as patched with ``config``, which ``asked`` was resolved to."""
+    global _config, _asked, _failure
+    _failure = ""
+    _config, _asked = config, config if asked is None else asked
+
+
+def end(failure: str = "") -> None:
+    """Mark this process as unpatched and drop its notes. ``failure`` says why, unless ``disable()`` asked for it."""
+    global _config, _asked, _failure, _notes
+    _config, _asked, _failure, _notes = None, None, failure, Notes()
+
+
+def is_active() -> bool:
+    """Whether this process is patched. Takes no lock and reads no environment variable."""
+    return _config is not None
+
+
+def active_with(wanted: Callable[[Config], bool]) -> bool:
+    """Whether this process is patched with settings that ``wanted`` accepts."""
+    return _config is not None and wanted(_config)
+
+
+def failure() -> str:
+    """Why the last session of this process failed; empty if it did not."""
+    return _failure
+
+
+def run_notes() -> Notes:
+    """The notes taken since ``begin``."""
+    return _notes
+
+
+def active_config() -> Config:
+    """The settings that are active in this process. Raises NotPatchedError if it is not patched."""
+    config = _config
+    if config is None:
+        raise NotPatchedError(_not_patched("this process"))
+    return config
+
+
+def asked_config() -> Config:
+    """The active settings before they were resolved: what nobody set has its default. Raises as ``active_config``."""
+    config = active_config()
+    return config if _asked is None else _asked
+
+
+def require_active(where: str = "this process", expected: Config | None = None) -> Config:
+    """The active settings, for code that must not run unpatched.
+
+    Args:
+        where: what the error message calls this process.
+        expected: the settings that must be active; None accepts any.
+
+    Raises NotPatchedError if this process is not patched, ConflictError if its settings differ from ``expected``.
+    """
+    config = _config
+    if config is None:
+        raise NotPatchedError(_not_patched(where))
+    if expected is not None and expected.resolved() != config:
+        raise ConflictError(
+            differences(
+                f"settings of {where}",
+                required=dataclasses.asdict(expected.resolved()),
+                found=dataclasses.asdict(config),
+                fix="use the same settings in every process of the run",
+            )
+        )
+    return config
+
+
+def register_layers(names: Iterable[str]) -> None:
+    """Record the names of FP8 layers in this process for ``status()``. Each name is listed once."""
+    _notes.layers.update(dict.fromkeys(names))
+
+
+def register_cut(names: Iterable[str]) -> None:
+    """Record layers that ``on_cut="bf16"`` leaves in BF16 in this process, for ``status()``."""
+    _notes.cut.update(dict.fromkeys(names))
+
+
+def register_guarded(names: Iterable[str]) -> None:
+    """Record layers that the precision guard took out of FP8 in this process, for ``status()``."""
+    _notes.guarded.update(dict.fromkeys(names))
+
+
+def register_backend(name: str, attention: str = "") -> None:
+    """Record the GEMM backend, and another attention than its own, that this process has chosen, for ``status()``."""
+    _notes.backend, _notes.attention = name, attention
+
+
+def _not_patched(where: str) -> str:
+    why = f" ({_failure})" if _failure else ""
+    return explain(
+        f"{where} (pid {os.getpid()})",
+        required="a process that jetrl_patch has patched",
+        found=f"an unpatched one{why}",
+        fix="install jetrl_patch there with pip and set JETRL_ENABLED=1, or call jetrl_patch.enable() in that process",
+    )
+
+
+# ---- The state of a process, as data and as a readable table -------------------------------------
+
+@dataclass(frozen=True)
+class PatchStatus:
+    """One change.
+
+    Attributes:
+        target: the dotted name of what is changed.
+        state: "applied", or "waiting" for the import of its module.
+        reason: why the change is needed.
+        remove_when: the upstream change that makes it obsolete.
+        upstream: a link to the upstream report or change, if there is one.
+        fixes: the project whose bug it fixes; empty for the plugin's own changes.
+        needed_by: the runs that do not start without it, so that ``upstream_fixes=False`` keeps it.
+    """
+
+    target: str
+    state: Literal["applied", "waiting"]
+    reason: str
+    remove_when: str
+    upstream: str = ""
+    fixes: str = ""
+    needed_by: str = ""
+
+    @classmethod
+    def of(cls, what: Patch | OnImport, state: Literal["applied", "waiting"]) -> PatchStatus:
+        """The status of a planned change."""
+        return cls(what.target, state, what.reason, what.remove_when, what.upstream, what.fixes, what.needed_by)
+
+
+@dataclass(frozen=True)
+class Status:
+    """A snapshot of one process.
+
+    Attributes:
+        enabled: whether the process is patched.
+        config: the active settings; None if it is not patched.
+        pid: the process id.
+        versions: framework -> installed version.
+        patches: the changes, applied or waiting.
+        layers: names of the layers in FP8.
+        cut: names of the layers in BF16 because the rollout's tensor parallelism cuts a block of them (``on_cut``).
+        guarded: names of the layers that the precision guard took out of FP8.
+        backend: the GEMM backend.
+        attention: what computes exact attention in the place of the backend's own; empty if that does.
+        failure: why the last session of the process failed; empty if it did not.
+    """
+
+    enabled: bool
+    config: Config | None
+    pid: int
+    versions: Mapping[str, str] = field(default_factory=dict)
+    patches: tuple[PatchStatus, ...] = ()
+    layers: tuple[str, ...] = ()
+    cut: tuple[str, ...] = ()
+    guarded: tuple[str, ...] = ()
+    backend: str = ""
+    attention: str = ""
+    failure: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, tuples and text, for JSON or another process."""
+        return dataclasses.asdict(self)
+
+    @property
+    def upstream_fixes(self) -> tuple[PatchStatus, ...]:
+        """The fixes for other projects' bugs among ``patches``."""
+        return tuple(patch for patch in self.patches if patch.fixes)
+
+    def __str__(self) -> str:
+        if not self.enabled:
+            return f"jetrl_patch: off in process {self.pid}" + (f" ({self.failure})" if self.failure else "")
+        assert self.config is not None
+        config = self.config
+        lines = [
+            f"jetrl_patch: on in process {self.pid}",
+            f"  precision {config.precision}, align {config.resolved_align}",
+            f"  scales    {config.scale_format}, backend {self.backend}" + f", attention {self.attention}" * bool(self.attention),
+            "  versions  " + ", ".join(f"{name} {version}" for name, version in self.versions.items()),
+            f"  layers    {len(self.layers)} in FP8"
+            + (f", {self.layers[0]} to {self.layers[-1]}" if self.layers else ""),
+        ]
+        if self.cut:
+            lines.append(f"  cut       {len(self.cut)} in BF16, on_cut={config.on_cut!r}: {', '.join(self.cut)}")
+        if self.guarded:
+            lines.append(f"  guarded   {len(self.guarded)} in BF16 by the precision guard: {', '.join(units(self.guarded))}")
+        own = [patch for patch in self.patches if not patch.fixes]
+        width = max((len(patch.target) for patch in self.patches), default=0)
+        lines.append(f"  patches   {len(own)}")
+        lines += [f"    {patch.state:7}  {patch.target:{width}}  {patch.reason}" for patch in own]
+        fixes = self.upstream_fixes
+        lines.append(f"  upstream  {len(fixes)} fixes for bugs of other projects, upstream_fixes={config.fixes_upstream}")
+        lines += [
+            f"    {patch.state:7}  {patch.target:{width}}  {patch.fixes}: {patch.reason} ({patch.upstream})" for patch in fixes
+        ]
+        return "\n".join(lines)
+
+
+# ---- The plan of one ``enable()``: check it, apply it, undo it. ``runtime.py`` holds the active session
 
 #: called with the session and the error when a patch fails, before the import of its module fails
 OnFailure = Callable[["Session", BaseException], None]
@@ -104,9 +344,16 @@ def plan(config: Config, adapters: Sequence[Adapter]) -> Session:
     for adapter in adapters:
         changes: list[Patch | OnImport] = [*adapter.patches(config), *adapter.hooks(config)]
         for what in changes:
+            if not _wanted(what, config):
+                continue
             _check_target(what)
             planned.append(Planned(what))
     return Session(config, adapters, versions, planned)
+
+
+def _wanted(what: Patch | OnImport, config: Config) -> bool:
+    """Whether to apply a patch: the only place where ``upstream_fixes`` has an effect."""
+    return not what.fixes or bool(what.needed_by) or config.fixes_upstream
 
 
 def _check_target(what: Patch | OnImport) -> None:
@@ -136,3 +383,209 @@ def _note(error: BaseException, text: str) -> None:
         error.add_note(text)
     else:  # Python 3.10
         error.args = (f"{error} ({text})",)
+
+
+# ---- The session of this process: apply all patches or none, report them, undo them --------------
+
+_lock = threading.RLock()
+_session: Session | None = None  # set last, so that a reader only ever sees a complete session
+_starting: Config | None = None  # the config of an enable() that is running in this process
+
+
+def enable(config: Config | None = None, **overrides: Any) -> Status:
+    """Apply every patch to this process, or none.
+
+    Args:
+        config: the settings. Without it, the ``JETRL_*`` variables and the defaults apply.
+        overrides: single fields of ``Config``; they override ``config`` and the variables.
+
+    Returns:
+        The same as ``status()``.
+
+    Raises:
+        ConfigError: a setting is invalid, a ``JETRL_*`` variable does not exist, or the installed frameworks or the device
+            do not support them.
+        VersionError: a framework is missing or its version is not supported.
+        PatchError: a patch target is missing, or a patch failed.
+        ConflictError: the process is already enabled with other settings.
+        NotPatchedError: the process is a driver that Ray has already connected, so its workers would not be patched.
+
+    ``enable()`` imports no framework. A patch of a framework that is not imported yet is applied right after the import;
+    if it fails, the import fails and all patches are undone. The settings are exported to ``os.environ`` for child
+    processes. A second call with the same settings does nothing.
+    """
+    global _session, _starting
+    environment.check_names()
+    asked = Config.from_env(**overrides) if config is None else config.replace(**overrides)
+    wanted = asked.resolved()
+    with _lock:
+        current = _session.config if _session is not None else _starting
+        if current is not None:
+            if current == wanted:
+                return status()
+            raise ConflictError(
+                differences(
+                    "enable() in a process that is already enabled",
+                    required=dataclasses.asdict(wanted),
+                    found=dataclasses.asdict(current),
+                    fix="call disable() first, or use the same settings",
+                )
+            )
+        _starting = wanted
+        session: Session | None = None
+        try:
+            session = plan(wanted, registry.installed())
+            session.apply(on_failure=_abandon)
+        except BaseException as error:
+            end(failure=_words(error))
+            if session is not None:
+                session.take_down(error)
+            raise
+        finally:
+            _starting = None
+        _session = session
+        begin(wanted, asked)
+        return status()
+
+
+def disable() -> None:
+    """Undo all patches, newest first, so that each attribute holds its original object again.
+
+    Does nothing in a process that is not enabled. Models that were already converted keep their FP8 layers.
+
+    Raises:
+        ConflictError: other code has changed a patched attribute. Nothing is undone.
+        PatchError: an undo step failed. Everything else is undone.
+    """
+    global _session
+    with _lock:
+        session = _session
+        if session is None:
+            return
+        try:
+            session.journal.rollback()
+        except ConflictError:
+            raise  # nothing was undone, so the session stays
+        except PatchError:
+            _session = None  # everything else was undone
+            end()
+            session.forget()
+            raise
+        _session = None
+        end()
+        session.forget()
+
+
+def activate_from_env() -> bool:
+    """Call ``enable()`` if the environment opts in, and return whether it does. The plugin entry points call this.
+
+    Safe to call many times. An earlier ``enable()`` in this process takes precedence over the environment.
+    Raises ConfigError for a ``JETRL_*`` variable that does not exist, also where nothing opts in: it may be the one that
+    should have. ``JETRL_ENABLED=0`` means that the plugin does nothing, so it then checks nothing either.
+    """
+    if environment.switched_off():
+        return False
+    environment.check_names()
+    if not environment.opted_in():
+        return False
+    if _session is None and _starting is None:
+        enable(Config.from_env())
+    return True
+
+
+def status() -> Status:
+    """A snapshot of this process: settings, versions, patches, FP8 layers. ``str()`` of it is a table."""
+    session = _session
+    if session is None:
+        return Status(enabled=False, config=None, pid=os.getpid(), failure=failure())
+    notes = run_notes()
+    patches = [PatchStatus.of(p.what, "applied" if p.applied else "waiting") for p in session.planned]
+    named = {p.target for p in patches}
+    patches += [
+        PatchStatus(r.target, "applied", r.reason, r.remove_when)
+        for r in session.journal.records
+        if r.target not in named
+    ]
+    return Status(
+        enabled=True,
+        config=session.config,
+        pid=os.getpid(),
+        versions=dict(session.versions),
+        patches=tuple(patches),
+        layers=tuple(name for name in notes.layers if name not in notes.guarded),
+        cut=tuple(notes.cut),
+        guarded=tuple(notes.guarded),
+        backend=notes.backend or session.config.backend,
+        attention=notes.attention,
+    )
+
+
+def preview(config: Config) -> list[PatchStatus]:
+    """The patches that ``enable(config)`` would apply. Runs its checks and changes nothing.
+
+    Raises ConfigError, VersionError and PatchError, as ``enable`` does.
+    """
+    session = plan(config.resolved(), registry.installed())
+    return [PatchStatus.of(p.what, "waiting") for p in session.planned]
+
+
+def _abandon(session: Session, error: BaseException) -> None:
+    """Undo the whole session, not just one patch, when a patch fails as its module is imported.
+
+    During ``enable()`` there is no session yet: ``enable()`` itself undoes what it has begun.
+    """
+    global _session
+    with _lock:
+        if _session is session:
+            _session = None
+            end(failure=_words(error))
+            session.take_down(error)
+
+
+def _words(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+# ---- Replacements that call the original while the process is not patched ------------------------
+# ``disable()`` restores every attribute, but a caller may still hold the replacement: a bound method, a name imported from
+# another module, a class that Ray copied. So a patch marks its ``make`` with ``@while_active``, and the replacement needs no
+# check of its own. Unmarked are replacements that must act in an unpatched process too, such as the one that makes an
+# unpatched worker refuse a patched trainer's command.
+
+Make = Callable[[Any], Callable[..., Any]]
+
+
+def while_config(wanted: Callable[[Config], bool] | None) -> Callable[[Make], Make]:
+    """Like ``while_active``, but only for settings that ``wanted`` accepts; ``None`` accepts all of them, unread.
+
+    The check runs at each call; for a coroutine, when it is awaited.
+    """
+
+    def mark(make: Make) -> Make:
+        @functools.wraps(make)
+        def marked(original: Any) -> Callable[..., Any]:
+            replacement = make(original)
+
+            def chosen() -> Any:
+                on = is_active() and (wanted is None or wanted(active_config()))
+                return replacement if on else original
+
+            if inspect.iscoroutinefunction(replacement):
+
+                async def asynchronous(*args: Any, **kwargs: Any) -> Any:
+                    return await chosen()(*args, **kwargs)
+
+                return asynchronous
+
+            def gated(*args: Any, **kwargs: Any) -> Any:
+                return chosen()(*args, **kwargs)
+
+            return gated
+
+        return marked
+
+    return mark
+
+
+#: marks a ``make`` whose replacement calls the original in an unpatched process
+while_active = while_config(None)

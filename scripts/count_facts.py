@@ -22,8 +22,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from jetrl_patch.config.corrections import CORRECTIONS
 from jetrl_patch.config.modes import PRECISIONS
-from jetrl_patch.correction.kinds import CORRECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -70,9 +70,9 @@ def _prefix(name: str) -> str:
 
 def families() -> tuple[str, ...]:
     """The known families; none if their table is missing."""
-    if importlib.util.find_spec("jetrl_patch.families") is None:
+    if importlib.util.find_spec("jetrl_patch.models.families") is None:
         return ()
-    table = importlib.import_module("jetrl_patch.families")
+    table = importlib.import_module("jetrl_patch.models.families")
     return tuple(table.FAMILIES)
 
 

@@ -1,4 +1,7 @@
-"""MkDocs hooks: turn top-level documents into pages of the site, and keep pages from loading anything over the network."""
+"""MkDocs hooks: turn documents outside docs/ into pages of the site, and keep pages from loading anything over the network.
+
+Every link is written as it is on a code host, from file to file; a link to one of those documents becomes one to its page.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
     "CHANGELOG.md": "changelog.md",
     "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
     "examples/README.md": "examples.md",
     "README.md": "index.md",
 }
@@ -45,6 +49,20 @@ def on_files(files: Files, config: Any) -> Files:
             text = (ROOT / source).read_text(encoding="utf-8")
             files.append(File.generated(config, page, content=rewritten(text, source)))
     return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turn a page's links to documents outside docs/ into links to their pages."""
+    if page.file.src_uri in PAGES.values():
+        return markdown
+    here = posixpath.dirname(page.file.src_uri)
+
+    def link(match: re.Match[str]) -> str:
+        target = posixpath.normpath(posixpath.join("docs", here, match[2]))
+        place = posixpath.relpath(PAGES[target], here or ".") if target in PAGES else match[2]
+        return f"{match[1]}{place}{match[3] or ''})"
+
+    return _LINK.sub(link, markdown)
 
 
 def on_post_page(output: str, page: Any, **_: Any) -> str:

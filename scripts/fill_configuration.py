@@ -1,4 +1,4 @@
-"""Write the tables of ``docs/configuration.md`` from the settings, the environment variables and verl's presets.
+"""Write the tables of ``docs/configuration.md`` from the settings, the environment variables, verl's presets and the patches.
 
 Run: ``python scripts/fill_configuration.py``. Tables go between ``<!-- name -->`` and ``<!-- /name -->``. A test compares
 them with this script's output.
@@ -9,13 +9,16 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from jetrl_patch import env
+from jetrl_patch import session
 from jetrl_patch.adapters.verl.preset import PRESETS
-from jetrl_patch.config import SETTINGS
-from jetrl_patch.config.setting import GROUPS, Setting
-from jetrl_patch.launch.arguments import FLAG
+from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.config.arguments import FLAG
+from jetrl_patch.config.fields import GROUPS, Setting
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "configuration.md"
+
+#: together they have every fix
+_FIXED = (Config(precision="bf16", correction="mis", platform="cpu", upstream_fixes=True), Config(platform="cpu"))
 
 _HEAD = (
     "| setting | values | default | meaning | environment | verl's YAML | command line |\n"
@@ -52,7 +55,7 @@ def options() -> str:
 def variables() -> str:
     """The variables that are not fields of ``Config``."""
     lines = ["| variable | meaning |", "| --- | --- |"]
-    lines += [f"| `{name}` | {text} |" for name, text in env.VARIABLES.items() if name not in env.FIELDS]
+    lines += [f"| `{name}` | {text} |" for name, text in environment.VARIABLES.items() if name not in environment.FIELDS]
     return "\n".join(lines)
 
 
@@ -64,9 +67,28 @@ def presets() -> str:
     return "\n".join(lines)
 
 
+def fixes() -> str:
+    """The fixes for other projects' bugs; those for one reason in one row."""
+    found: dict[tuple[str, ...], dict[str, None]] = {}
+    for patch in (patch for config in _FIXED for patch in session.preview(config)):
+        if patch.fixes:
+            row = (patch.fixes, patch.reason, _thread(patch.upstream), patch.needed_by)
+            found.setdefault(row, {})[f"`{patch.target}`"] = None
+    lines = ["| fixed | bug of | what goes wrong without it | thread | always on for |", "| --- | --- | --- | --- | --- |"]
+    lines += [f"| {'<br>'.join(targets)} | {' | '.join(row)} |" for row, targets in found.items()]
+    return "\n".join(lines)
+
+
+def _thread(upstream: str) -> str:
+    """A link as ``[vllm#8933](…)``; other text as it is."""
+    match = re.fullmatch(r"https://github\.com/[\w-]+/([\w-]+)/(?:issues|pull)/(\d+)", upstream)
+    return upstream if match is None else f"[{match[1]}#{match[2]}]({upstream})"
+
+
 def filled(text: str) -> str:
     """The page with its tables rewritten."""
-    for name, table in (("options", options()), ("variables", variables()), ("presets", presets())):
+    tables = {"options": options(), "variables": variables(), "presets": presets(), "upstream-fixes": fixes()}
+    for name, table in tables.items():
         pattern = rf"<!-- {name} -->.*?<!-- /{name} -->"
         assert len(re.findall(pattern, text, flags=re.DOTALL)) == 1, name
         text = re.sub(pattern, lambda _, n=name, t=table: f"<!-- {n} -->\n{t}\n<!-- /{n} -->", text, flags=re.DOTALL)

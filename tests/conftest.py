@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import hypothesis
 import pytest
 
-from jetrl_patch.env import without_settings
+from jetrl_patch.config.environment import without_settings
 
 hypothesis.settings.register_profile("house", deadline=None)  # a busy machine may be slow
 hypothesis.settings.load_profile("house")
@@ -36,6 +36,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _no_session_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Disable the session. Depends on monkeypatch, so that this happens before the environment is restored."""
     yield
-    runtime = sys.modules.get("jetrl_patch.runtime")
+    runtime = sys.modules.get("jetrl_patch.session")
     if runtime is not None and runtime.is_active():
         runtime.disable()

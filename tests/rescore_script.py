@@ -19,11 +19,11 @@ import torch
 def load(path: Path) -> Any:
     from transformers import AutoModelForCausalLM
 
-    from jetrl_patch import runtime
+    from jetrl_patch import session
     from jetrl_patch.adapters.transformers.prepare import prepare_model
 
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).eval()
-    prepare_model(model, runtime.active_config())
+    prepare_model(model, session.active_config())
     return model
 
 

@@ -204,7 +204,7 @@ def numbers(model: Path) -> tuple[int, int, int, int]:
     """How many FP8 layers a model has, how many numbers they hold, how many blocks of 128 x 128, and all the rest."""
     from safetensors import safe_open
 
-    from jetrl_patch.fp8.layers import is_quantized
+    from jetrl_patch.models.layers import is_quantized
 
     layers, inside, blocks, rest = 0, 0, 0, 0
     with safe_open(model / "model.safetensors", "pt") as file:

@@ -26,6 +26,11 @@ def test_status_as_a_table_and_as_json(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result["config"]["precision"] == "bf16"
     assert set(result["frameworks"]) == set(SUPPORTED)
     assert result["frameworks"]["vllm"]["state"] == "ok"
+    repairs = [patch for patch in result["patches"] if patch["fixes"]]
+    assert repairs and all(patch["needed_by"] for patch in repairs) and len(repairs) < len(result["patches"])
+    text = CliRunner().invoke(app, ["status"])
+    assert f"fixes for bugs of other projects among them (upstream_fixes=False): {len(repairs)}\n" in text.output
+    assert all(f"{patch['target']}  {patch['upstream']}\n" in text.output for patch in repairs)
 
 
 def test_the_version_is_the_package_s() -> None:
@@ -41,7 +46,7 @@ def test_status_fails_where_a_version_is_not_supported(monkeypatch: pytest.Monke
 
 
 def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = ModuleType("jetrl_patch.parity.cli")
+    fake = ModuleType("jetrl_patch.cli.parity.cli")
     seen: list[list[str]] = []
 
     def main(arguments: list[str]) -> int:
@@ -49,7 +54,7 @@ def test_parity_gets_the_arguments_as_they_are(monkeypatch: pytest.MonkeyPatch) 
         return 1
 
     fake.main = main  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "jetrl_patch.parity.cli", fake)
+    monkeypatch.setitem(sys.modules, "jetrl_patch.cli.parity.cli", fake)
     result = CliRunner().invoke(app, ["parity", "--model", "folder", "--tp", "2", "--help"])
     assert result.exit_code == 1
     assert seen == [["--model", "folder", "--tp", "2", "--help"]]

@@ -9,15 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch import env
-from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.config.corrections import CORRECTIONS, KINDS, Kind
+from jetrl_patch.config.fields import GROUPS, WORD
 from jetrl_patch.config.modes import MODES, PRECISIONS, ROLLOUT_FORMATS, Granularity, Mode, Precision
-from jetrl_patch.config.setting import GROUPS
-from jetrl_patch.config.text import WORD
-from jetrl_patch.correction.kinds import CORRECTIONS, KINDS, Kind
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.sync.manifest import Terms
-from jetrl_patch.sync.quantizers import QUANTIZERS
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import QUANTIZERS
 
 
 def test_defaults_and_what_they_come_to() -> None:
@@ -56,6 +54,7 @@ def test_defaults_and_what_they_come_to() -> None:
         "head_dtype": "auto",
         "optimizer_states": "fp32",
         "resume_any": False,
+        "upstream_fixes": None,
     }
     assert config.resolved_align == "exact"
     assert (config.exact, config.fp8_train, config.fp8_rollout) == (True, True, True)
@@ -118,6 +117,8 @@ def test_modes(precision: Any, align: Any, resolved: str, train: bool, rollout: 
         ({"sync_timeout": True}, "positive, finite"),
         ({"fp8_all_gather": 1}, "must be True or False"),
         ({"resume_any": 1}, "resume_any=1 must be True or False"),
+        ({"upstream_fixes": "on"}, "upstream_fixes='on' must be True or False"),
+        ({"resume_any": None}, "resume_any=None must be True or False"),
         ({"optimizer_states": "4bit"}, "unknown optimizer_states '4bit'. Set it to one of 'fp32', '8bit', 'fp8'"),
         ({"optimizer_states": "fp8", "fp8_all_gather": True}, "contradicts fp8_all_gather=True"),
         ({"fp8_all_gather": True, "precision": "fp8-rollout"}, "contradicts precision='fp8-rollout'"),
@@ -249,10 +250,10 @@ def test_the_environment_carries_every_setting_exactly(**fields: Any) -> None:
     fields["acr"] &= fields["correction"] == "tis"
     config = Config(**fields)
     exported = config.to_env()
-    assert set(exported) == {env.SWITCH, *env.FIELDS}
-    stale = dict.fromkeys(env.FIELDS, "stale")
+    assert set(exported) == {environment.SWITCH, *environment.FIELDS}
+    stale = dict.fromkeys(environment.FIELDS, "stale")
     assert Config.from_env({**stale, **exported}) == config
-    assert env.opted_in(exported)
+    assert environment.opted_in(exported)
 
 
 def test_what_stands_above_the_environment_is_judged_together_with_it() -> None:
@@ -262,9 +263,19 @@ def test_what_stands_above_the_environment_is_judged_together_with_it() -> None:
         Config.from_env({}, corection="tis")
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_bugs_of_other_projects_are_fixed_in_every_mode_but_bf16(precision: Precision) -> None:
+    config = Config(precision=precision)
+    assert config.upstream_fixes is None and config.fixes_upstream is (precision != "bf16")
+    for asked in (True, False):
+        told = config.replace(upstream_fixes=asked)
+        assert told.fixes_upstream is asked == told.resolved().fixes_upstream
+        assert (told.resolved() == config.resolved()) is (config.fixes_upstream is asked)
+
+
 def test_empty_variables_count_as_not_set() -> None:
     assert Config.from_env({}) == Config()
-    assert Config.from_env(dict.fromkeys(env.FIELDS, " ")) == Config()
+    assert Config.from_env(dict.fromkeys(environment.FIELDS, " ")) == Config()
     assert Config.from_env({"JETRL_EXCLUDE": "lm_head, mlp.gate"}).exclude == ("lm_head", "mlp.gate")
 
 
@@ -281,6 +292,7 @@ def test_empty_variables_count_as_not_set() -> None:
         ({"JETRL_EXCLUDE": "a,,b"}, "empty name part"),
         ({"JETRL_CORRECTION": "tis", "JETRL_CORRECTION_BOUNDS": "two"}, "'two' is neither a cap nor low,high"),
         ({"JETRL_ACR": "maybe"}, "JETRL_ACR='maybe' is neither on nor off"),
+        ({"JETRL_UPSTREAM_FIXES": "all"}, "JETRL_UPSTREAM_FIXES='all' is neither on nor off"),
     ],
 )
 def test_a_wrong_environment_is_refused(environ: dict[str, str], message: str) -> None:
@@ -303,18 +315,18 @@ def test_a_wrong_environment_is_refused(environ: dict[str, str], message: str) -
     ],
 )
 def test_opting_in(environ: dict[str, str], answer: bool) -> None:
-    assert env.opted_in(environ) is answer
+    assert environment.opted_in(environ) is answer
 
 
 def test_a_switch_that_is_neither_on_nor_off() -> None:
     with pytest.raises(ConfigError, match="JETRL_ENABLED='maybe' is neither on nor off"):
-        env.opted_in({"JETRL_ENABLED": "maybe"})
+        environment.opted_in({"JETRL_ENABLED": "maybe"})
 
 
 def test_reading_a_variable_that_is_not_in_the_table() -> None:
-    assert env.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
-    with pytest.raises(ConfigError, match=r"add it to jetrl_patch/env\.py"):
-        env.read_variable("JETRL_OTHER", "", {})
+    assert environment.read_variable("JETRL_CACHE_DIR", "there", {}) == "there"
+    with pytest.raises(ConfigError, match=r"add it to config/environment\.py"):
+        environment.read_variable("JETRL_OTHER", "", {})
 
 
 ANYTHING = st.sampled_from(

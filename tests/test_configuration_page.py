@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import env
-from jetrl_patch.config import Config
-from jetrl_patch.launch.arguments import split
+from jetrl_patch.config import Config, environment
+from jetrl_patch.config.arguments import split
 
 ROOT = Path(__file__).resolve().parents[1]
 TEXT = (ROOT / "docs" / "configuration.md").read_text()
@@ -27,15 +26,15 @@ def test_the_tables_are_those_of_the_code(script: dict[str, Any]) -> None:
 
 
 def test_every_setting_is_there_with_its_variable_its_key_and_its_meaning(script: dict[str, Any]) -> None:
-    assert set(script["meanings"]()) == set(env.FIELDS.values()) == {field.name for field in dataclasses.fields(Config)}
-    for variable, name in env.FIELDS.items():
+    assert set(script["meanings"]()) == set(environment.FIELDS.values()) == {field.name for field in dataclasses.fields(Config)}
+    for variable, name in environment.FIELDS.items():
         assert f"| `{variable}` | `jetrl.{name}` |" in TEXT
-    for name in env.VARIABLES:
+    for name in environment.VARIABLES:
         assert f"`{name}`" in TEXT
 
 
 def test_the_command_line_forms_are_understood() -> None:
-    for name in env.FIELDS.values():
+    for name in environment.FIELDS.values():
         default = getattr(Config(), name)
         text = {"align": "linear", "exclude": "a,b", "correction_bounds": "0.5,5", "guard_sqnr": "20"}
         text = text.get(name, str(default))
@@ -43,5 +42,7 @@ def test_the_command_line_forms_are_understood() -> None:
         wanted = wanted.get(name, default)
         if name in ("smoothing", "invariant_scale"):  # None by default
             text, wanted = "0.5", 0.5
+        if name == "upstream_fixes":  # None by default
+            text, wanted = "0", False
         assert split("verl", ["--set", f"{name}={text}"]).overrides == {name: wanted}
     assert split("verl", ["--fp8-unified"]).overrides == split("verl", ["--precision", "fp8-unified"]).overrides

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jetrl_patch.errors import ModelError
-from jetrl_patch.exact.coverage import check_family
-from jetrl_patch.families import (
+from jetrl_patch.exact.modules import check_family
+from jetrl_patch.models.families import (
     ABSORBED,
     FAMILIES,
     LLAMA_LIKE,
@@ -22,17 +22,17 @@ from jetrl_patch.families import (
     family_of,
     titles,
 )
-from jetrl_patch.family import width
+from jetrl_patch.models.family import width
 
 from .test_boundaries import ROOT, loaded_by, python_files
 
-TABLE = ROOT / "jetrl_patch" / "families.py"
+TABLE = ROOT / "jetrl_patch" / "models" / "families.py"
 #: family -> the one other file that names it, because vLLM has a class or verl a module of that name
 NAMED_ELSEWHERE = {
     "llama": "adapters/vllm/ops.py",
-    "qwen3_vl": "adapters/verl/seeing_patches.py",
-    "qwen3_5": "adapters/verl/seeing_patches.py",
-    "glm4v": "adapters/verl/seeing_patches.py",
+    "qwen3_vl": "adapters/verl/vision.py",
+    "qwen3_5": "adapters/verl/vision.py",
+    "glm4v": "adapters/verl/vision.py",
 }
 
 
@@ -48,7 +48,7 @@ def files_that_name(family: Family) -> set[str]:
 
 
 def test_the_table_loads_no_framework() -> None:
-    found = loaded_by("import jetrl_patch.families")
+    found = loaded_by("import jetrl_patch.models.families")
     assert not found & {"torch", "transformers", "vllm"}
 
 
@@ -154,7 +154,7 @@ def test_a_language_model_is_of_the_family_of_the_whole() -> None:
 
 def test_documents_list_the_families() -> None:
     exact = titles(covering("exact").values())
-    for file in ("README.md", "docs/exactness.md"):
+    for file in ("README.md", "docs/limits.md"):
         assert exact in re.sub(r"\s+", " ", Path(ROOT / file).read_text()), file
     scaling = titles(covering("scaling").values())
     assert scaling in re.sub(r"\s+", " ", (ROOT / "docs/precisions.md").read_text())

@@ -14,13 +14,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl_patch import support
 from jetrl_patch.cli import main as cli
+from jetrl_patch.cli.parity import cli as parity
+from jetrl_patch.cli.parity import run as parity_run
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.parity import cli as parity
-from jetrl_patch.parity import run as parity_run
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.native import machine
 from tests import models
 
 LONG = "a" * 300
@@ -60,7 +60,7 @@ def left(folder: Path) -> set[str]:
 def test_a_report_that_cannot_be_written(
     run: Path, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import jetrl_patch.report.command as command
+    import jetrl_patch.cli.report.command as command
 
     monkeypatch.setattr(command, "collect", lambda *_: pytest.fail("the runs were read first"))
     before = left(run.parent)
@@ -109,7 +109,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_export_that_cannot_be_written(
     model: Path, run: Path, out: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import jetrl_patch.checkpoint.command as command
+    import jetrl_patch.cli.export as command
 
     monkeypatch.setattr(command, "export", lambda *_, **__: pytest.fail("the export began first"))
     text = said(["export", str(model), str(run.parent / out)], monkeypatch, capsys)
@@ -224,7 +224,7 @@ def test_an_error_of_a_framework_is_named_in_one_line(monkeypatch: pytest.Monkey
 
 
 def test_a_broken_torch_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "is_installed", lambda _: True)
+    monkeypatch.setattr(machine, "is_installed", lambda _: True)
     monkeypatch.setitem(sys.modules, "torch", None)
-    assert support.check_torch() == support.check_cuda() == support.check_compiler()
-    assert support.check_torch()[1].startswith("torch cannot be imported (ModuleNotFoundError: ")
+    assert machine.check_torch() == machine.check_cuda() == machine.check_compiler()
+    assert machine.check_torch()[1].startswith("torch cannot be imported (ModuleNotFoundError: ")

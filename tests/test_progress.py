@@ -14,10 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from jetrl_patch import progress
-from jetrl_patch.checkpoint import command as checkpoint
+from jetrl_patch.cli import export as checkpoint
 from jetrl_patch.cli.main import app
+from jetrl_patch.cli.report.command import watch
 from jetrl_patch.progress import Display
-from jetrl_patch.report.command import watch
 from tests import models
 
 #: commands that can take more than ten seconds and show progress; tests/parity/test_progress.py tests the first

@@ -12,8 +12,9 @@ import pytest
 from packaging.requirements import Requirement
 
 import jetrl_patch
-from jetrl_patch import _versions, support
+from jetrl_patch import _versions
 from jetrl_patch.errors import VersionError
+from jetrl_patch.native import machine
 from jetrl_patch.patching import guards
 
 from .anchors.refresh import VERSIONS
@@ -90,7 +91,7 @@ def test_other_pins_are_supported_and_documented(file: Path) -> None:
 
 @pytest.mark.parametrize("name", list(_versions.SUPPORTED))
 def test_installed_frameworks_pass(name: str) -> None:
-    ok, found = support.check_framework(name)
+    ok, found = machine.check_framework(name)
     assert ok, found
     assert found == guards.installed_version(name)
 
@@ -124,7 +125,7 @@ def test_installed_frameworks_pass(name: str) -> None:
 )
 def test_versions_at_the_edges(monkeypatch: pytest.MonkeyPatch, name: str, found: str, ok: bool) -> None:
     monkeypatch.setattr(guards, "installed_version", lambda _: found)
-    result, reason = support.check_framework(name)
+    result, reason = machine.check_framework(name)
     assert result is ok
     if not ok:
         required, tested = _versions.SUPPORTED[name]
@@ -203,30 +204,30 @@ def test_modules_are_found_without_importing_their_parents(tmp_path: Path, monke
 def test_hardware_checks_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     torch = pytest.importorskip("torch")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert support.check_cuda() == (False, f"torch {torch.__version__} sees no CUDA device")
-    assert support.check_hopper() == support.check_cuda()
+    assert machine.check_cuda() == (False, f"torch {torch.__version__} sees no CUDA device")
+    assert machine.check_hopper() == machine.check_cuda()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
-    assert support.check_cuda() == (True, "Some GPU")
+    assert machine.check_cuda() == (True, "Some GPU")
     for found in ((8, 0), (8, 9), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=found: found)
         reason = f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
-        assert support.check_hopper() == (False, reason)
+        assert machine.check_hopper() == (False, reason)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert support.check_hopper() == (True, "Some GPU")
+    assert machine.check_hopper() == (True, "Some GPU")
     with monkeypatch.context() as patch:
         patch.setattr(torch.version, "hip", "6.2")
-        assert support.check_hopper() == (False, "it needs an NVIDIA GPU, and this torch was built for ROCm 6.2")
-    monkeypatch.setattr(support, "is_installed", lambda _: False)
-    assert support.check_cuda() == support.check_compiler() == (False, "torch is not installed")
+        assert machine.check_hopper() == (False, "it needs an NVIDIA GPU, and this torch was built for ROCm 6.2")
+    monkeypatch.setattr(machine, "is_installed", lambda _: False)
+    assert machine.check_cuda() == machine.check_compiler() == (False, "torch is not installed")
 
 
 def test_python_and_unknown_frameworks(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert support.check_python()[0]
-    monkeypatch.setattr(support, "MINIMUM_PYTHON", (4, 0))
-    assert support.check_python()[1].startswith("Python 4.0 or newer is required")
-    assert support.check_framework("numpy") == (
+    assert machine.check_python()[0]
+    monkeypatch.setattr(machine, "MINIMUM_PYTHON", (4, 0))
+    assert machine.check_python()[1].startswith("Python 4.0 or newer is required")
+    assert machine.check_framework("numpy") == (
         False,
         "numpy is not among the supported frameworks: torch, transformers, vllm, verl, openrlhf, ray",
     )

@@ -14,23 +14,25 @@ import pytest
 
 PRELUDE = """
 import importlib, inspect, os, sys
-from jetrl_patch import registry, runtime, Config
+from jetrl_patch import Config, registry
+from jetrl_patch import session as runtime
 from jetrl_patch.errors import PatchError
-from jetrl_patch.adapters.base import Patch
+from jetrl_patch.registry import Patch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.journal import raw_entry
 from jetrl_patch.patching.patch import find_target
+from jetrl_patch.session import plan
 
 NAMES = [name for name, needs in registry.ADAPTERS.items() if any(map(is_installed, needs))]
 ADAPTERS = [registry.resolve(name) for name in NAMES]
 
 def planned(config):
-    return [what for adapter in ADAPTERS for what in (*adapter.patches(config), *adapter.hooks(config))]
+    return [found.what for found in plan(config, ADAPTERS).planned]
 
 def load_all(configs):
     'Import every module that is patched. verl imports its vLLM parts only where a version of vllm is answered.'
     import importlib.metadata
-    from jetrl_patch.adapters.cpu import flash_attn
+    from jetrl_patch.adapters.cpu import openrlhf as flash_attn
     from jetrl_patch.patching.journal import Journal
     journal = Journal()
     flash_attn.stand_in(journal)  # without it OpenRLHF cannot be imported here

@@ -45,7 +45,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     for source, prefix in (("jetrl_patch", "jetrl_patch"), ("adapters", "jetrl_patch/adapters")):
         for path in (ROOT / source).rglob("*"):
-            if path.suffix in (".py", ".c", ".html", ".typed"):
+            if path.suffix in (".py", ".c", ".css", ".html", ".js", ".typed"):
                 assert f"{prefix}/{path.relative_to(ROOT / source)}" in names
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"jetrl_patch"}
@@ -54,7 +54,7 @@ def test_the_wheel_has_every_file(wheel: Path) -> None:
 def test_it_works_from_another_folder(target: Path, tmp_path: Path) -> None:
     code = (
         f"import sys; sys.path.insert(0, {str(target)!r})\n"
-        "import jetrl_patch, jetrl_patch.adapters.base as base\n"
+        "import jetrl_patch, jetrl_patch.registry as base\n"
         "from jetrl_patch import registry\n"
         f"assert base.__file__.startswith({str(target)!r}) and jetrl_patch.__file__.startswith({str(target)!r})\n"
         "for name in registry.ADAPTERS: registry.resolve(name)\n"

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
-from jetrl_patch.adapters.cpu import detect, flash_attn, openrlhf, verl
+from jetrl_patch.adapters.cpu import detect, openrlhf, verl
 from jetrl_patch.adapters.cpu.detect import is_cpu_run
 from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
 #: set where the user has not; read by verl and vLLM in this process and its children
 ENVIRONMENT = {
@@ -88,7 +88,7 @@ class CpuAdapter(Adapter):
         environment = dict(ENVIRONMENT)
         if is_installed("openrlhf"):
             environment |= openrlhf.ENVIRONMENT
-            flash_attn.stand_in(journal)
+            openrlhf.stand_in(journal)
         for name, (value, reason) in environment.items():
             if not os.environ.get(name):
                 journal.set_item(os.environ, name, value, target=f"os.environ[{name!r}]", reason=reason)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from jetrl_patch.sync.manifest import dtype_name
+from jetrl_patch.sync.protocol import dtype_name
 
 __all__ = ["make_engine"]
 

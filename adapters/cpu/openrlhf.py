@@ -1,13 +1,115 @@
-"""Patches that let OpenRLHF 0.11.2 and DeepSpeed run on a CPU."""
+"""What lets OpenRLHF 0.11.2 and DeepSpeed run on a CPU: patches, and a stand-in for flash_attn."""
 
 from __future__ import annotations
 
+import importlib.machinery
+import importlib.util
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
+from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.adapters.base import Journal, OnImport, Patch
+from jetrl_patch.adapters.cpu import A_CPU_RUN
+from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Journal, OnImport, Patch
+
+__all__ = ["stand_in"]
+
+
+# ---- A stand-in for ``flash_attn``, which OpenRLHF imports unconditionally -----------------------
+# It is in ``sys.modules`` only while ``openrlhf.models.ring_attn_utils`` is executed, so neither transformers nor vLLM
+# mistakes it for flash attention.
+
+_IMPORTER = "openrlhf.models.ring_attn_utils"
+_MODULES = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
+
+
+def stand_in(journal: Journal) -> None:
+    """Make that one import succeed, unless flash-attn is installed or the importer is already loaded."""
+    if is_installed("flash_attn") or _IMPORTER in sys.modules:
+        return
+    finder = _Finder()
+    sys.meta_path.insert(0, finder)
+    journal.add_undo(
+        lambda: sys.meta_path.remove(finder),
+        target=f"sys.meta_path ({_IMPORTER})",
+        reason="OpenRLHF imports flash_attn unconditionally, and the import fails on a CPU",
+        remove_when="OpenRLHF imports flash_attn where it uses it",
+    )
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self) -> None:
+        self._busy = False
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _IMPORTER or self._busy:
+            return None
+        self._busy = True
+        try:
+            spec = importlib.util.find_spec(fullname)
+        finally:
+            self._busy = False
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = _with_stand_in(spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
+
+
+def _with_stand_in(execute: Any) -> Any:
+    def exec_module(module: types.ModuleType) -> None:
+        made = {name: types.ModuleType(name) for name in _MODULES}
+        for stub in made.values():
+            stub.__path__ = []
+        vars(made["flash_attn.bert_padding"]).update(
+            rearrange=_rearrange, index_first_axis=_index_first_axis, unpad_input=_unpad_input, pad_input=_pad_input
+        )
+        vars(made["flash_attn.utils.distributed"]).update(all_gather=_all_gather)
+        sys.modules.update(made)
+        try:
+            execute(module)
+        finally:
+            for name in made:
+                sys.modules.pop(name, None)
+
+    return exec_module
+
+
+def _rearrange(x: Any, pattern: str, **sizes: Any) -> Any:
+    import einops
+
+    return einops.rearrange(x, pattern, **sizes)
+
+
+def _index_first_axis(x: Any, indices: Any) -> Any:
+    return x[indices]
+
+
+def _unpad_input(x: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:
+    """x [B, T, ...] -> (its valid rows [n, ...], their places, cu_seqlens [B + 1], the longest, lengths [B])."""
+    import torch
+
+    lengths = attention_mask.sum(-1, dtype=torch.int32)
+    places = attention_mask.flatten().nonzero().squeeze(-1)
+    starts = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return x.flatten(0, 1)[places], places, starts, int(lengths.max()), lengths
+
+
+def _pad_input(x: Any, places: Any, batch: int, width: int) -> Any:
+    """The way back: x [n, ...] -> [batch, width, ...], zeros elsewhere; keeps gradients."""
+    out = x.new_zeros(batch * width, *x.shape[1:]).index_copy(0, places, x)
+    return out.view(batch, width, *x.shape[1:])
+
+
+def _all_gather(x: Any, group: Any) -> Any:
+    raise NotImplementedError("ring attention needs flash-attn, which does not run on a CPU. Use --ds.ring_attn_size 1.")
+
+
+# ---- Patches that let OpenRLHF 0.11.2 and DeepSpeed run on a CPU ---------------------------------
 
 #: logical GPUs and CPUs of a Ray cluster that this process starts; OpenRLHF places its actors by them
 LOGICAL_GPUS = 16
@@ -178,7 +280,10 @@ HOOKS = (
         name="torch.cuda",
         apply=_on_import,
         reason="OpenRLHF calls torch.cuda without checking for a GPU, and the calls fail",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF uses torch.accelerator",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
 )
 
@@ -196,56 +301,80 @@ FOR_OPENRLHF = (
         attr="init_device_mesh",
         make=_mesh,
         reason="OpenRLHF requests a 'cuda' device mesh, which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF requests a mesh of the current device",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module=_STRATEGY,
         attr="get_train_ds_config",
         make=_optimizer,
         reason="DeepSpeed's FusedAdam needs a compiler on a CPU, and pinning memory fails without an accelerator",
+        upstream=NO_REPORT,
         remove_when="DeepSpeed falls back to torch's AdamW",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module=_STRATEGY,
         attr="get_eval_ds_config",
         make=_eval_config,
         reason="pinning memory fails without an accelerator",
+        upstream=NO_REPORT,
         remove_when="DeepSpeed pins only where the device can",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module=_STRATEGY,
         attr="DeepspeedStrategy.moving_average",
         make=_moving_average,
         reason="OpenRLHF averages the EMA on 'cuda', which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF averages where the parameters are",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="openrlhf.utils.distributed_util",
         attr="stateless_init_process_group",
         make=_group,
         reason="OpenRLHF's weight sync group is NCCL, which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF can use gloo without Ray's collectives",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="stateless_init_process_group",
         make=_group,
         reason="the trainer imports the same NCCL group by name",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF can use gloo without Ray's collectives",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight",
         make=_update_weight,
         reason="OpenRLHF's vLLM worker allocates on 'cuda', which fails on a CPU",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF allocates on the worker's device",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="deepspeed.accelerator.cpu_accelerator",
         attr="CPU_Accelerator.is_fp16_supported",
         make=_fp16,
         reason="DeepSpeed refuses FP16 on a CPU without AVX512-FP16 or AMX-FP16; torch computes it on any CPU, slowly",
+        upstream="https://github.com/deepspeedai/DeepSpeed/pull/7207",
         remove_when="DeepSpeed distinguishes support from speed",
+        fixes="deepspeed",
+        needed_by=A_CPU_RUN,
     ),
     *(
         Patch(
@@ -254,7 +383,9 @@ FOR_OPENRLHF = (
             make=_wait,
             reason=_ASYNC,
             upstream="https://github.com/deepspeedai/DeepSpeed/pull/8539",
-            remove_when="the oldest supported DeepSpeed has the change",
+            remove_when="the oldest supported DeepSpeed has DeepSpeed#8539",
+            fixes="deepspeed",
+            needed_by=A_CPU_RUN,
         )
         for name in _GATHERS
     ),
@@ -263,7 +394,10 @@ FOR_OPENRLHF = (
         attr="EngineArgs.create_engine_config",
         make=_executor,
         reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM's CPU platform does not support",
+        upstream=NO_REPORT,
         remove_when="vLLM's CPU platform supports Ray",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="ray",
@@ -271,7 +405,10 @@ FOR_OPENRLHF = (
         make=_ray_init,
         reason="OpenRLHF starts Ray with the GPUs it finds; with none, its actors are never placed, so logical GPUs are added; "
         "not covered: a cluster that is already running",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF's actors request a resource that a CPU has",
+        fixes="openrlhf",
+        needed_by=A_CPU_RUN,
     ),
 )
 

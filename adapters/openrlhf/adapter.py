@@ -12,30 +12,25 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.openrlhf import (
     checkpoint,
     correction,
-    engines,
-    extensions,
     logprob,
     metrics,
     model,
-    old_log_probs,
-    optimizer,
-    precision,
-    remote,
-    scaling,
     settings,
+    startup,
     state,
     sync,
-    versions,
-    weights,
     worker,
 )
-from jetrl_patch.adapters.openrlhf.seeing_patches import SEEING
+from jetrl_patch.adapters.openrlhf.vision import SEEING
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
-_NO_HOOK = "OpenRLHF has an extension point for this"
+_ACTORS = "OpenRLHF loads plugins in its actors, with the driver's settings"
+_FIRST = "OpenRLHF tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does"
+_STATE = "OpenRLHF saves and loads the state of plugins with its checkpoints"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
@@ -44,14 +39,16 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=settings.get_strategy,
         reason="arguments that contradict jetrl_patch would fail late or break equality unnoticed; they are refused before any "
         "actor starts, and the settings are stored in them",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF hands its parsed arguments to plugins before it starts an actor",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer._init_vllm_sync_group",
-        make=engines.init_vllm_sync_group,
+        make=startup.init_vllm_sync_group,
         reason="the group waits without a limit for engines that could not be built, so the run hangs and hides their error",
+        upstream=NO_REPORT,
         remove_when="OpenRLHF waits for its engines before it opens the group, or with a time-out",
+        fixes="openrlhf",
     ),
     Patch(
         module="openrlhf.trainer.ray",
@@ -72,14 +69,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="BasePPOTrainer.__init__",
         make=metrics.trainer_init,
         reason="a trainer loop whose settings differ from the driver's would go unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_ACTORS,
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.train_step",
         make=metrics.train_step,
         reason="jetrl_patch's metrics would miss the step's status, which OpenRLHF sends to the user's loggers",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF lets a plugin add to a step's status",
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
@@ -93,21 +90,23 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="RemoteExperienceMaker.make_experience",
         make=metrics.make_experience,
         reason="without a correction OpenRLHF does not measure the mismatch between rollout and trainer log-probs",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF logs this mismatch without a correction too",
     ),
     Patch(
         module="openrlhf.trainer.ray.launcher",
         attr="BaseModelActor._setup_distributed",
         make=model.setup_distributed,
         reason="an actor whose settings differ from the driver's would build a different model unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_ACTORS,
     ),
     Patch(
         module="torch.utils.file_baton",
         attr="FileBaton.wait",
-        make=extensions.wait,
+        make=startup.wait,
         reason="a process killed while DeepSpeed builds its operators leaves a lock, for which every later run waits forever",
-        remove_when="PyTorch's lock ends with the process that holds it",
+        upstream="https://github.com/pytorch/pytorch/issues/189245",
+        remove_when="PyTorch's lock ends with the process that holds it (pytorch#190543)",
+        fixes="torch",
     ),
     Patch(
         module="openrlhf.models.actor",
@@ -115,7 +114,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=model.actor_init,
         reason="OpenRLHF trains in BF16; policy, reference and EMA are converted after loading, before DeepSpeed wraps them. "
         "Critics and reward models are not covered",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF calls a plugin between loading a model and handing it to DeepSpeed",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
@@ -150,7 +149,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         Patch(
             module="openrlhf.utils.agent",
             attr=f"{kind}AgentExecutor.execute",
-            make=versions.execute,
+            make=metrics.execute,
             reason="samples do not record the version of the weights that made them, so stale ones count as mismatch. A custom "
             "executor that calls neither of these is not covered",
             remove_when="OpenRLHF's samples record the version of their weights",
@@ -160,14 +159,14 @@ EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.generate",
-        make=versions.generate,
+        make=metrics.generate,
         reason="vLLM's outputs do not say which weights produced their tokens",
         remove_when="vLLM's outputs carry the version of their weights",
     ),
     Patch(
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.collective_rpc",
-        make=versions.collective_rpc,
+        make=metrics.collective_rpc,
         reason="the end of a weight sync, which starts a new version, is visible only here",
         remove_when="vLLM's outputs carry the version of their weights",
     ),
@@ -211,16 +210,16 @@ OLD_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module="openrlhf.trainer.ppo_utils.experience_maker",
         attr="RemoteExperienceMaker._dispatch_forward",
-        make=old_log_probs.dispatch_forward,
+        make=logprob.dispatch_forward,
         reason="OpenRLHF computes the policy's log-probs again, which in exact mode are those that the rollout returned",
         remove_when="OpenRLHF can train with the rollout's log-probs as the old ones",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.training_step",
-        make=old_log_probs.training_step,
+        make=logprob.training_step,
         reason="the rollout's log-probs would be taken as the trainer's without any proof; the first update compares them",
-        remove_when=_NO_HOOK,
+        remove_when="OpenRLHF compares the rollout's log-probs with the trainer's before an update",
     ),
 )
 
@@ -229,7 +228,7 @@ CORRECTION = Patch(
     attr="PolicyLoss.forward",
     make=correction.policy_loss,
     reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
-    remove_when="OpenRLHF has all three",
+    remove_when="OpenRLHF's PolicyLoss has all three",
 )
 
 
@@ -237,24 +236,24 @@ SAME_WEIGHTS: tuple[Patch, ...] = (
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.ppo_train",
-        make=weights.ppo_train,
+        make=model.ppo_train,
         reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation "
         "and backward would quantize it",
-        remove_when=_NO_HOOK,
+        remove_when=_FIRST,
     ),
     Patch(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr="DeepspeedStrategy.optimizer_step",
-        make=weights.optimizer_step,
+        make=model.optimizer_step,
         reason="DeepSpeed writes the weights between two micro-batches, in ways that leave no trace on the tensors",
-        remove_when=_NO_HOOK,
+        remove_when=_FIRST,
     ),
 )
 
 LOSS_SCALE = Patch(
     module="openrlhf.utils.deepspeed.deepspeed",
     attr="DeepspeedStrategy.optimizer_step",
-    make=precision.optimizer_step,
+    make=settings.optimizer_step,
     reason="OpenRLHF does not log skipped steps, so a run in which the loss scale skips every step goes on unnoticed",
     remove_when="OpenRLHF logs the scale and the skipped steps",
 )
@@ -265,9 +264,9 @@ INVARIANT_SCALE: tuple[Patch, ...] = tuple(
         attr=f"DeepspeedStrategy.{name}",
         make=make,
         reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     )
-    for name, make in (("save_ckpt", scaling.save_ckpt), ("load_ckpt", scaling.load_ckpt))
+    for name, make in (("save_ckpt", checkpoint.save_scales), ("load_ckpt", checkpoint.compare_scales))
 )
 
 CHECKPOINT: tuple[Patch, ...] = tuple(
@@ -277,7 +276,7 @@ CHECKPOINT: tuple[Patch, ...] = tuple(
         make=make,
         reason="OpenRLHF's checkpoints do not record their settings (jetrl.json), so a run would resume in another precision, or "
         "with other optimizer states, unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     )
     for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
 )
@@ -285,7 +284,7 @@ CHECKPOINT: tuple[Patch, ...] = tuple(
 OPTIMIZER = Patch(
     module="deepspeed",
     attr="initialize",
-    make=optimizer.initialize,
+    make=settings.initialize,
     reason="OpenRLHF passes DeepSpeed the name of an optimizer, and DeepSpeed has none with 8-bit states",
     remove_when="OpenRLHF accepts a custom optimizer",
 )
@@ -322,23 +321,23 @@ class OpenRLHFAdapter(Adapter):
                 name="BaseModelActor.jetrl_report",
                 apply=_add_report,
                 reason="OpenRLHF's actors cannot report their patches and settings; execute_batch calls this method",
-                remove_when=_NO_HOOK,
+                remove_when=_ACTORS,
             ),
             OnImport(
                 module="openrlhf.trainer.ray.launcher",
                 name="ReferenceModelActor, RewardModelActor",
                 apply=functools.partial(
-                    remote.renew, base="BaseModelActor", names=("_setup_distributed", "jetrl_report")
+                    startup.renew, base="BaseModelActor", names=("_setup_distributed", "jetrl_report")
                 ),
-                reason=remote.REASON,
-                remove_when=remote.REMOVE_WHEN,
+                reason=startup.REASON,
+                remove_when=startup.REMOVE_WHEN,
             ),
             OnImport(
                 module="openrlhf.trainer.ppo_trainer",
                 name="PPOTrainer",
-                apply=functools.partial(remote.renew, base="BasePPOTrainer", names=("train_step", "broadcast_to_vllm")),
-                reason=remote.REASON,
-                remove_when=remote.REMOVE_WHEN,
+                apply=functools.partial(startup.renew, base="BasePPOTrainer", names=("train_step", "broadcast_to_vllm")),
+                reason=startup.REASON,
+                remove_when=startup.REMOVE_WHEN,
             ),
         )
 

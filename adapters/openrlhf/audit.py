@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.settings import START
-from jetrl_patch.adapters.openrlhf.wire import Orders
+from jetrl_patch.adapters.openrlhf.transport import Orders
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError
-from jetrl_patch.trainer.marks import require_same
+from jetrl_patch.trainer.rules import require_same
 
 __all__ = ["ask_actors", "ask_engines", "audit", "check_report"]
 
@@ -26,7 +26,7 @@ def audit(trainer: Any) -> list[dict[str, Any]]:
     """
     from openrlhf.utils.logging_utils import init_logger
 
-    config = runtime.active_config()
+    config = session.active_config()
     groups = {"policy actor": trainer.actor_model_group, "reference actor": trainer.reference_model_group}
     reports = [{"role": role, **found} for role, group in groups.items() if group for found in ask_actors(group, None)]
     if config.quantized_rollout:

@@ -4,14 +4,70 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.checkpoint import record
-from jetrl_patch.gate import while_active
+from jetrl_patch import session
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.fp8.scaling import RECORD, take_over
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer import record
+from jetrl_patch.trainer.rules import raised
 
-__all__ = ["load_ckpt", "save_ckpt"]
+__all__ = ["compare_scales", "load_ckpt", "problems", "save_ckpt", "save_scales"]
+
+
+# ---- Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes -
+# DeepSpeed's checkpoints hold no configuration, so the factor is stored in the client state that OpenRLHF saves with them.
+
+@while_active
+def save_scales(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DeepspeedStrategy.save_ckpt``: record the model's factor."""
+    signature = inspect.signature(original)
+
+    def save_ckpt(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        recorded = _recorded(bound.arguments["model"])
+        if recorded is not None:
+            states = bound.arguments.get("client_state") or {}
+            bound.arguments["client_state"] = {**states, RECORD: recorded}
+        return original(*bound.args, **bound.kwargs)
+
+    return save_ckpt
+
+
+@while_active
+def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the factors. Critics are never scaled and have no record."""
+
+    def load_ckpt(self: Any, model: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
+        path, states = original(self, model, load_dir, *args, **kwargs)
+        if path is not None:
+            config = getattr(model.module, "config", None)
+            if config is not None:
+                take_over(config, states.pop(RECORD, None), str(load_dir))
+        return path, states
+
+    return load_ckpt
+
+
+def _recorded(model: Any) -> Any:
+    return getattr(getattr(model.module, "config", None), RECORD, None)
+
+
+# ---- Record the run's settings in OpenRLHF's DeepSpeed checkpoints, and compare them before a checkpoint is loaded
+
+def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield the error of the checkpoint that OpenRLHF would resume from, so that the driver has it before an actor starts.
+
+    A folder that the driver does not see is left to the actors.
+    """
+    if select("ckpt.load_enable"):
+        root = os.path.join(select("ckpt.path"), "_actor")
+        folder = os.path.join(root, _latest(root) or "no checkpoint")
+        if os.path.isdir(folder):
+            yield from raised(lambda: record.check(folder, config, elsewhere="--ckpt.path"))
 
 
 @while_active
@@ -31,7 +87,7 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
 
         def save_checkpoint(save_dir: str, tag: str | None = None, **more: Any) -> Any:
             folder = os.path.join(save_dir, tag or f"global_step{model.global_steps}")  # DeepSpeed's own tag
-            record.write(folder, runtime.active_config())
+            record.write(folder, session.active_config())
             return save(save_dir, tag=tag, **more)
 
         model.save_checkpoint = save_checkpoint
@@ -56,7 +112,7 @@ def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
         folder = os.path.join(given["load_dir"], tag) if tag else ""
         if os.path.isdir(folder):
             with_states = given["load_optimizer_states"] and not given["load_module_only"]
-            record.check(folder, runtime.active_config(), optimizer=with_states)
+            record.check(folder, session.active_config(), optimizer=with_states)
         return original(self, *args, **kwargs)
 
     return load_ckpt

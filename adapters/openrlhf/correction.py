@@ -11,9 +11,9 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.config import Config
-from jetrl_patch.correction.kinds import interval
+from jetrl_patch.config.corrections import interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
 __all__ = ["bounds_in_use", "figures", "in_use", "is_ours", "policy_loss", "problems", "wanted"]
@@ -67,7 +67,7 @@ def bounds_in_use(advantage: Any) -> tuple[float, float]:
 
 def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:
     """Return metrics of the correction's effect on log-ratios [B, T]; empty without a correction or a name for it."""
-    from jetrl_patch.correction.figures import of_run
+    from jetrl_patch.measure.mismatch import of_run
 
     found = of_run(in_use(advantage, config), log_ratio, mask)
     return found.as_metrics() if found is not None else {}
@@ -120,14 +120,14 @@ def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         rollout_log_probs: Any = None,
         **sizes: Any,
     ) -> Any:
-        config = runtime.active_config() if runtime.is_active() else None
+        config = session.active_config() if session.is_active() else None
         if config is None or not is_ours(config):
             return original(
                 self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes
             )
         import torch
 
-        from jetrl_patch.correction.weights import correct
+        from jetrl_patch.measure.corrections import correct
 
         log_ratio = (old_log_probs - rollout_log_probs).detach()
         mask = torch.ones_like(log_ratio) if action_mask is None else action_mask
@@ -151,8 +151,7 @@ def _acr(
     from openrlhf.models.loss import aggregate_loss
     from openrlhf.models.utils import masked_mean
 
-    from jetrl_patch.correction.objectives import acr_loss
-    from jetrl_patch.correction.weights import ratio
+    from jetrl_patch.measure.corrections import acr_loss, ratio
 
     _, cap = interval(config.correction, config.correction_bounds)
     rho = ratio(log_ratio, mask)

@@ -1,8 +1,4 @@
-"""Read OpenRLHF's arguments with its own parser, for ``jetrl doctor``.
-
-The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. They are extracted from
-the syntax tree and run alone, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
-"""
+"""Read OpenRLHF's arguments with its own parser, and say what a launch takes from its machine."""
 
 from __future__ import annotations
 
@@ -11,16 +7,89 @@ import ast
 import contextlib
 import importlib.util
 import io
+import os
 import sys
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jetrl_patch.doctor.folders import file_of
+from jetrl_patch.adapters.openrlhf import settings
+from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.patching.guards import file_of
+from jetrl_patch.registry import Needs, Place, Pool
 
-__all__ = ["asked_for", "model_path", "needs_flash_attn", "programs", "read"]
+__all__ = ["asked_for", "model_path", "needs", "needs_flash_attn", "programs", "read"]
+
+
+# ---- What a launch of OpenRLHF takes from its machine: GPUs, models, data ------------------------
+
+def needs(args: Any) -> Needs:
+    """Return what a launch with these arguments takes from its machine."""
+    return Needs(
+        pools=tuple(_pools(args)),
+        num_gpus=("num_gpus of ray.init", None),
+        cluster=Place("RAY_ADDRESS", ""),
+        models=tuple(_models(args)),
+        tokenizer=Place("--actor.model_name_or_path", str(args.actor.model_name_or_path or "")),
+        data=tuple(_data(args)),
+        files=tuple(_files(args)),
+        own_data=False,
+        interpreter=Place("", ""),
+    )
+
+
+def _pools(args: Any) -> Iterator[Pool]:
+    """The groups of actors that share no GPU, as ``train`` in ``train_ppo_ray.py`` places them."""
+    everything = args.train.colocate_all
+
+    def group(name: str) -> Pool:
+        part = getattr(args, name)
+        return Pool(f"--{name}.num_gpus_per_node", part.num_gpus_per_node, part.num_nodes)
+
+    yield group("actor")
+    if args.vllm.num_engines and not (everything and not args.train.async_enable):
+        # an engine's GPUs are anywhere in the cluster, so they count as one node's
+        yield Pool("--vllm.num_engines x --vllm.tensor_parallel_size", args.vllm.num_engines * args.vllm.tensor_parallel_size, 1)
+    if args.algo.kl.init_coef > 0 and not everything and not args.train.colocate_actor_ref:
+        yield group("ref")
+    if everything:
+        return
+    if args.critic.model_name_or_path:
+        yield group("critic")
+    if not args.reward.remote_url and not (args.critic.model_name_or_path and args.train.colocate_critic_reward):
+        yield group("reward")
+
+
+def _models(args: Any) -> Iterator[Place]:
+    for name in ("critic", "reward"):
+        part = getattr(args, name)
+        wanted = name == "critic" or not args.reward.remote_url
+        for path in (part.model_name_or_path or "").split(",") if wanted else ():
+            if path:
+                yield Place(f"--{name}.model_name_or_path", path.strip())
+
+
+def _data(args: Any) -> Iterator[Place]:
+    for setting, value in (("--data.prompt_dataset", args.data.prompt_dataset), ("--eval.dataset", args.eval.dataset)):
+        if value or setting.startswith("--data"):
+            for part in (value or "").split(","):
+                yield Place(setting, part.split("@")[0].strip())
+
+
+def _files(args: Any) -> Iterator[Place]:
+    if args.train.agent_func_path:
+        yield Place("--train.agent_func_path", args.train.agent_func_path)
+        return
+    for path in args.reward.remote_url or ():
+        if os.path.splitext(path)[1] == ".py":  # anything else is the address of a server
+            yield Place("--reward.remote_url", path)
+
+
+# ---- Read OpenRLHF's arguments with its own parser, for ``jetrl doctor`` -------------------------
+# The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. They are extracted from
+# the syntax tree and run alone, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
 
 #: the program whose arguments can be read
 programs = (PROGRAMS["openrlhf"],)
@@ -47,12 +116,18 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
     _execute([node for node in tree.body if _is_stdlib_import(node)] + body[:cut], names, path)
     flat = _parse_args(names["parser"], arguments)
     names["args"] = _load(tools).hierarchize(flat)
+    for problem in settings.reward_problems(names["args"]):  # of which OpenRLHF's checks would split a name
+        raise problem
     checks = [node for node in body[cut + 1 :] if not _imports_or_trains(node)]
     try:
         with contextlib.redirect_stdout(io.StringIO()):
             _execute(checks, names, path)
     except AssertionError as error:
         raise ConfigError(f"OpenRLHF refuses its arguments: {' '.join(str(error).split())}") from error
+    except Exception as error:  # its checks compute with what may be missing or zero
+        line = next(frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == str(path))
+        words = f"OpenRLHF's checks of its arguments end in {type(error).__name__}: {' '.join(str(error).split())}"
+        raise ConfigError(f"{words}. Look at line {line} of {path}, which reads an argument that is missing or zero.") from error
     return names["args"]
 
 
@@ -66,11 +141,11 @@ def model_path(args: Any) -> tuple[str, str]:
 
 
 def needs_flash_attn(args: Any) -> str:
-    """Return the argument that needs flash-attn on a GPU; empty if none does."""
+    """Return what needs flash-attn on a GPU: an argument, or OpenRLHF itself, which imports it in every run."""
     chosen = args.ds.attn_implementation
     if chosen.startswith("flash"):
         return f"--ds.attn_implementation {chosen}"
-    return "--ds.packing_samples" if args.ds.packing_samples else ""
+    return "--ds.packing_samples" if args.ds.packing_samples else "OpenRLHF itself (openrlhf.models.ring_attn_utils)"
 
 
 def _parse_args(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:

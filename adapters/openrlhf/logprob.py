@@ -1,33 +1,127 @@
-"""Compute the trainer's log-probs as the rollout does, in exact mode and FP16.
-
-vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax.
-OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by
-−log(1 − p(EOS)). The trainer bans EOS there too, because this is the policy that sampled.
-"""
+"""Compute the trainer's log-probs as the rollout does, in exact mode and FP16, or take the rollout's
+(``old_log_probs="rollout"``)."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf.old_log_probs import check_forward
-from jetrl_patch.adapters.openrlhf.state import WORKER
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.exact import packed as packing
-from jetrl_patch.gate import while_config
+from jetrl_patch.exact import attention as packing
+from jetrl_patch.session import while_active, while_config
+from jetrl_patch.trainer.audit import sample
 
 __all__ = [
-    "actor_forward",
-    "check_sampling",
-    "compute_entropy",
-    "first_tokens",
-    "log_probs_from_logits",
-    "process_response",
-]
+    "actor_forward", "check_forward", "check_sampling", "compute_entropy", "dispatch_forward", "first_tokens", "is_frozen",
+    "log_probs_from_logits", "may_skip", "names", "process_response", "training_step",
+]  # fmt: skip
+
+
+# ---- ``old_log_probs="rollout"`` in OpenRLHF: the policy's forward pass while experience is made is left out
+# Driver: ``make_experience`` decides for the step, ``_dispatch_forward`` answers for the policy actors, with a share of the
+# samples computed and compared where later updates cannot check. Actor: ``training_step`` compares in the first update.
+
+def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
+    """Whether the rollout's log-probs are the old ones of this step.
+
+    Args:
+        samples: OpenRLHF's experiences, before any forward pass.
+        are_current: gives a bool [B, A] that is True where the trainer's current weights made the tokens. For others the pass
+            computes what the rollout does not know.
+    """
+    if not session.active_config().skips_old_pass or DRIVER.audit.failed:
+        return False
+    return all(found.rollout_log_probs is not None and bool(are_current(found).all()) for found in samples)
+
+
+@while_active
+def dispatch_forward(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``RemoteExperienceMaker._dispatch_forward``: the policy's log-probs are those of the samples."""
+
+    def _dispatch_forward(self: Any, group: Any, sync_condition: bool, **kwargs: Any) -> Any:
+        if DRIVER.skipped is None or group is not self.actor_model_group:
+            return original(self, group, sync_condition, **kwargs)
+        import ray
+
+        old = [found.rollout_log_probs * found.action_mask for found in DRIVER.skipped]  # zeros elsewhere, as Actor.forward
+        chosen = _chosen(DRIVER.skipped, self.args, len(group._actor_handlers))
+        if chosen:
+            refs = original(self, group, sync_condition, **{name: [of[i] for i in chosen] for name, of in kwargs.items()})
+            if not _equal(self._flatten_results(refs, 1), [DRIVER.skipped[i] for i in chosen]):
+                DRIVER.skipped = None
+                return original(self, group, sync_condition, **kwargs)
+        return [ray.put(old)]
+
+    return _dispatch_forward
+
+
+def is_frozen(args: Any, step: int) -> bool:
+    """Whether the policy is not trained in this step, or in this step on the samples of the frozen steps before it too."""
+    last: int = args.critic.freezing_steps  # the first step is 0; -1 freezes none
+    return last >= 0 and step <= last + 1
+
+
+def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
+    """The samples to compute, by ``audit_fraction``; none if the step has one update, which checks all of them."""
+    rows = sum(len(found.sequences) for found in samples)
+    if rows <= args.train.batch_size and not DRIVER.frozen:
+        return []
+    return sample(len(samples), session.active_config().audit_fraction, actors)
+
+
+def _equal(computed: Sequence[Any], samples: Sequence[Any]) -> bool:
+    """Compare each, also after a difference, so that the log has all figures. Raises AuditError as the settings say."""
+    config = session.active_config()
+    found = [
+        DRIVER.audit.compare(log_probs, of.rollout_log_probs, of.action_mask, config, names(of))
+        for log_probs, of in zip(computed, samples, strict=True)
+    ]
+    return all(found)
+
+
+def names(experience: Any) -> list[str]:
+    """What identifies each sample of an experience in the log: its prompt."""
+    return [f"a sample of prompt {prompt!r:.60}" for prompt in experience.prompts or ()]
+
+
+@while_active
+def training_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ActorPPOTrainer.training_step``: in the first update after a sync, its forward pass checks the old log-probs."""
+
+    def training_step(self: Any, experience: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.actor.model.global_steps == WORKER.synced_at:  # the weights are those that sampled
+            WORKER.checked = experience
+        try:
+            return original(self, experience, *args, **kwargs)
+        finally:
+            WORKER.checked = None
+
+    return training_step
+
+
+def check_forward(log_probs: Any) -> None:
+    """Compare a forward pass [B, A] with the old log-probs of the batch in ``training_step``, before its loss is computed.
+
+    Where they differ and the run goes on, the batch gets what the left-out pass would have computed: the weights are the same.
+    Raises AuditError.
+    """
+    experience = WORKER.checked
+    if experience is None:
+        return
+    old, mask = experience.action_log_probs, experience.action_mask
+    if not WORKER.audit.compare(log_probs, old, mask, session.active_config(), names(experience)):
+        old.copy_(log_probs.detach())
+
+
+# ---- Compute the trainer's log-probs as the rollout does, in exact mode and FP16 -----------------
+# vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax.
+# OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by
+# −log(1 − p(EOS)). The trainer bans EOS there too, because this is the policy that sampled.
 
 #: value of a banned logit: its exp is 0 as for -inf
 BANNED = -1e30
@@ -208,4 +302,4 @@ def check_sampling(min_tokens: int) -> None:
 
 
 def _exact() -> bool:
-    return runtime.active_with(lambda config: config.exact)
+    return session.active_with(lambda config: config.exact)

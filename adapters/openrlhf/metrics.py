@@ -1,26 +1,112 @@
-"""Add mismatch and sync metrics to OpenRLHF's log, in every mode, with or without a correction."""
+"""Add mismatch and sync metrics to OpenRLHF's log, in every mode, and record which weights made a sample."""
 
 from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, guard, old_log_probs
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import correction, logprob, sync
 from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
-from jetrl_patch.adapters.openrlhf.state import DRIVER
-from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
-from jetrl_patch.correction.mismatch import Mismatch
-from jetrl_patch.gate import while_active
-from jetrl_patch.trainer.audit import audited_metrics, hold
-from jetrl_patch.trainer.mismatch import Compared, say_if_nothing, step_metrics, version_metrics
-from jetrl_patch.trainer.report import sync_metrics
+from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
+from jetrl_patch.adapters.openrlhf.transport import decode
+from jetrl_patch.measure.mismatch import Mismatch
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer.audit import (
+    Compared,
+    audited_metrics,
+    hold,
+    say_if_nothing,
+    step_metrics,
+    sync_metrics,
+    version_metrics,
+)
 
-__all__ = ["create_vllm_engines", "make_experience", "note_mismatch", "sampling_params"]
+__all__ = [
+    "FIRST", "LAST", "collective_rpc", "create_vllm_engines", "execute", "generate", "make_experience", "note_mismatch",
+    "sampling_params",
+]  # fmt: skip
+
+
+# ---- Record which weights made a sample: the number of the engine's last weight sync at the first and last token
+# This runs in OpenRLHF's ``RolloutRayActor``, which passes weight syncs and requests to the same vLLM client. The end of a
+# sync sets the version, and each request records it as its tokens arrive. A sample whose two versions differ is a partial
+# rollout, made by more than one version.
+
+#: keys of a sample's logs, and so of OpenRLHF's ``Experience.info``
+FIRST, LAST = "jetrl/version_first", "jetrl/version_last"
+
+
+@dataclass
+class Seen:
+    """First and last version that served the requests of one sample; 0 before the first sync."""
+
+    first: int = 0
+    last: int = 0
+
+    def note(self, version: int) -> None:
+        """Record that a request began, or received tokens, under this version."""
+        self.first = self.first or version
+        self.last = version
+
+
+_sample: ContextVar[Seen | None] = ContextVar("jetrl_sample", default=None)
+
+
+@while_active
+def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.collective_rpc``: the end of a weight sync starts a new version."""
+
+    async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        result = await original(self, method, timeout, args, kwargs)
+        order = decode(args[0]) if method == "update_weight" and args else None
+        if order is not None and order["op"] == "end":
+            ENGINE.version = int(order["version"])
+        return result
+
+    return collective_rpc
+
+
+def generate(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.generate``: an output belongs to the version that is current when it arrives."""
+
+    async def generate(self: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
+        seen = _sample.get()
+        if seen is not None:
+            seen.note(ENGINE.version)
+        async for output in original(self, *args, **kwargs):
+            if seen is not None:
+                seen.note(ENGINE.version)
+            yield output
+
+    return generate
+
+
+@while_active
+def execute(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the agent executors' ``execute``, which makes one sample from one or more requests."""
+
+    async def execute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen = Seen()
+        token = _sample.set(seen)
+        try:
+            sample = await original(self, *args, **kwargs)
+        finally:
+            _sample.reset(token)
+        if seen.last:  # 0 if the plugin has never synced this engine
+            sample["extra_logs"] = {**(sample.get("extra_logs") or {}), FIRST: seen.first, LAST: seen.last}
+        return sample
+
+    return execute
+
+
+# ---- Add mismatch and sync metrics to OpenRLHF's log, in every mode, with or without a correction
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +159,7 @@ def make_experience(original: Callable[..., Any]) -> Callable[..., Any]:
         def current(experience: Any) -> Any:
             return _current(experience, self.args)
 
-        DRIVER.skipped = samples_list if old_log_probs.may_skip(samples_list, current) else None
+        DRIVER.skipped = samples_list if logprob.may_skip(samples_list, current) else None
         try:
             experiences = original(self, samples_list)
             if DRIVER.skipped is None:
@@ -105,10 +191,10 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
     compared = Compared()
     compared.add(trainer, rollout, mask, current)
     found, of_current = compared.figures()
-    corrected = correction.figures(args.algo.advantage, runtime.active_config(), trainer - rollout, mask)
+    corrected = correction.figures(args.algo.advantage, session.active_config(), trainer - rollout, mask)
     DRIVER.metrics.update({**step_metrics(found, corrected), **version_metrics(found, of_current)})
-    names = [name for e in with_both for name in old_log_probs.names(e)]
-    hold(trainer, rollout, mask, current, runtime.active_config(), names)
+    names = [name for e in with_both for name in logprob.names(e)]
+    hold(trainer, rollout, mask, current, session.active_config(), names)
     return found
 
 
@@ -117,7 +203,7 @@ def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
     import torch
 
     mask = _rows([e.action_mask for e in experiences], max(e.action_mask.shape[1] for e in experiences))
-    return correction.figures(args.algo.advantage, runtime.active_config(), torch.zeros(mask.shape), mask)
+    return correction.figures(args.algo.advantage, session.active_config(), torch.zeros(mask.shape), mask)
 
 
 def _warn(line: str) -> None:
@@ -146,7 +232,7 @@ def _current(experience: Any, args: Any) -> Any:
 
     versions = [experience.info.get(name) for name in (FIRST, LAST)]
     if any(found is None for found in versions):
-        unknown = runtime.active_config().exact and args.train.async_enable
+        unknown = session.active_config().exact and args.train.async_enable
         return torch.full((len(experience.action_mask),), not unknown)
     first, last = (found.cpu().flatten() for found in versions)
     return (first == DRIVER.version) & (last == DRIVER.version)
@@ -167,7 +253,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
         original(self)
         reports = ask_actors(self.actor_model_group, "sync")
         note_sync(reports)
-        guard.tell(self, reports[0]["guarded"])
+        sync.tell(self, reports[0]["guarded"])
 
     return broadcast_to_vllm
 
@@ -189,9 +275,9 @@ def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
         if not getattr(self, "_jetrl_audited", False):
             reports = audit(self)
             DRIVER.version = max((report["version"] for report in reports), default=0)
-            guard.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
+            sync.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
             self._jetrl_audited = True
-        DRIVER.frozen = old_log_probs.is_frozen(self.args, global_step)
+        DRIVER.frozen = logprob.is_frozen(self.args, global_step)
         status, step = original(self, rollout_samples, global_step)
         status.update(say_if_nothing(DRIVER.take(), _warn))
         return status, step

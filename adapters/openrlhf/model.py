@@ -2,20 +2,68 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import precision
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.settings import check_mark, model_problems
 from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
-from jetrl_patch.gate import while_active
-from jetrl_patch.sync.source import Source, convert
+from jetrl_patch.session import while_active, while_config
+from jetrl_patch.trainer.source import Source, convert
 
 __all__ = ["actor_init", "setup_distributed", "stop_tokens"]
 
+
+# ---- Tell the FP8 layers that their weights stay as they are from one of DeepSpeed's updates to the next
+
+while_training_in_fp8 = while_config(lambda config: config.fp8_train)
+
+
+@while_training_in_fp8
+def ppo_train(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ActorPPOTrainer.ppo_train``: all micro-batches and updates on the samples of a step.
+
+    Not under ZeRO-3, whose ranks free the gathered weights after each layer.
+    """
+
+    def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        from jetrl_patch.fp8.unchanged import unchanged_weights
+
+        whole = self.strategy.stage < 3
+        with unchanged_weights(self.actor) if whole else contextlib.nullcontext():
+            return original(self, *args, **kwargs)
+
+    return ppo_train
+
+
+@while_training_in_fp8
+def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DeepspeedStrategy.optimizer_step``, which writes the weights, unless it only counts a micro-batch."""
+
+    def optimizer_step(self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        from jetrl_patch.fp8.unchanged import written_weights
+
+        with contextlib.nullcontext() if _only_counts(model) else written_weights(model):
+            return original(self, _optimizer, model, _scheduler, *args, **kwargs)
+
+    return optimizer_step
+
+
+def _only_counts(model: Any) -> bool:
+    """Whether DeepSpeed's ``step`` leaves the weights as they are, by what it asks itself. When in doubt it writes them."""
+    engine = model if hasattr(model, "is_gradient_accumulation_boundary") else getattr(model, "model", None)
+    boundary = getattr(engine, "is_gradient_accumulation_boundary", None)
+    if boundary is None or getattr(engine, "zenflow", False):
+        return False
+    managed = getattr(engine, "managed_gradient_accumulation", None)
+    return (managed is None or managed()) and not boundary()
+
+
+# ---- Convert the trainer's models (policy, reference, EMA) after loading, before DeepSpeed wraps them
 
 @while_active
 def setup_distributed(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -40,13 +88,13 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
         if WORKER.args is None:
             original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
             return
-        config = runtime.active_config()
+        config = session.active_config()
         if config.exact:
             attn_implementation = "sdpa"  # replaced below; flash attention may not be installed
         if config.same_log_probs:
             WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
-        precision.check_model(self.model, str(pretrain_or_model))
+        settings.check_model(self.model, str(pretrain_or_model))
         self._jetrl = prepare(self.model, config, self)
         WORKER.followers.add(self._jetrl)
 

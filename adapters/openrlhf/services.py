@@ -1,8 +1,7 @@
-"""This adapter's ``Trainer`` (jetrl_patch/trainer/interface.py)."""
+"""This adapter's ``Trainer`` (jetrl_patch/registry.py)."""
 
-from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs_flash_attn, programs, read
+from jetrl_patch.adapters.openrlhf.doctor import asked_for, model_path, needs, needs_flash_attn, programs, read
 from jetrl_patch.adapters.openrlhf.model import prepare
-from jetrl_patch.adapters.openrlhf.needs import needs
 from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem
 
 __all__ = [

@@ -2,26 +2,222 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import PurePath
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import correction, extensions, optimizer, precision, seeing
+from jetrl_patch import registry, session
+from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, vision
+from jetrl_patch.adapters.openrlhf.state import WORKER
 from jetrl_patch.config import Config
-from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, explain
-from jetrl_patch.gate import while_active
-from jetrl_patch.launch.arguments import PROGRAMS
-from jetrl_patch.optim.settings import check_installed
-from jetrl_patch.structure import expert_sizes, require_attention, sees
-from jetrl_patch.trainer import marks
-from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.config.arguments import PROGRAMS
+from jetrl_patch.config.checks import CLASSES, MODULE, check_installed
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
+from jetrl_patch.models.structure import expert_sizes, require_attention, sees
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer import rules as marks
+from jetrl_patch.trainer.precision import at_smallest, scales_loss
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
-from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive, raised, temperature
+from jetrl_patch.trainer.rules import (
+    MARK,
+    Rule,
+    broken,
+    is_set,
+    more_than_one,
+    other_than,
+    positive,
+    raised,
+    temperature,
+)
 
-__all__ = ["START", "check", "check_mark", "chosen", "complete", "get_strategy", "model_problems", "problems", "program_problem"]
+__all__ = [
+    "OPTIMIZER_RULES", "START", "check", "check_mark", "check_model", "check_weights", "chosen", "complete",
+    "complete_precision", "figures", "get_strategy", "initialize", "model_problems", "optimizer_step", "precision_problems",
+    "problems", "program_problem",
+]  # fmt: skip
+
+
+# ---- Optimizer states in OpenRLHF: pass DeepSpeed an optimizer where OpenRLHF passes it a name ---
+# ZeRO flattens parameters before the optimizer sees them and keeps no state itself. Stages 1 to 3 therefore work: the
+# optimizer keeps states of the flat partition that a rank owns. Stage 0 trains, but cannot load its own checkpoint.
+
+_STATES = "adam, whose states optimizer_states selects"
+
+#: OpenRLHF's AdamW options; the others ("torch_adam") select one of DeepSpeed's classes
+_OPTIONS = ("lr", "betas", "eps", "weight_decay")
+
+#: arguments that ``optimizer_states`` other than 'fp32' exclude
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    Rule("actor.optim", other_than("adam"), _STATES, "set it to adam, or leave optimizer_states at 'fp32'", "all"),
+    Rule("critic.optim", other_than("adam"), _STATES, "set it to adam, or leave optimizer_states at 'fp32'", "all"),
+    Rule("ds.zero_stage", other_than(1, 2, 3), "1, 2 or 3 (at 0 DeepSpeed cannot load these states)", "set it to 2", "all"),
+    Rule("ds.adam_offload", is_set, "optimizer states on the device", "remove the flag", "all"),
+    Rule("ds.use_universal_ckpt", is_set, "DeepSpeed's own checkpoint format", "remove the flag", "all"),
+)
+
+
+@while_active
+def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``deepspeed.initialize``: replace the AdamW in the configuration by the plugin's, with the same options.
+
+    Engines without an optimizer (reference model) and those with their own stay unchanged.
+    """
+    signature = inspect.signature(original)
+
+    def initialize(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        config = bound.arguments.get("config")
+        named = config.get("optimizer") if isinstance(config, dict) else None
+        given = bound.arguments.get("optimizer")
+        states = session.active_config().optimizer_states
+        wanted = states != "fp32" and named and named.get("type") == "AdamW" and given is None
+        if not wanted or named is None or config is None:
+            return original(*args, **kwargs)
+        options = {name: value for name, value in named["params"].items() if name in _OPTIONS}
+        bound.arguments["optimizer"] = _maker(states, options)
+        rest = {name: value for name, value in config.items() if name != "optimizer"}
+        bound.arguments["config"] = rest | {"zero_allow_untested_optimizer": True}
+        return original(*bound.args, **bound.kwargs)
+
+    return initialize
+
+
+def _maker(states: str, options: dict[str, Any]) -> Callable[[Any], Any]:
+    """Return a factory that DeepSpeed calls with the grouped parameters."""
+
+    def make(parameters: Any) -> Any:
+        import importlib
+
+        return getattr(importlib.import_module(MODULE), CLASSES[states])(parameters, **options)
+
+    return make
+
+
+# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in OpenRLHF: check and complete the arguments, and watch the loss
+# scale
+# OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and enables DeepSpeed's mixed precision: FP32 masters in its
+# optimizer, and a dynamic loss scale that starts at 2^16, doubles after 1000 good steps and halves at every overflow but the
+# first. OpenRLHF hard-codes BF16 for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that
+# do not fit FP16, counts skipped steps, and stops a run that skips all of them.
+
+_WHOLE = "whole sequences on each rank (where a response begins is looked up in them)"
+
+PRECISION_RULES: tuple[Rule, ...] = (
+    Rule("ds.ring_attn_size", more_than_one, _WHOLE, "set it to 1", "all"),
+    Rule("ds.load_in_4bit", is_set, "weights in FP16", "remove the flag", "all"),
+    Rule("ds.tensor_parallel_size", more_than_one, "1 (OpenRLHF's tensor parallelism supports only BF16)", "set it to 1", "all"),
+)
+
+HEAD_RULES: tuple[Rule, ...] = (
+    Rule("ds.tensor_parallel_size", more_than_one, "a whole lm_head on each rank", "set it to 1", "all"),
+    Rule("ds.use_liger_kernel", is_set, "logits from lm_head's forward", "remove the flag", "all"),
+)
+
+
+def precision_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each argument that contradicts these three settings."""
+
+    def name(path: str) -> str:
+        return f"OpenRLHF's --{path}"
+
+    if config.mode.scales_loss:
+        yield from broken(PRECISION_RULES, select, config, name)
+    elif config.mode.only_measures and select("ds.param_dtype") == "fp16":
+        fix = "set precision='fp16' (JETRL_PRECISION=fp16), which uses FP16 on both sides"
+        what = "OpenRLHF's --ds.param_dtype with precision='bf16'"
+        required = "bf16, because OpenRLHF's vLLM engines stay in BF16"
+        yield ConfigError(explain(what, required=required, found="'fp16'", fix=fix))
+    if config.fp32_head:
+        yield from broken(HEAD_RULES, select, config, name)
+    if config.kv_cache == "fp8":
+        error = registry.rollout().kv_cache_error()
+        if error is not None:
+            yield error
+
+
+def complete_precision(args: Any, config: Config) -> list[str]:
+    """Set what FP16 needs in the arguments; return a description of each change."""
+    if not config.mode.scales_loss or args.ds.param_dtype == "fp16":
+        return []
+    args.ds.param_dtype = "fp16"
+    return ["--ds.param_dtype fp16: precision='fp16' uses FP16 on both sides"]
+
+
+def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter, or this rank's partition of it under ZeRO-3."""
+    for name, parameter in module.named_parameters():
+        yield name, getattr(parameter, "ds_tensor", parameter)
+
+
+def check_model(module: Any, path: str) -> None:
+    """Raise ModelError if the checkpoint does not fit FP16: its weights were loaded in FP16, so too large ones are Inf."""
+    if not scales_loss():
+        return
+    from jetrl_patch.sync.send import check_fits
+
+    check_fits(_pieces(module), f"the checkpoint {path}")
+
+
+def check_weights(module: Any) -> None:
+    """Check before a weight sync, on every rank, that all weights are finite in FP16.
+
+    Raises SyncError on all ranks, so that none waits in a collective. Each rank names its own weights.
+    """
+    if not scales_loss():
+        return
+    import torch
+    import torch.distributed as dist
+
+    from jetrl_patch.sync.send import misfit
+
+    found = [f"{name} has {why}" for name, weight in _pieces(module) if (why := misfit(weight))]
+    anywhere = torch.tensor([len(found)], device=next(module.parameters()).device)
+    dist.all_reduce(anywhere)
+    if int(anywhere):
+        raise SyncError(
+            f"the weights do not fit FP16, so nothing was synced: {_first_of(found) or 'another rank names them'}. "
+            "Check the last optimizer steps (gradient norm, learning rate), or use precision='bf16'."
+        )
+
+
+def _first_of(found: list[str]) -> str:
+    rest = f" and {len(found) - 3} more" if len(found) > 3 else ""
+    return "; ".join(found[:3]) + rest
+
+
+def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``DeepspeedStrategy.optimizer_step``: count skipped steps.
+
+    Calls within gradient accumulation are not steps. Raises PrecisionError once every step is skipped.
+    """
+
+    def optimizer_step(self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scales_loss():
+            return original(self, _optimizer, model, _scheduler, *args, **kwargs)
+        engine = model if hasattr(model, "skipped_steps") else model.model  # an Actor holds its engine
+        steps, skipped = engine.global_steps, engine.skipped_steps
+        try:
+            result = original(self, _optimizer, model, _scheduler, *args, **kwargs)
+        except Exception as error:  # DeepSpeed raises a bare Exception there
+            if "loss scale already at minimum" in str(error):
+                raise at_smallest(WORKER.loss_scale.in_a_row + 1) from error
+            raise
+        if engine.global_steps > steps:
+            WORKER.loss_scale.note(skipped=engine.skipped_steps > skipped, scale=float(engine.optimizer.loss_scale))
+        return result
+
+    return optimizer_step
+
+
+def figures() -> dict[str, float]:
+    """Return the loss scale and the skipped steps for an actor's report; empty in other precisions."""
+    return WORKER.loss_scale.figures() if scales_loss() else {}
+
+
+# ---- Check and complete OpenRLHF's arguments before any actor starts, so that the user need not edit them
 
 logger = logging.getLogger(__name__)
 
@@ -76,24 +272,35 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
             what, off = f"router_replay={config.router_replay!r}", "router_replay='none'"
         required, runs = "verl, whose samples carry the rollout's routes", "OpenRLHF, whose samples do not"
         yield ConfigError(explain(what, required=required, found=runs, fix=f"set {off}"))
-    yield from extensions.abandoned()
+    yield from startup.abandoned()
     rules = RULES
     if config.optimizer_states != "fp32":
         yield from raised(lambda: check_installed(config.optimizer_states))
-        rules += optimizer.RULES
+        rules += OPTIMIZER_RULES
 
     def select(path: str) -> Any:
         return _get(args, path)
 
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}")
-    yield from precision.problems(select, config)
+    yield from reward_problems(args)
+    yield from precision_problems(select, config)
     yield from correction.problems(args, config)
+    yield from checkpoint.problems(select, config)
     found = list(checkpoint_problems(*_checkpoint(args, config), trust_remote_code=True))  # as OpenRLHF loads every model
     yield from found
     if not found:
         hf_config = read_config(*_checkpoint(args, config)[:2], trust_remote_code=True)
         if hf_config is not None:
             yield from model_problems(args, hf_config, config)
+
+
+def reward_problems(args: Any) -> Iterator[JetrlError]:
+    """Yield an error where nothing scores the samples: OpenRLHF starts its actors all the same, or ends in a traceback."""
+    sources = ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")
+    if not any(_get(args, path) for path in sources):
+        required = "a reward: a file or a server (--reward.remote_url), a model, or an agent (--train.agent_func_path)"
+        fix = "add --reward.remote_url FILE.py with a reward_func(queries, prompts, labels)"
+        yield ConfigError(explain("OpenRLHF's arguments", required=required, found="none", fix=fix))
 
 
 def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlError]:
@@ -104,7 +311,7 @@ def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlE
     elif expert_sizes(hf_config) is not None:
         required, fix = "no experts beside a vision tower (they have not run so)", f"use a dense model, or {UNQUANTIZED}"
         yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
-    yield from seeing.problems(lambda path: _get(args, path), hf_config, config)
+    yield from vision.problems(lambda path: _get(args, path), hf_config, config)
 
 
 def _checkpoint(args: Any, config: Config) -> tuple[Any, Config, int]:
@@ -119,7 +326,7 @@ def chosen(args: Any, asked: Config) -> Config:
 
 def complete(args: Any, config: Config) -> list[str]:
     """Set what the mode needs in the arguments; return a description of each change."""
-    changes = precision.complete(args, config) + cut_note(*_checkpoint(args, config))
+    changes = complete_precision(args, config) + cut_note(*_checkpoint(args, config))
     for name, value in correction.wanted(config).items():
         if getattr(args.algo.advantage, name) != value:
             setattr(args.algo.advantage, name, value)
@@ -160,7 +367,7 @@ def _without_rollout(where: str) -> ConfigError:
 def check_mark(args: Any, where: str) -> None:
     """Compare the settings that the driver stored in the arguments with those of this process."""
     unpatched = f"OpenRLHF's driver is not patched, but {where} is. {START}"
-    marks.check(getattr(args, MARK, None), runtime.active_config(), where, unpatched)
+    marks.check(getattr(args, MARK, None), session.active_config(), where, unpatched)
 
 
 @while_active
@@ -168,7 +375,7 @@ def get_strategy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``openrlhf.utils.get_strategy``, which the driver calls first with its arguments."""
 
     def get_strategy(args: Any) -> Any:
-        config = runtime.active_config()
+        config = session.active_config()
         check(args, config)
         say_share(*_checkpoint(args, config))
         for change in complete(args, config):

@@ -1,16 +1,27 @@
-"""State that the patches of one process share."""
+"""State that the patches of one process share, and the name of the place where it runs."""
 
 from __future__ import annotations
 
+import os
+import socket
 from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_patch.trainer import state
+from jetrl_patch.trainer import source
 from jetrl_patch.trainer.audit import Audit
 
+# ---- Name the place where a process runs, for reports and errors ---------------------------------
+
+def where() -> str:
+    """Return the host name, and the raylet that started the process: several Ray nodes may share a host."""
+    raylet = os.environ.get("RAY_RAYLET_PID")
+    return f"{socket.gethostname()} (raylet {raylet})" if raylet else socket.gethostname()
+
+
+# ---- State that the patches of one process share -------------------------------------------------
 
 @dataclass
-class WorkerState(state.Worker):
+class WorkerState(source.Worker):
     """State of an actor that holds a model (policy, reference, EMA). All of its models are ``followers`` of the guard.
 
     Attributes:
@@ -37,7 +48,7 @@ class WorkerState(state.Worker):
 
 
 @dataclass
-class DriverState(state.Driver):
+class DriverState(source.Driver):
     """State of the process that runs the trainer loop.
 
     Attributes:
@@ -71,4 +82,4 @@ ENGINE = EngineState()
 
 def reset() -> None:
     """Restore the initial state. Called by ``disable()``."""
-    state.reset(WORKER, DRIVER, ENGINE)
+    source.reset(WORKER, DRIVER, ENGINE)

@@ -1,34 +1,59 @@
-"""The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported.
-
-``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``wire.py`` → ``worker.py`` in the vLLM worker. A
-first sync runs when the trainer is built, so that both sides are compared before the first rollout.
-"""
+"""The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported."""
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import guard, precision, seeing
-from jetrl_patch.adapters.openrlhf.place import where
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import settings, vision
 from jetrl_patch.adapters.openrlhf.settings import START
-from jetrl_patch.adapters.openrlhf.state import WORKER
-from jetrl_patch.adapters.openrlhf.wire import GroupWire, IpcWire, Orders, Wire, send_all
+from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER, where
+from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, send_all
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
-from jetrl_patch.gate import while_active
-from jetrl_patch.sync.base import held_by
-from jetrl_patch.sync.bucket import pack
-from jetrl_patch.sync.stream import NamedTensor, SyncStats
-from jetrl_patch.trainer.guard import begin_sync
-from jetrl_patch.trainer.marks import require_same
-from jetrl_patch.trainer.report import sync_report
+from jetrl_patch.session import while_active
+from jetrl_patch.sync.delta import held_by
+from jetrl_patch.sync.send import NamedTensor, SyncStats, pack
+from jetrl_patch.trainer.audit import sync_report
+from jetrl_patch.trainer.rules import require_same
+from jetrl_patch.trainer.source import Source, begin_sync
 
-__all__ = ["broadcast_to_vllm", "full_weights", "report", "trainer_init"]
+__all__ = ["broadcast_to_vllm", "figures", "full_weights", "report", "take_lines", "tell", "trainer_init"]
 
+
+# ---- The precision guard and the monitor in OpenRLHF's weight sync: the policy actors decide, the reference follows
+# Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it.
+# The trainer loop learns of it from the sync's report and tells the reference model's actors.
+
+def figures(source: Source) -> dict[str, float]:
+    """Return metrics of the step that this sync ends. Collective. Raises PrecisionError if the monitor must stop the run."""
+    metrics = source.end_sync()
+    WORKER.lines += source.take_lines()
+    return metrics
+
+
+def take_lines() -> list[str]:
+    """Return lines for the trainer loop's log, each only once."""
+    lines, WORKER.lines = WORKER.lines, []
+    return lines
+
+
+def tell(trainer: Any, guarded: Sequence[str]) -> None:
+    """In the trainer loop, move the reference model's layers to BF16 like the policy's, from the same step on."""
+    from jetrl_patch.adapters.openrlhf.audit import ask_actors
+
+    new = [name for name in guarded if name not in DRIVER.guarded]
+    if new and trainer.reference_model_group is not None:
+        ask_actors(trainer.reference_model_group, {"to_bf16": new})
+    DRIVER.guarded += new
+
+
+# ---- The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported
+# ``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``wire.py`` → ``worker.py`` in the vLLM worker. A
+# first sync runs when the trainer is built, so that both sides are compared before the first rollout.
 
 @while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,7 +61,7 @@ def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
-        if self.vllm_engines is None or not runtime.active_config().quantized_rollout:
+        if self.vllm_engines is None or not session.active_config().quantized_rollout:
             return
         asleep = bool(self.args.vllm.enable_sleep)
         if asleep:
@@ -54,7 +79,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``ActorPPOTrainer.broadcast_to_vllm``. Without a quantized rollout, run OpenRLHF's own and record its cost."""
 
     def broadcast_to_vllm(self: Any) -> None:
-        config = runtime.active_config()
+        config = session.active_config()
         if WORKER.report is not None:
             raise NotPatchedError(
                 f"the report of the last weight sync was never read, so OpenRLHF's trainer loop is not patched. {START}"
@@ -62,15 +87,15 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
         stats, start, monitor = SyncStats(), time.perf_counter(), {}
         if config.quantized_rollout:
             calls = send(self, config, stats)
-            monitor = guard.figures(self.actor._jetrl)
+            monitor = figures(self.actor._jetrl)
         else:
-            precision.check_weights(self.actor.model.module)
+            settings.check_weights(self.actor.model.module)
             calls = _count_plain(self, stats)
             original(self)
         WORKER.report = {
             **sync_report(stats, start),
             "sync_calls": calls,
-            **precision.figures(),
+            **settings.figures(),
             "monitor": monitor,
             "audit": WORKER.audit.report(),
         }
@@ -145,7 +170,7 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
     """
     if isinstance(item, dict):
         WORKER.followers.to_bf16(item["to_bf16"])
-    status = runtime.status()
+    status = session.status()
     figures, WORKER.report = (WORKER.report, None) if item == "sync" else (None, WORKER.report)
     return {
         "pid": os.getpid(),
@@ -157,7 +182,7 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
         "version": WORKER.version,
         "patches": [[patch.target, patch.state] for patch in status.patches],
         **(figures or {}),
-        **({"lines": guard.take_lines()} if item == "sync" else {}),
+        **({"lines": take_lines()} if item == "sync" else {}),
     }
 
 
@@ -201,7 +226,7 @@ def _group(trainer: Any) -> Callable[[Any], None]:
 
 def _count_plain(trainer: Any, stats: SyncStats) -> int:
     """Count the bytes of OpenRLHF's own sync; return its remote calls, one per parameter and engine."""
-    for parameter in seeing.synced(trainer.actor):
+    for parameter in vision.synced(trainer.actor):
         stats.tensors += 1
         stats.total += int(getattr(parameter, "ds_numel", parameter.numel())) * parameter.element_size()
     return stats.tensors * len(trainer.vllm_engines)

@@ -9,13 +9,13 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf.place import where
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.settings import START
-from jetrl_patch.adapters.openrlhf.wire import decode, entries_of, take_shared
+from jetrl_patch.adapters.openrlhf.state import where
+from jetrl_patch.adapters.openrlhf.transport import decode, entries_of, take_shared
 from jetrl_patch.errors import NotPatchedError, SyncError
-from jetrl_patch.sync.bucket import unpack
 from jetrl_patch.sync.receive import State
+from jetrl_patch.sync.send import unpack
 
 __all__ = ["update_weight", "update_weight_cuda_ipc"]
 
@@ -26,11 +26,11 @@ def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
     def update_weight(self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
         order = decode(name)
         if order is None:
-            if runtime.active_with(lambda config: config.quantized_rollout):
+            if session.active_with(lambda config: config.quantized_rollout):
                 _broadcast(self, dtype, shape)  # the sender waits for it
                 raise _unpatched_trainer()
             return original(self, name, dtype, shape, empty_cache)
-        runtime.require_active("the vLLM worker")
+        session.require_active("the vLLM worker")
         if order["op"] == "bucket":
             import torch
 
@@ -63,12 +63,12 @@ def update_weight_cuda_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         order = decode(name)
         if order is None:
-            if runtime.active_with(lambda config: config.quantized_rollout):
+            if session.active_with(lambda config: config.quantized_rollout):
                 raise _unpatched_trainer()
             return original(self, name, dtype, shape, ipc_handles, empty_cache)
         import torch
 
-        runtime.require_active("the vLLM worker")
+        session.require_active("the vLLM worker")
         flat = take_shared(ipc_handles, self.device)
         self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
         if flat.is_cuda:
@@ -99,7 +99,7 @@ def _device(worker: Any) -> Any:
 def _who(worker: Any) -> dict[str, Any]:
     receiver = worker.jetrl_receiver
     serves, held = receiver.state is State.SERVING, receiver.held()
-    config = runtime.active_config().to_env()
+    config = session.active_config().to_env()
     return {"pid": os.getpid(), "node": where(), "config": config, "serves": serves, "held": held, **_version(worker)}
 
 

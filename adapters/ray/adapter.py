@@ -1,18 +1,137 @@
-"""The Ray adapter: one patch, on ``ray.init``, where a job's workers get their environment."""
+"""The Ray adapter: ``ray.init`` adds the plugin to the job's runtime environment and checks every node before it returns."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import sys
-from collections.abc import Sequence
-from typing import ClassVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Patch
-from jetrl_patch.adapters.ray import connect
+from jetrl_patch import session
+from jetrl_patch._versions import VERSION
+from jetrl_patch.adapters.ray.nodes import HOOK, HOOK_NAME, Hook, merge_runtime_env, require_nodes, take_ours
+from jetrl_patch.adapters.ray.worker import make_hook
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
+from jetrl_patch.registry import Adapter, Patch
+from jetrl_patch.session import while_active
+
+# ---- ``ray.init`` that adds the plugin to the job's runtime environment and checks every node before it returns
+
+#: where ``ray job submit`` leaves the runtime environment for the driver that it starts
+JOB_CONFIG = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+
+
+@while_active
+def init(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``ray.init``. A call on an existing connection starts no workers and passes through unchanged."""
+
+    def init(*args: Any, **kwargs: Any) -> Any:
+        import ray
+
+        if ray.is_initialized():
+            return original(*args, **kwargs)
+        config = session.active_config()
+        _refuse_client(args[0] if args else kwargs.get("address"))
+        with _submitted_job(config) as (job, hook):
+            kwargs["runtime_env"] = _runtime_env(kwargs, config, hook)
+            context = original(*args, **kwargs)
+        try:
+            require_nodes(config, installs={**job, **kwargs["runtime_env"]})
+        except BaseException:
+            ray.shutdown()  # this call opened the connection, and nothing may run on it
+            raise
+        return context
+
+    return init
+
+
+def require_hook(config: Config) -> None:
+    """Raise NotPatchedError if the workers of this driver's connection are not patched with these settings.
+
+    They cannot be patched any more, and would run without a word what the patched driver sends them.
+    """
+    import ray
+
+    job = ray.get_runtime_context().runtime_env
+    if job.get(HOOK) != HOOK_NAME or not config.to_env().items() <= job.get("env_vars", {}).items():
+        raise NotPatchedError(
+            explain(
+                "enable() in a driver of Ray",
+                required="a call before ray.init, which hands these settings to the workers",
+                found="a connection that was made without them",
+                fix="call enable() before ray.init and before `from ray import init`, or close the connection by ray.shutdown()",
+            )
+        )
+
+
+def _runtime_env(kwargs: dict[str, Any], config: Config, submitted: Hook) -> dict[str, Any]:
+    """Merge the caller's runtime environment with the plugin's. That of ``job_config`` counts only without ``runtime_env``."""
+    given = kwargs.get("runtime_env") or getattr(kwargs.get("job_config"), "runtime_env", None)
+
+    def hook(own: Hook) -> Callable[[], None]:
+        return make_hook(VERSION, config.to_env(), _one_of(own, submitted))
+
+    return merge_runtime_env(given, config, hook)
+
+
+def _one_of(own: Hook, submitted: Hook) -> Hook:
+    """Choose between two user hooks by Ray's own rule."""
+    if own is None or submitted is None or own == submitted:
+        return submitted if own is None else own
+    if os.environ.get("RAY_OVERRIDE_JOB_RUNTIME_ENV") != "1":
+        raise ConflictError(
+            explain(
+                "worker_process_setup_hook",
+                required=f"one hook, such as {own!r} in ray.init",
+                found=f"also {submitted!r} in the job's runtime_env",
+                fix="pass only one of them, or set RAY_OVERRIDE_JOB_RUNTIME_ENV=1 to take the first",
+            )
+        )
+    return own
+
+
+@contextlib.contextmanager
+def _submitted_job(config: Config) -> Iterator[tuple[dict[str, Any], Hook]]:
+    """Hide from Ray what the plugin sets itself in the variable of ``ray job submit``. Yields the rest and its hook.
+
+    Ray merges the variable with the argument of ``ray.init`` and refuses keys in both.
+    """
+    text = os.environ.get(JOB_CONFIG)
+    if text is None:
+        yield {}, None
+        return
+    job = json.loads(text)
+    job["runtime_env"], hook = take_ours(job.get("runtime_env"), config)
+    os.environ[JOB_CONFIG] = json.dumps(job)
+    try:
+        yield job["runtime_env"], hook
+    finally:
+        os.environ[JOB_CONFIG] = text
+
+
+def _refuse_client(address: Any) -> None:
+    """Raise ConfigError for Ray Client (``ray://``), which carries no setup hook. Ray falls back to RAY_ADDRESS."""
+    found = os.environ.get("RAY_ADDRESS") or address if address in (None, "auto") else address
+    if isinstance(found, str) and found.startswith("ray://"):
+        raise ConfigError(
+            explain(
+                "ray.init",
+                required="a driver inside the cluster, whose setup hook patches every worker",
+                found=f"Ray Client ({found}), which carries no setup hook",
+                fix="start the driver on a node of the cluster, for instance with `ray job submit`",
+            )
+        )
+
+
+# ---- The Ray adapter: one patch, on ``ray.init``, where a job's workers get their environment ----
 
 INIT = Patch(
     module="ray",
     attr="init",
-    make=connect.init,
+    make=init,
     reason="without it the workers of a job are not patched, and nothing tells the driver; not covered: Ray Client (ray://) "
     "and a connection made before enable(), which are refused",
     remove_when="Ray loads plugins in its workers by entry points",
@@ -32,7 +151,7 @@ class RayAdapter(Adapter):
     def check(self, config: Config) -> None:
         """Raise NotPatchedError if the driver is connected already, and not so that its workers have these settings."""
         if is_connected_driver():
-            connect.require_hook(config)
+            require_hook(config)
 
 
 def is_connected_driver() -> bool:

@@ -1,19 +1,44 @@
-"""The transformers adapter: adds implementations of attention and experts, where it can through transformers' own registries."""
+"""The transformers adapter: adds implementations of attention and experts, and masks of packed rows."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
-from jetrl_patch.adapters.transformers import masks
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
+from jetrl_patch.session import while_config
+
+# ---- Number the sequences of a packed row for transformers' masks without a look at the device ---
+
+@while_config(lambda config: config.exact)
+def find_packed_sequence_indices(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``masking_utils.find_packed_sequence_indices``, which asks the device whether all tokens are of one sequence.
+
+    Where the framework said how many sequences there are at most, the answer is not asked for, as in a traced graph: the
+    numbers are returned also if they are all the same. Exact attention does not read them, any other masks nothing by them.
+    """
+
+    def find_packed_sequence_indices(position_ids: Any) -> Any:
+        import torch
+
+        from jetrl_patch.exact import attention
+
+        if attention.bound(position_ids) is None:
+            return original(position_ids)
+        begins = torch.diff(position_ids, prepend=position_ids[:, :1] - 1, dim=-1) != 1
+        return begins.cumsum(-1)
+
+    return find_packed_sequence_indices
+
+
+# ---- The transformers adapter: adds implementations of attention and experts, where it can through transformers' own registries
 
 PACKED_ROWS = Patch(
     module="transformers.masking_utils",
     attr="find_packed_sequence_indices",
-    make=masks.find_packed_sequence_indices,
+    make=find_packed_sequence_indices,
     reason="transformers reads back whether a row is packed, so that the host waits for the GPU in every forward pass",
     remove_when="transformers decides without the device whether a row is packed",
 )
@@ -62,9 +87,7 @@ class TransformersAdapter(Adapter):
 
 
 def _register_attention(module: ModuleType, journal: Journal, exact: bool) -> None:
-    from jetrl_patch.adapters.transformers.attention import NAME, exact_attention
-    from jetrl_patch.adapters.transformers.packed import PACKED, packed_sdpa
-    from jetrl_patch.adapters.transformers.sequence import whole_sequences
+    from jetrl_patch.adapters.transformers.attention import NAME, PACKED, exact_attention, packed_sdpa, whole_sequences
 
     functions: dict[str, tuple[Any, str]] = {PACKED: (packed_sdpa, "torch's attention for ranks that share sequences")}
     if exact:
@@ -80,7 +103,7 @@ def _register_attention(module: ModuleType, journal: Journal, exact: bool) -> No
 
 
 def _register_experts(module: ModuleType, journal: Journal) -> None:
-    from jetrl_patch.adapters.transformers.experts import EXPERTS, fp8_experts
+    from jetrl_patch.adapters.transformers.prepare import EXPERTS, fp8_experts
 
     journal.set_item(
         module.ExpertsInterface._global_mapping,
@@ -92,8 +115,7 @@ def _register_experts(module: ModuleType, journal: Journal) -> None:
 
 
 def _register_mask(module: ModuleType, journal: Journal, exact: bool) -> None:
-    from jetrl_patch.adapters.transformers.attention import NAME, keep_padding_mask
-    from jetrl_patch.adapters.transformers.packed import PACKED
+    from jetrl_patch.adapters.transformers.attention import NAME, PACKED, keep_padding_mask
 
     for name in (PACKED, NAME) if exact else (PACKED,):
         journal.set_item(

@@ -1,16 +1,78 @@
-"""Hugging Face's attention interface over the exact kernel: finds the sequences of a batch and calls the kernel."""
+"""Hugging Face's attention interface over the exact kernel, for padded and packed batches and for ranks that share sequences."""
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Callable
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetrl_patch.errors import ModelError
-from jetrl_patch.exact import packed
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact import attention
 from jetrl_patch.exact.ops import attention_varlen
+from jetrl_patch.models.layers import in_tower
+from jetrl_patch.models.structure import sees
+from jetrl_patch.registry import Exchange
+
+__all__ = ["PACKED", "packed_sdpa", "share_sequences", "whole_sequences"]
+
+
+# ---- torch's attention over packed sequences, one after another: for models outside exact mode whose ranks share sequences
+
+#: its name in transformers
+PACKED = "jetrl_packed"
+#: arguments of transformers' attention functions that change nothing here
+_HARMLESS = ("use_cache", "output_attentions", "cache_position")
+
+
+def packed_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    position_ids: Tensor | None = None,
+    sliding_window: int | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: query [1, H, T, D], key and value [1, KH, T, D] -> [1, T, H, D].
+
+    Raises ModelError for what it does not compute: masks, windows, sinks, a cap on the scores.
+    """
+    unknown = [name for name, value in kwargs.items() if value is not None and name not in _HARMLESS]
+    if unknown or attention_mask is not None or key.shape[2] != query.shape[2]:
+        raise ModelError(
+            f"{PACKED} computes plain causal attention of packed sequences, found {', '.join(unknown) or 'a mask or a cache'}. "
+            "Set ulysses_sequence_parallel_size=1."
+        )
+    ends = find_layout(None, position_ids, (1, query.shape[2])).cu_seqlens.tolist()
+    longest = max(b - a for a, b in itertools.pairwise(ends))
+    if sliding_window is not None and longest > sliding_window:
+        raise ModelError(
+            f"{PACKED} has no sliding window, found one of {sliding_window} and a sequence of {longest}. "
+            "Set ulysses_sequence_parallel_size=1."
+        )
+    pieces = [
+        F.scaled_dot_product_attention(
+            *(t[:, :, a:b] for t in (query, key, value)),
+            dropout_p=dropout,
+            is_causal=True,
+            scale=scaling,
+            enable_gqa=True,
+        )
+        for a, b in itertools.pairwise(ends)
+    ]
+    return torch.cat(pieces, 2).transpose(1, 2), None
+
+
+# ---- Hugging Face's attention interface over the exact kernel: finds the sequences of a batch and calls the kernel
 
 #: its name in transformers: ``attn_implementation="jetrl_exact"``
 NAME = "jetrl_exact"
@@ -64,7 +126,7 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
         mask: [B, T], nonzero for tokens (padding on either side), or None.
         positions: [B or 1, T]; a sequence begins where they do not increase by one (packed batches). shape: (B, T).
 
-    A packed batch with a known number of sequences (``exact.packed``) needs no look at the device; else the host waits for it.
+    A packed batch with a known number of sequences (``exact.attention``) needs no look at the device; else the host waits for it.
 
     Returns:
         The places in the flattened batch that hold tokens and cu_seqlens int32 [R + 1] over those.
@@ -75,9 +137,9 @@ def find_layout(mask: Tensor | None, positions: Tensor | None, shape: tuple[int,
     begins[:, 0] = True
     if positions is not None and positions.dim() == 2:
         begins[:, 1:] |= (positions[:, 1:] != positions[:, :-1] + 1).expand(B, T - 1)
-    at_most = packed.bound(positions)
+    at_most = attention.bound(positions)
     if mask is None and at_most is not None and B == 1:
-        return _Layout(None, *packed.boundaries(begins[0], at_most))
+        return _Layout(None, *attention.boundaries(begins[0], at_most))
     places = None
     if mask is not None:
         valid = mask.bool()
@@ -123,3 +185,69 @@ def exact_attention(
     if layout.places is not None:
         out = out.new_zeros(B * T, H, D).index_copy(0, layout.places, out)
     return out.view(B, T, H, D), None
+
+
+# ---- Sequence parallelism (Ulysses, arXiv 2309.14509): attention over whole sequences, although a rank holds a slice of each
+# Norms, linears, RoPE and the head compute each token alone, so a slice is as good as the whole to them. Attention does
+# not, but it computes each head alone. So the ranks trade slices of all heads for all tokens of some heads, each attends,
+# and the result goes back. Nothing is added and nothing rounded on the way: the bits are those of one rank.
+#
+# Shape legend: B batch, T tokens of whole sequences, n ranks, H query heads, KH key/value heads, D head width.
+
+#: where an attention module keeps its exchange
+_ATTRIBUTE = "jetrl_exchange"
+#: transformers' own implementations that ``packed`` replaces: their mask is that of a slice
+_SLICED = ("sdpa", "eager")
+
+
+def whole_sequences(attention: Callable[..., tuple[Tensor, None]]) -> Callable[..., tuple[Tensor, None]]:
+    """Wrap an attention function: in a model given to ``share_sequences``, exchange before and after it."""
+
+    @wraps(attention)
+    def wrapped(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
+    ) -> tuple[Tensor, None]:
+        exchange: Exchange | None = getattr(module, _ATTRIBUTE, None)
+        if exchange is None:
+            return attention(module, query, key, value, attention_mask, **kwargs)
+        positions = kwargs.pop("position_ids", None)
+        if attention_mask is not None or positions is None or positions.dim() != 2:
+            found = "a padded batch" if attention_mask is not None else "no position of each token"
+            fix = "set use_remove_padding=True"
+            raise ModelError(explain("sequence parallelism", required="packed sequences", found=found, fix=fix))
+        repeats = max(exchange.size // key.shape[1], 1)
+        if repeats > 1:  # fewer key/value heads than ranks: head h serves the ranks h * repeats and following
+            key, value = (t.repeat_interleave(repeats, 1) for t in (key, value))
+        query, key, value = (exchange.to_heads(t) for t in (query, key, value))  # [B, H/n, T, D]
+        out, _ = attention(module, query, key, value, None, position_ids=exchange.gather(positions), **kwargs)
+        return exchange.to_slices(out), None
+
+    return wrapped
+
+
+def share_sequences(model: Any, exchange: Exchange) -> None:
+    """Let the attention of ``model`` see whole sequences, of which each rank of ``exchange`` holds a slice. In place.
+
+    A vision tower is left alone: each rank sees whole images.
+
+    A model in exact mode keeps its attention. ``sdpa`` and ``eager`` are replaced by ``packed_sdpa``.
+
+    Raises:
+        ModelError: another attention, or one that is not in every layer; nothing has changed.
+    """
+    config = model.config.get_text_config()
+    chosen = config._attn_implementation
+    layers = [m for name, m in model.named_modules() if hasattr(m, "num_key_value_groups") and not in_tower(name)]
+    what = f"sequence parallelism of {type(model).__name__}"
+    if chosen not in (NAME, *_SLICED):
+        fix = "set attn_implementation=flash_attention_2"
+        raise ModelError(explain(what, required=f"{NAME}, {' or '.join(_SLICED)}", found=repr(chosen), fix=fix))
+    unknown = hasattr(model.config, "vision_config") and not sees(model.config)
+    if unknown or len(layers) != getattr(config, "num_hidden_layers", None):
+        found = f"{len(layers)} modules of transformers' attention"
+        fix = "set ulysses_sequence_parallel_size=1"
+        raise ModelError(explain(what, required="a known model with one attention per layer", found=found, fix=fix))
+    for layer in layers:
+        setattr(layer, _ATTRIBUTE, exchange)
+    if chosen != NAME:
+        config._attn_implementation = PACKED

@@ -1,23 +1,50 @@
-"""Fuse the norms and activations that feed FP8 layers with the quantization, for the trainer's speed on a GPU.
-
-With ``align="linear"`` both are fused. With ``align="exact"`` only the activation (``fuse_exact``): each of its values depends on
-one gate and one up, and equals the rollout's bit for bit. A fused norm may sum its squares in another order than the rollout's
-kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not support an input
-(FP32 masters under autocast), the original forward runs.
-"""
+"""Norms, activations and the rotary embedding of the trainer in fused kernels, for its speed on a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+import ast
+import inspect
+import textwrap
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from types import CodeType, FunctionType
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
-from jetrl_patch.exact import ops, residual
-from jetrl_patch.exact.modules import ExactMLP, swap
-from jetrl_patch.families import covering
+from jetrl_patch.exact import elementwise, ops
+from jetrl_patch.exact.elementwise import passed
+from jetrl_patch.exact.modules import ExactMLP, ExactNorm, swap
+from jetrl_patch.exact.ops import rotate_pair
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.models.families import covering
 
+__all__ = ["add_in_norms", "rotate_together"]
+
+
+# ---- Copies of functions of transformers, in which a name means something else: nothing of transformers is written
+
+def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | None = None) -> FunctionType:
+    """A copy of a function, with what its module holds now.
+
+    Args:
+        names: what takes the place of its module's globals, or is added to them.
+        code: what it runs instead of its own code.
+    """
+    found = {**function.__globals__, **names}
+    copy = FunctionType(code or function.__code__, found, function.__name__, function.__defaults__, function.__closure__)
+    copy.__kwdefaults__, copy.__annotations__, copy.__doc__ = function.__kwdefaults__, function.__annotations__, function.__doc__
+    return copy
+
+
+# ---- Fuse the norms and activations that feed FP8 layers with the quantization, for the trainer's speed on a GPU
+# With ``align="linear"`` both are fused. With ``align="exact"`` only the activation (``fuse_exact``): each of its values
+# depends on
+# one gate and one up, and equals the rollout's bit for bit. A fused norm may sum its squares in another order than the rollout's
+# kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not support an input
+# (FP32 masters under autocast), the original forward runs.
 
 class FusedNorm:
     """RMSNorm whose output is quantized for the layers that read it."""
@@ -32,7 +59,7 @@ class FusedNorm:
         made = producers.rms_norm(hidden_states, self.weight, self.variance_epsilon, self.jetrl_fp8)
         if made is None:
             return super().forward(hidden_states)  # type: ignore[misc]
-        return residual.passing(*made) if self.jetrl_passes else made[0]
+        return elementwise.passing(*made) if self.jetrl_passes else made[0]
 
 
 class FusedMLP:
@@ -113,3 +140,161 @@ def _has_both_gradients(layer: nn.Module, state: Fp8State) -> bool:
 
 def _is_silu(activation: object) -> bool:
     return isinstance(activation, nn.SiLU) or type(activation).__name__ == "SiLUActivation"
+
+
+# ---- Add the gradient of a block's residual in the backward kernel of its norm, on a GPU: a launch and 4 bytes an element less
+# A block keeps its input for the residual, and reads it once more in a norm. Autograd adds up what comes back on both ways.
+# Here a
+# block gets a copy of its ``forward`` in which the norm passes the input on, so that its gradient arrives at the norm:
+#
+#     residual = x;  x = self.norm(x)      becomes      x, residual = passed(self.norm, x)
+#
+# The values are the same, and so are the bits of the gradients. Nothing of transformers is written, and no table says which
+# families this serves: every block is served whose source has these two statements, one after the other. The class keeps its
+# name,
+# by which FSDP and the frameworks find blocks.
+
+_PASSED = "jetrl_passed"
+
+
+class _Block(NamedTuple):
+    """A class with the copied forward, and the names of its norms."""
+
+    kind: type
+    norms: tuple[str, ...]
+
+
+#: a class of modules -> the one in its place; None if it is left alone
+_blocks: dict[type, _Block | None] = {}
+
+
+def add_in_norms(model: nn.Module, backend: str, device_type: str) -> list[str]:
+    """Let norms add the gradients of the residuals of their blocks, in place. Returns the names of the changed blocks."""
+    if not producers.available(backend, device_type):
+        return []
+    blocks = {name: (module, block) for name, module in model.named_modules() if (block := _block(type(module))) is not None}
+    served = set()
+    for module, block in blocks.values():
+        for norm in map(module._modules.get, block.norms):
+            if isinstance(norm, FusedNorm | ExactNorm):
+                norm.jetrl_passes = True
+                served.add(block.kind)
+    changed = [name for name, (_, block) in blocks.items() if block.kind in served]
+    for module, block in map(blocks.__getitem__, changed):  # FSDP takes the class of the first block for that of all
+        module.__class__ = block.kind
+    return changed
+
+
+def _block(kind: type) -> _Block | None:
+    if kind not in _blocks:
+        forward: Any = kind.__dict__.get("forward")
+        # a wrapper's source is not what runs, and a closure cannot be copied
+        plain = isinstance(forward, FunctionType) and not hasattr(forward, "__wrapped__") and forward.__closure__ is None
+        _blocks[kind] = block = _rewritten(kind, forward) if plain else None
+        if block is not None:
+            _blocks[block.kind] = None  # it is served
+    return _blocks[kind]
+
+
+def _rewritten(kind: type, forward: FunctionType) -> _Block | None:
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    except (OSError, TypeError, SyntaxError):  # no source
+        return None
+    (definition,) = tree.body
+    if any(isinstance(node, ast.AugAssign) for node in ast.walk(tree)):  # autograd refuses it of what a norm passes on
+        return None
+    norms = tuple(_rewrite(definition.body)) if isinstance(definition, ast.FunctionDef) else ()
+    if not norms:
+        return None
+    ast.increment_lineno(ast.fix_missing_locations(tree), forward.__code__.co_firstlineno - 1)  # for tracebacks
+    compiled = compile(tree, forward.__code__.co_filename, "exec", dont_inherit=True)
+    code = next(c for c in compiled.co_consts if isinstance(c, CodeType) and c.co_name == forward.__name__)
+    copy = copied(forward, {_PASSED: passed}, code)
+    names = {"forward": copy, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return _Block(type(kind.__name__, (kind,), names), norms)
+
+
+def _rewrite(body: list[ast.stmt]) -> Iterator[str]:
+    """Replace the pairs of statements of a function. Yields the names of the norms."""
+    for at, pair in reversed(list(enumerate(pairwise(body)))):
+        match pair:
+            case (
+                ast.Assign(targets=[ast.Name(id=kept)], value=ast.Name(id=x)),
+                ast.Assign(
+                    targets=[ast.Name(id=y)],
+                    value=ast.Call(ast.Attribute(ast.Name(id="self"), norm), args=[ast.Name(id=read)], keywords=[]),
+                ),
+            ) if x == y == read != kept:
+                (replaced,) = ast.parse(f"{x}, {kept} = {_PASSED}(self.{norm}, {x})").body
+                for node in ast.walk(replaced):
+                    if hasattr(node, "lineno"):
+                        ast.copy_location(node, pair[1])
+                body[at : at + 2] = [replaced]
+                yield norm
+
+
+# ---- Rotate queries and keys in one launch on a GPU, in the trainer. Attention keeps its code, but for the function that rotates
+# transformers' attention classes call ``apply_rotary_pos_emb`` of their module. Here a class gets a copy of its ``forward`` in
+# which that name is ours. Nothing of transformers is written, and a model that is not prepared rotates as before. No table says
+# which families this serves: a function is replaced if it has the bits of Hugging Face's common expression on a small input. Left
+# alone are interleaved halves, angles of three dimensions, vision towers, and functions of other libraries (Liger).
+
+#: its name in transformers
+_FUNCTION = "apply_rotary_pos_emb"
+#: a class of attention -> what ``swap`` gives it; None if it is left alone
+_behaviours: dict[type, type | None] = {}
+
+
+def rotate_together(model: nn.Module, backend: str, device_type: str) -> list[str]:
+    """Rotate by one kernel in the attention modules of a model, in place. Returns the names of the changed modules."""
+    if not producers.available(backend, device_type):
+        return []
+    changed = []
+    for name, module in model.named_modules():
+        if (behaviour := _behaviour(type(module))) is not None:
+            swap(module, behaviour)
+            changed.append(name)
+    return changed
+
+
+def _behaviour(kind: type) -> type | None:
+    if kind not in _behaviours:
+        forward: Any = kind.__dict__.get("forward")
+        served = isinstance(forward, FunctionType) and _FUNCTION in forward.__code__.co_names
+        _behaviours[kind] = _rotating(forward) if served and _is_common(forward.__globals__.get(_FUNCTION)) else None
+    return _behaviours[kind]
+
+
+def _rotating(forward: Any) -> type:
+    """A behaviour whose forward is this one, with what its module holds now, and rotates by one kernel where that can serve."""
+    own = forward.__globals__[_FUNCTION]
+
+    def rotate(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *more: Any, **named: Any) -> Any:
+        found = None if more or named else rotate_pair(q, k, cos, sin)
+        return own(q, k, cos, sin, *more, **named) if found is None else found
+
+    return type("RotatedTogether", (), {"forward": copied(forward, {_FUNCTION: rotate})})
+
+
+@torch.no_grad()
+def _is_common(function: Any) -> bool:
+    """Whether a function has the bits of ``x cos + (-high, low) sin``, and keeps what of a head the tables do not reach."""
+    given = torch.Generator().manual_seed(0)
+    random = lambda *shape: torch.randn(*shape, generator=given, device="cpu").to(torch.bfloat16)  # noqa: E731
+    q, k = random(2, 3, 5, 8), random(2, 1, 5, 8)
+    for width in (8, 4):
+        cos, sin = (random(1, 5, width // 2).repeat(1, 1, 2) for _ in range(2))
+        try:
+            found = function(q, k, cos, sin)
+        except Exception:  # another library's, or without partial rotation, which it is then not asked for
+            return width < 8
+        if len(found) != 2 or not all(torch.equal(y, _common(x, cos, sin)) for x, y in zip((q, k), found)):
+            return False
+    return True
+
+
+def _common(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    x, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
+    low, high = x.chunk(2, -1)
+    return torch.cat((x * cos.unsqueeze(1) + torch.cat((-high, low), -1) * sin.unsqueeze(1), rest), -1)

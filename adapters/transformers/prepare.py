@@ -1,30 +1,178 @@
-"""Convert a Hugging Face model for the trainer: FP8 linears, and in exact mode the rollout's other ops too."""
+"""Convert a Hugging Face model for the trainer: FP8 linears and experts, and in exact mode the rollout's other ops too."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from jetrl_patch import active
+from jetrl_patch import session
 from jetrl_patch.adapters.transformers.attention import NAME
-from jetrl_patch.adapters.transformers.experts import check_registered, use_fp8_experts
-from jetrl_patch.adapters.transformers.fused import fuse, fuse_exact
-from jetrl_patch.adapters.transformers.head import check_head, widen_head
-from jetrl_patch.adapters.transformers.residual import add_in_norms
-from jetrl_patch.adapters.transformers.rotary import rotate_together
+from jetrl_patch.adapters.transformers.fused import add_in_norms, fuse, fuse_exact, rotate_together
+from jetrl_patch.backends import choose_backend
+from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError, explain
-from jetrl_patch.exact import dispatch, modules
-from jetrl_patch.exact.choice import choose_attention
-from jetrl_patch.exact.coverage import check_family
-from jetrl_patch.family import DROPOUTS
-from jetrl_patch.fp8.backends import choose_backend
-from jetrl_patch.fp8.convert import split_layers, swap_linears
-from jetrl_patch.fp8.layers import cut_words, is_row_parallel
-from jetrl_patch.fp8.transformer_engine import is_te_linear
+from jetrl_patch.exact import dispatch, modules, ops
+from jetrl_patch.exact.modules import check_family, swap
+from jetrl_patch.exact.trial import choose_attention
+from jetrl_patch.fp8.convert import expert_modules, experts_of, split_layers, swap_linears
+from jetrl_patch.fp8.experts import experts_forward
+from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
+from jetrl_patch.fp8.linear import Fp8Linear
+from jetrl_patch.fp8.lora import Fp8LoraLinear
+from jetrl_patch.models.family import DROPOUTS
+from jetrl_patch.models.layers import cut_words, is_row_parallel
+from jetrl_patch.models.structure import check_device
+
+__all__ = [
+    "EXPERTS", "ExactFp32Head", "Fp32Head", "check_head", "check_registered", "fp8_experts", "use_fp8_experts", "widen_head",
+]  # fmt: skip
+
+
+# ---- The experts of a mixture in FP8, through transformers' own registry of experts implementations
+
+#: its name in transformers: ``experts_implementation="jetrl_fp8"``
+EXPERTS = "jetrl_fp8"
+
+
+def fp8_experts(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' experts function: tokens [T, H], experts and weights [T, k] -> BF16 [T, H].
+
+    Raises ModelError for a module that ``prepare_model`` has not seen.
+    """
+    own = experts_of(self)
+    if own is None:
+        fix = "leave experts_implementation unset: the plugin sets it"
+        found = f"a {type(self).__name__} that was not"
+        raise ModelError(explain(f"experts_implementation={EXPERTS!r}", required="a prepared model", found=found, fix=fix))
+    return experts_forward(hidden_states, self.gate_up_proj, self.down_proj, top_k_weights, top_k_index, own)
+
+
+def check_registered(model: Any, device_type: str) -> None:
+    """Check that a model's experts can become FP8 here; nothing to check without any.
+
+    Raises:
+        NotPatchedError: the implementation is not registered with transformers.
+        ModelError: the device is not a CPU.
+    """
+    if not expert_modules(model):
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    if EXPERTS not in ALL_EXPERTS_FUNCTIONS.valid_keys():
+        raise NotPatchedError(
+            f"the experts implementation {EXPERTS!r} is not registered with transformers in this process. Call "
+            "jetrl_patch.enable() before the model is prepared."
+        )
+    check_device(model.config, device_type)
+
+
+def use_fp8_experts(model: Any) -> None:
+    """Let the experts of a converted model, if it has any, compute as they were prepared: in FP8, or in BF16."""
+    if expert_modules(model):
+        model.config._experts_implementation = EXPERTS
+
+
+# ---- ``head_dtype="float32"``: the trainer's ``lm_head`` in FP32, installed by swapping its class
+# The rollout holds the head in the run's 16-bit dtype. So hidden states and weights are first rounded to that dtype and
+# then multiplied in FP32: both sides use the same operands, and logits are never rounded to 16 bits.
+
+class Fp32Head:
+    """Computes FP32 logits ``[..., V]`` from hidden states ``[..., K]``, with autocast off."""
+
+    weight: Tensor
+    bias: Tensor | None
+    jetrl_dtype: torch.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        rounded = self.jetrl_dtype
+        with torch.autocast(input.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(rounded).float()
+            return F.linear(input.to(rounded).float(), self.weight.to(rounded).float(), bias)
+
+
+class ExactFp32Head:
+    """``Fp32Head`` with a batch-invariant GEMM."""
+
+    weight: Tensor
+    bias: Tensor | None
+
+    def forward(self, input: Tensor) -> Tensor:
+        logits = ops.head_linear_fp32(input, self.weight)
+        return logits if self.bias is None else logits + self.bias.to(torch.bfloat16).float()
+
+
+def check_head(model: Any) -> None:
+    """Raise ModelError if ``lm_head`` is not a plain ``nn.Linear``."""
+    head = getattr(model, "lm_head", None)
+    if not isinstance(head, nn.Linear):
+        raise ModelError(
+            f"head_dtype='float32': {type(model).__name__} has no lm_head that is an nn.Linear (found "
+            f"{type(head).__name__}). Leave head_dtype at 'auto' for this model."
+        )
+
+
+def widen_head(model: Any, config: Config) -> None:
+    """Give ``model.lm_head`` an FP32 forward, in place. Raises ModelError if there is none."""
+    check_head(model)
+    if config.exact:
+        swap(model.lm_head, ExactFp32Head)
+        return
+    swap(model.lm_head, Fp32Head)
+    model.lm_head.jetrl_dtype = getattr(torch, config.compute_dtype)
+
+
+# ---- Move FP8 layers of a running trainer to BF16, in place --------------------------------------
+
+def to_bf16(layers: Mapping[str, Any], exact: bool) -> None:
+    """Move layers to BF16, as ``exclude`` would have: all of them, or none and raise.
+
+    Parameters keep their identity, so FSDP, ZeRO and the optimizer are unaffected. The layer keeps its FP8 state, which a
+    fused activation before it may still read.
+
+    Args:
+        layers: ``Fp8Linear`` by name, and modules of experts.
+        exact: whether they get the batch-invariant GEMM of exact mode, with their splits of K, or ``nn.Linear``'s.
+
+    Raises:
+        ModelError: a layer is neither, or its weight is gathered in FP8 and has no BF16 value.
+    """
+    for name, layer in layers.items():
+        if experts_of(layer) is None:
+            _check(name, layer)
+    for layer in layers.values():
+        experts = experts_of(layer)
+        if experts is not None:
+            experts.to_bf16(exact)
+            continue
+        splits = layer.fp8.splits
+        layer.__class__ = nn.Linear
+        if exact:
+            modules.swap(layer, modules.ExactLinear)
+            layer.jetrl_splits = splits
+
+
+def _check(name: str, layer: Any) -> None:
+    if type(layer) not in (Fp8Linear, Fp8LoraLinear):
+        raise ModelError(f"{name} is a {type(layer).__name__}, and only an Fp8Linear can be taken out of FP8")
+    weight = getattr(layer.weight, "_local_tensor", layer.weight)
+    if isinstance(weight, (Fp8Shard, Fp8Gathered)):
+        raise ModelError(
+            explain(
+                f"taking {name} out of FP8",
+                required="a weight that FSDP2 gathers in BF16",
+                found="one that FSDP2 gathers as FP8 bytes",
+                fix="turn fp8_all_gather off, or leave guard_sqnr unset",
+            )
+        )
+
+
+# ---- Convert a Hugging Face model for the trainer: FP8 linears, and in exact mode the rollout's other ops too
 
 logger = logging.getLogger(__name__)
 
@@ -95,9 +243,9 @@ def _heads(config: Any) -> tuple[tuple[int, int], int]:
 
 def note_cut(layers: list[str], tp: int) -> None:
     """Log and record the layers that ``on_cut="bf16"`` leaves in BF16. Says it once per process."""
-    if set(layers) - set(active.notes().cut):
+    if set(layers) - set(session.run_notes().cut):
         logger.warning("jetrl_patch: on_cut='bf16': %s", cut_words(layers, tp))
-    active.register_cut(layers)
+    session.register_cut(layers)
 
 
 def drop_nothing(model: Any) -> None:

@@ -10,15 +10,14 @@ from torch import Tensor
 
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.exact.ops import token_log_probs
-from jetrl_patch.monitor.routes import Recorder, Routes, compare
-from jetrl_patch.parity.sample import Scored
+from jetrl_patch.measure.observe import Recorder, Routes, compare
+from jetrl_patch.measure.parity import Scored
 from jetrl_patch.progress import SILENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from jetrl_patch.parity.modes import Job
-    from jetrl_patch.parity.sample import Sample
+    from jetrl_patch.measure.parity import Job, Sample
     from jetrl_patch.progress import Progress
 
 __all__ = ["score"]

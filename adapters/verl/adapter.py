@@ -5,39 +5,113 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch, Services
 from jetrl_patch.adapters.verl import (
-    beside,
     checkpoint,
-    delta,
-    fused,
+    correction,
     logprob,
     lora,
     megatron,
     megatron_engine,
     metrics,
     model,
+    old_log_probs,
+    old_weights,
     precision,
-    programs,
+    reward_engines,
     routes,
-    scaling,
     settings,
     state,
     sync,
+    ulysses,
     veomni_engine,
-    weights,
     worker,
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
-from jetrl_patch.adapters.verl.correction_patches import correction_hooks, correction_patches
-from jetrl_patch.adapters.verl.seeing_patches import SEEING
+from jetrl_patch.adapters.verl.correction import ACR_LOSS, drops_tokens
+from jetrl_patch.adapters.verl.vision import SEEING
 from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
+
+__all__ = ["correction_hooks", "correction_patches"]
+
+
+# ---- The patches and registry entries of the corrections in verl ---------------------------------
+
+_ALGORITHMS = "verl.trainer.ppo.core_algos"
+
+_TRAIN_BATCH = Patch(
+    module="verl.workers.engine_workers",
+    attr="TrainingWorker.train_batch",
+    make=old_log_probs.train_batch,
+    reason="later mini-batches run on updated weights and would count as mismatch in bypass mode, and where the rollout's "
+    "log-probs are the old ones",
+    remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+)
+
+_WEIGHTS = Patch(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    attr="compute_rollout_correction_and_rejection_mask",
+    make=correction.weights_and_mask,
+    reason="ACR needs the ratio before truncation, and verl passes its losses only the truncated weights",
+    remove_when="verl passes rollout_log_probs to its policy losses",
+)
+
+_MEASURES = Patch(
+    module="verl.trainer.ppo.rollout_corr_helper",
+    attr="compute_is_metrics",
+    make=correction.compute_is_metrics,
+    reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
+    upstream="https://github.com/verl-project/verl/pull/7559",
+    remove_when="verl has verl#7559",
+    fixes="verl",
+)
+
+_CHECKED_LOSS = Patch(
+    module="verl.workers.utils.losses",
+    attr="get_policy_loss_fn",
+    make=old_log_probs.get_policy_loss_fn,
+    reason="where the rollout's log-probs are the old ones, the loss is the only place that sees the trainer's too, before the "
+    "backward pass. Distillation's losses are not covered and are refused",
+    remove_when="verl compares rollout and trainer log-probs in every policy loss",
+)
+
+
+def correction_patches(config: Config) -> tuple[Patch, ...]:
+    """Return the patch that ends the losses' comparisons, and those that the settings need."""
+    masks = (_MEASURES,) if drops_tokens(config) else ()
+    checked = (_CHECKED_LOSS,) if config.skips_old_pass else ()
+    return (_TRAIN_BATCH, *checked, *masks, *((_WEIGHTS,) if config.acr else ()))
+
+
+def correction_hooks(config: Config) -> tuple[OnImport, ...]:
+    """Return the entries for verl's registry of policy losses."""
+    bypass = OnImport(
+        module=_ALGORITHMS,
+        name=f"POLICY_LOSS_REGISTRY[{old_log_probs.LOSS!r}]",
+        apply=old_log_probs.register_bypass,
+        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
+        remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+    )
+    acr = OnImport(
+        module=_ALGORITHMS,
+        name=f"POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
+        apply=correction.register_acr,
+        reason="verl has no policy loss with QuRL's adaptive clipping range",
+        remove_when="verl has ACR",
+    )
+    return (bypass, acr) if config.acr else (bypass,)
+
+
+# ---- The verl adapter: the list of its patches. Each replacement lives in the module of its concern
 
 _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
-_NO_HOOK = "verl has an extension point for this"
+_HANDED = "verl hands its composed configuration to plugins (VERL_USE_EXTERNAL_PLUGINS) before Ray starts"
+_STATE = "verl's checkpoint manager saves and loads the state of plugins"
+_VEOMNI_CALLS = "verl's VeOmni engine calls a plugin between building and sharding a model"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
@@ -46,21 +120,21 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=settings.validate_config,
         reason="a setting that contradicts jetrl_patch would fail late or break equality unnoticed; it is refused before Ray "
         "starts, and missing settings (calculate_log_probs, ...) are filled in",
-        remove_when=_NO_HOOK,
+        remove_when=_HANDED,
     ),
     Patch(
         module="verl.trainer.main_ppo",
         attr="run_ppo",
         make=settings.run_ppo,
         reason="verl's asynchronous programs check their settings after Ray has started, or never",
-        remove_when=_NO_HOOK,
+        remove_when=_HANDED,
     ),
     Patch(
         module="verl.experimental.separation.ray_trainer",
         attr="SeparateRayPPOTrainer._init_resource_pools",
         make=settings.separate_pools,
         reason="the asynchronous trainers do not call RayPPOTrainer.__init__, so their workers would find no mark",
-        remove_when=_NO_HOOK,
+        remove_when="verl's asynchronous trainers call RayPPOTrainer.__init__",
     ),
     Patch(
         module="verl.experimental.separation.ray_trainer",
@@ -88,21 +162,21 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="PPOTrainer.__init__",
         make=settings.trainer_init,
         reason="a driver that never calls validate_config would start unchecked (V1)",
-        remove_when=_NO_HOOK,
+        remove_when="verl calls validate_config in PPOTrainer.__init__",
     ),
     Patch(
         module="verl.trainer.ppo.v1.trainer_base",
         attr="PPOTrainer._compute_old_log_prob",
         make=metrics.v1_old_log_prob,
         reason="without a correction verl does not measure the mismatch between rollout and trainer log-probs (V1)",
-        remove_when=_NO_HOOK,
+        remove_when="verl logs this mismatch without a correction too",
     ),
     Patch(
         module="verl.utils.tracking",
         attr="Tracking.log",
         make=metrics.log,
         reason="jetrl_patch's metrics would miss the step's line in the user's loggers",
-        remove_when=_NO_HOOK,
+        remove_when="verl logs what its workers return from update_weights, or lets a plugin add to a step's metrics",
     ),
     Patch(
         module="verl.checkpoint_engine.base",
@@ -116,14 +190,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="ActorRolloutRefWorker.init_model",
         make=sync.init_model,
         reason="a worker whose settings differ from the trainer loop's would build a different model unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when="verl compares the settings of plugins (VERL_USE_EXTERNAL_PLUGINS) between trainer loop and workers",
     ),
     Patch(
         module="verl.workers.engine_workers",
         attr="ActorRolloutRefWorker.update_weights",
         make=sync.worker_update_weights,
         reason="verl does not report the seconds and bytes of a sync",
-        remove_when="verl reports them",
+        remove_when="verl's update_weights returns its seconds and bytes",
     ),
     Patch(
         module=_ENGINE,
@@ -131,7 +205,17 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=model.build_module,
         reason="verl trains in BF16; the model is converted after loading, before LoRA, QAT or FSDP wrap it. "
         "Value models are not covered",
-        remove_when=_NO_HOOK,
+        remove_when="verl's FSDP engine calls a plugin between loading and wrapping a model",
+    ),
+    Patch(
+        module=_ENGINE,
+        attr="FSDPEngine._build_module",
+        make=ulysses.build_module,
+        reason="verl exchanges slices for heads inside flash attention alone: with sdpa or eager a rank of Ulysses attends "
+        "within its slice, without an error. Exact mode has the exchange anyway, VeOmni's engine its own",
+        upstream=NO_REPORT,
+        remove_when="verl exchanges around every attention, or refuses those without an exchange",
+        fixes="verl",
     ),
     Patch(
         module=_ENGINE,
@@ -139,7 +223,7 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=lora.build_lora_module,
         reason="verl's trainer adds B A x to W x, which no rollout with one quantized weight repeats; its layers compute with "
         "the merged weight. Critics and precision='bf16' are not changed",
-        remove_when=_NO_HOOK,
+        remove_when="verl trains adapters on the merged weight",
     ),
     Patch(
         module=_ENGINE,
@@ -168,9 +252,9 @@ EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.load_checkpoint",
-        make=scaling.load_checkpoint,
+        make=model.compare_scales,
         reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     ),
     Patch(
         module=_CHECKPOINT,
@@ -178,14 +262,14 @@ EVERY_MODE: tuple[Patch, ...] = (
         make=checkpoint.save_checkpoint,
         reason="verl's checkpoints do not record the settings they were saved with (jetrl.json). "
         "Megatron's checkpoints are not covered",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     ),
     Patch(
         module=_CHECKPOINT,
         attr="FSDPCheckpointManager.load_checkpoint",
         make=checkpoint.load_checkpoint,
         reason="a run would resume in another precision, or with other optimizer states, unnoticed",
-        remove_when=_NO_HOOK,
+        remove_when=_STATE,
     ),
     Patch(
         module=_ENGINE,
@@ -200,12 +284,13 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="ServerAdapter.update_weights",
         make=sync.server_update_weights,
         reason="verl's sender waits forever for a vLLM worker that has died",
-        remove_when="BucketedWeightSender has a timeout and watches its peer",
+        remove_when="verl has verl#7366: its sender has a timeout and is told of the receiver's errors",
+        upstream="https://github.com/verl-project/verl/pull/7366",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",
         attr="vLLMReplica.__init__",
-        make=beside.replica_init,
+        make=reward_engines.replica_init,
         reason="verl serves reward models and distillation teachers with the policy's server class, so their engines would be "
         "quantized and wait for a weight sync. Engines other than vLLM are left alone already",
         remove_when="verl tells a server whose model it serves",
@@ -227,7 +312,7 @@ MEGATRON: tuple[Patch, ...] = (
         make=megatron_engine.build_megatron_module,
         reason="a Megatron model whose layers are not TransformerEngine's, or use another recipe, would train in another format "
         "than the rollout's",
-        remove_when=_NO_HOOK,
+        remove_when="verl's Megatron engine calls a plugin once a model is built",
     ),
     Patch(
         module=_MEGATRON,
@@ -247,14 +332,14 @@ VEOMNI: tuple[Patch, ...] = (
         make=veomni_engine.build_model_optimizer,
         reason="what shards VeOmni's model does not know the engine, whose settings decide how the model is converted. Value "
         "models are not covered",
-        remove_when=_NO_HOOK,
+        remove_when=_VEOMNI_CALLS,
     ),
     Patch(
         module=_VEOMNI,
         attr="build_parallelize_model",
         make=veomni_engine.build_parallelize_model,
         reason="verl trains VeOmni's model in BF16; it is converted after it is built, before VeOmni shards and loads it",
-        remove_when=_NO_HOOK,
+        remove_when=_VEOMNI_CALLS,
     ),
     Patch(
         module=_VEOMNI,
@@ -302,7 +387,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module="verl.models.transformers.dense_common",
         attr="forward_with_torch_backend",
-        make=fused.forward_with_torch_backend,
+        make=logprob.forward_with_torch_backend,
         reason="verl's fused forward does not know which tokens its rollout bans. Its Triton forward is not covered; the driver "
         "selects this one",
         remove_when="verl masks the same tokens on both sides",
@@ -311,7 +396,7 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
         module="verl.utils.experimental.torch_functional",
         attr="FusedLinearForPPO.forward",
-        make=fused.forward,
+        make=logprob.forward,
         reason="verl's fused log-probs come from a product that depends on the batch and are divided by the temperature in BF16",
         remove_when="verl's fused kernels use the model's own lm_head and FP32 log-softmax",
     ),
@@ -321,10 +406,10 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
 SAME_WEIGHTS = Patch(
     module=_ENGINE,
     attr="FSDPEngine.forward_backward_batch",
-    make=weights.forward_backward_batch,
+    make=model.forward_backward_batch,
     reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation and "
     "backward would quantize it",
-    remove_when=_NO_HOOK,
+    remove_when="verl tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does",
 )
 
 
@@ -341,9 +426,9 @@ ROUTES = Patch(
 ANSWERS = Patch(
     module="verl.workers.rollout.vllm_rollout.vllm_async_server",
     attr="vLLMHttpServer.collective_rpc",
-    make=delta.collective_rpc,
+    make=sync.collective_rpc,
     reason="verl drops what the engine's workers return, so that the trainer loop could not ask which weights they hold",
-    remove_when="verl returns it",
+    remove_when="verl's vLLMHttpServer.collective_rpc returns it",
 )
 
 
@@ -355,7 +440,7 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, then those of other engines, log-probs and corrections where they are needed."""
-        patches = EVERY_MODE + SEEING + (MEGATRON if is_installed("megatron.core") else ())
+        patches = EVERY_MODE + SEEING + old_weights.PATCHES + (MEGATRON if is_installed("megatron.core") else ())
         patches += VEOMNI if is_installed("veomni") else ()
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)
@@ -379,7 +464,7 @@ class VerlAdapter(Adapter):
 
     def check(self, config: Config) -> None:
         """Raise for a program of verl that is not supported, or a scale format that TransformerEngine would not use."""
-        problem = programs.program_problem(programs.own_program())
+        problem = settings.program_problem(settings.own_program())
         if problem is not None:
             raise problem
         megatron.check_scales(config)

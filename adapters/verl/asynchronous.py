@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jetrl_patch.adapters.verl.paths import named
+from jetrl_patch.adapters.verl.yaml_settings import named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, explain
 from jetrl_patch.trainer.rules import Rule, broken, is_set

@@ -6,8 +6,8 @@ import functools
 
 from packaging.version import Version
 
-from jetrl_patch.patching.differences import Difference
 from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.patching.patch import Difference
 
 __all__ = ["DIFFERENCES", "wants_float_logits"]
 

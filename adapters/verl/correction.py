@@ -1,25 +1,131 @@
-"""jetrl_patch's corrections in verl: set ``algorithm.rollout_correction``, and add only what verl lacks.
-
-verl's trainer loop computes the weights from ``old_log_probs`` and ``rollout_log_probs``
-(``verl/trainer/ppo/rollout_corr_helper.py``), and its policy losses multiply by them. verl clamps log-ratios to ±20, so a
-lower bound below e^-20 drops nothing.
-"""
+"""jetrl_patch's corrections in verl: set ``algorithm.rollout_correction``, and add only what verl lacks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.adapters.verl.paths import ACTOR, named
+from jetrl_patch import session
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, named
 from jetrl_patch.config import Config
-from jetrl_patch.correction.kinds import CORRECTIONS, interval
+from jetrl_patch.config.corrections import CORRECTIONS, interval
 from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.registry import Journal
 
 if TYPE_CHECKING:
-    from jetrl_patch.correction.figures import Applied
+    from jetrl_patch.measure.mismatch import Applied
 
-__all__ = ["ACR_LOSS", "CORRECTION", "drops_tokens", "figures", "in_use", "is_bypassed", "problems", "wanted"]
+__all__ = [
+    "ACR_LOSS", "CORRECTION", "compute_is_metrics", "drops_tokens", "figures", "in_use", "is_bypassed", "policy_loss",
+    "problems", "register_acr", "wanted", "weights_and_mask",
+]  # fmt: skip
+
+
+# ---- Metrics of a batch whose tokens a correction drops entirely: all weights and the effective sample size are 0
+
+_ZERO = ("mean", "std", "eff_sample_size", "seq_mean", "seq_std", "seq_max", "seq_min")
+
+
+def compute_is_metrics(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap verl's ``compute_is_metrics``, which divides by the sum of the squared weights."""
+
+    def compute_is_metrics(rollout_is_weights: Any, *args: Any, **kwargs: Any) -> dict[str, float]:
+        if bool(rollout_is_weights.any()):
+            return original(rollout_is_weights, *args, **kwargs)
+        # the metrics that do not depend on the weights
+        found: dict[str, float] = original(rollout_is_weights + 1.0, *args, **kwargs)
+        zero = [f"rollout_is_{name}" for name in _ZERO]
+        if kwargs.get("rollout_is") == "token":  # otherwise these describe the plain ratios
+            zero += ["rollout_is_max", "rollout_is_min"]
+        return {**found, **dict.fromkeys(zero, 0.0), "rollout_is_seq_max_deviation": 1.0}
+
+    return compute_is_metrics
+
+
+# ---- QuRL's adaptive clipping range (ACR) in verl, as an entry of its registry of policy losses --
+# The loss needs ρ before truncation, but verl passes its losses one tensor, ``rollout_is_weights``. verl therefore computes
+# and logs its truncated weights (``rollout_corr/*``) as usual, and the tensor is then replaced by ρ.
+
+#: above e^20, the largest ratio after verl's clamp
+_NO_CAP = 1e9
+
+
+def register_acr(module: ModuleType, journal: Journal) -> None:
+    """Add the loss to ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
+    journal.set_item(
+        module.POLICY_LOSS_REGISTRY,
+        ACR_LOSS,
+        policy_loss,
+        target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
+        reason="verl has no policy loss with QuRL's adaptive clipping range",
+    )
+
+
+def weights_and_mask(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``compute_rollout_correction_and_rejection_mask``, which both trainers call.
+
+    Replace its weights by the plain ratio ρ. Mask and metrics stay verl's.
+    """
+
+    def compute_rollout_correction_and_rejection_mask(
+        old_log_prob: Any, rollout_log_prob: Any, response_mask: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        weights, mask, found = original(old_log_prob, rollout_log_prob, response_mask, *args, **kwargs)
+        if _on() and weights is not None:
+            from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
+
+            log_ratio = old_log_prob - rollout_log_prob
+            ratio, _ = compute_rollout_correction_weights(log_ratio, response_mask, "token", _NO_CAP)
+            weights.batch["rollout_is_weights"] = ratio
+        return weights, mask, found
+
+    return compute_rollout_correction_and_rejection_mask
+
+
+def policy_loss(
+    old_log_prob: Any,
+    log_prob: Any,
+    advantages: Any,
+    response_mask: Any,
+    loss_agg_mode: str = "token-mean",
+    config: Any = None,
+    rollout_is_weights: Any = None,
+) -> tuple[Any, dict[str, Any]]:
+    """Compute verl's ``vanilla`` loss with ``measure.corrections.acr_loss`` in place of its clip; all tensors are [B, T].
+
+    ``rollout_is_weights`` is ρ without truncation. Clip ranges, dual clip, aggregation and metrics are verl's.
+    """
+    from verl.trainer.ppo.core_algos import agg_loss
+    from verl.utils.torch_functional import masked_mean
+
+    from jetrl_patch.measure.corrections import acr_loss
+
+    settings = session.active_config()
+    _, cap = interval(settings.correction, settings.correction_bounds)
+    low = config.clip_ratio if config.clip_ratio_low is None else config.clip_ratio_low
+    high = config.clip_ratio if config.clip_ratio_high is None else config.clip_ratio_high
+    dual = config.get("clip_ratio_c", 3.0)
+    losses, clipped = acr_loss(log_prob, old_log_prob, advantages, rollout_is_weights, cap, low, high, dual)
+    loss = agg_loss(losses, response_mask, loss_agg_mode, **config.global_batch_info)
+    change = (log_prob - old_log_prob).detach().clamp(-20.0, 20.0)
+    at_dual = (advantages < 0) & (change.exp() > dual)
+    return loss, {
+        "actor/pg_clipfrac": masked_mean(clipped.float(), response_mask).item(),
+        "actor/ppo_kl": masked_mean(-change, response_mask).item(),
+        "actor/pg_clipfrac_lower": masked_mean(at_dual.float(), response_mask).item(),
+    }
+
+
+def _on() -> bool:
+    return session.active_with(lambda config: config.acr)
+
+
+# ---- jetrl_patch's corrections in verl: set ``algorithm.rollout_correction``, and add only what verl lacks
+# verl's trainer loop computes the weights from ``old_log_probs`` and ``rollout_log_probs``
+# (``verl/trainer/ppo/rollout_corr_helper.py``), and its policy losses multiply by them. verl clamps log-ratios to ±20, so a
+# lower bound below e^-20 drops nothing.
 
 CORRECTION = "algorithm.rollout_correction"
 POLICY_LOSS = f"{ACTOR}.policy_loss"
@@ -123,7 +229,7 @@ def _named(level: object, is_interval: bool, bounds: tuple[float, float]) -> tup
 
 def figures(section: Mapping[str, Any] | None, log_ratio: Any, mask: Any) -> Applied | None:
     """Return the effect of a ``rollout_correction`` on log-ratios [B, T]; None without a correction or a name for it."""
-    from jetrl_patch.correction.figures import of_run
+    from jetrl_patch.measure.mismatch import of_run
 
     return of_run(in_use(section), log_ratio, mask)
 

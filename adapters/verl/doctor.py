@@ -1,21 +1,94 @@
-"""Compose verl's configuration with hydra as verl's main does, for ``jetrl doctor``."""
+"""Compose verl's configuration with hydra as verl's main does, and say what a launch takes from its machine."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from jetrl_patch.adapters.verl import preset, veomni
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL
-from jetrl_patch.adapters.verl.programs import TRAINERS
-from jetrl_patch.doctor.folders import file_of
+from jetrl_patch.adapters.verl.settings import TRAINERS
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT
+from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.launch.arguments import PROGRAMS
+from jetrl_patch.patching.guards import file_of
+from jetrl_patch.registry import Needs, Place, Pool
 
-__all__ = ["model_path", "needs_flash_attn", "read"]
+__all__ = ["model_path", "needs", "needs_flash_attn", "read"]
 
+
+# ---- What a launch of verl takes from its machine: GPUs, models, data, an interpreter ------------
+
+_RAY = "ray_kwargs.ray_init"
+_REWARD = "reward.reward_model"
+
+
+def needs(verl_config: Any) -> Needs:
+    """Return what a launch with this configuration takes from its machine."""
+    from omegaconf import OmegaConf
+
+    def select(path: str) -> Any:
+        return OmegaConf.select(verl_config, path, default=None)
+
+    reward = select("reward.custom_reward_function.path")
+    reader = select("data.custom_cls.path")
+    name = f"{MODEL}.tokenizer_path" if select(f"{MODEL}.tokenizer_path") else f"{MODEL}.path"
+    return Needs(
+        pools=tuple(_pools(select)),
+        num_gpus=(f"{_RAY}.num_gpus", select(f"{_RAY}.num_gpus")),
+        cluster=_place(select, f"{_RAY}.address"),
+        models=tuple(_models(select)),
+        tokenizer=_place(select, name),
+        data=tuple(_data(select)),
+        files=tuple(
+            Place(setting, str(path))
+            for setting, path in (("reward.custom_reward_function.path", reward), ("data.custom_cls.path", reader))
+            if path
+        ),
+        own_data=bool(reader),
+        interpreter=_place(select, f"{_RAY}.runtime_env.py_executable"),
+    )
+
+
+def _place(select: Callable[[str], Any], setting: str) -> Place:
+    return Place(setting, str(select(setting) or ""))
+
+
+def _pools(select: Callable[[str], Any]) -> Iterator[Pool]:
+    """verl gives each of these a resource pool of its own."""
+    owners = ["trainer"]
+    if select(f"{_REWARD}.enable_resource_pool"):
+        owners.append(_REWARD)
+    if select("distillation.enabled"):
+        owners.append("distillation")
+    if select("trainer.use_v1") and select("trainer.v1.trainer_mode") == "separate_async":
+        owners.append(ROLLOUT)
+    if select("rollout"):  # the asynchronous programs'
+        owners.append("rollout")
+    for owner in owners:
+        setting = f"{owner}.n_gpus_per_node"
+        yield Pool(setting, int(select(setting) or 0), int(select(f"{owner}.nnodes") or 0))
+
+
+def _models(select: Callable[[str], Any]) -> Iterator[Place]:
+    asked = select("critic.enable")
+    if asked or (asked is None and select("algorithm.adv_estimator") == "gae"):
+        yield _place(select, "critic.model.path")
+    if select(f"{_REWARD}.enable"):
+        yield _place(select, f"{_REWARD}.model_path")
+
+
+def _data(select: Callable[[str], Any]) -> Iterator[Place]:
+    from omegaconf import ListConfig
+
+    for setting in ("data.train_files", "data.val_files"):
+        value = select(setting)
+        for path in value if isinstance(value, ListConfig) else [value]:
+            yield Place(setting, str(path or ""))
+
+
+# ---- Compose verl's configuration with hydra as verl's main does, for ``jetrl doctor`` -----------
 
 def read(arguments: Sequence[str], target: str = PROGRAMS["verl"]) -> Any:
     """Return the configuration of ``python -m TARGET ARGUMENTS``, including hydra's own options.

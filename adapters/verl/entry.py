@@ -9,7 +9,7 @@ If the environment does not opt in, verl's configuration still can (``preset.py`
 
 from __future__ import annotations
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import preset
 
 
@@ -24,7 +24,7 @@ def activate() -> None:
     """
     try:
         preset.offer()
-        if not runtime.activate_from_env():
+        if not session.activate_from_env():
             preset.watch_verl()
     except Exception as error:
         raise PluginFailed(f"{type(error).__name__}: {error}") from error

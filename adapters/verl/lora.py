@@ -1,12 +1,4 @@
-"""LoRA in verl's FSDP engines: the trainer computes with merged weights, and the sync sends them as full weights.
-
-verl serves adapters in vLLM unless ``model.lora.merge`` is set, which makes its sync send merged weights under plain names. The
-driver sets it. verl would then merge the FP32 parameters in place, gather them, and restore them from a copy; the values
-differ from those that the trainer's layers compute with. Here the state dict is read, never written, and each weight is
-merged by ``fp8.lora.merged_weight`` on its way out.
-
-The reference model of a run with LoRA is the actor with its adapters disabled: its layers then compute with W.
-"""
+"""LoRA in verl's FSDP engines, and the FP8 all-gather of FSDP2."""
 
 from __future__ import annotations
 
@@ -15,17 +7,26 @@ import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import megatron
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, named
-from jetrl_patch.checkpoint import record
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, differences, explain
-from jetrl_patch.gate import while_active
-from jetrl_patch.structure import require_attention
-from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
+from jetrl_patch.models.structure import require_attention
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer import record
+from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
 __all__ = ["build_lora_module", "check_model", "check_resumed", "merged_lora_per_tensor_param", "problems", "wanted"]
+
+
+# ---- LoRA in verl's FSDP engines: the trainer computes with merged weights, and the sync sends them as full weights
+# verl serves adapters in vLLM unless ``model.lora.merge`` is set, which makes its sync send merged weights under plain names. The
+# driver sets it. verl would then merge the FP32 parameters in place, gather them, and restore them from a copy; the values
+# differ from those that the trainer's layers compute with. Here the state dict is read, never written, and each weight is
+# merged by ``fp8.lora.merged_weight`` on its way out.
+#
+# The reference model of a run with LoRA is the actor with its adapters disabled: its layers then compute with W.
 
 _RANK, _PATH, _MERGE = f"{MODEL}.lora_rank", f"{MODEL}.lora_adapter_path", f"{MODEL}.lora.merge"
 
@@ -116,10 +117,10 @@ def build_lora_module(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def _build_lora_module(self: Any, module: Any) -> Any:
-        config, prepared = runtime.active_config(), getattr(self, "_jetrl", None)
+        config, prepared = session.active_config(), getattr(self, "_jetrl", None)
         if prepared is None or not config.quantized_rollout:
             return original(self, module)
-        from jetrl_patch.trainer.lora import adopt
+        from jetrl_patch.fp8.lora import adopt
 
         _check_attention(module.config)
         built = original(self, module)
@@ -146,7 +147,7 @@ def _merged(engine: Any, adapters: Mapping[str, float]) -> Iterator[tuple[str, A
     from verl.utils.fsdp_utils import normalize_peft_param_name, offload_fsdp_model_to_cpu
     from verl.utils.model import convert_weight_keys
 
-    from jetrl_patch.trainer.lora import merged_tensors
+    from jetrl_patch.fp8.lora import merged_tensors
 
     def full(tensor: Any) -> Any:
         return tensor.to(get_device_id()).full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
@@ -178,3 +179,34 @@ def check_resumed(folder: Any, model: Any, config: Config) -> None:
     if found != wanted:
         fix = "use the checkpoint's, or set resume_any=True if the change is intended"
         raise ConfigError(differences(f"resuming {folder}", required=wanted, found=found, fix=fix))
+
+
+# ---- The FP8 all-gather in verl's FSDP2 engine: mark the weights, and refuse the other strategies
+
+#: one process builds both engines from these settings
+_STRATEGIES = (f"{ACTOR}.strategy", f"{REF}.strategy")
+_RULES = tuple(Rule(path, other_than("fsdp2"), "fsdp2 for fp8_all_gather", "set it to fsdp2", "all") for path in _STRATEGIES)
+
+
+def gather_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each strategy other than FSDP2."""
+    if config.fp8_all_gather:
+        yield from broken(_RULES, select, config, named)
+
+
+def mark_layers(engine: Any, module: Any, layers: list[str], config: Config) -> None:
+    """Mark the weights that ``engine`` gathers in FP8, after conversion and before ``fully_shard``.
+
+    Raises ConfigError for an engine that is not FSDP2.
+    """
+    if not config.fp8_all_gather:
+        return
+    from jetrl_patch.fp8.convert import gather_in_fp8
+
+    strategy = engine.engine_config.strategy
+    if strategy != "fsdp2":
+        fix = "set strategy=fsdp2, or fp8_all_gather=False"
+        raise ConfigError(
+            explain("verl's engine with fp8_all_gather=True", required="strategy fsdp2", found=repr(strategy), fix=fix)
+        )
+    gather_in_fp8(module, layers, engine.device_mesh.size(-1))

@@ -1,6 +1,6 @@
 """Check verl's configuration for Megatron with TransformerEngine, and complete it for the unified flow.
 
-Megatron builds its layers from TransformerEngine (``jetrl_patch.fp8.transformer_engine``). With ``fp8=e4m3`` and
+Megatron builds its layers from TransformerEngine (``jetrl_patch.backends.transformer_engine``). With ``fp8=e4m3`` and
 ``fp8_recipe=blockwise`` they compute in this project's format, as the rollout does with the backend "te".
 
 FP8 parameters (``fp8_param``) are refused. Megatron takes the FP32 masters of an FP8 parameter from the values that
@@ -17,13 +17,12 @@ from typing import Any
 
 from packaging.version import Version
 
-from jetrl_patch.adapters.base import Journal
-from jetrl_patch.adapters.verl.engines import Select, mixed, runs
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, mixed, named, runs
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
-from jetrl_patch.families import covering, family_of
+from jetrl_patch.models.families import covering, family_of
 from jetrl_patch.patching.guards import installed_version, is_installed
+from jetrl_patch.registry import Journal
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than
 
 __all__ = ["STRATEGY", "check_model", "check_scales", "chosen", "export_scales", "is_chosen", "problems", "wanted"]

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl.megatron import PER_BLOCK, check_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.gate import while_active
-from jetrl_patch.sync.manifest import Terms
-from jetrl_patch.sync.source import Source
-from jetrl_patch.sync.stream import NamedTensor, SyncStats, quantized_stream
+from jetrl_patch.session import while_active
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
+from jetrl_patch.trainer.source import Source
 
 #: attributes of Megatron's TransformerConfig -> their required values after the model is built
 BUILT = {"fp8": "e4m3", "fp8_recipe": "blockwise", "fp8_param": False, "first_last_layers_bf16": False}
@@ -47,7 +47,7 @@ class MegatronSource(Source):
 
     def quantize(self, layer: str, weight: Any) -> tuple[Any, Any]:
         """Return the bytes and scales that TransformerEngine makes of this weight in every forward pass."""
-        from jetrl_patch.fp8.transformer_engine import quantize_weight
+        from jetrl_patch.backends.transformer_engine import quantize_weight
 
         return quantize_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
 
@@ -59,7 +59,7 @@ def build_megatron_module(original: Callable[..., Any]) -> Callable[..., Any]:
     def _build_megatron_module(self: Any) -> Any:
         module = original(self)
         if self.model_config.model_type == "language_model":
-            config = runtime.active_config()
+            config = session.active_config()
             if config.quantized_rollout:
                 self._jetrl = prepare(self, module, config)
         return module
@@ -77,7 +77,7 @@ def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
         ModelError: the settings did not reach Megatron, TransformerEngine runs another recipe, a transformer block has
             other linear layers, or a 128-row block spans two of the rollout's layers.
     """
-    from jetrl_patch.fp8.transformer_engine import check_recipe
+    from jetrl_patch.backends.transformer_engine import check_recipe
 
     hf_config = engine.model_config.hf_config
     check_model(hf_config, int(engine.engine_config.tensor_model_parallel_size))
@@ -86,8 +86,8 @@ def prepare(engine: Any, chunks: list[Any], config: Config) -> MegatronSource:
     check_recipe(recipe, config.scale_format, "Megatron's layers")
     _check_layers(chunks, hf_config, staged=int(engine.engine_config.pipeline_model_parallel_size) > 1)
     source = announce(hf_config, config)
-    runtime.register_layers(source.layers)
-    runtime.register_backend("te")
+    session.register_layers(source.layers)
+    session.register_backend("te")
     return source
 
 
@@ -114,7 +114,7 @@ def announce(hf_config: Any, config: Config) -> MegatronSource:
 
 def _check_layers(chunks: list[Any], hf_config: Any, staged: bool) -> None:
     """Check the blocks of this rank's model chunks. A pipeline stage has some of them; the sync checks that all arrive."""
-    from jetrl_patch.fp8.transformer_engine import require_te_linears
+    from jetrl_patch.backends.transformer_engine import require_te_linears
 
     blocks = [sum(bool(_BLOCK.search(name)) for name, _ in chunk.named_modules()) for chunk in chunks]
     for chunk, held in zip(chunks, blocks, strict=True):

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import delta, old_log_probs, routes, versions
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import old_log_probs, routes, state, sync
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
 from jetrl_patch.adapters.verl.correction import is_bypassed
-from jetrl_patch.adapters.verl.correction_bypass import figures as bypassed_figures
+from jetrl_patch.adapters.verl.old_log_probs import bypass_figures as bypassed_figures
 from jetrl_patch.adapters.verl.state import DRIVER, report_key
 from jetrl_patch.config import Config
-from jetrl_patch.correction.mismatch import Mismatch, Sums
 from jetrl_patch.errors import ConfigError, NotPatchedError, explain
-from jetrl_patch.gate import while_active
-from jetrl_patch.trainer.audit import hold, hold_figures
-from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.mismatch import Compared, say_if_nothing, step_metrics, version_metrics
-from jetrl_patch.trainer.report import sync_metrics
+from jetrl_patch.measure.mismatch import Mismatch, Sums
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer.audit import (
+    Compared,
+    hold,
+    hold_figures,
+    say_if_nothing,
+    step_metrics,
+    sync_metrics,
+    version_metrics,
+)
+from jetrl_patch.trainer.rules import MARK
 
 
 @while_active
@@ -26,16 +32,16 @@ def v0_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RayPPOTrainer._compute_old_log_prob`` (trainer V0)."""
 
     def _compute_old_log_prob(self: Any, batch: Any) -> Any:
-        if runtime.active_config().skips_old_pass:
+        if session.active_config().skips_old_pass:
             taken = old_log_probs.instead_v0(original, self, batch)
             if taken is not None:
                 return taken
         result = original(self, batch)
         rollout = batch.batch.get("rollout_log_probs", None)
         if rollout is None:
-            _without_log_probs(runtime.active_config())
+            _without_log_probs(session.active_config())
         else:
-            current = versions.are_current(versions.of_batch(batch), unknown=versions.are_of_one(self.config))
+            current = state.are_current(state.of_batch(batch), unknown=state.are_of_one(self.config))
             note_mismatch(self.config, result[0].batch["old_log_probs"], rollout, batch.batch["response_mask"], current)
         return result
 
@@ -48,7 +54,7 @@ def separate_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _fit_compute_log_prob(self: Any, batch: Any) -> Any:
         if is_bypassed(self.config):
-            current = versions.are_current(versions.of_batch(batch), unknown=False)
+            current = state.are_current(state.of_batch(batch), unknown=False)
             DRIVER.current.append((current, batch.batch["response_mask"].sum(1).tolist()))
         return original(self, batch)
 
@@ -78,12 +84,12 @@ def v1_old_log_prob(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def _compute_old_log_prob(self: Any, batch: Any, metrics: dict[str, Any]) -> Any:
         bypassed = is_bypassed(self.config)
-        if runtime.active_config().skips_old_pass and not bypassed:
+        if session.active_config().skips_old_pass and not bypassed:
             taken = old_log_probs.instead_v1(original, self, batch)
             if taken is not None:
                 return taken
         result = original(self, batch, metrics)
-        current = versions.are_current(versions.of_tags(batch.tags), unknown=versions.are_of_one(self.config))
+        current = state.are_current(state.of_tags(batch.tags), unknown=state.are_of_one(self.config))
         if bypassed:  # the two are the same tensor; the loss compares
             DRIVER.current.append((current, [int(tag.get("response_len") or 0) for tag in batch.tags]))
         else:
@@ -113,7 +119,7 @@ def note_mismatch(config: Any, trainer: Any, rollout: Any, mask: Any, current: A
     corrected = correction_figures(config.algorithm.get("rollout_correction", None), trainer - rollout, mask)
     DRIVER.metrics.update(step_metrics(found, {} if corrected is None else corrected.as_metrics()))
     DRIVER.metrics.update(version_metrics(found, of_current))
-    hold(trainer, rollout, mask, current, runtime.active_config())
+    hold(trainer, rollout, mask, current, session.active_config())
 
 
 def note(found: Mismatch, corrected: dict[str, float]) -> None:
@@ -129,7 +135,7 @@ def note(found: Mismatch, corrected: dict[str, float]) -> None:
         DRIVER.metrics["jetrl/stale_fraction"] = stale / sum(sum(counts) for _, counts in rows)
     else:
         DRIVER.metrics.update(version_metrics(found, found))
-        hold_figures(found, runtime.active_config())
+        hold_figures(found, session.active_config())
 
 
 def manager_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -152,8 +158,8 @@ def _collected(original: Callable[..., Any]) -> Callable[..., Any]:
             results = ray.get(self.actor_wg.update_weights(global_steps=global_steps, mode=self.backend))
             others: dict[str, Any] = {}
         else:
-            if runtime.active_config().sync == "delta":
-                await delta.announce(self, runtime.active_config())
+            if session.active_config().sync == "delta":
+                await sync.announce(self, session.active_config())
             merged = await original(self, global_steps)
             results, others = split_reports(merged or {}, self.actor_wg.world_size)
         note_sync(results)
@@ -185,7 +191,7 @@ def note_sync(results: Sequence[Any]) -> None:
         measured = Sums().figures(), {}
     if measured is not None:
         note(*measured)
-    if runtime.active_config().skips_old_pass and (audited := old_log_probs.take(reports)) is not None:
+    if session.active_config().skips_old_pass and (audited := old_log_probs.take(reports)) is not None:
         found, corrected, counts = audited
         note(found, corrected)
         DRIVER.metrics.update(counts)

@@ -1,34 +1,54 @@
-"""Convert the trainer's model after loading, before verl wraps it for LoRA, QAT or FSDP."""
+"""Convert the trainer's model after loading, before verl wraps it, and tell its layers when their weights change."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import fused, precision, routes, seeing, ulysses
-from jetrl_patch.adapters.verl.gather import mark_layers
-from jetrl_patch.adapters.verl.state import WORKER
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import logprob, precision, routes, ulysses, vision
+from jetrl_patch.adapters.verl.lora import mark_layers
+from jetrl_patch.adapters.verl.state import WORKER, Prepared
 from jetrl_patch.config import Config
-from jetrl_patch.gate import while_active
-from jetrl_patch.sync.source import Source, convert
+from jetrl_patch.fp8.scaling import RECORD, take_over
+from jetrl_patch.session import while_active, while_config
+from jetrl_patch.trainer.source import convert
+
+__all__ = ["compare_scales", "recorded_in"]
 
 
-@dataclass(kw_only=True)
-class Prepared(Source):
-    """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
+# ---- Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes -
 
-    Attributes:
-        vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
-        banned: tokens of the tokenizer that verl's rollout never samples.
-        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
+@while_active
+def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``FSDPEngine.load_checkpoint``; verl writes the model's config.json beside its shards.
+
+    Does not cover a checkpoint that verl fetches from HDFS during the load.
     """
 
-    vocabulary: int | None = None
-    banned: list[int] = field(default_factory=list)
-    adapters: dict[str, float] | None = None
+    def load_checkpoint(self: Any, local_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "_jetrl", None) is not None:
+            found, recorded = recorded_in(local_path)
+            if found:
+                take_over(self.module.config, recorded, str(local_path))
+        return original(self, local_path, *args, **kwargs)
 
+    return load_checkpoint
+
+
+def recorded_in(local_path: Any) -> tuple[bool, float | None]:
+    """Return whether the checkpoint has a config.json, and the factor recorded there."""
+    file = os.path.join(str(local_path or ""), "huggingface", "config.json")
+    if not os.path.isfile(file):
+        return False, None
+    with open(file) as text:
+        return True, json.load(text).get(RECORD)
+
+
+# ---- Convert the trainer's model after loading, before verl wraps it for LoRA, QAT or FSDP -------
 
 @while_active
 def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,12 +59,13 @@ def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
         if self.model_config.model_type == "language_model":
             precision.check_model(module)
             routes.attach(self, module)
-            self._jetrl = prepare(module, runtime.active_config(), self)
-            fused.attach(self, module, self._jetrl)
-            mark_layers(self, module, self._jetrl.layers, runtime.active_config())
+            self._jetrl = prepare(module, session.active_config(), self)
+            logprob.attach(self, module, self._jetrl)
+            mark_layers(self, module, self._jetrl.layers, session.active_config())
             if self.engine_config.forward_only:
                 WORKER.followers.add(self._jetrl)
-        ulysses.share(module, self)
+        if session.active_config().exact:
+            ulysses.share(module, self)
         return module
 
     return _build_module
@@ -56,7 +77,7 @@ def prepare(module: Any, config: Config, engine: Any) -> Prepared:
     from verl.utils.model import convert_weight_keys
 
     if config.quantized_rollout:
-        seeing.check_worker(module.config, engine)  # the driver has checked a local folder
+        vision.check_worker(module.config, engine)  # the driver has checked a local folder
     sent = convert_weight_keys(module.state_dict(), module)
     shapes = {name: tuple(tensor.shape) for name, tensor in sent.items()}
     sizes: dict[str, Any] = {"rollout_tp": WORKER.rollout_tp, "rollout_ep": WORKER.rollout_ep}
@@ -75,3 +96,24 @@ def _banned(model_config: Any) -> list[int]:
     from verl.workers.rollout.utils import get_vision_placeholder_token_ids
 
     return list(get_vision_placeholder_token_ids(getattr(model_config, "processor", None)))
+
+
+# ---- Tell the FP8 layers of verl's FSDP engines that their weights stay as they are from one optimizer step to the next
+
+@while_config(lambda config: config.fp8_train)
+def forward_backward_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``FSDPEngine.forward_backward_batch``, in which all micro-batches of an update pass and no weight is written.
+
+    Ranks that share the weights free them after each layer: to hold the bytes of all layers would take what that saves. They
+    quantize what they gather, or set ``fp8_all_gather``. With ``reshard_after_forward=False`` they hold whole BF16 weights, 2
+    bytes each, until the backward pass, and the bytes are 2 more.
+    """
+
+    def forward_backward_batch(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        from jetrl_patch.fp8.unchanged import unchanged_weights
+
+        whole = self.device_mesh.size(-1) == 1 or not self.engine_config.reshard_after_forward
+        with unchanged_weights(self.module, gradients=not forward_only) if whole else contextlib.nullcontext():
+            return original(self, data, loss_function, forward_only)
+
+    return forward_backward_batch

@@ -1,34 +1,114 @@
-"""Take the rollout's log-probs for a step's old ones (``old_log_probs="rollout"``), in both trainers of verl.
-
-Both trainers fill ``old_log_probs`` in ``_compute_old_log_prob``, by a forward pass of the actor. In exact mode that pass
-computes the bits that the rollout returned, so ``rollout_log_probs`` are copied and the pass is left out. Two places compare:
-
-- in the worker, the policy loss of the first mini-batch after a sync, which runs with the weights that sampled. It has the
-  trainer's log-probs before its backward pass. The sums reach the trainer loop in the report of the next sync;
-- in the trainer loop, where a step has another number of updates than one: a share of the samples goes through the pass.
-
-The pass runs as always for samples without log-probs or of other weights, and after a difference that did not stop the run.
-verl's bypass mode has no pass; ``correction_bypass`` measures it.
-"""
+"""Old log-probs without a pass of the trainer: ``old_log_probs="rollout"``, and verl's bypass mode."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import versions
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import state
 from jetrl_patch.adapters.verl.correction import figures as correction_figures
-from jetrl_patch.adapters.verl.correction_bypass import LOSS as BYPASS
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER
-from jetrl_patch.gate import while_config
+from jetrl_patch.registry import Journal
+from jetrl_patch.session import while_config
 from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
 
 if TYPE_CHECKING:
-    from jetrl_patch.correction.mismatch import Mismatch
+    from jetrl_patch.measure.mismatch import Mismatch
 
-__all__ = ["AUDIT", "get_policy_loss_fn", "instead_v0", "instead_v1", "take"]
+__all__ = [
+    "AUDIT", "LOSS", "bypass_figures", "get_policy_loss_fn", "hand_over", "instead_v0", "instead_v1", "measure",
+    "register_bypass", "take", "train_batch",
+]  # fmt: skip
+
+
+# ---- Measure the mismatch in verl's bypass mode, which runs no separate forward pass for the trainer's log-probs
+# In this mode ``old_log_probs`` are the rollout's, and the loss is the first place that sees both. The first mini-batch after
+# a weight sync is scored with the weights that sampled it. Sums over it reach the trainer loop in the report of the next sync,
+# which ends the same step.
+
+#: verl's name of the loss; also the key of the sums in a worker's report
+LOSS = "bypass_mode"
+
+
+def register_bypass(module: ModuleType, journal: Journal) -> None:
+    """Wrap the bypass loss in ``POLICY_LOSS_REGISTRY`` of ``verl.trainer.ppo.core_algos``."""
+    journal.set_item(
+        module.POLICY_LOSS_REGISTRY,
+        LOSS,
+        measured(module.POLICY_LOSS_REGISTRY[LOSS]),
+        target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{LOSS!r}]",
+        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
+        remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+    )
+
+
+def measured(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap verl's loss: record the mismatch while the trainer still has the weights that sampled."""
+
+    def compute_policy_loss_bypass_mode(
+        old_log_prob: Any, log_prob: Any, advantages: Any, response_mask: Any, *args: Any, config: Any, **kwargs: Any
+    ) -> Any:
+        if session.is_active() and WORKER.measuring:
+            WORKER.compared = True
+            WORKER.measured.append(measure(log_prob, old_log_prob, response_mask, config.policy_loss))
+        return original(old_log_prob, log_prob, advantages, response_mask, *args, config=config, **kwargs)
+
+    return compute_policy_loss_bypass_mode
+
+
+def measure(log_prob: Any, rollout_log_prob: Any, mask: Any, policy_loss: Any) -> tuple[Any, Any]:
+    """Sum the mismatch, and the effect of the correction (None if it has no name), over one micro-batch."""
+    from jetrl_patch.measure.mismatch import sums
+
+    log_ratio = log_prob.detach() - rollout_log_prob
+    corrected = correction_figures(policy_loss.get("rollout_correction", None), log_ratio, mask)
+    return sums(log_prob.float(), rollout_log_prob.float(), mask), corrected
+
+
+def train_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``TrainingWorker.train_batch``: losses stop comparing once the optimizer step has changed the weights."""
+
+    def train_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            if WORKER.compared:  # not in a critic's batch
+                WORKER.measuring = WORKER.compared = False
+
+    return train_batch
+
+
+def hand_over() -> list[tuple[Any, Any]]:
+    """At a weight sync, return what was measured since the last one, and measure the next mini-batch again."""
+    found, WORKER.measured, WORKER.measuring = WORKER.measured, [], True
+    return found
+
+
+def bypass_figures(reports: Sequence[dict[str, Any]]) -> tuple[Any, dict[str, float]] | None:
+    """Merge the workers' reports into the mismatch and the correction's metrics; None if nothing was measured."""
+    parts = [part for report in reports for part in report.get(LOSS, ())]
+    if not parts:
+        return None
+    from jetrl_patch.measure.mismatch import Applied, Sums, merge
+
+    corrected = [part for _, part in parts if part is not None]
+    metrics = merge(Applied, corrected).as_metrics() if corrected else {}
+    return merge(Sums, [part for part, _ in parts]).figures(), metrics
+
+
+# ---- Take the rollout's log-probs for a step's old ones (``old_log_probs="rollout"``), in both trainers of verl
+# Both trainers fill ``old_log_probs`` in ``_compute_old_log_prob``, by a forward pass of the actor. In exact mode that pass
+# computes the bits that the rollout returned, so ``rollout_log_probs`` are copied and the pass is left out. Two places compare:
+#
+# - in the worker, the policy loss of the first mini-batch after a sync, which runs with the weights that sampled. It has the
+#   trainer's log-probs before its backward pass. The sums reach the trainer loop in the report of the next sync;
+# - in the trainer loop, where a step has another number of updates than one: a share of the samples goes through the pass.
+#
+# The pass runs as always for samples without log-probs or of other weights, and after a difference that did not stop the run.
+# verl's bypass mode has no pass; ``correction_bypass`` measures it.
 
 #: key of ``Audit.report`` in a worker's report
 AUDIT = "audit"
@@ -54,7 +134,7 @@ def get_policy_loss_fn(original: Callable[..., Any]) -> Callable[..., Any]:
 
     def get_policy_loss_fn(name: str) -> Callable[..., Any]:
         found: Callable[..., Any] = original(name)
-        return found if name == BYPASS else checked(found)
+        return found if name == LOSS else checked(found)
 
     return get_policy_loss_fn
 
@@ -75,7 +155,7 @@ def checked(loss: Callable[..., Any]) -> Callable[..., Any]:
         old = torch.where(response_mask.bool(), old_log_prob, own)
         if WORKER.measuring:
             WORKER.compared = True
-            if not WORKER.audit.compare(own, old_log_prob, response_mask, runtime.active_config()):
+            if not WORKER.audit.compare(own, old_log_prob, response_mask, session.active_config()):
                 old = own
         return loss(old_log_prob=old, log_prob=log_prob, response_mask=response_mask, **others)
 
@@ -132,7 +212,7 @@ def instead_v1(original: Callable[..., Any], trainer: Any, batch: Any) -> Any:
     rows = data["response_mask"]
     data = data.to_padded_tensor()
     rollout, mask = data.get("rollout_log_probs", None), data["response_mask"]
-    current = versions.are_current(versions.of_tags(batch.tags), unknown=False)
+    current = state.are_current(state.of_tags(batch.tags), unknown=False)
     if not _may_skip(rollout) or not bool(current.all()):
         return None
     if not _agrees(trainer, rollout, mask, recomputed):
@@ -154,7 +234,7 @@ def _agrees(trainer: Any, rollout: Any, mask: Any, recomputed: Callable[[list[in
 
     Raises AuditError if a token differs and ``on_mismatch="stop"``.
     """
-    config = runtime.active_config()
+    config = session.active_config()
     DRIVER.audit = Audit()
     count = len(mask)
     if _updates(trainer, count) == 1:

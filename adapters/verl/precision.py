@@ -1,28 +1,32 @@
-"""``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in verl: check and complete the settings, and watch the loss scale.
-
-verl 0.9.1 itself trains in FP16 if FSDP's ``mixed_precision.param_dtype`` is fp16: with autocast, FP32 parameters, reduction
-and buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip, as in Precision-RL. This module
-makes actor, reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises on values that do not fit
-FP16, and sends FP16 in the sync. ``logprob`` computes FP32 log-probs, which verl rounds to FP16.
-"""
+"""``precision="fp16"``, ``kv_cache``, ``head_dtype`` and optimizer states in verl: check and complete the settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch import registry
-from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, ENGINE, MODEL, REF, ROLLOUT, named
 from jetrl_patch.config import Config
+from jetrl_patch.config.checks import CLASSES, MODULE, check_installed, check_options
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
-from jetrl_patch.precision.loss_scale import GROWTH_INTERVAL
-from jetrl_patch.trainer.precision import scales_loss
+from jetrl_patch.trainer.precision import GROWTH_INTERVAL, scales_loss
 from jetrl_patch.trainer.rules import Rule, broken, is_set, other_than, positive
 
 if TYPE_CHECKING:
-    from jetrl_patch.sync.stream import SyncStats
+    from jetrl_patch.sync.send import SyncStats
 
-__all__ = ["build_fsdp_module", "check_model", "figures", "optimizer_step", "problems", "stream", "wanted"]
+__all__ = [
+    "build_fsdp_module", "check_model", "figures", "optimizer_problems", "optimizer_step", "optimizer_wanted", "problems",
+    "stream", "wanted",
+]  # fmt: skip
+
+
+# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in verl: check and complete the settings, and watch the loss scale
+# verl 0.9.1 itself trains in FP16 if FSDP's ``mixed_precision.param_dtype`` is fp16: with autocast, FP32 parameters, reduction
+# and buffers, and a ``ShardedGradScaler(growth_interval=400)`` that unscales before the clip, as in Precision-RL. This module
+# makes actor, reference and rollout agree, replaces a disabled scaler, counts skipped steps, raises on values that do not fit
+# FP16, and sends FP16 in the sync. ``logprob`` computes FP32 log-probs, which verl rounds to FP16.
 
 FP16 = ("float16", "fp16", "half")
 
@@ -113,14 +117,14 @@ def check_model(module: Any) -> None:
     """Raise ModelError if the loaded weights do not fit FP16. Another rank checks weights that are meta tensors here."""
     if not scales_loss():
         return
-    from jetrl_patch.precision.fp16 import check_fits
+    from jetrl_patch.sync.send import check_fits
 
     check_fits(module.named_parameters(), f"the checkpoint of {type(module).__name__}")
 
 
 def stream(weights: Iterable[tuple[str, Any]], stats: SyncStats) -> Iterator[tuple[str, Any]]:
     """Stream the weights of a sync in FP16 (``fp16_stream``)."""
-    from jetrl_patch.precision.fp16 import fp16_stream
+    from jetrl_patch.sync.send import fp16_stream
 
     return fp16_stream(weights, stats)
 
@@ -193,3 +197,64 @@ def figures() -> dict[str, float]:
     from jetrl_patch.adapters.verl.state import WORKER
 
     return WORKER.loss_scale.figures() if scales_loss() else {}
+
+
+# ---- Optimizer states in verl: its setting for the optimizer class names the plugin's class. FSDP only
+
+_CRITIC = "critic"
+_STRATEGIES = ("fsdp", "fsdp2")
+
+
+def optimizer_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting in verl's configuration that contradicts ``optimizer_states``."""
+    states = config.optimizer_states
+    if states == "fp32":
+        return
+    try:
+        check_installed(states)
+    except JetrlError as error:
+        yield error
+    for section in _sections(select):
+        strategy = select(f"{section}.strategy")
+        if strategy not in _STRATEGIES:
+            yield ConfigError(
+                explain(
+                    f"{named(section)}.strategy with optimizer_states={states!r}",
+                    required=" or ".join(_STRATEGIES),
+                    found=repr(strategy),
+                    fix="set it to fsdp2, or leave optimizer_states at 'fp32' (Megatron has its own exp_avg_dtype)",
+                )
+            )
+            continue
+        chosen = (select(f"{section}.optim.optimizer_impl"), select(f"{section}.optim.optimizer"))
+        if chosen not in ((None, None), ("torch.optim", "AdamW"), (MODULE, CLASSES[states])):
+            yield ConflictError(
+                explain(
+                    f"{named(section)}.optim with optimizer_states={states!r}",
+                    required="verl's default, torch.optim.AdamW",
+                    found=".".join(map(str, chosen)),
+                    fix="remove optimizer and optimizer_impl, or leave optimizer_states at 'fp32'",
+                )
+            )
+        options = select(f"{section}.optim.override_optimizer_config")
+        try:
+            check_options(states, options or {}, named(f"{section}.optim.override_optimizer_config"))
+        except JetrlError as error:
+            yield error
+
+
+def optimizer_wanted(select: Callable[[str], Any], config: Config) -> Mapping[str, Any]:
+    """Return the settings that verl's configuration needs; none for FP32 states."""
+    if config.optimizer_states == "fp32":
+        return {}
+    found = {}
+    for section in _sections(select):
+        found[f"{section}.optim.optimizer_impl"] = MODULE
+        found[f"{section}.optim.optimizer"] = CLASSES[config.optimizer_states]
+    return found
+
+
+def _sections(select: Callable[[str], Any]) -> list[str]:
+    """Return the actor's section, and the critic's unless it is disabled."""
+    critic = select(f"{_CRITIC}.optim") is not None and select(f"{_CRITIC}.enable") is not False
+    return [ACTOR, _CRITIC] if critic else [ACTOR]

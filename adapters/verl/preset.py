@@ -15,14 +15,14 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch import env, runtime
-from jetrl_patch.adapters.base import Journal, Patch
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import settings
-from jetrl_patch.adapters.verl.section import SECTION, given
-from jetrl_patch.config import SETTINGS, Config, from_text
+from jetrl_patch.adapters.verl.yaml_settings import SECTION, given
+from jetrl_patch.config import SETTINGS, Config, environment, from_text
 from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 from jetrl_patch.patching.hooks import watch
 from jetrl_patch.patching.patch import apply_patch
+from jetrl_patch.registry import Journal, Patch
 
 _UNIFIED = SETTINGS["precision"].default
 
@@ -51,17 +51,17 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
     asked = given(verl_config)
     if asked is None:
         return None
-    if env.switched_off(environ):
+    if environment.switched_off(environ):
         raise ConflictError(
             explain(
-                f"{env.SWITCH}=0",
+                f"{environment.SWITCH}=0",
                 required=f"no {SECTION} section in verl's configuration",
                 found=f"{SECTION}={asked}",
-                fix=f"unset {env.SWITCH}, or remove the section",
+                fix=f"unset {environment.SWITCH}, or remove the section",
             )
         )
-    fields = {field: variable for variable, field in env.FIELDS.items()}
-    for name, theirs in from_text(env.read_fields(environ)).items():
+    fields = {field: variable for variable, field in environment.FIELDS.items()}
+    for name, theirs in from_text(environment.read_fields(environ)).items():
         if name in asked and asked[name] != theirs:
             raise ConflictError(
                 explain(
@@ -76,11 +76,11 @@ def config_of(verl_config: Any, environ: Mapping[str, str] | None = None) -> Con
 
 def activate(verl_config: Any) -> None:
     """Patch this process if verl's configuration asks for it. In a patched process ``settings.check`` compares the two."""
-    if runtime.is_active():
+    if session.is_active():
         return
     wanted = config_of(verl_config)
     if wanted is not None:
-        runtime.enable(wanted)
+        session.enable(wanted)
 
 
 def _first_look(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,7 +99,7 @@ def _validate_config(original: Callable[..., Any]) -> Callable[..., Any]:
 def _trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def __init__(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         asked = given(config)
-        if asked is not None and not runtime.is_active():
+        if asked is not None and not session.is_active():
             raise NotPatchedError(
                 f"verl's configuration has {SECTION}={asked}, but this process is not patched: the driver started without "
                 "jetrl_patch. Start with `python -m verl.trainer.main_ppo`, or call jetrl_patch.enable() before ray.init."

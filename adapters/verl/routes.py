@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl.routes_settings import beside
+from jetrl_patch import session
+from jetrl_patch.adapters.verl.rollout_settings import beside
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.gate import while_config
+from jetrl_patch.session import while_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,11 +30,11 @@ _RECORDED = "routed_experts"
 
 def attach(engine: Any, module: Any) -> None:
     """Let the policy's engine record the routes of its model, which is not wrapped yet. Raises ModelError for a dense model."""
-    config = runtime.active_config()
+    config = session.active_config()
     if not config.returns_routes or engine.engine_config.forward_only:
         return
-    from jetrl_patch.fp8.expert_layers import expert_modules
-    from jetrl_patch.monitor.routes import Recorder
+    from jetrl_patch.fp8.convert import expert_modules
+    from jetrl_patch.measure.observe import Recorder
 
     if not expert_modules(module):
         required, found = "a mixture of experts that the plugin knows", f"model_type={module.config.model_type!r}"
@@ -86,8 +86,8 @@ def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def compare_routes(rollout: Tensor, chosen: Mapping[int, Tensor], rows: Tensor) -> Any:
-    """``monitor.routes.compare``, loaded with torch."""
-    from jetrl_patch.monitor.routes import compare
+    """``measure.observe.compare``, loaded with torch."""
+    from jetrl_patch.measure.observe import compare
 
     return compare(rollout, chosen, rows)
 
@@ -123,7 +123,7 @@ def metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if not compared:
         return {}
     found = {"jetrl/route_mismatch": differ / compared, "jetrl/routes": float(compared)}
-    if runtime.active_config().router_replay != "none":
+    if session.active_config().router_replay != "none":
         found["jetrl/routes_replayed"] = 1 - other / compared
     return found
 

@@ -3,40 +3,152 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
 from typing import Any
 
-from jetrl_patch import registry, runtime
+from jetrl_patch import registry, session
 from jetrl_patch.adapters.verl import (
     asynchronous,
-    beside,
-    fused,
-    gather,
+    checkpoint,
+    logprob,
     lora,
     megatron,
-    model_config,
-    old_log_probs_settings,
     precision,
-    rollout_ranks,
-    routes_settings,
-    seeing,
+    reward_engines,
+    rollout_settings,
     ulysses,
     veomni,
+    vision,
 )
 from jetrl_patch.adapters.verl.correction import problems as correction_problems
 from jetrl_patch.adapters.verl.correction import wanted as correction_settings
-from jetrl_patch.adapters.verl.optimizer import problems as optimizer_problems
-from jetrl_patch.adapters.verl.optimizer import wanted as optimizer_settings
-from jetrl_patch.adapters.verl.paths import ACTOR, ENGINE, MODEL, REF, ROLLOUT, model_folder, named
-from jetrl_patch.adapters.verl.rollout_ranks import expert_parallel, tensor_parallel
-from jetrl_patch.adapters.verl.section import disagreement
+from jetrl_patch.adapters.verl.precision import optimizer_problems
+from jetrl_patch.adapters.verl.precision import optimizer_wanted as optimizer_settings
+from jetrl_patch.adapters.verl.rollout_settings import expert_parallel, tensor_parallel
+from jetrl_patch.adapters.verl.yaml_settings import (
+    ACTOR,
+    ENGINE,
+    MODEL,
+    REF,
+    ROLLOUT,
+    disagreement,
+    model_folder,
+    named,
+)
 from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import QUANTIZATIONS
-from jetrl_patch.errors import ConflictError, JetrlError
-from jetrl_patch.gate import while_active
-from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, explain
+from jetrl_patch.models.family import DROPOUTS
+from jetrl_patch.session import while_active
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
-from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, raised, temperature
+from jetrl_patch.trainer.rules import MARK, Rule, broken, is_set, more_than_one, other_than, raised, temperature
+
+__all__ = ["TRAINERS", "model_problems", "own_program", "program_problem"]
+
+
+# ---- Which of verl's programs the plugin supports ------------------------------------------------
+
+#: the programs that train with the plugin -> the default name of their configuration, in a folder ``config`` beside them
+TRAINERS = {
+    PROGRAMS["verl"]: "ppo_trainer",
+    "verl.experimental.one_step_off_policy.main_ppo": "one_step_off_ppo_trainer",
+    "verl.experimental.fully_async_policy.fully_async_main": "fully_async_ppo_trainer",
+}
+#: packages whose programs train or generate
+_PROGRAMS = ("verl.trainer", "verl.experimental")
+#: of these, the ones that run with the plugin; the evaluation loads no model
+_SUPPORTED = (*TRAINERS, "verl.trainer.main_eval")
+
+
+def program_problem(target: str) -> JetrlError | None:
+    """Return the error for a program of verl that the plugin does not support, whatever the precision.
+
+    Args:
+        target: dotted name of a module, or path of a script; a program that is not verl's is never refused.
+    """
+    module = _module(target)
+    if module in _SUPPORTED or not module.startswith(tuple(f"{package}." for package in _PROGRAMS)):
+        return None
+    return ConfigError(
+        explain(
+            f"jetrl_patch in {module}",
+            required=f"{PROGRAMS['verl']} or an asynchronous trainer, whose weight syncs and log-probs the plugin follows",
+            found="another program of verl (supervised, or generating alone)",
+            fix=f"use {PROGRAMS['verl']}, or start this program without jetrl_patch",
+        )
+    )
+
+
+def own_program() -> str:
+    """Return the dotted name or the path of the program that this process runs; empty if there is none."""
+    main = sys.modules.get("__main__")
+    spec = getattr(main, "__spec__", None)
+    return str(spec.name) if spec is not None else str(getattr(main, "__file__", None) or "")
+
+
+def _module(target: str) -> str:
+    """The dotted name of a script inside verl's package (``…/verl/trainer/x.py``); other targets stay what they are."""
+    if not target.endswith(".py") and os.sep not in target:
+        return target.removesuffix(".__main__")
+    parts = PurePath(target).with_suffix("").parts
+    at = max((i for i, part in enumerate(parts) if part == "verl"), default=None)
+    return target if at is None else ".".join(parts[at:])
+
+
+# ---- verl's settings that change the trainer's copy of a model's configuration; the rollout reads config.json alone
+
+_OVERRIDE = f"{MODEL}.override_config"
+
+#: key of the trainer's configuration -> whether a value is harmless in exact mode
+_HARMLESS: dict[str, Callable[[Any], bool]] = {
+    # exact mode has its own attention
+    "attn_implementation": lambda value: True,
+    # an upper bound that verl compares with the engine's; the rotary embeddings of exact mode do not depend on it
+    "max_position_embeddings": lambda value: True,
+    # no dropout, as in the rollout
+    **dict.fromkeys((*DROPOUTS, "embd_pdrop", "resid_pdrop", "hidden_dropout"), lambda value: not value),
+    # tokens, which the engine gets from the tokenizer and generation_config.json
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), lambda value: True),
+    # the trainer never decodes
+    "use_cache": lambda value: True,
+}
+
+
+def model_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each setting by which the trainer would compute another model than the rollout.
+
+    Args:
+        select: returns verl's setting at a dotted path, None where it is missing.
+    """
+    other, path = select(f"{MODEL}.hf_config_path"), select(f"{MODEL}.path")
+    if config.quantized_rollout and other not in (None, path):
+        what = f"{named(f'{MODEL}.hf_config_path')} with a quantized rollout"
+        required = f"{path}, where vLLM reads its configuration"
+        yield ConfigError(explain(what, required=required, found=repr(other), fix="set it to null"))
+    if not config.exact:
+        return
+    for key, value in _overrides(select).items():
+        harmless = _HARMLESS.get(key)
+        if harmless is None or not harmless(value):
+            what = f"{named(f'{_OVERRIDE}.{key}')} with align='exact'"
+            required = "the rollout's value, which is that of config.json"
+            yield ConfigError(explain(what, required=required, found=repr(value), fix="remove it and change config.json"))
+
+
+def _overrides(select: Callable[[str], Any]) -> Mapping[str, Any]:
+    """The keys that verl writes into the trainer's configuration: one section for Megatron, else all."""
+    found = select(_OVERRIDE)
+    if not found:
+        return {}
+    inner = found.get("model_config", found)
+    return dict(inner or {})
+
+
+# ---- Check and complete verl's configuration before anything starts, so that the user need not edit it
 
 logger = logging.getLogger(__name__)
 
@@ -111,17 +223,18 @@ def problems(verl_config: Any, config: Config) -> Iterator[JetrlError]:
     select = _selector(verl_config)
     yield from broken(RULES, select, config, named)
     yield from asynchronous.problems(select, config)
-    yield from model_config.problems(select, config)
-    yield from rollout_ranks.problems(select, config)
+    yield from model_problems(select, config)
+    yield from rollout_settings.rank_problems(select, config)
     yield from _engine_problems(select, config)
-    yield from gather.problems(select, config)
+    yield from lora.gather_problems(select, config)
     yield from lora.problems(select, config)
-    yield from beside.problems(select, config)
+    yield from reward_engines.problems(select, config)
     yield from ulysses.problems(select)
-    yield from routes_settings.problems(select, config)
+    yield from rollout_settings.problems(select, config)
     if config.old_log_probs != "auto":  # which ``chosen`` settles
-        yield from old_log_probs_settings.problems(select, config)
+        yield from rollout_settings.old_log_prob_problems(select, config)
     yield from optimizer_problems(select, config)
+    yield from checkpoint.problems(select, config)
     yield from precision.problems(select, config)
     if megatron.is_chosen(select, config):
         yield from megatron.problems(select, config)
@@ -151,11 +264,11 @@ def _model_problems(select: Callable[[str], Any], config: Config) -> Iterator[Je
     if hf_config is None:
         return
     yield from ulysses.whole(select, hf_config)
-    yield from seeing.problems(select, hf_config)
+    yield from vision.problems(select, hf_config)
     yield from raised(lambda: ulysses.check_heads(select, hf_config))
     yield from raised(lambda: lora.check_model(hf_config, select, config))
-    if fused.is_used(select, config):
-        yield from raised(lambda: fused.check_model(hf_config))
+    if logprob.is_used(select, config):
+        yield from raised(lambda: logprob.check_model(hf_config))
     if veomni.is_chosen(select, config):
         yield from raised(lambda: veomni.check_model(hf_config))
     if megatron.is_chosen(select, config):
@@ -179,17 +292,17 @@ def complete(verl_config: Any, config: Config) -> list[str]:
         wanted[f"{ROLLOUT}.logprobs_mode"] = _PROCESSED
     wanted |= precision.wanted(config)
     select = _selector(verl_config)
-    wanted |= rollout_ranks.wanted(select, config)
-    wanted |= routes_settings.wanted(config)
+    wanted |= rollout_settings.wanted_ranks(select, config)
+    wanted |= rollout_settings.wanted(config)
     if megatron.is_chosen(select, config):
         wanted |= megatron.wanted(select)
-    wanted |= fused.wanted(select, config)
+    wanted |= logprob.wanted(select, config)
     wanted |= lora.wanted(select, config)
     wanted |= correction_settings(verl_config, config)
     wanted |= optimizer_settings(select, config)
-    wanted |= beside.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
-    changes = [*fused.notes(select, config), *cut_note(*_checkpoint(select, config))]
-    why = {rollout_ranks.EXPERTS: f": {rollout_ranks.reason(select)}"}
+    wanted |= reward_engines.wanted(select, config)  # last, because a teacher takes over what was set for the rollout
+    changes = [*logprob.notes(select, config), *cut_note(*_checkpoint(select, config))]
+    why = {rollout_settings.EXPERTS: f": {rollout_settings.reason(select)}"}
     for path, value in wanted.items():
         found = select(path)
         if found != value:
@@ -209,30 +322,41 @@ def prepare(verl_config: Any, config: Config) -> None:
 def chosen(verl_config: Any, asked: Config) -> Config:
     """Return the plugin's settings with those that verl's settings decide, where the user left them open."""
     select = _selector(verl_config)
-    return old_log_probs_settings.chosen(select, megatron.chosen(select, asked))
+    return rollout_settings.chosen(select, megatron.chosen(select, asked))
 
 
 def adopt(verl_config: Any) -> None:
-    """Restart this process's session with the settings that verl's decide, before anything else starts."""
-    asked = runtime.asked_config()
+    """Restart this process's session with the settings that verl's decide, before anything else starts.
+
+    Raises NotPatchedError if the driver has connected Ray already: its workers have the settings of before.
+    """
+    asked = session.asked_config()
     wanted = chosen(verl_config, asked)
     if wanted != asked:
-        runtime.disable()
-        runtime.enable(wanted)
         changed = [name for name in SETTINGS if getattr(wanted, name) != getattr(asked, name)]
         words = ", ".join(f"{name}={getattr(wanted, name)!r}" for name in changed)
+        session.disable()
+        try:
+            session.enable(wanted)
+        except NotPatchedError as error:
+            required, found = f"{words}, which verl's settings need", "workers of Ray that were started without"
+            raise NotPatchedError(explain("enable()", required=required, found=found, fix=f"call it with {words}")) from error
         logger.warning("jetrl_patch: %s, because verl's settings need it", words)
 
 
 def _settle(verl_config: Any) -> None:
-    """Check the configuration and complete it, with the settings that it decides, before anything starts."""
+    """Check the configuration and complete it, with the settings that it decides, before anything starts.
+
+    Raises NotPatchedError if Ray was connected by an ``init`` imported before ``enable()``, which could not replace that name.
+    """
     adopt(verl_config)
-    prepare(verl_config, runtime.active_config())
+    registry.resolve("ray").check(session.active_config())
+    prepare(verl_config, session.active_config())
 
 
 def check_settled(verl_config: Any, config: Config) -> None:
     """Raise ConfigError if the pass for old log-probs would be left out though verl's settings need it: nobody settled it."""
-    for problem in old_log_probs_settings.problems(_selector(verl_config), config):
+    for problem in rollout_settings.old_log_prob_problems(_selector(verl_config), config):
         raise problem
 
 
@@ -289,7 +413,7 @@ def separate_pools(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _take_over(verl_config: Any) -> None:
     """Repeat the driver's check where the trainer loop runs, and leave the mark for its workers."""
-    config = runtime.active_config()
+    config = session.active_config()
     prepare(verl_config, config)
     check_settled(verl_config, config)
     mark(verl_config, config)

@@ -1,20 +1,43 @@
-"""State that the patches of one process share."""
+"""State that the patches of one process share, and which weights made a sample."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.sync.base import Sent
-from jetrl_patch.sync.stream import SyncStats
-from jetrl_patch.trainer import state
-from jetrl_patch.trainer.audit import Audit
-from jetrl_patch.trainer.marks import MARK
-from jetrl_patch.trainer.mismatch import Compared
+from jetrl_patch.sync.delta import Sent
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer import source
+from jetrl_patch.trainer.audit import Audit, Compared
+from jetrl_patch.trainer.rules import MARK
+from jetrl_patch.trainer.source import Source
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["are_current", "are_of_one", "of_batch", "of_tags"]
+
+
+# ---- State that the patches of one process share -------------------------------------------------
+
+@dataclass(kw_only=True)
+class Prepared(Source):
+    """An engine's model as it was before sharding, and the vocabulary of verl's rollout.
+
+    Attributes:
+        vocabulary: number of tokens in the tokenizer; verl's rollout samples no token beyond them.
+        banned: tokens of the tokenizer that verl's rollout never samples.
+        adapters: name of each LoRA layer in peft's model -> scaling; None without LoRA, or where verl serves adapters.
+    """
+
+    vocabulary: int | None = None
+    banned: list[int] = field(default_factory=list)
+    adapters: dict[str, float] | None = None
 
 
 @dataclass
-class WorkerState(state.Worker):
+class WorkerState(source.Worker):
     """State of a training worker.
 
     Attributes:
@@ -24,6 +47,7 @@ class WorkerState(state.Worker):
         broken: what broke the stream of such a sync.
         base: what the last sync sent, if this one may send changes only.
         held: what the engines reported as theirs before a sync over a checkpoint engine.
+        saved: digests of the weights that verl has saved to restore them later, by its key and by parameter (``old_weights``).
         measuring: whether the weights have not changed since the last sync, so that a loss can compare log-probs.
         compared: whether a loss of the current mini-batch did.
         measured: in verl's bypass mode, the loss's sums since that sync, one per micro-batch (``correction_bypass``).
@@ -44,10 +68,11 @@ class WorkerState(state.Worker):
     broken: Exception | None = None
     base: Sent | None = None
     held: str = ""
+    saved: dict[Any, dict[str, int]] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)
-class DriverState(state.Driver):
+class DriverState(source.Driver):
     """State of the trainer loop, with what ``old_log_probs="rollout"`` needs (``old_log_probs``).
 
     Attributes:
@@ -82,4 +107,49 @@ def report_key(rank: int) -> str:
 
 def reset() -> None:
     """Restore the initial state. Called by ``disable()``."""
-    state.reset(WORKER, DRIVER)
+    source.reset(WORKER, DRIVER)
+
+
+# ---- Which weights made a sample: verl tags each with the training steps of the last weight sync at its first and last token
+# In an asynchronous run a sample may be older than the trainer's weights, or a partial rollout that spans a sync.
+
+_NAMES = ("min_global_steps", "max_global_steps")
+_Versions = list[tuple[Any, Any]]
+
+
+def are_of_one(verl_config: Any) -> bool:
+    """Whether the trainer is synchronous, so that the weights of the last sync made all samples, also those without versions."""
+    from omegaconf import OmegaConf
+
+    mode = OmegaConf.select(verl_config, "trainer.v1.trainer_mode", default="sync")
+    return bool(mode == "sync" and OmegaConf.select(verl_config, "actor_rollout_ref.hybrid_engine", default=True))
+
+
+def of_batch(batch: Any) -> _Versions:
+    """Return first and last version of each sample of a ``DataProto`` (V0); None where an agent loop records none."""
+    columns = [batch.non_tensor_batch.get(name) for name in _NAMES]
+    missing = [None] * len(batch.batch["response_mask"])
+    first, last = (missing if column is None else column for column in columns)
+    return list(zip(first, last, strict=True))
+
+
+def of_tags(tags: Iterable[Mapping[str, Any]]) -> _Versions:
+    """The same for the tags of the TransferQueue (V1). Copies that fill a batch up count with any version."""
+    return [
+        (DRIVER.version, DRIVER.version) if tag.get("is_padding", False) else (tag.get(_NAMES[0]), tag.get(_NAMES[1]))
+        for tag in tags
+    ]
+
+
+def are_current(made: _Versions, unknown: bool) -> Tensor:
+    """Bool [B]: True for samples that the weights of the last sync made alone.
+
+    Args:
+        made: first and last version of each of the B samples.
+        unknown: the answer for a sample without versions.
+    """
+    import torch
+
+    now = DRIVER.version
+    rows = [unknown if first is None or last is None or now is None else first == last == now for first, last in made]
+    return torch.tensor(rows, dtype=torch.bool)

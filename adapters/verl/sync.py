@@ -1,8 +1,4 @@
-"""The trainer's side of the weight sync in verl: what is sent, by whom, and what is reported.
-
-``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
-verl's own buckets → ``worker.py`` in the vLLM worker.
-"""
+"""The trainer's side of the weight sync in verl: what is sent, by whom, and what is reported."""
 
 from __future__ import annotations
 
@@ -11,20 +7,96 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import address, delta, old_log_probs, precision, routes
-from jetrl_patch.adapters.verl.correction_bypass import LOSS, hand_over
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import old_log_probs, precision, reward_engines, routes
+from jetrl_patch.adapters.verl.old_log_probs import LOSS, hand_over
 from jetrl_patch.adapters.verl.state import WORKER, report_key
 from jetrl_patch.adapters.verl.transport import Peer, as_sync_error, ending_early, watched_sender
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError, explain
-from jetrl_patch.gate import while_active
-from jetrl_patch.sync.stream import SyncStats
-from jetrl_patch.trainer import marks
-from jetrl_patch.trainer.guard import begin_sync
-from jetrl_patch.trainer.marks import MARK
+from jetrl_patch.session import while_active, while_config
+from jetrl_patch.sync.delta import held_by
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer import rules
+from jetrl_patch.trainer.audit import sync_report
 from jetrl_patch.trainer.precision import scales_loss
-from jetrl_patch.trainer.report import sync_report
+from jetrl_patch.trainer.rules import MARK
+from jetrl_patch.trainer.source import Source, begin_sync
 
+__all__ = ["announce", "attach", "collective_rpc", "greeted", "prepare"]
+
+
+# ---- What the engines hold, before a delta sync (``sync="delta"``): from it the trainer decides what to send
+# A colocated engine says it in its first reply (``transport``). A checkpoint engine has no way back to the trainer, so the
+# trainer
+# loop asks the engines and tells the training workers.
+
+_OFFER = "jetrl_offer"
+_REPORT = "jetrl_report"
+
+
+async def announce(manager: Any, config: Config) -> None:
+    """Ask the engines of a ``CheckpointEngineManager`` and tell its training workers, before a sync that is not naive."""
+    import ray
+
+    calls = [replica.servers[0].collective_rpc.remote(_REPORT, args=(False,)) for replica in manager.replicas]
+    try:
+        answers = await asyncio.wait_for(asyncio.gather(*calls), config.sync_timeout)
+    except (TimeoutError, asyncio.TimeoutError) as error:
+        raise SyncError(
+            f"the vLLM workers did not say within {config.sync_timeout:g} s which weights they hold. Check their logs, or raise "
+            "JETRL_SYNC_TIMEOUT."
+        ) from error
+    size = manager.actor_wg.world_size
+    ray.get(manager.actor_wg.execute_checkpoint_engine([_OFFER] * size, [held_by(answers)] * size))
+
+
+@while_config(lambda config: config.sync == "delta")
+def collective_rpc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``vLLMHttpServer.collective_rpc``: return what the engine's workers answer to ``announce``."""
+
+    async def collective_rpc(
+        self: Any, method: Any, timeout: float | None = None, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if method != _REPORT:
+            return await original(self, method, timeout=timeout, args=args, kwargs=kwargs)
+        return await self.engine.collective_rpc(method=method, timeout=timeout, args=args, kwargs=kwargs)
+
+    return collective_rpc
+
+
+def attach(worker: Any) -> None:
+    """Let a training worker take what ``announce`` tells: verl calls methods of its checkpoint engine by name."""
+    engine = getattr(worker, "checkpoint_engine", None)
+    if engine is not None:
+        setattr(engine, _OFFER, _offered)
+
+
+def _offered(held: str) -> None:
+    WORKER.held = held
+
+
+def prepare(source: Source) -> None:
+    """Make a sync's base known before its stream is read. Over a checkpoint engine only the first rank sends, and needs one."""
+    import torch.distributed as dist
+
+    if source.base is not None and WORKER.separate:
+        if dist.get_rank() == 0:
+            source.base.offer(WORKER.held)
+        else:
+            source.base = None
+    WORKER.base = source.base
+
+
+def greeted(held: str) -> None:
+    """Take the reply of the colocated engine, before the stream is read."""
+    if WORKER.base is not None and not WORKER.separate:
+        WORKER.base.offer(held)
+
+
+# ---- The trainer's side of the weight sync in verl: what is sent, by whom, and what is reported --
+# ``ActorRolloutRefWorker.update_weights`` → ``FSDPEngine.get_per_tensor_param`` → ``ServerAdapter.update_weights`` →
+# verl's own buckets → ``worker.py`` in the vLLM worker.
 
 @while_active
 def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,12 +105,12 @@ def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
     def init_model(self: Any, *args: Any, **kwargs: Any) -> Any:
         custom = self.config.rollout.get("custom", None) or {}
         check_mark(dict(custom.get(MARK, None) or {}))
-        if runtime.active_config().quantized_rollout:
+        if session.active_config().quantized_rollout:
             rollout = self.config.rollout
             WORKER.rollout_tp = int(rollout.tensor_model_parallel_size)
             WORKER.rollout_ep = int(rollout.get("expert_parallel_size", None) or 1)
         result = original(self, *args, **kwargs)
-        delta.attach(self)
+        attach(self)
         return result
 
     return init_model
@@ -46,9 +118,9 @@ def init_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def check_mark(mark: dict[str, str]) -> None:
     """Compare the settings that the trainer loop stored in verl's configuration with those of this process."""
-    marks.check(
+    rules.check(
         mark,
-        runtime.active_config(),
+        session.active_config(),
         "a training worker",
         "verl's trainer loop (the TaskRunner process) is not patched, but this worker is. Install jetrl_patch on its node, "
         "pass it the JETRL_* variables and do not exclude jetrl_patch in VERL_USE_EXTERNAL_PLUGINS.",
@@ -64,7 +136,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         stats = WORKER.stats = SyncStats()
         if scales_loss():
             return until_broken(precision.stream(weights, stats)), peft
-        if not runtime.active_config().quantized_rollout:
+        if not session.active_config().quantized_rollout:
             return until_broken(counted(weights, stats)), peft
         prepared = getattr(self, "_jetrl", None)
         if prepared is None:
@@ -78,7 +150,7 @@ def get_per_tensor_param(original: Callable[..., Any]) -> Callable[..., Any]:
         looks = prepared.monitor is not None and prepared.monitor.decides
         begin_sync(prepared, lambda: weights, WORKER.followers)
         again = original(self, *args, **kwargs)[0] if looks else weights
-        delta.prepare(prepared)
+        prepare(prepared)
         return until_broken(prepared.stream(again, stats)), None
 
     return get_per_tensor_param
@@ -117,7 +189,7 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         if wire_format != "named_tensors":
             fix = "set checkpoint_engine.backend=naive"
             raise ConflictError(explain("weight sync", required="wire format 'named_tensors'", found=repr(wire_format), fix=fix))
-        config, sync = runtime.active_config(), address.sync_id(self, global_steps)
+        config, sync = session.active_config(), reward_engines.sync_id(self, global_steps)
         call = await self._execute_method(
             "update_weights_from_ipc",
             non_block=True,
@@ -126,12 +198,12 @@ def server_update_weights(original: Callable[..., Any]) -> Callable[..., Any]:
         peer = Peer(None if call is None else call.future(), config.sync_timeout)
         sender = watched_sender(
             peer,
-            zmq_handle=address.own(self.zmq_handle, sync),
+            zmq_handle=reward_engines.own(self.zmq_handle, sync),
             bucket_size_mb=self.config.checkpoint_engine.update_weights_bucket_megabytes,
             use_shm=self.use_shm,
         )
         try:
-            await sender.async_send_weights(ending_early(weights, lambda: sender, delta.greeted))
+            await sender.async_send_weights(ending_early(weights, lambda: sender, greeted))
             if peer.call is not None:
                 await asyncio.wait_for(asyncio.wrap_future(peer.call), config.sync_timeout)
             if self._has_server:

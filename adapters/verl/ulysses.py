@@ -2,7 +2,8 @@
 
 verl cuts the inputs and gathers the log-probs. In between it exchanges slices for heads inside flash attention alone: with
 any other attention a rank attends within its slice, and no error says so. (Observed: log-probs of the second rank up to
-1.56 off.) So models with another attention get the exchange here, each with the group of its own engine.
+1.56 off.) So models with another attention get the exchange here, each with the group of its own engine: in exact mode always,
+in other modes as a fix for verl's bug.
 """
 
 from __future__ import annotations
@@ -12,12 +13,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from jetrl_patch import registry
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
-from jetrl_patch.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.models.structure import has_delta_nets, has_latent_attention
+from jetrl_patch.session import while_config
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["check_heads", "check_whole", "problems", "share", "whole"]
+__all__ = ["build_module", "check_heads", "check_whole", "problems", "share", "whole"]
 
 _SIZE = "ulysses_sequence_parallel_size"
 _REMOVE = f"{MODEL}.use_remove_padding"
@@ -57,6 +59,18 @@ def share(module: Any, engine: Any) -> None:
     size = engine.ulysses_sequence_parallel_size
     if size > 1 and "flash" not in str(module.config._attn_implementation):
         registry.models().share_sequences(module, Exchange(engine.ulysses_parallel_group, size))
+
+
+@while_config(lambda config: not config.exact)
+def build_module(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``FSDPEngine._build_module``: the model, or the critic, attends over whole sequences."""
+
+    def _build_module(self: Any) -> Any:
+        module = original(self)
+        share(module, self)
+        return module
+
+    return _build_module
 
 
 def sizes(select: Callable[[str], Any]) -> dict[int, str]:

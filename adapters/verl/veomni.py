@@ -11,11 +11,10 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
-from jetrl_patch.adapters.verl.engines import Select, mixed, runs
-from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, REF, ROLLOUT, named
+from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, REF, ROLLOUT, Select, mixed, named, runs
 from jetrl_patch.config import SETTINGS, Config
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, ModelError, VersionError, explain
-from jetrl_patch.families import covering, family_of, titles
+from jetrl_patch.models.families import covering, family_of, titles
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.trainer.rules import Rule, broken, is_set, more_than_one, other_than, positive
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import model
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.adapters.verl.veomni import check_model
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.gate import while_active
+from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -63,7 +63,7 @@ def prepare(engine: Any, module: Any) -> None:
     Raises:
         ModelError: the family is not covered, the model is not VeOmni's own, or verl would not see its images.
     """
-    config = runtime.active_config()
+    config = session.active_config()
     if config.quantized_rollout:
         check_model(module.config)
         _check_modelling(module)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl.address import meet
+from jetrl_patch import session
+from jetrl_patch.adapters.verl.reward_engines import meet
 from jetrl_patch.adapters.verl.transport import timed_receiver
 from jetrl_patch.errors import NotPatchedError
-from jetrl_patch.trainer.marks import require_same
+from jetrl_patch.trainer.rules import require_same
 
 
 def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -32,11 +32,11 @@ def update_weights_from_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
         jetrl: dict[str, str] | None = None,
         jetrl_sync: str = "",
     ) -> Any:
-        if not runtime.is_active():
+        if not session.is_active():
             if jetrl is not None:
                 raise NotPatchedError("jetrl_patch was disabled in this vLLM worker. Restart the run.")
             return original(self, peft_config=peft_config, base_sync_done=base_sync_done, use_shm=use_shm)
-        config = runtime.active_config()
+        config = session.active_config()
         if jetrl is None:
             _transport(self, use_shm, config.sync_timeout).receive_weights(lambda weights, is_last: None)
             raise NotPatchedError(

@@ -1,9 +1,4 @@
-"""The vLLM adapter: its patches, and its entries in vLLM's registries.
-
-It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
-of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
-``install`` runs when vLLM loads its plugins or builds an engine, not on import.
-"""
+"""The vLLM adapter: its patches, and its entries in vLLM's registries."""
 
 from __future__ import annotations
 
@@ -12,14 +7,39 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, Patch, Services
-from jetrl_patch.adapters.vllm.angles import in_two_dimensions
-from jetrl_patch.adapters.vllm.ended import finished_procs
-from jetrl_patch.adapters.vllm.filled import REGISTRIES
+from jetrl_patch.adapters.vllm.compat import normalize_in_processor
 from jetrl_patch.adapters.vllm.live import keep_latent_weight, keep_live_weight
-from jetrl_patch.adapters.vllm.queues import create_mp_lock, init_cpu_shm, wait_until_ready
+from jetrl_patch.adapters.vllm.queues import create_mp_lock, finished_procs, init_cpu_shm, wait_until_ready
+from jetrl_patch.adapters.vllm.shards import REGISTRIES
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Adapter, Config, Journal, Patch, Services
 
-__all__ = ["ADAPTER", "VllmAdapter"]
+__all__ = ["ADAPTER", "VllmAdapter", "in_two_dimensions"]
+
+
+# ---- vLLM's rotary embedding on a CPU, for queries that have a dimension for their heads, as in latent attention
+# The kernel takes the row of a query [T, heads, width] for as long as that of one head, and rotates other numbers (seen in
+# 0.30; no
+# error says so). In two dimensions, [T, heads * width], it is right.
+
+def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``RotaryEmbedding.forward_cpu``. What it returns counts: of a query in slices it rotates a copy."""
+
+    def forward_cpu(self: Any, positions: Any, query: Any, key: Any = None) -> tuple[Any, Any]:
+        flat = [None if x is None else x.reshape(positions.numel(), -1) for x in (query, key)]
+        rotated = original(self, positions, *flat)
+        query_out, key_out = (x if x is None else x.view(old.shape) for x, old in zip(rotated, (query, key), strict=True))
+        return query_out, key_out
+
+    return forward_cpu
+
+
+# ---- The vLLM adapter: its patches, and its entries in vLLM's registries -------------------------
+# It uses vLLM's extension points where they exist: the quantization registry, the table of out-of-tree ops and the table
+# of attention backends. The entries are subclasses of vLLM's own classes, so they need vLLM's modules fully imported:
+# ``install`` runs when vLLM loads its plugins or builds an engine, not on import.
+
+_ON_CPU = "weight syncs on a CPU"
 
 
 class VllmAdapter(Adapter):
@@ -52,13 +72,13 @@ class VllmAdapter(Adapter):
         with self._lock:
             if self._session is None or REGISTRIES.filled:
                 return
-            from jetrl_patch.adapters.vllm.registries import fill
+            from jetrl_patch.adapters.vllm.quant import fill
 
             fill(*self._session)
             REGISTRIES.filled = True
 
     def patches(self, config: Config) -> Sequence[Patch]:
-        """Patch engine settings, the worker's load and step, queues, processes, BF16 linears on CPU, transformers backend."""
+        """Patch engine settings and the worker's load and step; repair queues, processes, linears on CPU and more."""
         return (
             Patch(
                 module="vllm.engine.arg_utils",
@@ -67,6 +87,16 @@ class VllmAdapter(Adapter):
                 reason="without it an engine is built unquantized and compiled, and conflicting settings go unnoticed; "
                 "not covered: an engine built from a VllmConfig by hand, whose workers refuse to load",
                 remove_when="vLLM lets plugins set and check engine arguments",
+            ),
+            Patch(
+                module="vllm.engine.arg_utils",
+                attr="EngineArgs.create_engine_config",
+                make=normalize_in_processor,
+                reason="where vLLM's models normalize images, load_format='dummy' fills mean and deviation with noise, which no "
+                "weight sync repairs; the image processor normalizes them instead. Versions before 0.28 have no such models",
+                upstream="https://github.com/vllm-project/vllm/pull/50411",
+                remove_when="vLLM's dummy loader leaves buffers that no checkpoint holds alone",
+                fixes="vllm",
             ),
             Patch(
                 module="vllm.v1.worker.gpu_worker",
@@ -89,7 +119,10 @@ class VllmAdapter(Adapter):
                 make=keep_live_weight,
                 reason="vLLM on CPU packs BF16 weights after loading and frees the originals: later weight updates fail or "
                 "have no effect; only CPU builds call it",
+                upstream=NO_REPORT,
                 remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
+                fixes="vllm",
+                needed_by=_ON_CPU,
             ),
             Patch(
                 module="vllm.model_executor.layers.rotary_embedding.base",
@@ -97,7 +130,9 @@ class VllmAdapter(Adapter):
                 make=in_two_dimensions,
                 reason="vLLM's kernel on CPUs misreads queries of three dimensions, of latent attention without YaRN: every "
                 "log-prob of such a rollout is wrong",
-                remove_when="the kernel reads the stride of a query's heads, or latent attention passes two dimensions",
+                upstream=NO_REPORT,
+                fixes="vllm",
+                remove_when="vLLM's kernel reads the stride of a query's heads, or latent attention passes two dimensions",
             ),
             Patch(
                 module="vllm.model_executor.layers.attention.mla_attention",
@@ -105,7 +140,10 @@ class VllmAdapter(Adapter):
                 make=keep_latent_weight,
                 reason="vLLM on CPUs with AMX packs kv_b_proj of latent attention after loading and frees the original: a later "
                 "weight update fails",
+                upstream="https://github.com/vllm-project/vllm/pull/52616",
                 remove_when="vLLM's AMX attention keeps the weight, or reads it from a live one",
+                fixes="vllm",
+                needed_by=_ON_CPU,
             ),
             Patch(
                 module="vllm.distributed.device_communicators.shm_broadcast",
@@ -114,6 +152,7 @@ class VllmAdapter(Adapter):
                 reason="Ray ends engines by SIGKILL, after which the memory of their queues stays in /dev/shm",
                 upstream="https://github.com/vllm-project/vllm/issues/8933",
                 remove_when="vLLM removes the name of a queue's memory once its readers have it",
+                fixes="vllm",
             ),
             Patch(
                 module="vllm.distributed.device_communicators.cpu_communicator",
@@ -121,21 +160,27 @@ class VllmAdapter(Adapter):
                 make=init_cpu_shm,
                 reason="Ray ends engines by SIGKILL, after which the memory over which their workers reduce on a CPU stays in "
                 "/dev/shm; only CPU builds call it",
+                upstream=NO_REPORT,
                 remove_when="vLLM removes the names of that memory once its workers have it",
+                fixes="vllm",
             ),
             Patch(
                 module="vllm.v1.engine.utils",
                 attr="CoreEngineProcManager.finished_procs",
                 make=finished_procs,
                 reason="of an engine that is killed at its start vLLM says only that its start failed, not what ended it",
+                upstream="https://github.com/vllm-project/vllm/issues/19002",
                 remove_when="vLLM waits for the exit status of a process that has closed its pipe, and names the signal",
+                fixes="vllm",
             ),
             Patch(
                 module="tqdm.std",
                 attr="TqdmDefaultWriteLock.create_mp_lock",
                 make=create_mp_lock,
                 reason="Ray ends engines by SIGKILL, after which the semaphore of their workers' progress bars stays in /dev/shm",
+                upstream="https://github.com/tqdm/tqdm/pull/1677",
                 remove_when="tqdm makes no lock in a process that was spawned",
+                fixes="tqdm",
             ),
             *([_LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
         )
@@ -155,7 +200,10 @@ _LEAVE_TRANSFORMERS_ALONE = Patch(
     make=_decorate_for_torch_compile,
     reason="vLLM's transformers backend modifies transformers' own class for compilation, even in eager mode: a trainer in "
     "the same process can then no longer build that model; not covered: engines that compile",
+    upstream=NO_REPORT,
     remove_when="vLLM compiles a subclass, or leaves the class alone in eager mode",
+    fixes="vllm",
+    needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
 )
 
 

@@ -98,7 +98,6 @@ KERNELS: tuple[Group, ...] = (
 _CAPTURE = frozenset({"cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size", "cudagraph_num_of_warmups"})
 
 
-
 @dataclass(frozen=True)
 class _Value:
     """An argument that is accepted with some values.

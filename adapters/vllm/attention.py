@@ -1,9 +1,5 @@
-"""The rollout's attention in exact mode on CPU: the trainer's kernel over vLLM's paged cache.
-
-The backend keeps vLLM's name, scheduler and blocks, but uses its own layout inside a block: the ``KH * BS * 2D``
-elements are ``[2, BS, KH, D]``, keys before values, so that a token's keys are contiguous. Nothing else looks inside a
-block, so prefix caching and chunked prefill work as in vLLM.
-"""
+"""The rollout's attention in exact mode on a CPU, and what all devices share: one step over the paged cache, and refused
+features."""
 
 from __future__ import annotations
 
@@ -17,11 +13,65 @@ from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionMetadataBuilder,
 )
 
-from jetrl_patch.adapters.vllm.paged import attend
-from jetrl_patch.adapters.vllm.refuse import refuse_attention
+from jetrl_patch.errors import ModelError
+from jetrl_patch.exact import ops
 
-__all__ = ["ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAttentionImpl"]
+__all__ = ["ExactCPUAttentionBackend", "ExactCPUAttentionBuilder", "ExactCPUAttentionImpl", "attend", "refuse_attention"]
 
+
+# ---- Attention features that change the formula; the exact backends of all devices refuse them by name
+
+def refuse_attention(
+    *,
+    alibi_slopes: Any,
+    sliding_window: int | None,
+    kv_cache_dtype: str,
+    logits_soft_cap: float | None,
+    attn_type: str,
+    kv_sharing_target_layer_name: Any,
+    sinks: Any,
+) -> None:
+    """Raise ModelError for anything but causal BF16 attention over whole contexts. Parameter names are vLLM's."""
+    refused = {
+        "ALiBi": alibi_slopes is not None,
+        "a sliding window": sliding_window is not None,
+        f"a quantized KV cache ({kv_cache_dtype})": kv_cache_dtype not in ("auto", "bfloat16"),
+        "capped attention logits": bool(logits_soft_cap),
+        f"{attn_type} attention": attn_type != "decoder",
+        "a KV cache shared between layers": kv_sharing_target_layer_name is not None,
+        "attention sinks": sinks is not None,
+    }
+    found = [what for what, there in refused.items() if there]
+    if found:
+        raise ModelError(
+            f"align='exact' does not support {', '.join(found)}: trainer and rollout would differ. Use align='linear'."
+        )
+
+
+# ---- One step of exact attention over vLLM's paged cache, shared by the backends of all devices --
+
+def attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Any, scale: float, output: torch.Tensor
+) -> torch.Tensor:
+    """Fill ``output [T, H, D]`` in place and return it.
+
+    Args:
+        query: ``[T, H, D]``; rows after ``step.num_actual_tokens`` are padding, as in ``output``.
+        keys, values: the cache, each ``[blocks, block size, KH, D]`` with any strides.
+        step: the backend's step metadata, with vLLM's field names.
+    """
+    tokens = step.num_actual_tokens
+    rows = output[:tokens].view(tokens, *query.shape[1:])
+    ops.attention_paged(
+        query[:tokens], keys, values, step.block_table, step.seq_lens, step.query_start_loc, scale, rows
+    )
+    return output
+
+
+# ---- The rollout's attention in exact mode on CPU: the trainer's kernel over vLLM's paged cache --
+# The backend keeps vLLM's name, scheduler and blocks, but uses its own layout inside a block: the ``KH * BS * 2D``
+# elements are ``[2, BS, KH, D]``, keys before values, so that a token's keys are contiguous. Nothing else looks inside a
+# block, so prefix caching and chunked prefill work as in vLLM.
 
 class ExactCPUAttentionBuilder(CPUAttentionMetadataBuilder):
     """Builds metadata without the work plan of vLLM's own kernel, which is not called."""

@@ -1,6 +1,6 @@
 """The rollout's attention in exact mode on CUDA: the trainer's kernel over vLLM's paged cache.
 
-The kernel is the project's own, or FlashAttention-3 (``exact.choice``). The cache, its layouts and the code that fills it are
+The kernel is the project's own, or FlashAttention-3 (``exact.trial``). The cache, its layouts and the code that fills it are
 those of vLLM's own Triton backend; only the attention differs. The step's metadata stay on the device, and nothing is read back:
 grids follow from shapes, so a CUDA graph can hold a decoding step.
 """
@@ -14,9 +14,8 @@ import torch
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadata, AttentionMetadataBuilder, AttentionType
 from vllm.v1.attention.backends.triton_attn import TritonAttentionBackend, TritonAttentionImpl
 
+from jetrl_patch.adapters.vllm.attention import attend, refuse_attention
 from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
-from jetrl_patch.adapters.vllm.paged import attend
-from jetrl_patch.adapters.vllm.refuse import refuse_attention
 from jetrl_patch.errors import ModelError, explain
 
 __all__ = ["ExactCudaAttentionBackend", "ExactCudaAttentionBuilder", "ExactCudaAttentionImpl", "ExactCudaMetadata"]
@@ -144,7 +143,7 @@ class ExactCudaAttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        from jetrl_patch.kernels.attention_rows import HEAD_DIMS
+        from jetrl_patch.kernels.chunks import HEAD_DIMS
 
         return head_size in HEAD_DIMS
 
@@ -154,7 +153,7 @@ class ExactCudaAttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: Any) -> bool:
-        from jetrl_patch.exact.capability import LEAST
+        from jetrl_patch.backends.capability import LEAST
 
         return (capability.major, capability.minor) >= LEAST
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.patching.differences import Difference
+from packaging.version import Version
+
+from jetrl_patch.errors import ModelError, VersionError, explain
+from jetrl_patch.patching.guards import installed_version
+from jetrl_patch.patching.patch import Difference
+from jetrl_patch.session import while_active
 
 if TYPE_CHECKING:
     import torch
@@ -13,16 +18,26 @@ if TYPE_CHECKING:
     from vllm.engine.arg_utils import EngineArgs
 
 __all__ = [
-    "DIFFERENCES",
-    "SEQUENCE_PARALLEL",
-    "backends_per_kind",
-    "normalize_in_processor",
-    "paged_keys_and_values",
-    "returns_routes",
-    "sequence_parallel",
-]
+    "DIFFERENCES", "SEQUENCE_PARALLEL", "backends_per_kind", "normalize_in_processor", "paged_keys_and_values",
+    "routes_error", "sequence_parallel",
+]  # fmt: skip
+
+_ASKS = Difference(
+    "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
+    changed_in="0.28",
+    added=True,
+    handled="an older engine asks no module for its experts: `measure_routes` is refused, `jetrl parity` has no routes",
+)
+_RETURNS = Difference(
+    "vllm.config.ModelConfig.enable_return_routed_experts",
+    changed_in="0.31",
+    added=False,
+    handled="only the newer model runner returns experts since, and a CPU lacks it; as in versions before 0.28",
+)
 
 DIFFERENCES = (
+    _ASKS,
+    _RETURNS,
     Difference(
         "vllm.config.PassConfig.enable_sp",
         changed_in="0.32",
@@ -53,18 +68,6 @@ DIFFERENCES = (
         added=True,
         handled="older versions normalize images in the processor",
     ),
-    Difference(
-        "vllm.model_executor.layers.fused_moe.routed_experts_capturer.RoutedExpertsCaptureSource",
-        changed_in="0.28",
-        added=True,
-        handled="an older engine asks no module for its experts: `measure_routes` is refused, `jetrl parity` has no routes",
-    ),
-    Difference(
-        "vllm.config.ModelConfig.enable_return_routed_experts",
-        changed_in="0.31",
-        added=False,
-        handled="only the newer model runner returns experts since, and a CPU lacks it; as in versions before 0.28",
-    ),
 )
 
 #: every switch of vLLM that splits activations over tokens: the configuration that has it, and its name
@@ -87,14 +90,20 @@ def sequence_parallel(vllm_config: VllmConfig) -> list[str]:
     return found
 
 
-def normalize_in_processor(args: EngineArgs) -> None:
-    """Let the processor of images normalize pixels, as the trainer's does.
+@while_active
+def normalize_in_processor(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``EngineArgs.create_engine_config``: let the processor of images normalize pixels, as the trainer's does.
 
     Where the model does it, the mean and the deviation are buffers that no checkpoint holds. ``load_format="dummy"``, verl's
     default, fills them with noise, and no weight sync repairs them. vLLM's default is True in some releases.
     """
-    if getattr(args, "mm_device_do_normalize", False) is not False:
-        args.mm_device_do_normalize = False
+
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, "mm_device_do_normalize", False) is not False:
+            self.mm_device_do_normalize = False
+        return original(self, *args, **kwargs)
+
+    return create_engine_config
 
 
 def backends_per_kind(attention_config: Any) -> list[Any]:
@@ -102,13 +111,19 @@ def backends_per_kind(attention_config: Any) -> list[Any]:
     return list(getattr(attention_config, "backend_per_kind", {}).values())
 
 
-def returns_routes() -> bool:
-    """Whether vLLM returns the experts that a module of ours has chosen, from every device's model runner."""
-    from vllm.config import ModelConfig
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+def routes_error(what: str = "enable_return_routed_experts with a quantized rollout") -> VersionError | None:
+    """Return the error for a vLLM that does not return the experts which a module of ours has chosen, from every device's
+    model runner; None for one that does. Imports no vLLM.
 
-    asks = hasattr(routed_experts_capturer, "RoutedExpertsCaptureSource")
-    return asks and hasattr(ModelConfig, "enable_return_routed_experts")
+    Args:
+        what: the user's name of the setting that needs them.
+    """
+    found = installed_version("vllm")
+    if found is None or Version(_ASKS.changed_in) <= Version(Version(found).base_version) < Version(_RETURNS.changed_in):
+        return None
+    wanted = f"vllm>={_ASKS.changed_in},<{_RETURNS.changed_in}"
+    fix = f"install {wanted}, with which verl runs too, or set measure_routes=False and router_replay='none'"
+    return VersionError(explain(what, required=wanted, found=found, fix=fix))
 
 
 def paged_keys_and_values(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,14 +4,16 @@ vLLM logs and skips a plugin whose *import* fails, so importing this file does n
 propagate what *calling* the plugin raises, so ``register`` does all the work.
 """
 
+from __future__ import annotations
+
 __all__ = ["register"]
 
 
 def register() -> None:
     """Patch this process if its environment opts in (``JETRL_*``). Calling it again is a no-op."""
-    from jetrl_patch import runtime
+    from jetrl_patch import session
 
-    if runtime.activate_from_env() and runtime.is_active():
+    if session.activate_from_env() and session.is_active():
         from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
         ADAPTER.install()

@@ -1,14 +1,20 @@
-"""Exact mode in the engine: choose the attention backend, and test the ops before they serve."""
+"""Exact mode in the engine: choose the attention backend, finish the model, and test the ops before they serve."""
 
 from __future__ import annotations
 
 import logging
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.layernorm import RMSNorm
+
 from jetrl_patch.adapters.vllm.compat import backends_per_kind
-from jetrl_patch.adapters.vllm.devices import refuse_exact_on
-from jetrl_patch.errors import ConflictError, ModelError, explain
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
+from jetrl_patch.adapters.vllm.ops import ExactRMSNorm
+from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.exact.modules import ExactRotary, ExactScores, swap
+from jetrl_patch.models.families import FAMILIES, Family
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -16,17 +22,81 @@ if TYPE_CHECKING:
 
     from jetrl_patch.config import Config
 
-logger = logging.getLogger(__name__)
-
 __all__ = [
-    "capture_decoding",
-    "choose_attention",
-    "device_problems",
-    "finish_model",
-    "rank_sizes",
-    "require_attention",
-    "try_ops",
-]
+    "capture_decoding", "choose_attention", "device_problems", "finish_model", "finish_routing", "finish_transformers",
+    "rank_sizes", "refuse_exact_on", "require_attention", "try_ops",
+]  # fmt: skip
+
+
+# ---- Finish exact mode for models that vLLM runs through its transformers backend ----------------
+# vLLM replaces linears, norms, MLPs and attention in transformers' model with its own, most of which the table of
+# out-of-tree ops makes exact. Two remain after loading: the rotary embedding, which is still transformers' module and needs
+# the trainer's swap, and the norms, a subclass whose name is not in the table.
+
+def finish_transformers(model: nn.Module, family: Family) -> None:
+    """Swap the remaining modules of a loaded model, in place.
+
+    Raises:
+        ModelError: a transformers module has no exact counterpart; the error names it.
+    """
+    for name, module in model.named_modules():
+        kind = type(module).__name__
+        if kind == family.rotary:
+            swap(module, ExactRotary)
+        elif isinstance(module, RMSNorm) and not isinstance(module, ExactRMSNorm):
+            swap(module, ExactRMSNorm)
+        elif kind == family.norm or isinstance(module, nn.Linear) or hasattr(module, "gate_proj"):
+            raise ModelError(
+                explain(
+                    f"align='exact' of {name} in vLLM's transformers backend",
+                    required="vLLM's own linears, norms and gated MLPs, which it puts into transformers' model",
+                    found=f"transformers' {kind}",
+                    fix="use align='linear'",
+                )
+            )
+
+
+# ---- Exact routing by a sigmoid, in models whose router vLLM builds as torch's own linear layer in FP32
+# vLLM rounds the sum over the routed experts to BF16 and then multiplies it by the model's factor. The trainer multiplies the
+# routing weights, in FP32, so that the sum is rounded once. Here the factor moves from vLLM's runner to the experts method.
+
+def finish_routing(model: nn.Module) -> None:
+    """Swap the routers of a loaded model and move its factors, in place. A second call changes nothing."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
+            swap(module, ExactScores)
+        elif isinstance(module, MoERunner):
+            method = module.routed_experts.quant_method
+            assert isinstance(method, QuantizedExpertsMethod)
+            method.scale, module.routed_scaling_factor = method.scale * module.routed_scaling_factor, 1.0
+
+
+# ---- Which devices support exact mode. Imports no vLLM, so it can be called early ----------------
+
+def refuse_exact_on(device_type: str) -> None:
+    """Raise ConfigError for a device without the ops that trainer and rollout share in exact mode.
+
+    On CUDA this checks that they can run. ``jetrl_patch.exact.trial`` checks that they are exact before an engine serves.
+    """
+    from jetrl_patch.backends.capability import check_exact_cuda
+
+    if device_type == "cpu":
+        return
+    ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
+    if not ok:
+        raise ConfigError(
+            explain(
+                f"align='exact' on {device_type.upper()}",
+                required="a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton",
+                found=reason,
+                fix=f"use align='linear' on {device_type.upper()}",
+            )
+        )
+
+
+# ---- Exact mode in the engine: choose the attention backend, and test the ops before they serve --
+
+logger = logging.getLogger(__name__)
 
 
 def choose_attention(args: EngineArgs) -> None:
@@ -125,11 +195,11 @@ def finish_model(worker: Any) -> None:
     """Make exact the modules of a loaded worker that vLLM's registries do not reach. Raises ModelError if it cannot."""
     family = FAMILIES[worker.vllm_config.model_config.hf_text_config.model_type]
     if family.rollout == "transformers":
-        from jetrl_patch.adapters.vllm.transformers_backend import finish
+        pass
 
-        finish(worker.model_runner.get_model(), family)
+        finish_transformers(worker.model_runner.get_model(), family)
     elif family.chooser:
-        from jetrl_patch.adapters.vllm.routing import finish as finish_routing
+        pass
 
         finish_routing(worker.model_runner.get_model())
 
@@ -164,12 +234,12 @@ def try_ops(worker: Any, config: Config) -> None:
 
     from jetrl_patch.adapters.vllm.fused import keep_equal
     from jetrl_patch.adapters.vllm.ranks import choose_sum
-    from jetrl_patch.exact import choice
+    from jetrl_patch.exact import trial
     from jetrl_patch.exact.trial import PAGE, require_exact_ops
 
     if not current_platform.is_cpu():
         sizes, page = rank_sizes(worker.vllm_config), worker.vllm_config.cache_config.block_size or PAGE
-        choice.choose_attention(config.exact_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
+        trial.choose_attention(config.exact_attention, (sizes.heads, sizes.kv_heads), sizes.head_dim, worker.device, page)
         require_exact_ops(sizes, worker.device, page)
         choose_sum(worker.device)
         keep_equal(worker.model_runner.get_model())

@@ -1,10 +1,4 @@
-"""The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16.
-
-vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
-each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears; experts that ``exclude``
-names, or that the precision guard moved, are BF16 and have none. Of several ranks each holds either a range of the experts, or a
-range of every expert's intermediate size: rows of gate and up, columns of down.
-"""
+"""The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16."""
 
 from __future__ import annotations
 
@@ -16,26 +10,88 @@ import torch
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+from vllm.model_executor.layers.fused_moe.runner.moe_runner import MoERunner
+from vllm.model_executor.layers.linear import RowParallelLinear
 
 from jetrl_patch.adapters.vllm.formats import format_of, logger
 from jetrl_patch.adapters.vllm.method import finite_bf16
 from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
 from jetrl_patch.adapters.vllm.shards import Shard
+from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
+from jetrl_patch.exact.modules import swap
 from jetrl_patch.fp8.expert_trial import require_expert_equality
 from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
-from jetrl_patch.fp8.formats import BLOCK, FP8, groups
-from jetrl_patch.fp8.grouped import Stacks, run_grouped
-from jetrl_patch.fp8.plain import PlainProducts
-from jetrl_patch.fp8.ranks import ExpertSplit, added
-from jetrl_patch.units import matrices_of
+from jetrl_patch.fp8.grouped import PlainProducts, Stacks, run_grouped
+from jetrl_patch.fp8.mixture import ExpertSplit, added
+from jetrl_patch.kernels.formats import BLOCK, FP8, groups
+from jetrl_patch.models.structure import matrices_of
 
 if TYPE_CHECKING:
-    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
-    from jetrl_patch.fp8.backends import Backend
+    from jetrl_patch.backends import Backend
 
-__all__ = ["Piece", "QuantizedExpertsMethod", "check_eager", "expert_modules"]
+__all__ = ["Piece", "QuantizedExpertsMethod", "check_eager", "expert_modules", "finish"]
+
+
+# ---- The runner of a mixture: it returns the experts of each token, and in exact mode it leaves the sum over the ranks to others
+# vLLM returns the experts of each token (``enable_return_routed_experts``) from its own routers, or from a module with a
+# ``capture_fn``. The runner is such a module, because in exact mode the experts method routes.
+#
+# vLLM adds the routed and the shared experts of each rank in BF16 and reduces the sum over the ranks. In exact mode each of the
+# two is complete, and rounded once, before they are added, as in the trainer: the experts method and ``ExactRowParallelLinear``
+# add the ranks' FP32 sums. So the down projection of shared experts, which vLLM builds without a reduction of its own, gets one,
+# and the runner loses its own.
+
+class CapturingRunner(MoERunner):
+    """Hands the experts that the method computes with to whom vLLM returns them."""
+
+    routed_experts: Any
+
+    @property
+    def capture_fn(self) -> Callable[[torch.Tensor], None] | None:
+        """Takes the experts [T, k] that the method computes with."""
+        found: Callable[[torch.Tensor], None] | None = self.routed_experts.quant_method.capture
+        return found
+
+    @capture_fn.setter
+    def capture_fn(self, capture: Callable[[torch.Tensor], None] | None) -> None:
+        self.routed_experts.quant_method.capture = capture
+
+
+class CompleteRunner(CapturingRunner):
+    """Adds routed and shared experts that are the same on every rank."""
+
+    def _maybe_reduce_final_output(
+        self, states: torch.Tensor, trunc_size: int | None, output_is_reduced: bool | None = None
+    ) -> torch.Tensor:
+        return states if trunc_size is None else states[..., :trunc_size]
+
+
+def finish(model: torch.nn.Module) -> None:
+    """Give a loaded model's mixtures their runner and, in exact mode, move their reductions. A second call changes nothing."""
+    for module in model.modules():
+        if not isinstance(module, MoERunner):
+            continue
+        method = module.routed_experts.quant_method
+        if not isinstance(method, QuantizedExpertsMethod):
+            continue
+        if not method.exact:
+            swap(module, CapturingRunner)
+            continue
+        swap(module, CompleteRunner)
+        for layer in module.shared_experts.modules() if module.shared_experts is not None else ():
+            if isinstance(layer, RowParallelLinear):
+                layer.reduce_results = True
+
+
+# ---- The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16
+# vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
+# each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears; experts that
+# ``exclude``
+# names, or that the precision guard moved, are BF16 and have none. Of several ranks each holds either a range of the experts,
+# or a
+# range of every expert's intermediate size: rows of gate and up, columns of down.
 
 #: vLLM's names of an expert's matrices: w1 and w3 lie in ``w13``, one below the other
 _SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))
@@ -63,14 +119,14 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
     """
 
     def __init__(
-        self, quant_config: JetrlQuantConfig, layer: RoutedExperts, prefix: str, quantized: bool = True
+        self, config: Config, layer: RoutedExperts, prefix: str, quantized: bool = True
     ) -> None:
         super().__init__(layer.moe_config)
         self.prefix = prefix
-        self.plain = None if quantized else PlainProducts(quant_config.config.exact)
-        self.exact = quant_config.config.exact
-        self.format = format_of(quant_config.config)
-        self.scale_format = quant_config.config.scale_format
+        self.plain = None if quantized else PlainProducts(config.exact)
+        self.exact = config.exact
+        self.format = format_of(config)
+        self.scale_format = config.scale_format
         #: factor of the routing weights, where the model has one; see ``routing``
         self.scale = 1.0
         #: takes the experts [T, k] of each forward pass, where the engine returns them; see ``runner``

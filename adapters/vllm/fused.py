@@ -20,12 +20,12 @@ from vllm.model_executor.layers.activation import SiluAndMul
 from vllm.model_executor.layers.layernorm import RMSNorm
 
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, quantized_modules
-from jetrl_patch.adapters.vllm.names import hf_name
+from jetrl_patch.adapters.vllm.shards import hf_name
+from jetrl_patch.backends.gpu import GpuBackend
 from jetrl_patch.exact.modules import swap, unswap
-from jetrl_patch.families import Family
-from jetrl_patch.fp8.backends.gpu import GpuBackend
-from jetrl_patch.fp8.carried import multiplied, normed
-from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.fp8.producers import multiplied, normed
+from jetrl_patch.kernels.formats import ScaleFormat
+from jetrl_patch.models.families import Family
 
 __all__ = ["FusedNorm", "FusedSiluAndMul", "fuse", "keep_equal"]
 

@@ -6,8 +6,8 @@ whole Hugging Face weights.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -16,25 +16,29 @@ from vllm.model_executor.parameter import ModelWeightParameter
 
 from jetrl_patch.adapters.vllm.formats import BLOCKS, format_of
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
+from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
+from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8.backends.row_equality import TRAINED, Layout, Part
-from jetrl_patch.fp8.carried import Rows, product
-
-if TYPE_CHECKING:
-    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+from jetrl_patch.fp8.producers import Rows, product
 
 __all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "layout_of", "quantized_modules"]
 
 
 @register_weight_loader_v2_supported_method
 class QuantizedLinearMethod(LinearMethodBase):
-    """Loads and multiplies one quantized linear; ``format`` decides storage and GEMM."""
+    """Loads and multiplies one quantized linear; ``format`` decides storage and GEMM.
 
-    def __init__(self, quant_config: JetrlQuantConfig, prefix: str) -> None:
-        self.quant_config = quant_config
+    Args:
+        packed: the layers that vLLM merges -> their parts in a checkpoint.
+        cut: of the whole model, the linears whose split cuts a block; the first load raises for all of them.
+    """
+
+    def __init__(self, config: Config, prefix: str, packed: Mapping[str, list[str]], cut: list[str]) -> None:
+        self.exact = config.exact
         self.prefix = prefix
-        self.names = hf_names(prefix, quant_config.packed_modules_mapping)
-        self.format = format_of(quant_config.config)
+        self.names = hf_names(prefix, packed)
+        self.format = format_of(config)
+        self.cut = cut
         self.most = _largest_batch()
 
     def create_weights(
@@ -52,7 +56,7 @@ class QuantizedLinearMethod(LinearMethodBase):
         n, k = sum(output_partition_sizes), input_size_per_partition
         self.format.check_width(self.names[0], k)
         if self.format.scales.cuts(k, input_size):
-            self.quant_config.cut.append(self.prefix)
+            self.cut.append(self.prefix)
         load = extra["weight_loader"]
         layer.weight = ModelWeightParameter(
             data=torch.empty(n, k, dtype=self.format.dtype),
@@ -131,8 +135,8 @@ class QuantizedLinearMethod(LinearMethodBase):
 
     def _check_split(self, layer: LinearBase) -> None:
         # At the first load the whole model is built, so the list is complete.
-        if self.quant_config.cut:
-            raise cut_error(self.quant_config.cut, layer.tp_size)
+        if self.cut:
+            raise cut_error(self.cut, layer.tp_size)
 
 
 def _largest_batch() -> int:

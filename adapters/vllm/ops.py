@@ -18,7 +18,7 @@ from vllm.model_executor.layers.rotary_embedding.llama3_rope import Llama3Rotary
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import ops
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.models.families import FAMILIES
 
 __all__ = ["OPS", "ExactLogitsProcessor", "ExactRMSNorm", "ExactRotaryEmbedding", "ExactSiluAndMul"]
 

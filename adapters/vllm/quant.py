@@ -1,38 +1,49 @@
-"""The quantizations of jetrl_patch in vLLM: one class, registered under the name of the run's format.
-
-It decides which linears are quantized (``method.QuantizedLinearMethod``) and which stay in BF16, and refuses to serve in a
-process that is not patched.
-"""
+"""The quantizations of jetrl_patch in vLLM: one class, registered under the name of the run's format, with the plugin's other
+entries."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 from collections import ChainMap
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm.model_executor.custom_op as custom_op
+import vllm.model_executor.layers.quantization as quantization
+import vllm.model_executor.layers.rotary_embedding as rotary_embedding
+import vllm.v1.attention.backends.registry as attention_registry
+import vllm.v1.attention.selector as selector
+import vllm.v1.engine.core_client as core_client
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, RowParallelLinear, UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+from vllm.platforms import current_platform
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
-from jetrl_patch.adapters.vllm.filled import REGISTRIES
 from jetrl_patch.adapters.vllm.head import ExactHeadMethod, ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-from jetrl_patch.adapters.vllm.names import hf_name
-from jetrl_patch.adapters.vllm.shards import hf_names
+from jetrl_patch.adapters.vllm.ranks import ExactReplicatedLinear, ExactRowParallelLinear
+from jetrl_patch.adapters.vllm.shards import REGISTRIES, claim, hf_name, hf_names
 from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConflictError, ModelError, NotPatchedError, explain
-from jetrl_patch.fp8.layers import experts_quantized, is_cut, is_quantized
+from jetrl_patch.exact.dispatch import configure
+from jetrl_patch.models.layers import experts_quantized, is_cut, is_quantized
+from jetrl_patch.patching.journal import Journal
 
 if TYPE_CHECKING:
     from vllm.model_executor.models.utils import WeightsMapper
 
-__all__ = ["JetrlQuantConfig", "quantization_name"]
+__all__ = ["JetrlQuantConfig", "fill", "quantization_name"]
 
+
+# ---- The quantizations of jetrl_patch in vLLM: one class, registered under the name of the run's format
+# It decides which linears are quantized (``method.QuantizedLinearMethod``) and which stay in BF16, and refuses to serve in a
+# process that is not patched.
 
 def quantization_name(config: Config) -> str:
     """Return vLLM's name for the quantization of a quantized mode."""
@@ -47,7 +58,7 @@ class JetrlQuantConfig(QuantizationConfig):
 
     def __init__(self) -> None:
         super().__init__()
-        self.config = runtime.active_config()
+        self.config = session.active_config()
         self.cut: list[str] = []
         #: of the whole model; models inside it have their own, for names that begin with theirs
         self.mapper: WeightsMapper | None = None
@@ -110,13 +121,13 @@ class JetrlQuantConfig(QuantizationConfig):
         name = hf_name(prefix, self.mapper)
         if isinstance(layer, LinearBase):
             if self.is_quantized(name) and not (isinstance(layer, RowParallelLinear) and self._leaves_in_bf16(layer, name)):
-                return QuantizedLinearMethod(self, name)
+                return QuantizedLinearMethod(self.config, name, self.packed_modules_mapping, self.cut)
             return ExactLinearMethod() if self.config.exact else UnquantizedLinearMethod()
         if isinstance(layer, VocabParallelEmbedding) and self.config.exact:
             return ExactHeadMethod(self.config.fp32_head)
         if isinstance(layer, RoutedExperts):
             quantized = experts_quantized(name, layer.moe_config.num_experts, self.config.exclude)
-            return QuantizedExpertsMethod(self, layer, name, quantized)
+            return QuantizedExpertsMethod(self.config, layer, name, quantized)
         return None
 
     def _leaves_in_bf16(self, layer: RowParallelLinear, name: str) -> bool:
@@ -126,12 +137,12 @@ class JetrlQuantConfig(QuantizationConfig):
         # vLLM asks for the method in the base class, after the row-parallel class has set its share of K
         found = is_cut(name, layer.input_size, layer.input_size // layer.input_size_per_partition)
         if found:
-            runtime.register_cut([name])
+            session.register_cut([name])
         return found
 
     def _require_patched(self) -> None:
         """Raise if the plugin was not loaded here: this config arrives pickled even if ``VLLM_PLUGINS`` excludes it."""
-        runtime.require_active("the vLLM worker", self.config)
+        session.require_active("the vLLM worker", self.config)
         if not REGISTRIES.filled:
             raise NotPatchedError(
                 f"this vLLM worker (pid {os.getpid()}) has quantization={self.get_name()!r} but not the ops for it; "
@@ -149,3 +160,110 @@ class JetrlQuantConfig(QuantizationConfig):
                 f"{', '.join(inside)}, but vLLM fuses them into one layer {name}. Exclude all of them or none."
             )
         return not out
+
+
+# ---- The plugin's entries in vLLM's registries. Importing this imports vLLM's layers -------------
+
+#: what exact mode turns off on a GPU; ``engine`` refuses it where the user has turned it on
+_OFF = {
+    "VLLM_USE_V2_MODEL_RUNNER": "the log-softmax of vLLM's V2 model runner, the default on CUDA, differs from the trainer's",
+    "VLLM_USE_FLASHINFER_SAMPLER": "with FlashInfer's sampler, the default on CUDA, log-probs vary from about 44 sequences a "
+    "batch on (https://github.com/vllm-project/vllm/issues/51187)",
+}
+#: seconds that an engine may take to its first start. DeepGEMM compiles up to a hundred kernels with nvcc, some seconds each
+FIRST_START = 3600
+
+
+def fill(config: Config, journal: Journal) -> None:
+    """Register, through the journal, the quantization and, in exact mode, the row-parallel linear, ops and attention."""
+    # vLLM's AMX kernels die with "Illegal instruction" unless the process already holds AMX tile permission.
+    getattr(torch.cpu, "_init_amx", lambda: None)()
+    if not config.quantized_rollout:
+        return
+    _quantization(quantization_name(config), journal)
+    if not current_platform.is_cpu():
+        _wait_for_kernels(journal)
+    if config.exact:
+        configure(config.backend, current_platform.device_type)
+        _exact(journal)
+
+
+def _wait_for_kernels(journal: Journal) -> None:
+    name = "VLLM_ENGINE_READY_TIMEOUT_S"
+    if name not in os.environ:
+        journal.set_attr(
+            core_client,
+            name,
+            max(FIRST_START, core_client.VLLM_ENGINE_READY_TIMEOUT_S),
+            target=f"vllm.v1.engine.core_client.{name}",
+            reason="at its first start an engine compiles FP8 kernels before it serves, for longer than vLLM waits",
+            remove_when="vLLM waits for an engine as long as it reports progress",
+        )
+
+
+def _quantization(name: str, journal: Journal) -> None:
+    # register_quantization_config() appends to lists and cannot be undone, so add the same entries by hand.
+    lists = [("QUANTIZATION_METHODS", quantization.QUANTIZATION_METHODS)]
+    if current_platform.supported_quantization:
+        lists.append(("current_platform.supported_quantization", current_platform.supported_quantization))
+    for where, entries in lists:
+        if name not in entries:
+            entries.append(name)
+            undo = functools.partial(entries.remove, name)
+            journal.add_undo(undo, target=f"vllm {where}", reason="the quantized linears")
+    claim(
+        journal,
+        quantization._CUSTOMIZED_METHOD_TO_QUANT_CONFIG,
+        name,
+        JetrlQuantConfig,
+        target=f"vllm quantization {name!r}",
+        reason="the quantized linears",
+    )
+
+
+def _op(journal: Journal, name: str, replacement: type, reason: str) -> None:
+    claim(journal, custom_op.op_registry_oot, name, replacement, target=f"vllm out-of-tree op {name!r}", reason=reason)
+
+
+def _exact(journal: Journal) -> None:
+    from jetrl_patch.adapters.vllm.ops import OPS
+
+    for name, replacement in OPS.items():
+        _op(journal, name, replacement, "the order and rounding of Hugging Face models")
+    _op(journal, "RowParallelLinear", ExactRowParallelLinear, "partial sums stay FP32 and are added in rank order")
+    _op(journal, "ReplicatedLinear", ExactReplicatedLinear, "routers that are built without a quantization")
+    # get_rope() caches modules; those of an earlier engine would come back with the original class.
+    journal.set_attr(
+        rotary_embedding,
+        "_ROPE_DICT",
+        {},
+        target="vllm.model_executor.layers.rotary_embedding._ROPE_DICT",
+        reason="engines built before and after enable() must not share this cache of modules",
+    )
+    backends = attention_registry.AttentionBackendEnum
+    on_cpu = current_platform.is_cpu()
+    place, ours = (
+        (backends.CPU_ATTN, "attention.ExactCPUAttentionBackend")
+        if on_cpu
+        else (backends.CUSTOM, "attention_cuda.ExactCudaAttentionBackend")
+    )
+    if not on_cpu:
+        for name, reason in _OFF.items():
+            if name not in os.environ:
+                journal.set_item(os.environ, name, "0", target=f"os.environ[{name!r}]", reason=reason)
+    claim(
+        journal,
+        attention_registry._ATTN_OVERRIDES,
+        place,
+        f"jetrl_patch.adapters.vllm.{ours}",
+        target=f"vllm attention backend {place.name!r}",
+        reason="the trainer's attention over vLLM's paged cache",
+    )
+    # vLLM remembers which backend it chose, and would build another engine of this process with the one of an earlier engine.
+    journal.set_attr(
+        selector,
+        "_cached_get_attn_backend",
+        functools.cache(inspect.unwrap(selector._cached_get_attn_backend)),
+        target="vllm.v1.attention.selector._cached_get_attn_backend",
+        reason="engines built before, between and after enable() and disable() must not share this cache of attention backends",
+    )

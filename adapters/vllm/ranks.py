@@ -1,19 +1,4 @@
-"""Sums over the ranks of an engine in exact mode.
-
-vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. In exact mode partial sums stay
-FP32, are added in rank order and rounded once; the trainer adds the same parts. There are two ways, with the same bits:
-
-- Every rank gathers all parts and adds them.
-- One shot: each GPU reads the parts in its peers' memory and adds them, by vLLM's custom all-reduce. No part is stored twice.
-
-vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last one on every GPU, in FP32
-if that is what it is given. ``cross_device_reduce_2stage`` adds each rank's slice from that rank on, in another order. So one
-shot is for sums that are certain to meet the first. At load it is tried against the other way, and one bit that differs on one
-rank makes all ranks gather.
-
-vLLM chooses in ``CustomAllreduce::allreduce`` (csrc/custom_all_reduce.cuh):
-https://github.com/vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh
-"""
+"""Sums over the ranks of an engine in exact mode, and the linears that they replace."""
 
 from __future__ import annotations
 
@@ -25,15 +10,35 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.distributed import get_tp_group, tensor_model_parallel_all_gather
+from vllm.model_executor.layers.linear import ReplicatedLinear, RowParallelLinear, UnquantizedLinearMethod
 from vllm.platforms import current_platform
 
 from jetrl_patch.adapters.vllm.formats import logger
-from jetrl_patch.fp8.ranks import added
+from jetrl_patch.adapters.vllm.head import ExactLinearMethod
+from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+from jetrl_patch.fp8.mixture import added
+from jetrl_patch.fp8.producers import Rows
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
 
-__all__ = ["choose_sum", "gathered", "sum_over_ranks"]
+__all__ = ["ExactReplicatedLinear", "ExactRowParallelLinear", "choose_sum", "gathered", "sum_over_ranks"]
+
+
+# ---- Sums over the ranks of an engine in exact mode ----------------------------------------------
+# vLLM rounds each rank's partial sum to BF16 before its all-reduce, which may add in any order. In exact mode partial sums stay
+# FP32, are added in rank order and rounded once; the trainer adds the same parts. There are two ways, with the same bits:
+#
+# - Every rank gathers all parts and adds them.
+# - One shot: each GPU reads the parts in its peers' memory and adds them, by vLLM's custom all-reduce. No part is stored twice.
+#
+# vLLM's custom all-reduce has two kernels. ``cross_device_reduce_1stage`` adds from rank 0 to the last one on every GPU, in FP32
+# if that is what it is given. ``cross_device_reduce_2stage`` adds each rank's slice from that rank on, in another order. So one
+# shot is for sums that are certain to meet the first. At load it is tried against the other way, and one bit that differs on one
+# rank makes all ranks gather.
+#
+# vLLM chooses in ``CustomAllreduce::allreduce`` (csrc/custom_all_reduce.cuh):
+# https://github.com/vllm-project/vllm/blob/main/csrc/custom_all_reduce.cuh
 
 #: number of ranks -> bytes of a sum below which vLLM takes the kernel of one stage. Two ranks have no other kernel.
 ONE_STAGE = {2: math.inf, 4: 512 << 10, 6: 256 << 10, 8: 256 << 10}
@@ -165,3 +170,40 @@ def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
     yield "values that cancel", sign * torch.tensor((1.0, 2.0**-24, 2.0**24, 2.0**100))[bits(0, 4)]
     yield "subnormal values", sign * bits(0, 1 << 23).to(torch.int32).view(torch.float32)
     yield "values with any exponent", sign * bits(0, 0x7F80 << 16).to(torch.int32).view(torch.float32)
+
+
+# ---- Linears of vLLM that exact mode replaces: row-parallel ones, which round their sum over the ranks once, and routers
+# Some models of vLLM build the router of a mixture without the quantization, which then cannot give it rows that are independent.
+
+class ExactRowParallelLinear(RowParallelLinear):
+    """Replaces ``RowParallelLinear`` in exact mode. Single-rank runs are unchanged."""
+
+    def forward(self, input_: torch.Tensor | Rows) -> Any:
+        """``input_ [..., K / ranks]`` BF16 or quantized -> ``[..., N]`` BF16, the same on every rank."""
+        method = self.quant_method
+        ours = isinstance(method, (QuantizedLinearMethod, ExactLinearMethod))
+        if not ours or self.tp_size == 1 or not self.reduce_results:
+            return super().forward(input_)
+        if isinstance(input_, Rows):  # of this rank
+            output = sum_over_ranks(method.partial_sum(self, input_))
+        else:
+            if not self.input_is_parallel:
+                input_ = input_.chunk(self.tp_size, dim=-1)[self.tp_rank].contiguous()
+            partial_MN = method.partial_sum(self, input_.reshape(-1, input_.shape[-1]))
+            output = sum_over_ranks(partial_MN).view(*input_.shape[:-1], -1)
+        if self.bias is not None and not self.skip_bias_add:
+            output = output + self.bias
+        if not self.return_bias:
+            return output
+        return output, self.bias if self.skip_bias_add else None
+
+
+class ExactReplicatedLinear(ReplicatedLinear):
+    """Replaces ``ReplicatedLinear`` in exact mode: one that no quantization has seen gets independent rows too."""
+
+    quant_method: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.quant_method) is UnquantizedLinearMethod:
+            self.quant_method = ExactLinearMethod()

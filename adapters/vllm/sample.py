@@ -11,18 +11,19 @@ import torch
 
 from jetrl_patch.adapters.vllm import compat
 from jetrl_patch.errors import ConfigError, ModelError, explain
-from jetrl_patch.parity.prompts import make_prompts
-from jetrl_patch.parity.sample import Sample, Sampled
-from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.measure.parity import STOCK, Sample, Sampled, make_prompts
+from jetrl_patch.models.structure import expert_sizes
 from jetrl_patch.progress import SILENT
-from jetrl_patch.structure import expert_sizes
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE, REQUIRED_TEMPERATURE
 
 if TYPE_CHECKING:
-    from jetrl_patch.parity.modes import Job
+    from jetrl_patch.measure.parity import Job
     from jetrl_patch.progress import Progress
 
 __all__ = ["build_engine", "generate", "sample"]
+
+#: of a GPU's memory for the engine; the rest is the trainer's, whose weights and gradients come into the same process
+SHARE = 0.4
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tekken.json")
 
@@ -66,7 +67,7 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
             progress.done(len(samples) // job.batch)
             count = sum(len(s.response) for s in samples)
             if count >= job.tokens:
-                return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None)
+                return Sampled(samples, count / (time.perf_counter() - begin) if job.cost else None, execution(engine))
     finally:
         engine.llm_engine.engine_core.shutdown()
     raise AssertionError("unreachable")
@@ -83,19 +84,27 @@ def build_engine(job: Job, max_model_len: int) -> Any:
         "max_model_len": max_model_len,
         "max_num_seqs": max(job.batch, 2),
         "tensor_parallel_size": job.tp,
-        "enforce_eager": job.stock is None,  # a stock engine compiles, as it does for its users
+        # what is timed runs as in training: the plugin turns compilation off where a mode needs that. A stock engine compiles
+        "enforce_eager": job.stock is None and not job.cost,
         "seed": job.seed,
         # the distribution that was sampled; the trainer recomputes it with the same temperature
         "logprobs_mode": "processed_logprobs",
     }
-    if _on_cpu():
-        settings["kv_cache_memory_bytes"] = 1 << 29
+    settings |= {"kv_cache_memory_bytes": 1 << 29} if _on_cpu() else {"gpu_memory_utilization": SHARE}
     stock = STOCK[job.stock].engine if job.stock else ()
-    if not stock and expert_sizes(_config(job.model)) is not None and compat.returns_routes():
+    if not stock and expert_sizes(_config(job.model)) is not None and compat.routes_error() is None:
         settings["enable_return_routed_experts"] = True
     settings.update(stock)
     settings.update(job.engine)
     return LLM(**settings)
+
+
+def execution(engine: Any) -> str:
+    """How an engine runs its model: "compiled", "graphs" (replayed CUDA graphs without a compiler) or "eager"."""
+    chosen = engine.llm_engine.vllm_config.compilation_config
+    if chosen.mode:
+        return "compiled"
+    return "graphs" if chosen.cudagraph_mode else "eager"
 
 
 def generate(engine: Any, prompts: list[list[int]], length: int, temperature: float) -> list[Sample]:

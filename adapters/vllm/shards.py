@@ -1,20 +1,67 @@
-"""Map a fused, tensor-parallel vLLM linear to Hugging Face weights.
-
-vLLM fuses ``q_proj``, ``k_proj`` and ``v_proj`` into one ``qkv_proj`` and gives each rank some of its rows (or, for
-row-parallel layers, columns). The trainer knows only whole Hugging Face weights ``[N, K]``. A ``Shard`` maps a rectangle
-of a Hugging Face weight to rows of the local parameter; loading and checking use the same map.
-"""
+"""Names and shards: a fused, tensor-parallel vLLM linear, mapped to Hugging Face weights; the plugin's entries in registries."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.errors import ConflictError, explain
+from jetrl_patch.models.families import FAMILIES, LLAMA_LIKE
+from jetrl_patch.registry import Journal
 
 if TYPE_CHECKING:
+    import torch
     from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.models.utils import WeightsMapper
 
-__all__ = ["Shard", "hf_names", "shards_of"]
+__all__ = ["REGISTRIES", "Registries", "Shard", "claim", "hf_name", "hf_names", "shards_of", "vllm_names"]
+
+
+# ---- Names of modules: vLLM's, and those of the same modules in transformers' model, which both sides of a sync use
+# A model of text has the same names in both. Beside a vision tower vLLM has ``language_model.model.layers.0`` where transformers
+# has ``model.language_model.layers.0``. vLLM's classes say so themselves (``hf_to_vllm_mapper``, for loading checkpoints), and
+# vLLM gives the map to a quantization before it builds a layer (``QuantizationConfig.apply_vllm_mapper``).
+#
+# Where transformers renames the parts of a block as it loads a checkpoint, vLLM keeps the checkpoint's names: the family's
+# record has both (``stored``).
+
+#: every name in transformers' models that is of a block begins so, as do vLLM's where the two are the same
+_SAME = "model."
+
+
+def hf_name(name: str, mapper: WeightsMapper | None) -> str:
+    """Return transformers' name of the module that vLLM calls ``name``: the first that the map leads back to ``name``.
+
+    A class lists the prefixes of today's checkpoints before those of older ones.
+    """
+    for family in FAMILIES.values():
+        if family.stored.get("mlp") in name.split("."):
+            return family.from_stored(name)
+    if mapper is None or name.startswith(_SAME):
+        return name
+    for theirs, ours in dict(mapper.orig_to_new_prefix).items():
+        if ours is not None and name.startswith(ours):
+            found = theirs + name.removeprefix(ours)
+            if mapper.apply_list([found]) == [name]:
+                return found
+    return name
+
+
+def vllm_names(
+    model: torch.nn.Module, weights: Iterable[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield weights with transformers' names under those that ``load_weights`` of a vLLM model knows."""
+    kind = type(model).__name__
+    family = next((family for family in FAMILIES.values() if family.causal_lm == kind), LLAMA_LIKE)
+    for name, weight in weights:
+        yield family.to_stored(name), weight
+
+
+# ---- Map a fused, tensor-parallel vLLM linear to Hugging Face weights ----------------------------
+# vLLM fuses ``q_proj``, ``k_proj`` and ``v_proj`` into one ``qkv_proj`` and gives each rank some of its rows (or, for
+# row-parallel layers, columns). The trainer knows only whole Hugging Face weights ``[N, K]``. A ``Shard`` maps a rectangle
+# of a Hugging Face weight to rows of the local parameter; loading and checking use the same map.
 
 #: weights that fill several parts of a layer in which vLLM fuses them with others -> how many
 _PARTS = {"in_proj_qkv": 3}
@@ -95,3 +142,24 @@ def shards_of(layer: LinearBase, names: Sequence[str]) -> list[Shard]:
     if at != len(sizes):
         raise ValueError(f"{', '.join(names)} fill {at} of the {len(sizes)} parts of {layer.prefix}")
     return found
+
+
+# ---- Entries of the plugin in vLLM's registries: how one goes in, and whether all of them are in place
+
+@dataclass
+class Registries:
+    """Of this process. ``filled``: the quantization, the ops and the attention of the session are registered."""
+
+    filled: bool = False
+
+
+REGISTRIES = Registries()
+
+
+def claim(journal: Journal, registry: Any, key: Any, value: Any, *, target: str, reason: str) -> None:
+    """Put an entry into a vLLM registry. Raises ConflictError if another plugin holds the key."""
+    held = registry.get(key)
+    if held is not None:
+        fix = "disable the plugin that registered it"
+        raise ConflictError(explain(target, required="an entry that is free", found=repr(held), fix=fix))
+    journal.set_item(registry, key, value, target=target, reason=reason)

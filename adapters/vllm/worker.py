@@ -1,26 +1,100 @@
-"""What a vLLM worker gets once its model is loaded: a weight receiver and a report.
-
-``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker.
-"""
+"""What a vLLM worker gets once its model is loaded: a weight receiver, a report, compiled kernels, and graphs of its own."""
 
 from __future__ import annotations
 
 import functools
 import os
-from typing import Any
+import time
+from typing import TYPE_CHECKING, Any
 
-from jetrl_patch import runtime
+import torch
+
+from jetrl_patch import session
+from jetrl_patch.adapters.vllm.formats import BLOCKS, logger
+from jetrl_patch.adapters.vllm.method import quantized_modules
+from jetrl_patch.adapters.vllm.ranks import ExactRowParallelLinear
 from jetrl_patch.config import Config
-from jetrl_patch.errors import NotPatchedError
+from jetrl_patch.errors import ConflictError, NotPatchedError, explain
 from jetrl_patch.exact.dispatch import chosen_attention
-from jetrl_patch.families import LLAMA_LIKE, family_of
-from jetrl_patch.fp8.ranks import WHOLE
-from jetrl_patch.sync.base import Received
-from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.fp8.mixture import WHOLE
+from jetrl_patch.models.families import LLAMA_LIKE, family_of
+from jetrl_patch.sync.delta import Received
+from jetrl_patch.sync.protocol import Terms
 from jetrl_patch.sync.receive import Receiver
 
-__all__ = ["attach", "jetrl_report"]
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
+    from jetrl_patch.config import Config
+
+__all__ = ["attach", "jetrl_report", "mark_settings", "warm_up"]
+
+
+# ---- Keep vLLM from serving a graph that it compiled under other settings ------------------------
+# vLLM keeps compiled graphs on disk and finds them by a hash of its configuration, which leaves the quantization's own settings
+# out (``VllmConfig.compute_hash``) and knows nothing of this plugin's. The scale format, the backend and what is fused are
+# constants of the graph: without this, an engine would go on computing with those of an earlier run.
+
+#: our key in ``additional_config``, of which vLLM hashes all
+KEY = "jetrl_patch"
+
+
+def mark_settings(vllm_config: VllmConfig, config: Config, backend: str, attention: str) -> None:
+    """Put every setting, and what a worker has chosen on its device, among what the names of compiled graphs depend on.
+
+    Call it in the worker before its first step, which compiles.
+
+    Raises:
+        ConflictError: ``additional_config`` is no dict, so that nothing can be added to it.
+    """
+    given: Any = vllm_config.additional_config
+    if not isinstance(given, dict):
+        raise ConflictError(
+            explain(
+                "vLLM additional_config with a quantized rollout",
+                required="a dict, to which the settings of jetrl_patch are added",
+                found=type(given).__name__,
+                fix="leave it unset, or give a dict",
+            )
+        )
+    vllm_config.additional_config = {**given, KEY: {**config.to_env(), "backend": backend, "attention": attention}}
+
+
+# ---- Compile the FP8 kernels of a loaded model before it serves ----------------------------------
+# DeepGEMM compiles a kernel for each [N, K] and each tile that it takes for some number of rows. With nvcc that takes seconds,
+# in the middle of serving if nothing asked before. vLLM's own warm-up (``vllm.model_executor.warmup``) looks for its own kernel
+# classes, and these layers have none of them. Runs before vLLM measures its memory, so what it allocates is free again by then.
+
+@torch.inference_mode()
+def warm_up(model: torch.nn.Module, most: int) -> int:
+    """Multiply with one weight of each shape, for batches up to ``most`` rows; say in the log how far it is.
+
+    Returns:
+        the number of products: 0 for a backend that compiles nothing.
+    """
+    kinds: dict[tuple[Any, ...], Any] = {}
+    for layer, method in quantized_modules(model):
+        partial = isinstance(layer, ExactRowParallelLinear) and layer.tp_size > 1 and layer.reduce_results
+        kinds.setdefault((*layer.weight.shape, partial, hasattr(layer, BLOCKS)), (layer, method))
+    done = 0
+    for number, ((N, K, partial, _), (layer, method)) in enumerate(kinds.items(), 1):
+        rows = method.format.compiled_rows(layer.weight.device, most)
+        if not rows:
+            continue
+        start = time.monotonic()
+        x_MK = torch.zeros(max(rows), K, dtype=torch.bfloat16, device=layer.weight.device)
+        for M in rows:
+            (method.partial_sum if partial else method.apply)(layer, x_MK[:M])
+        done += len(rows)
+        took = time.monotonic() - start
+        logger.info("jetrl_patch: FP8 kernels for [%d, %d] are compiled, %d of %d, %.1f s", N, K, number, len(kinds), took)
+    if done:
+        torch.cuda.empty_cache()
+    return done
+
+
+# ---- What a vLLM worker gets once its model is loaded: a weight receiver and a report ------------
+# ``worker.jetrl_receiver`` takes weight syncs; ``collective_rpc("jetrl_report")`` reports the state of each worker.
 
 def attach(worker: Any, config: Config) -> None:
     """Audit the loaded model, register its quantized layers, and attach receiver and report to the worker.
@@ -31,16 +105,12 @@ def attach(worker: Any, config: Config) -> None:
             another one, or an op is not exact on this device.
         ConflictError: as ``graphs.mark_settings``.
     """
-    from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules
+    from jetrl_patch.adapters.vllm.experts import check_eager, expert_modules, finish
     from jetrl_patch.adapters.vllm.fused import fuse
-    from jetrl_patch.adapters.vllm.graphs import mark_settings
     from jetrl_patch.adapters.vllm.install import VllmInstaller
-    from jetrl_patch.adapters.vllm.latent import follow_norms
     from jetrl_patch.adapters.vllm.live import keep_live_experts
-    from jetrl_patch.adapters.vllm.postload import check_layers
+    from jetrl_patch.adapters.vllm.postload import check_layers, follow_norms
     from jetrl_patch.adapters.vllm.ranks import gathered
-    from jetrl_patch.adapters.vllm.runner import finish
-    from jetrl_patch.adapters.vllm.warm import warm_up
 
     model = worker.model_runner.get_model()
     installer = VllmInstaller(model)
@@ -71,11 +141,11 @@ def attach(worker: Any, config: Config) -> None:
         try_ops(worker, config)
     if config.quantized_rollout:
         warm_up(model, worker.vllm_config.scheduler_config.max_num_batched_tokens)
-    runtime.register_layers(layers)
+    session.register_layers(layers)
     backend = _backend(config, worker) if config.quantized_rollout else ""
     attention = chosen_attention(worker.device.type) if config.exact else ""
     if backend:
-        runtime.register_backend(backend, attention)
+        session.register_backend(backend, attention)
     if config.quantized_rollout:
         mark_settings(worker.vllm_config, config, backend, attention)
     if config.quantized_rollout and not worker.vllm_config.model_config.enforce_eager:
@@ -89,7 +159,7 @@ def attach(worker: Any, config: Config) -> None:
 def _backend(config: Config, worker: Any) -> str:
     if config.format is not None and config.format.own_product:
         return config.format.own_product
-    from jetrl_patch.fp8.backends import choose_backend
+    from jetrl_patch.backends import choose_backend
 
     return choose_backend(config.backend, worker.device.type)
 
@@ -106,7 +176,7 @@ def jetrl_report(worker: Any, digests: bool = True) -> dict[str, Any]:
     from vllm.distributed import get_tensor_model_parallel_rank
 
     receiver = worker.jetrl_receiver
-    status = runtime.status()
+    status = session.status()
     return {
         "pid": os.getpid(),
         "tp_rank": get_tensor_model_parallel_rank(),

@@ -18,32 +18,36 @@ LOADS = tuple(Load(samples=2048, prompt=512, longest=longest) for longest in (81
 
 
 _PAGE = """\
-# Where FP8 pays
+# Speed: where FP8 pays
 
-**Estimated, not measured:** no figure on this page comes from a run on a GPU. `python -m benchmarks.cost --write` computes it
-from the parts below; `benchmarks/cost/` holds the formulas, and a measured part replaces its row there. Experts and exact mode
-have not run on a GPU at all ([limits](limits.md)).
+**Estimated, not measured:** no figure on this page comes from a GPU run. `python -m benchmarks.cost --write` computes them
+from the [parts](#parts) below. The formulas are in `benchmarks/cost/`; a measured part replaces its row there.
 
-A synchronous GRPO step on H100s with {samples} samples of {prompt} prompt tokens. The lengths of responses are exponential with a
-quarter of the longest as mean. The last columns say how many times faster than BF16 the whole step is. Each mode, BF16 too, has
-the tensor parallelism of the rollout that is fastest for it, in brackets.
+What it says:
+
+- **`linear` pays in dense models**, most in large ones and with short responses.
+- **`exact` pays with short responses**, where it also skips a pass. At 32k tokens it loses: attention dominates, and its
+  kernel is assumed to be slower than FlashAttention-3.
+- **Mixtures gain little.** Blocks of 128 allow 2 ranks where BF16 has 4, which costs as much as FP8 gains.
+- **In exact mode use few tensor-parallel ranks.** Ranks gather FP32 sums, {gathered:.0f} times the bytes of BF16's all-reduce
+  with 8 of them.
+
+A synchronous GRPO step on H100s, {samples} samples of {prompt} prompt tokens. Response lengths are exponential with a quarter
+of the longest as mean. The last four columns say how many times faster than BF16 the whole step is. Each mode has the tensor
+parallelism of the rollout that is fastest for it, in brackets.
 
 {steps}
 
-- `exact` leaves out the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
-- **It pays** where training in FP8 saves more than attention costs: `linear` in dense models, most in large ones and short
-  contexts, and `exact` in short contexts, where it also leaves out a pass.
-- **It pays little or not at all**
-    - where attention dominates, as with responses of 32k tokens: it stays in BF16, and in exact mode its kernel is taken to be
-      slower than FlashAttention-3, so `exact` loses there. Use `linear`;
-    - in exact rollouts over several ranks: they gather FP32 sums of all ranks, {gathered:.0f} times the bytes of BF16's
-      all-reduce with 8 of them, so fewer ranks are fastest;
-    - in the mixture: blocks of 128 allow 2 ranks where BF16 has 4, which is worth as much as FP8.
-- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k): compare with the ranks that
-  you run.
+- *exact* skips the pass for old log-probs; *with the pass* is `old_log_probs=recompute`. `fp8-rollout` trains in BF16.
+- With one rank on both sides the rollout of the 8B model is {alone:.2f} times as fast in FP8 (8k). Compare with the ranks
+  that you run.
 - The shares of rollout and old log-probs are those of BF16's step, whose update runs the forward twice (checkpointing).
-- Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), waits
-  between phases. A part that is the same in all modes makes every ratio smaller.
+- Left out: prefill, weight syncs, the optimizer, FSDP's communication, rewards, launches (CUDA graphs in all modes), and
+  waits between phases. A part that is the same in all modes makes every ratio smaller.
+
+Measured on CPUs: [every kernel](benchmarks/cpu.md), [whole steps](exactness.md#what-it-saves), [syncs](sync.md#measured).
+Counted without a GPU: [launches and bytes](benchmarks/counted.md). To be measured: [on a Hopper
+GPU](benchmarks/hopper/index.md).
 
 ## Against what Jet-RL published
 
@@ -91,7 +95,7 @@ def _parts() -> list[dict[str, Any]]:
         ("FP8 decoding, share of what bytes allow", parts.DECODED, "estimated"),
         ("quantization, bytes per element: input, gradient", ", ".join(map(str, parts.QUANTIZED)), "counted"),
         ("norms and activations, bytes per token and layer", f"{hidden} × hidden + {inner} × inner", "estimated"),
-        ("a sum over ranks besides its bytes, µs", f"{parts.LATENCY * 1e6:.0f}", "estimated"),
+        ("a sum over ranks, fixed cost in µs", f"{parts.LATENCY * 1e6:.0f}", "estimated"),
     )
     return [{"part": what, "value": value, "source": source} for what, value, source in rows]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from benchmarks.gpu.floors import PUBLISHED, Peaks
 from benchmarks.gpu.shapes import RANKS, Model
-from jetrl_patch.fp8.formats import BLOCK
+from jetrl_patch.kernels.formats import BLOCK
 
 
 class Gpu(NamedTuple):

@@ -118,10 +118,11 @@ The linear layers alone: a dW in BF16 is one product of cuBLASLt, which rounds i
 published for DeepGEMM's product; NVIDIA calls the two comparable (TransformerEngine, issue 1509), and it is not measured here.
 DeepGEMM's own product for WGrad (`1D1D`) only adds to an FP32 output: where torch has no block scales of cuBLASLt (CUDA before
 12.9), each dW is filled with zeros, added to, and rounded, 18 bytes an element in place of 2, which is the row
-`linear, without cuBLASLt`. A main gradient in FP32 (Megatron) is handed to DeepGEMM as it is: nothing is filled, added or cast.
+`linear, without cuBLASLt`. DeepGEMM adds to an FP32 main gradient (Megatron) directly: nothing is filled or cast.
 
-W is read twice, as it is and turned. Both are written by one launch for all micro-batches of a step, where no rank frees the
-weights between passes, and held to the last of them, 2 bytes a weight; else each backward turns W once more (`turn_kernel`).
+W is read twice, as it is and transposed. If no rank frees the weights between passes, one launch writes both for all
+micro-batches of a step, and they are held to the last of them, at 2 bytes a weight. Otherwise each backward transposes W once
+more (`turn_kernel`).
 
 The norm's backward adds the gradient of the residual in its own kernel, 8 bytes an element. Its sum is quantized for the layer
 before it by a launch of its own (`both_kernel`), which reads 2 bytes and writes 2: for WGrad that takes 128 rows at a time, which

@@ -7,8 +7,8 @@ import torch
 from benchmarks.counted.counter import Counter, Launch
 from benchmarks.counted.hopper import DEVICE, hopper
 from benchmarks.gpu.shapes import Model
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.backends import get_backend
+from jetrl_patch.kernels.formats import FP8, groups
 
 ROWS = 64
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from triton.runtime.jit import JITFunction
 
 from benchmarks.counted import counter
+from jetrl_patch import backends
+from jetrl_patch.backends import capability, cublaslt, deep_gemm, gpu
 from jetrl_patch.exact import dispatch
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends import capability, cublaslt, deep_gemm, gpu
 from jetrl_patch.kernels import aot, gemm_common, quantize
 
 #: streaming multiprocessors of an H100 and H200

@@ -17,9 +17,9 @@ from benchmarks.counted.counter import Counter, Launch, record, size
 from benchmarks.counted.decode import ROWS
 from benchmarks.counted.hopper import DEVICE, hopper
 from benchmarks.gpu.shapes import Linear, Model
+from jetrl_patch.backends import get_backend
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.kernels.formats import FP8, groups
 
 #: models whose q, k and v have a bias
 BIASED = ("Qwen2.5-7B",)
@@ -36,7 +36,7 @@ def _layer(linear: Linear, config: Config) -> Any:
 
     G = groups(linear.K)
     rows, blocks = (_empty(height, G, dtype=torch.float32) for height in (linear.N, groups(linear.N)))
-    method = QuantizedLinearMethod(SimpleNamespace(config=config, packed_modules_mapping={}), linear.name)  # type: ignore[arg-type]
+    method = QuantizedLinearMethod(config, linear.name, packed={}, cut=[])
     weight = _empty(linear.N, linear.K, dtype=FP8)
     return SimpleNamespace(weight=weight, weight_scale_inv=rows, quant_method=method, **{BLOCKS: blocks})
 

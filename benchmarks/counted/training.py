@@ -130,7 +130,7 @@ def _tensor(*shape: int) -> Tensor:
 
 def count_block(model: Model, mode: str, best: str = "deep_gemm", tokens: int = TOKENS) -> Passes:
     """One micro-batch of a block."""
-    from jetrl_patch.exact import packed
+    from jetrl_patch.exact import attention as packed
 
     with block(model, mode, best) as layer:
         x = _tensor(1, tokens, model.hidden)

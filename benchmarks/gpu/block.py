@@ -17,8 +17,8 @@ from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import MODELS, TRAIN, Model
 from benchmarks.gpu.timing import Call
+from jetrl_patch.backends.gpu import GpuBackend
 from jetrl_patch.fp8 import producers
-from jetrl_patch.fp8.backends.gpu import GpuBackend
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 EPS, FORMAT = 1e-6, "pow2"

@@ -11,9 +11,9 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import DECODE, MODELS, Model
 from benchmarks.gpu.timing import Call, copies
-from jetrl_patch.fp8.backends import Backend
-from jetrl_patch.fp8.backends.triton import TritonBackend
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.backends import Backend
+from jetrl_patch.backends.quantize import expand_weight_scale
+from jetrl_patch.backends.triton import TritonBackend
 
 FORMAT = "pow2"
 #: batch sizes for the one-launch kernel, up to its maximum

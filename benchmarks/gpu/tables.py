@@ -14,7 +14,7 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.piece import Piece
 from benchmarks.gpu.shapes import Model
 from benchmarks.gpu.timing import Call, Timed, told
-from jetrl_patch.fp8.backends import get_backend
+from jetrl_patch.backends import get_backend
 
 Run = Callable[[Machine], Iterator[Piece]]
 TINY = (Model("tiny", hidden=128, intermediate=256, heads=2, kv_heads=1, head_dim=64),)

@@ -16,8 +16,8 @@ from examples.common.recipe import Arm, Launch
 from examples.common.runner import run_arm
 from examples.verl.compare import MODES
 from examples.verl.recipe import Recipe
-from jetrl_patch.report import Run
-from jetrl_patch.report.runs import PARTS
+from jetrl_patch.cli.report import Run
+from jetrl_patch.cli.report.runs import PARTS
 
 STEPS, BASELINE = 8, "bf16"
 

@@ -38,7 +38,7 @@ def _of_all() -> Iterator[str]:
         importlib.metadata.version("jetrl_patch")
     except importlib.metadata.PackageNotFoundError:
         yield f"make hopper: required an installed jetrl_patch, found none in {sys.executable}. Run pip install -e . first."
-    from jetrl_patch.fp8.backends import capability
+    from jetrl_patch.backends import capability
 
     ok, found = capability.check_hopper()
     if not ok:
@@ -59,11 +59,11 @@ def _of(part: Part, scratch: Path, deep_gemm: bool) -> Iterator[str]:
     for name, other in CPU_BUILDS.items():
         if name in part.packages and _installed(other):
             yield _words(part, f"a CUDA build of {name}", other, f"uninstall {other}, install {name}")
-    from jetrl_patch import support
-    from jetrl_patch.fp8.backends import capability
+    from jetrl_patch.backends import capability
+    from jetrl_patch.native import machine
 
     for name in part.frameworks:
-        ok, found = support.check_framework(name)
+        ok, found = machine.check_framework(name)
         if not ok:
             yield _words(part, f"a supported {name}", found, "see docs/install.md")
     if deep_gemm and part.deep_gemm and capability.deep_gemm_installed():

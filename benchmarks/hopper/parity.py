@@ -13,9 +13,8 @@ from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, whole
 from benchmarks.hopper.plan import find
 from examples.words import CHECKPOINT
 from jetrl_patch import Config
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.run import run_mode
-from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.cli.parity.run import run_mode
+from jetrl_patch.measure.parity import STOCK, Job
 
 BATCHES, LENGTH = (256, 64, 7, 1), 2048
 GRAPHS = "exact, CUDA graphs"

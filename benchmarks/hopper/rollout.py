@@ -28,9 +28,8 @@ from benchmarks.hopper import shape
 from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio
 from benchmarks.hopper.plan import find
 from jetrl_patch import Config
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.run import environment
-from jetrl_patch.parity.stock import STOCK
+from jetrl_patch.cli.parity.run import environment
+from jetrl_patch.measure.parity import STOCK, Job
 
 
 class Load(NamedTuple):
@@ -148,11 +147,11 @@ def main(asked: str, descriptor: str) -> None:
     os.set_inheritable(int(descriptor), False)
     with os.fdopen(int(descriptor), "w", buffering=1) as rows:
         print(file=rows)
-        from jetrl_patch import runtime
+        from jetrl_patch import session
         from jetrl_patch.adapters.vllm.sample import build_engine
 
         if job.stock is None:
-            runtime.enable(job.config)
+            session.enable(job.config)
         engine = build_engine(job, longest)
         try:
             for line in sys.stdin:

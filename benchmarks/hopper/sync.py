@@ -17,9 +17,9 @@ import torch
 from benchmarks.hopper import shape
 from benchmarks.hopper.cells import Cell, Cells, Derived, Setup, ratio, whole
 from benchmarks.sync import Memory, sync
-from jetrl_patch.fp8.backends import choose_backend
-from jetrl_patch.sync.bucket import pack, unpack
-from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.backends import choose_backend
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import pack, unpack
 
 PLAIN, FP8 = "plain BF16", "fp8-unified"
 ROUNDS = 5

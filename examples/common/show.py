@@ -15,9 +15,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from examples.common.processes import undisturbed
 from examples.common.recipe import Arm, Recipe
 from examples.common.runner import RunFailedError, run_arm
+from jetrl_patch.cli.report import ReportError, Run, changes_text, make_answers, make_table, write_report
 from jetrl_patch.native import build
-from jetrl_patch.report import ReportError, Run, make_answers, make_table, write_report
-from jetrl_patch.report.tables import changes_text
 
 console = Console(highlight=False)
 if not console.is_terminal:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from examples.common.recipe import Arm, Launch, environment
 from examples.common.recipe import Recipe as CommonRecipe
 from examples.openrlhf import data
-from jetrl_patch.report.logs import openrlhf_step
+from jetrl_patch.cli.report.sources import openrlhf_step
 
 #: lines of Ray, the plugin and OpenRLHF -> what the run does from there on
 MILESTONES = (

@@ -20,7 +20,7 @@ from examples.stability.arms import Arm
 from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.picture import draw
 from examples.stability.sweep import Job, sweep, wide_console
-from jetrl_patch.report import Run
+from jetrl_patch.cli.report import Run
 
 ARMS = (
     Arm(precision="bf16"),

@@ -75,7 +75,7 @@ def run(
     from examples.stability.objective import loss, prepare
     from examples.stability.policy import Policy
     from examples.stability.rollout import Rollout
-    from jetrl_patch.correction.mismatch import mismatch
+    from jetrl_patch.measure.mismatch import mismatch
 
     torch.manual_seed(seed)
     torch.set_num_threads(1)

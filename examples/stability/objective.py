@@ -1,4 +1,4 @@
-"""The losses, built from the plugin's formulas (``jetrl_patch.correction``)."""
+"""The losses, built from the plugin's formulas (``jetrl_patch.measure.corrections``)."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from examples.stability.arms import Arm
-from jetrl_patch.correction.objectives import gspo_loss, policy_gradient_loss, ppo_loss
-from jetrl_patch.correction.weights import correct
+from jetrl_patch.measure.corrections import correct, gspo_loss, policy_gradient_loss, ppo_loss
 
 #: DAPO's clip (Precision-RL, arXiv 2510.26788, uses the same)
 CLIP = (0.2, 0.28)

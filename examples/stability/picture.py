@@ -11,7 +11,7 @@ from examples.stability.loop import TRAINERS_ACCURACY
 
 if TYPE_CHECKING:
     from examples.stability.sweep import Job
-    from jetrl_patch.report import Run
+    from jetrl_patch.cli.report import Run
 
 #: Okabe and Ito's colours, which colour-blind readers can tell apart
 _COLOURS = ("#000000", "#009e73", "#0072b2", "#d55e00", "#e69f00", "#cc79a7", "#56b4e9", "#999999")

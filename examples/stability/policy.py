@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.sync.source import convert
+from jetrl_patch.trainer.source import convert
 
 if TYPE_CHECKING:
     from examples.stability.rollout import Sample

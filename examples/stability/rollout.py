@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.send import SyncStats
 
 if TYPE_CHECKING:
-    from jetrl_patch.sync.source import Source
+    from jetrl_patch.trainer.source import Source
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from rich.table import Table
 from examples.common.runner import RunFailedError
 from examples.stability.arms import Arm
 from examples.stability.sweep import Job, sweep, wide_console
-from jetrl_patch.report import Run
+from jetrl_patch.cli.report import Run
 
 Story = dict[int, dict[str, Any]]
 

@@ -16,7 +16,7 @@ from examples.common.processes import Group, temporary_folder
 from examples.common.recipe import Recipe, environment
 from examples.common.runner import RunFailedError, ending
 from examples.stability.arms import Arm
-from jetrl_patch.report import Run, read_runs
+from jetrl_patch.cli.report import Run, read_runs
 
 ROOT = Path(__file__).resolve().parents[2]
 

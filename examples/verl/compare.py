@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from examples.common.recipe import Arm, Device
+from examples.common.recipe import Arm
 from examples.common.show import console, run_all
 from examples.verl.recipe import Recipe
 from examples.words.mixture import mixture
-from jetrl_patch.report import read_runs
+from jetrl_patch.cli.report import read_runs
 
 MODES = {
     "bf16": Arm(precision="bf16"),
@@ -29,12 +29,9 @@ MODES = {
 }
 
 
-def chosen(names: Sequence[str] | None, experts: int, device: Device, seeds: Sequence[int]) -> list[Arm]:
-    """The arms of a comparison; None names all. A dense model has no routes, and the exact ops have not run on a GPU yet."""
-    modes = [
-        mode for mode in (MODES[name] for name in names or MODES)
-        if (experts or mode.router_replay == "none") and (device == "cpu" or mode.align != "exact")
-    ]  # fmt: skip
+def chosen(names: Sequence[str] | None, experts: int, seeds: Sequence[int]) -> list[Arm]:
+    """The arms of a comparison; None names all. A dense model has no routes to replay."""
+    modes = [mode for mode in (MODES[name] for name in names or MODES) if experts or mode.router_replay == "none"]
     return [replace(mode, seed=seed) for mode in modes for seed in seeds]
 
 
@@ -50,7 +47,7 @@ def main() -> int:
     args = parser.parse_args()
     if not args.experts and any(MODES[name].router_replay != "none" for name in args.modes or ()):
         parser.error("fp8-rollout+R3 replays routes of a mixture of experts, which a dense model has not. Add --experts 8.")
-    arms = chosen(args.modes, args.experts, args.device, args.seeds)
+    arms = chosen(args.modes, args.experts, args.seeds)
     out = args.out.resolve()
     recipe = Recipe(steps=args.steps, device=args.device)
     if args.experts:

@@ -28,11 +28,7 @@ def main() -> int:
     parser.add_argument("--device", default=os.environ.get("DEVICE", "cpu"), choices=("cpu", "cuda"))
     parser.add_argument("--out", type=Path, default=Path("outputs/demo"))
     args = parser.parse_args()
-    align = args.align
-    if args.device == "cuda" and args.precision == "fp8-unified" and align is None:
-        print('align="linear": the exact ops have not run on a GPU yet; --align exact tries them')
-        align = "linear"
-    arm = Arm(precision=args.precision, align=align, seed=args.seed)
+    arm = Arm(precision=args.precision, align=args.align, seed=args.seed)
     recipe = Recipe.of(TASKS[args.model], steps=args.steps, device=args.device)
     subtitle = f"Real verl GRPO with real vLLM rollouts on {args.device.upper()}: {recipe.task.title}, {recipe.steps} steps."
     return run_all(recipe, [arm], args.out.resolve(), f"One run in {arm.name}", subtitle)

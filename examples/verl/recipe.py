@@ -104,7 +104,7 @@ def overrides(recipe: Recipe, arm: Arm, train: Path, held_out: Path, answers: Pa
 
 
 def _cpu() -> list[str]:
-    from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+    from jetrl_patch.adapters.cpu.verl import cpu_overrides
 
     return cpu_overrides()
 

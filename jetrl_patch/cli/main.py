@@ -7,19 +7,21 @@ import importlib
 import json
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from jetrl_patch import env
 from jetrl_patch._versions import SUPPORTED, VERSION
-from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.cli import run as launch
+from jetrl_patch.config import SETTINGS, Config, environment
+from jetrl_patch.config.arguments import FLAG, split
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.launch import command as launch
-from jetrl_patch.launch.arguments import FLAG, split
+from jetrl_patch.native.machine import check_framework, check_python, installed_frameworks, require_torch
 from jetrl_patch.patching.guards import installed_version
 from jetrl_patch.progress import Display
-from jetrl_patch.support import check_framework, check_python, installed_frameworks, require_torch
+
+if TYPE_CHECKING:
+    from jetrl_patch.session import PatchStatus
 
 __all__ = ["app", "main"]
 
@@ -52,7 +54,7 @@ def _root(
 @app.command(context_settings=_PASS_ON)
 def parity(context: typer.Context) -> None:
     """Load a model into vLLM and into the trainer, and print how far their log-probs differ."""
-    command = importlib.import_module("jetrl_patch.parity.cli")
+    command = importlib.import_module("jetrl_patch.cli.parity.cli")
     raise typer.Exit(command.main(list(context.args)))
 
 
@@ -88,8 +90,7 @@ def doctor(
     With a launch command (jetrl doctor -- python -m verl.trainer.main_ppo ...) its arguments are checked too.
     The exit status is 0 if a run would start, 1 if not, and 2 if that cannot be told from here.
     """
-    from jetrl_patch.doctor.examine import examine
-    from jetrl_patch.doctor.show import show
+    from jetrl_patch.cli.doctor.examine import examine, show
 
     flags = [FLAG] if fp8_unified else []
     flags += [f"--{name}={value}" for name, value in (("precision", precision), ("align", align)) if value is not None]
@@ -123,7 +124,7 @@ def report(
     """
     from rich.console import Console
 
-    from jetrl_patch.report.command import command, watch
+    from jetrl_patch.cli.report.command import command, watch
 
     console = Console(highlight=False)
     if not console.is_terminal:
@@ -151,20 +152,21 @@ def export(
     with Display("export") as display:
         display.stage("loading torch")
         require_torch("jetrl export")
-        from jetrl_patch.checkpoint.command import command
+        from jetrl_patch.cli.export import command
     command(checkpoint, out, format_, scale_format, exclude, Console(highlight=False, soft_wrap=True), display)
 
 
 @app.command()
 def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON object")] = False) -> None:
-    """Print the supported and the installed versions, and the settings in the environment.
+    """Print the supported and the installed versions, the settings in the environment, and the patches that they ask for.
 
     The exit status is 1 if an installed framework is in a version that is not supported.
     """
     here = set(installed_frameworks())
     rows = [(name, required, tested, *_finding(name, name in here)) for name, (required, tested) in SUPPORTED.items()]
-    env.check_names()
-    config = Config.from_env() if env.opted_in() else None
+    environment.check_names()
+    config = Config.from_env() if environment.opted_in() else None
+    finding, planned = ("", []) if config is None else _planned(config)
     unsupported = [row for row in rows if row[4] == "unsupported"]
     if as_json:
         frameworks = {
@@ -172,7 +174,8 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
             for name, required, tested, found, state in rows
         }
         asked = None if config is None else dataclasses.asdict(config)
-        print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked}))
+        patches = [dataclasses.asdict(patch) for patch in planned]
+        print(json.dumps({"version": VERSION, "frameworks": frameworks, "config": asked, "patches": patches}))
     else:
         print(f"jetrl_patch {VERSION}, Python {check_python()[1]}\n")
         print(f"{'framework':14}{'required':16}{'tested':10}{'installed':14}")
@@ -180,7 +183,20 @@ def status(as_json: Annotated[bool, typer.Option("--json", help="print one JSON 
             print(f"{name:14}{required:16}{tested:10}{found:14}{state}")
         text = "asks for nothing (JETRL_ENABLED is not set)" if config is None else f"asks for {config}"
         print(f"\nthe environment {text}")
+        if config is not None:
+            print(f"patches: {finding}")
+            fixes = [patch for patch in planned if patch.fixes]
+            print(f"fixes for bugs of other projects among them (upstream_fixes={config.fixes_upstream}): {len(fixes)}")
+            for patch in fixes:
+                print(f"  {patch.fixes:11}{patch.target}  {patch.upstream}")
     raise typer.Exit(1 if unsupported else 0)
+
+
+def _planned(config: Config) -> tuple[str, list[PatchStatus]]:
+    from jetrl_patch.cli.doctor.checks import check_patches
+
+    check, planned = check_patches(config)
+    return check.finding, planned
 
 
 def _finding(name: str, present: bool) -> tuple[str, str]:

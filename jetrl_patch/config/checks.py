@@ -1,20 +1,26 @@
-"""Checks of single settings, and of combinations that belong to no other module."""
+"""Checks of settings and of their combinations, made before anything changes. Imports no torch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
+from jetrl_patch.config.corrections import CORRECTIONS
 from jetrl_patch.config.modes import MODES
-from jetrl_patch.correction.kinds import CORRECTIONS
 from jetrl_patch.errors import ConfigError, explain
+from jetrl_patch.patching.guards import is_installed
 
 if TYPE_CHECKING:
-    from jetrl_patch.config.settings import Config
+    from jetrl_patch.config.derived import Derived
 
-__all__ = ["check_choice", "check_switch", "check_together", "number", "patterns", "seconds"]
+__all__ = [
+    "CLASSES", "MODULE", "REQUIRED", "check_choice", "check_installed", "check_monitor", "check_options", "check_precision",
+    "check_scaling", "check_switch", "check_together", "number", "patterns", "seconds",
+]  # fmt: skip
 
+
+# ---- Checks of single settings, and of combinations that belong to no other module ---------------
 
 def check_choice(name: str, value: object, allowed: Sequence[str]) -> None:
     """Raise ConfigError if the value is not one of the allowed words."""
@@ -66,7 +72,7 @@ def _bad_pattern(pattern: object, why: str) -> str:
     )
 
 
-def check_together(config: Config) -> None:
+def check_together(config: Derived) -> None:
     """Raise ConfigError if settings contradict each other."""
     unified = " or ".join(repr(name) for name, mode in MODES.items() if mode.is_unified)
     if config.align is not None and not config.mode.is_unified:
@@ -121,4 +127,156 @@ def check_together(config: Config) -> None:
         raise ConfigError(
             f"optimizer_states={config.optimizer_states!r} contradicts fp8_all_gather=True: the 8-bit update has not been "
             f"tested on the tensor subclass of the gathered weights. Drop one of the two."
+        )
+
+
+# ---- Checks of the monitor's and the guard's settings, made before anything starts ---------------
+
+def check_monitor(config: Derived) -> None:
+    """Raise ConfigError for meaningless thresholds and for a guard that cannot act."""
+    every, share, guard = config.monitor_every, config.monitor_underflow, config.guard_sqnr
+    if isinstance(every, bool) or not isinstance(every, int) or every < 0:
+        raise ConfigError(f"monitor_every={every!r} must be a whole number of steps. Set it to 0 to turn the monitor off.")
+    if not 0 <= share <= 1:
+        raise ConfigError(f"monitor_underflow={share!r} must be between 0 and 1.")
+    if guard is None:
+        return
+    if not every:
+        raise ConfigError("guard_sqnr needs the monitor's measurements. Set monitor_every to 1 or more.")
+    if not config.fp8_train:
+        raise ConfigError(
+            f"guard_sqnr={guard!r} contradicts precision={config.precision!r}: the guard moves layers from FP8 to BF16 "
+            f"on both sides, and this mode does not have FP8 on both. Unset guard_sqnr."
+        )
+    if config.backend == "te":
+        raise ConfigError(
+            f"guard_sqnr={guard!r} contradicts backend='te': TransformerEngine layers cannot leave FP8 one by one. "
+            f"Unset one of the two."
+        )
+    if config.fp8_all_gather:
+        raise ConfigError(
+            f"guard_sqnr={guard!r} contradicts fp8_all_gather=True: a layer that leaves FP8 needs its weight in BF16, "
+            f"and FSDP2 gathers only FP8 bytes. Unset one of the two."
+        )
+
+
+# ---- Cross-checks of the settings of rollout formats and scales. Imports no torch, because ``Config`` calls it early
+
+def check_scaling(config: Derived) -> None:
+    """Raise ConfigError if granularity, backend, smoothing or invariant scale is invalid or contradicts the precision."""
+    mode = f"precision={config.precision!r}"
+    if config.rollout_granularity != "block" and not config.mode.has_granularity:
+        raise ConfigError(
+            f"rollout_granularity={config.rollout_granularity!r} contradicts {mode}: {config.mode.one_granularity}"
+        )
+    if config.mode.backends and config.backend not in config.mode.backends:
+        raise ConfigError(
+            f"backend={config.backend!r} contradicts {mode}, whose products are not FP8. Use backend='auto', or 'torch' "
+            "for the reference."
+        )
+    if config.smoothing is not None:
+        alpha = _number("smoothing", config.smoothing)
+        if not 0 <= alpha <= 1:
+            raise ConfigError(f"smoothing={config.smoothing!r} must lie between 0 (off) and 1.")
+        if alpha and not config.channelwise:
+            raise ConfigError(
+                f"smoothing={alpha:g} contradicts {mode} with scales per {config.rollout_granularity}: it needs scales per "
+                f"channel and token. Use {_channelwise()}."
+            )
+        object.__setattr__(config, "smoothing", alpha)
+    if config.invariant_scale is not None:
+        scale = _number("invariant_scale", config.invariant_scale)
+        if scale <= 0:
+            raise ConfigError(f"invariant_scale={config.invariant_scale!r} must be above 0. QuRL uses 1.5.")
+        if not config.quantized_rollout:
+            raise ConfigError(
+                f"invariant_scale={scale:g} contradicts {mode}: it enlarges updates relative to quantized weights, and this "
+                "rollout is not quantized. Drop invariant_scale."
+            )
+        object.__setattr__(config, "invariant_scale", scale)
+
+
+def _channelwise() -> str:
+    """The settings that give scales per channel, as a phrase for a message."""
+    from jetrl_patch.config.modes import MODES  # imported here, because this module is loaded while the package is
+
+    choice = " with rollout_granularity='channel'"
+    return " or ".join(
+        repr(name) + (choice if mode.has_granularity else "")
+        for name, mode in MODES.items()
+        if any(found.granularity == "channel" for found in mode.formats)
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ConfigError(f"{name}={value!r} must be a finite number.")
+    return float(value)
+
+
+# ---- Check ``kv_cache`` and ``head_dtype`` before anything starts --------------------------------
+
+def check_precision(config: Derived) -> None:
+    """Raise ConfigError if these settings contradict ``align`` or ``precision``."""
+    if config.kv_cache == "fp8" and config.exact:
+        raise ConfigError(
+            explain(
+                "kv_cache='fp8' with align='exact'",
+                required="a trainer whose attention equals the rollout's",
+                found="keys and values that only the rollout rounds to FP8",
+                fix="drop kv_cache, or use align='linear'",
+            )
+        )
+    if config.head_dtype not in ("auto", "float32", config.compute_dtype):
+        raise ConfigError(
+            explain(
+                f"head_dtype={config.head_dtype!r} with precision={config.precision!r}",
+                required="one 16-bit format",
+                found="two",
+                fix=f"leave head_dtype at 'auto', which is {config.compute_dtype} here, or use 'float32'",
+            )
+        )
+
+
+# ---- The optimizer class for each ``optimizer_states``, and the checks it needs. Imports no torch
+
+MODULE = "jetrl_patch.trainer.optimizer"
+#: ``Config.optimizer_states`` -> the class in ``MODULE``
+CLASSES = {"8bit": "AdamW8bit", "fp8": "AdamWFp8"}
+#: the requirement for ``pip install``
+REQUIRED = "torchao>=0.18,<0.19"
+#: options of these classes besides lr, betas and weight_decay
+OPTIONS = ("eps", "block_size", "bf16_stochastic_round")
+
+
+def check_installed(states: str) -> None:
+    """Raise ConfigError if torchao is not installed."""
+    if not is_installed("torchao"):
+        raise ConfigError(
+            explain(
+                f"optimizer_states={states!r}",
+                required=REQUIRED,
+                found="no installed torchao",
+                fix=f"install it with `pip install '{REQUIRED}'`, or leave optimizer_states at 'fp32'",
+            )
+        )
+
+
+def check_options(states: str, options: Mapping[str, object], where: str) -> None:
+    """Raise ConfigError for options that these classes do not have.
+
+    Args:
+        states: the value of ``optimizer_states``.
+        options: the framework's optimizer options.
+        where: the framework's name for that setting.
+    """
+    unknown = sorted(set(options) - set(OPTIONS))
+    if unknown:
+        raise ConfigError(
+            explain(
+                f"{where} with optimizer_states={states!r}",
+                required=f"options of torchao's AdamW ({', '.join(OPTIONS)})",
+                found=", ".join(unknown),
+                fix="remove them",
+            )
         )

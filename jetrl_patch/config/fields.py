@@ -1,17 +1,203 @@
-"""The settings: each one is defined here, with its group, default, choices and description."""
+"""The settings: each one is defined here, with its group, default, choices, description and text form."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from jetrl_patch.config.corrections import CORRECTIONS, KINDS, Kind
 from jetrl_patch.config.modes import DEFAULT, MODES, PRECISIONS, Granularity, Precision
-from jetrl_patch.config.setting import setting, settings_of
-from jetrl_patch.config.text import BOUNDS, PATTERNS, SECONDS, WHOLE
-from jetrl_patch.correction.kinds import CORRECTIONS, KINDS, Kind
+from jetrl_patch.errors import ConfigError
 
-__all__ = ["SETTINGS", "Fields", "from_text"]
+__all__ = [
+    "BOUNDS",
+    "GROUPS",
+    "NUMBER",
+    "PATTERNS",
+    "PREFIX",
+    "SECONDS",
+    "SETTINGS",
+    "SWITCH",
+    "WHOLE",
+    "WORD",
+    "Fields",
+    "Form",
+    "Setting",
+    "from_text",
+    "read_switch",
+    "setting",
+    "settings_of",
+    "written",
+]  # fmt: skip
+
+
+# ---- The text form of settings in variables and on command lines: one form for each kind of value
+
+_TRUE = {"1", "true", "yes", "on"}
+_FALSE = {"0", "false", "no", "off"}
+
+
+@dataclass(frozen=True)
+class Form:
+    """The text form of one kind of value.
+
+    Attributes:
+        values: the allowed values, in words.
+        read: (name of the variable, text) -> value. Raises ConfigError for malformed text.
+        note: addition to the description of a variable.
+        example: an example of the text.
+    """
+
+    values: str
+    read: Callable[[str, str], Any]
+    note: str = ""
+    example: str = "…"
+
+
+def written(value: object) -> str:
+    """The value of a field as text that its form can read; empty for ``None``."""
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return ",".join(map(written, value))
+    if isinstance(value, bool):
+        return str(int(value))
+    return value if isinstance(value, str) else repr(value)
+
+
+def read_switch(name: str, text: str) -> bool:
+    """Parse a word that means on or off. Raises ConfigError for any other."""
+    word = text.strip().lower()
+    if word not in _TRUE | _FALSE:
+        raise ConfigError(f"{name}={text!r} is neither on nor off. Write 1 or 0.")
+    return word in _TRUE
+
+
+def _word(variable: str, text: str) -> str:
+    return text
+
+
+def _patterns(variable: str, text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(","))
+
+
+def _bounds(variable: str, text: str) -> tuple[float, ...]:
+    try:
+        return tuple(map(float, text.split(",")))
+    except ValueError:
+        raise ConfigError(f"{variable}={text!r} is neither a cap nor low,high. Write one or two numbers.") from None
+
+
+def _number(kind: Callable[[str], float], what: str = "number") -> Callable[[str, str], float]:
+    def read(variable: str, text: str) -> float:
+        try:
+            return kind(text)
+        except ValueError:
+            raise ConfigError(f"{variable}={text!r} is not a {what}") from None
+
+    return read
+
+
+WORD = Form("a word", _word)
+SWITCH = Form("`true`, `false`", read_switch, ": 1 or 0")
+NUMBER = Form("number", _number(float))
+SECONDS = Form("number", _number(float, "number of seconds"), ", in seconds")
+WHOLE = Form("whole number", _number(int, "whole number"))
+PATTERNS = Form("patterns", _patterns, ", separated by commas", "a,b")
+BOUNDS = Form("cap, or low and high", _bounds, ": the cap, or low,high")
+
+
+# ---- The metadata of one setting, which is a field of ``Config`` ---------------------------------
+
+PREFIX = "JETRL_"
+
+#: group of settings -> its subject, in the order of the documentation
+GROUPS = {
+    "precision": "Number formats shared by trainer and rollout.",
+    "exactness": "How closely the two sides agree, and which backend computes their products.",
+    "rollout": "Number formats of the rollout only.",
+    "sync": "How weights move between processes.",
+    "monitor": "Measurements of the quantized layers, and the actions they trigger.",
+    "correction": "Importance weights against the remaining mismatch between trainer and rollout.",
+    "optimizer": "The format of the optimizer state, and which checkpoints can be resumed.",
+    "process": "The device the run uses, and whether bugs of the frameworks are fixed.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One field of ``Config``.
+
+    Attributes:
+        name: of the field; the variable, verl's key and the command-line option derive from it.
+        default: its default value.
+        group: a key of ``GROUPS``.
+        doc: its description, in Markdown.
+        form: its text form.
+        choices: the allowed words; empty if the setting is not an enumeration.
+        option: placeholder of its command-line option, ``"NAME"``; ``""`` for a switch; None if only ``--set`` sets it.
+        help: the option's line in the usage text.
+        note: addition to the description of its variable.
+        joint: whether it depends on another setting, so that the two are checked together.
+    """
+
+    name: str
+    default: Any
+    group: str
+    doc: str
+    form: Form
+    choices: tuple[str, ...]
+    option: str | None
+    help: str
+    note: str
+    joint: bool
+
+    @property
+    def variable(self) -> str:
+        """Name of the environment variable."""
+        return PREFIX + self.name.upper()
+
+    @property
+    def flag(self) -> str:
+        """Name of the command-line option."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def values(self) -> str:
+        """The allowed values, in Markdown."""
+        return ", ".join(f"`{choice}`" for choice in self.choices) or self.form.values
+
+
+def setting(
+    default: Any,
+    group: str,
+    doc: str,
+    *,
+    choices: tuple[str, ...] = (),
+    form: Form | None = None,
+    option: str | None = None,
+    help: str = "",
+    note: str = "",
+    joint: bool = False,
+) -> Any:
+    """A dataclass field with its metadata. Without ``form``, the choices or the default decide it."""
+    if form is None:
+        form = WORD if choices else SWITCH if isinstance(default, bool) else NUMBER
+    found = {
+        "default": default, "group": group, "doc": doc, "form": form, "choices": choices, "option": option, "help": help,
+        "note": note or form.note, "joint": joint,
+    }  # fmt: skip
+    return dataclasses.field(default=default, metadata=found)
+
+
+def settings_of(kind: type) -> dict[str, Setting]:
+    """Name -> setting, for the fields of a dataclass in their order."""
+    return {field.name: Setting(name=field.name, **field.metadata) for field in dataclasses.fields(kind)}
+
+
+# ---- The settings: each one is defined here, with its group, default, choices and description ----
 
 KvCache = Literal["auto", "fp8"]
 HeadDtype = Literal["auto", "bfloat16", "float32"]
@@ -117,6 +303,12 @@ class Fields:
     )
     platform: Platform = setting(
         "auto", "process", "`cpu` also applies the patches that let verl run without an accelerator", choices=get_args(Platform),
+    )
+    upstream_fixes: bool | None = setting(
+        None, "process",
+        "fix [bugs of other projects](#upstream-fixes) that runs of this plugin have met. `None` means on, and off for "
+        "`bf16`, which measures the frameworks as they are. What keeps a run from starting is fixed in any case",
+        form=SWITCH,
     )
     sync: Sync = setting(
         "full", "sync",

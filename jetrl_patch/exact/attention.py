@@ -1,15 +1,15 @@
-"""Causal attention with the rollout's forward and an ordinary backward.
+"""How many sequences a packed batch holds at most, as the framework knows it on the host.
 
-Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
-online softmax over fixed blocks and chunks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same
-bits in a packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper ``exact.flash3`` may compute the
-forward in their place.
-Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
+Attention needs the boundaries of the sequences, which lie in the positions on the device. With a bound on their number the
+boundaries fill a tensor of fixed size, and the host need not wait for the device to count them.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,60 @@ from jetrl_patch.exact import flash3
 from jetrl_patch.exact.dispatch import attention as serving_attention
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
+
+_ATTRIBUTE = "_jetrl_sequences"
+
+
+class _Bound(threading.local):
+    value: int | None = None
+
+
+_bound = _Bound()
+
+
+def mark(positions: Tensor, at_most: int) -> None:
+    """Note a bound for the batch with these positions. A copy of them has none: its boundaries are then counted."""
+    setattr(positions, _ATTRIBUTE, at_most)
+
+
+@contextlib.contextmanager
+def sequences(at_most: int) -> Iterator[None]:
+    """A bound for every packed batch of this thread in the block."""
+    before, _bound.value = _bound.value, at_most
+    try:
+        yield
+    finally:
+        _bound.value = before
+
+
+def bound(positions: Tensor | None) -> int | None:
+    """The bound for a batch with these positions, if there is one."""
+    own: int | None = getattr(positions, _ATTRIBUTE, None)
+    return _bound.value if own is None else own
+
+
+class Boundaries(NamedTuple):
+    """cu_seqlens int32 [at_most + 1], whose last sequences may be empty, and whether the bound was too small (bool [])."""
+
+    cu_seqlens: Tensor
+    exceeded: Tensor
+
+
+def boundaries(begins: Tensor, at_most: int) -> Boundaries:
+    """Return the boundaries of the sequences that begin where ``begins`` [T] is true, without a wait for the device."""
+    T = begins.shape[0]
+    places = torch.where(begins, torch.arange(T, device=begins.device), T)
+    starts = places.sort().values[:at_most]
+    cu = torch.nn.functional.pad(starts, (0, 1), value=T).to(torch.int32)
+    return Boundaries(cu, begins.sum() > at_most)
+
+
+# ---- Causal attention with the rollout's forward and an ordinary backward ------------------------
+# Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
+# online softmax over fixed blocks and chunks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same
+# bits in a packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper ``exact.flash3`` may compute the
+# forward in their place.
+# Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 
 #: Up to this many scores, the backward pads all sequences into one batch; above, it processes them one by one.
 _BATCHED_SCORES = 1 << 26

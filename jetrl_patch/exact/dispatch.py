@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
+from jetrl_patch.backends import choose_backend
+from jetrl_patch.backends.capability import check_exact_cuda
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.exact.capability import check_exact_cuda
-from jetrl_patch.fp8.backends import choose_backend
 
 _chosen: dict[str, str] = {}
 #: (device type, head width) -> what computes attention in the place of the implementation; "" if nothing does
@@ -62,7 +62,7 @@ def kernels_serve(tensor: Tensor, unless_chosen: bool = False) -> bool:
 
 
 def attention(q_THD: Tensor) -> str:
-    """What computes the attention of these queries: an implementation, or what ``exact.choice`` has chosen in its place."""
+    """What computes the attention of these queries: an implementation, or what ``exact.trial`` has chosen in its place."""
     return attentions.get((q_THD.device.type, q_THD.shape[-1])) or implementation(q_THD)
 
 
@@ -79,5 +79,5 @@ def attention_by(name: str, device_type: str, head_dim: int) -> Iterator[None]:
 
 
 def chosen_attention(device_type: str) -> str:
-    """What ``exact.choice`` has chosen in the place of the implementations on a type of device; "" if nothing."""
+    """What ``exact.trial`` has chosen in the place of the implementations on a type of device; "" if nothing."""
     return "+".join(sorted({name for (kind, _), name in attentions.items() if kind == device_type and name}))

@@ -9,7 +9,7 @@ are read, and the library takes these from a call's arguments (Dao-AILab/flash-a
 - reads keys from pages, the trainer's too: keys that lie in a row may have other tiles;
 - does not split a row's keys (``num_splits=1``).
 
-Nobody promises that rows are equal then. ``exact.choice`` tries it on the machine before it serves.
+Nobody promises that rows are equal then. ``exact.trial`` tries it on the machine before it serves.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.support import check_hopper
+from jetrl_patch.native.machine import check_hopper
 
 #: its name in the settings
 FLASH3 = "flash3"
@@ -73,7 +73,7 @@ def attention_paged(
     """As ``exact.attention.attention_paged``, and the log-sum-exp FP32 [T, H]. Reads nothing back from the device.
 
     Raises:
-        RuntimeError: the library is not there; ``exact.choice`` looks for it first.
+        RuntimeError: the library is not there; ``exact.trial`` looks for it first.
     """
     kernel, missing = find()
     if kernel is None:

@@ -1,12 +1,4 @@
-"""The single definition of a token's log-prob: log-softmax in FP32 of the logits after temperature.
-
-The formula needs FP32 copies of the logits, which at a vocabulary of 150,000 are larger than the model's activations. A row's
-log-prob and gradient depend on that row alone, so both passes work in blocks of rows and hold the copies of one block. The
-backward pass runs autograd over the same formula, block by block, so that no bit differs from a single pass over all rows.
-
-On a GPU the gradient is one kernel's, without FP32 copies: it reads the logits once and writes their gradient once. For that the
-forward pass keeps the largest logit of each row and its log-prob. Only an edit of the logits still needs FP32 copies of a block.
-"""
+"""From hidden states to log-probs: BF16 products with independent rows, and the one definition of a token's log-prob."""
 
 from __future__ import annotations
 
@@ -18,7 +10,116 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import increment_version
 
-from jetrl_patch.exact.dispatch import kernels_serve
+from jetrl_patch.exact.dispatch import implementation, kernels_serve
+from jetrl_patch.native import ops
+
+__all__ = ["ROWS", "chunked_log_probs"]
+
+
+# ---- BF16 linear layers with independent rows: ``lm_head``, and layers kept out of FP8 -----------
+
+def _product(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
+    serves = implementation(x_MK)
+    if serves == "native":
+        return ops.bf16_gemm(x_MK, w_NK, out_dtype)
+    if serves == "triton":
+        from jetrl_patch.kernels import head
+
+        return head.bf16_gemm(x_MK, w_NK, out_dtype)
+    return (x_MK.double() @ w_NK.double().t()).to(out_dtype)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, splits: int) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        w_NK = weight.detach().to(torch.bfloat16)
+        if splits == 1:
+            y = _product(x_MK, w_NK, torch.bfloat16)
+        else:  # FP32 partial sums of a row-parallel rollout, added in rank order, rounded once
+            total: Tensor | None = None
+            for xs, ws in zip(x_MK.chunk(splits, 1), w_NK.chunk(splits, 1), strict=True):
+                part = _product(xs, ws, torch.float32)
+                total = part if total is None else total + part
+            assert total is not None
+            y = total.to(torch.bfloat16)
+        ctx.save_for_backward(x_MK, w_NK)
+        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
+        return y.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_MK, w_NK = ctx.saved_tensors
+        grad = grad_outputs[0]
+        g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16)
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = ops.product(g_MN, w_NK).to(ctx.x_dtype).view(*grad.shape[:-1], -1)
+        if ctx.needs_input_grad[1]:
+            dw = ops.product(g_MN.t(), x_MK).to(ctx.w_dtype)
+        return dx, dw, None
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 1) -> Tensor:
+    """Y = bf16(X W^T), then + bias in BF16.
+
+    Args:
+        x: [..., K]. weight: [N, K]. bias: [N]. splits: number of ranges of K whose FP32 sums a tensor-parallel rollout adds.
+
+    Returns:
+        BF16 [..., N]. Gradients use ordinary BF16 products.
+    """
+    result: Tensor = _Linear.apply(x, weight, splits)
+    return result if bias is None else result + bias.to(torch.bfloat16)
+
+
+def partial_sum(x_MK: Tensor, w_NK: Tensor) -> Tensor:
+    """The unrounded FP32 product [M, N] of a row-parallel rank (no gradient)."""
+    return _product(x_MK, w_NK, torch.float32)
+
+
+class _Fp32Head(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
+        w_VK = weight.detach().to(torch.bfloat16)
+        ctx.save_for_backward(x_MK, w_VK)
+        ctx.x_dtype, ctx.w_dtype = x.dtype, weight.dtype
+        return _product(x_MK, w_VK, torch.float32).view(*x.shape[:-1], w_VK.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        x_MK, w_VK = ctx.saved_tensors
+        grad = grad_outputs[0]
+        g_MV = grad.reshape(-1, grad.shape[-1]).float()
+        dx = dw = None
+        if ctx.needs_input_grad[0]:
+            dx = torch.mm(g_MV, w_VK.float()).to(ctx.x_dtype).view(*grad.shape[:-1], w_VK.shape[1])
+        if ctx.needs_input_grad[1]:
+            dw = torch.mm(g_MV.t(), x_MK.float()).to(ctx.w_dtype)
+        return dx, dw
+
+
+def head_linear_fp32(x: Tensor, w_VK: Tensor) -> Tensor:
+    """FP32 logits [..., V], the unrounded sum, of BF16 hidden states [..., K] and weight [V, K]. Gradients in FP32."""
+    result: Tensor = _Fp32Head.apply(x, w_VK)
+    return result
+
+
+def head_linear(x_MK: Tensor, w_VK: Tensor) -> Tensor:
+    """BF16 logits [..., V] of hidden states [..., K] and the live ``lm_head`` weight [V, K]."""
+    return linear(x_MK, w_VK)
+
+
+# ---- The single definition of a token's log-prob: log-softmax in FP32 of the logits after temperature
+# The formula needs FP32 copies of the logits, which at a vocabulary of 150,000 are larger than the model's activations. A row's
+# log-prob and gradient depend on that row alone, so both passes work in blocks of rows and hold the copies of one block. The
+# backward pass runs autograd over the same formula, block by block, so that no bit differs from a single pass over all rows.
+#
+# On a GPU the gradient is one kernel's, without FP32 copies: it reads the logits once and writes their gradient once. For that
+# the
+# forward pass keeps the largest logit of each row and its log-prob. Only an edit of the logits still needs FP32 copies of a
+# block.
 
 #: bytes of one FP32 copy of a block, of which the backward pass in torch's operations holds about four
 BLOCK_BYTES = 64 << 20
@@ -141,7 +242,7 @@ def _by_autograd(ctx: Any, logits: Tensor, labels: Tensor, dy: Tensor, found: Te
 def _kernel_takes(logits: Tensor) -> bool:
     if not kernels_serve(logits):
         return False
-    from jetrl_patch.kernels.logprob_backward import DTYPES
+    from jetrl_patch.kernels.head import DTYPES
 
     return logits.dtype in DTYPES and logits.stride(1) == 1
 
@@ -150,7 +251,7 @@ def _by_kernel(
     ctx: Any, logits: Tensor, labels: Tensor, dy: Tensor, tops: tuple[Tensor, Tensor], found: Tensor
 ) -> None:
     """All rows at once; with an edit, block by block, each through the edit's own gradient."""
-    from jetrl_patch.kernels.logprob_backward import log_prob_backward
+    from jetrl_patch.kernels.head import log_prob_backward
 
     top, top_log_prob = tops
     given = torch.as_tensor(ctx.temperature, dtype=torch.float32, device=logits.device).reshape(-1)
@@ -167,3 +268,74 @@ def _by_kernel(
         t = given if given.numel() == 1 else given[part]
         log_prob_backward(x.detach(), labels[part], dy[part], top[part], top_log_prob[part], t, dx)
         (found[part],) = torch.autograd.grad(x, block, dx)
+
+
+# ---- Log-probs and entropy of hidden states, a few rows at a time: the logits of a whole batch never exist
+# A micro-batch of T = 16,384 tokens and a vocabulary of V = 152,064 has 10 GB of FP32 logits. Frameworks therefore offer "fused
+# kernels", which compute
+#
+#     z [t, V] = H [t, K] · W^T         l [t] = log-softmax(z / temperature)[label]         e [t] = -Σ_v p_v log p_v
+#
+# for t rows at a time, and once more in backward. Here z comes from the run's own head and l from the one definition of a
+# token's log-prob. With both, a row's bits do not depend on the other rows, so they do not depend on t either.
+
+#: rows of logits that exist at a time
+ROWS = 512
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, h_TK: Tensor, w_VK: Tensor, labels_T: Tensor, score: Callable[..., tuple[Tensor, Tensor]], rows: int
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(h_TK, w_VK, labels_T)
+        ctx.score, ctx.rows = score, rows
+        parts = [score(h, w_VK, labels) for h, labels in zip(h_TK.split(rows), labels_T.split(rows), strict=True)]
+        chosen, entropies = zip(*parts, strict=True)
+        return torch.cat(chosen), torch.cat(entropies)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor | None) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        h_TK, w_VK, labels_T = ctx.saved_tensors
+        wants_h, wants_w = ctx.needs_input_grad[:2]
+        dh = torch.empty_like(h_TK) if wants_h else None
+        dw = torch.zeros(w_VK.shape, dtype=torch.float32, device=w_VK.device) if wants_w else None
+        for start in range(0, h_TK.shape[0], ctx.rows):
+            piece = slice(start, start + ctx.rows)
+            with torch.enable_grad():
+                h, w = h_TK[piece].detach().requires_grad_(wants_h), w_VK.detach().requires_grad_(wants_w)
+                outputs = ctx.score(h, w, labels_T[piece])
+            given = [(out, grad[piece]) for out, grad in zip(outputs, grad_outputs, strict=True) if grad is not None]
+            sources = [tensor for tensor in (h, w) if tensor.requires_grad]
+            found = list(torch.autograd.grad([out for out, _ in given], sources, [grad for _, grad in given]))
+            if dh is not None:
+                dh[piece] = found.pop(0)
+            if dw is not None:  # FP32: in BF16 the sum over chunks would round at each
+                dw += found.pop(0)
+        return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None
+
+
+def chunked_log_probs(
+    hidden: Tensor,
+    w_VK: Tensor,
+    labels: Tensor,
+    logits_of: Callable[[Tensor, Tensor], Tensor],
+    temperature: float | Tensor = 1.0,
+    rows: int = ROWS,
+) -> tuple[Tensor, Tensor]:
+    """FP32 log-probs of ``labels`` [...] and entropies [...], from hidden states [..., K] and the head's weight [V, K].
+
+    Args:
+        logits_of: (hidden states [t, K], weight [V, K]) -> logits [t, V], differentiable.
+        temperature: one number for all rows.
+        rows: t; the results do not depend on it if ``logits_of`` is row-invariant.
+    """
+
+    def score(h_tK: Tensor, weight: Tensor, labels_t: Tensor) -> tuple[Tensor, Tensor]:
+        logits_tV = logits_of(h_tK, weight).float()
+        every_tV = log_softmax(logits_tV, divisor(temperature, logits_tV))
+        return pick(every_tV, labels_t), -(every_tV.exp() * every_tV).sum(-1)
+
+    chosen, entropy = _Chunked.apply(hidden.reshape(-1, hidden.shape[-1]), w_VK, labels.reshape(-1), score, rows)
+    return chosen.view(labels.shape), entropy.view(labels.shape)

@@ -1,8 +1,4 @@
-"""Exact counterparts of Hugging Face modules, for the trainer and for vLLM where it runs Hugging Face code.
-
-``swap`` changes a module's class in place. The module keeps its parameters and name, and stays an instance of its
-original class.
-"""
+"""Exact counterparts of Hugging Face modules, and whether exact mode covers a model."""
 
 from __future__ import annotations
 
@@ -13,9 +9,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from jetrl_patch.exact import ops, residual
+from jetrl_patch.errors import ModelError, explain
+from jetrl_patch.exact import elementwise, ops
 from jetrl_patch.exact.rope import rope_parameters
+from jetrl_patch.models.families import FAMILIES, Family, covering
 
+__all__ = ["check_family"]
+
+
+# ---- Exact counterparts of Hugging Face modules, for the trainer and for vLLM where it runs Hugging Face code
+# ``swap`` changes a module's class in place. The module keeps its parameters and name, and stays an instance of its
+# original class.
 
 class ExactNorm:
     """RMSNorm with the rollout's kernel."""
@@ -28,7 +32,7 @@ class ExactNorm:
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.jetrl_passes or torch.compiler.is_compiling():
             return ops.rms_norm(hidden_states, self.weight, self.variance_epsilon)
-        return residual.passing(*ops.rms_norm_passing(hidden_states, self.weight, self.variance_epsilon))
+        return elementwise.passing(*ops.rms_norm_passing(hidden_states, self.weight, self.variance_epsilon))
 
 
 class ExactMLP:
@@ -153,3 +157,49 @@ def swap(module: nn.Module, behaviour: type) -> None:
 def unswap(module: nn.Module) -> None:
     """Take back the last ``swap``, in place."""
     module.__class__ = type(module).__bases__[1]
+
+
+# ---- Check, by its family's record, whether exact mode covers a model ----------------------------
+
+_ROPE_TYPES = ("default", "llama3", "linear")
+_WAY_OUT = 'use align="linear" (shared FP8 linears, a small mismatch), or precision="bf16"'
+
+
+def check_family(hf_config: Any) -> Family:
+    """Return the record of the model's family.
+
+    Raises:
+        ModelError: the family, or a setting of the model, is not covered. The message names it and the alternatives.
+    """
+    model_type = getattr(hf_config, "model_type", None)
+    covered = covering("exact")
+    if model_type not in covered:
+        known = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+        why = f" ({known.uncovered['exact']})" if known else ""
+        raise ModelError(
+            explain(
+                'align="exact"',
+                required=f"one of the model families {', '.join(covered)}",
+                found=f"model_type={model_type!r}{why}",
+                fix=_WAY_OUT,
+            )
+        )
+    family = covered[model_type]
+    problems = []
+    architectures = getattr(hf_config, "architectures", None) or [family.causal_lm]
+    if family.causal_lm not in architectures:
+        problems.append(f"architectures={architectures} (expected {family.causal_lm})")
+    broken = [setting for setting in family.settings if setting.problem(hf_config)]
+    problems += [setting.problem(hf_config) for setting in broken]
+    rope = rope_parameters(hf_config)
+    if not family.partial_rotary and rope.get("partial_rotary_factor", 1.0) != 1.0:
+        problems.append(f"partial_rotary_factor={rope['partial_rotary_factor']} (expected 1)")
+    if rope["rope_type"] not in _ROPE_TYPES:
+        problems.append(f"rope type {rope['rope_type']!r} (expected one of {', '.join(_ROPE_TYPES)})")
+    if problems:
+        ways = "".join(f"{fix}, or " for fix in dict.fromkeys(s.fix for s in broken if s.fix))
+        fix = ways + _WAY_OUT
+        raise ModelError(
+            f'align="exact" does not cover this {model_type} model: {"; ".join(problems)}. {fix[0].upper()}{fix[1:]}.'
+        )
+    return family

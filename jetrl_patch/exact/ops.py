@@ -1,28 +1,15 @@
 """All exact ops in one namespace. Each is defined in its own module."""
 
-from jetrl_patch.exact.activation import silu_mul
+from __future__ import annotations
+
 from jetrl_patch.exact.attention import attention_paged, attention_varlen
-from jetrl_patch.exact.head import head_linear, head_linear_fp32, linear, partial_sum
-from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.exact.norm import rms_norm, rms_norm_passing
+from jetrl_patch.exact.elementwise import rms_norm, rms_norm_passing, silu_mul
+from jetrl_patch.exact.logprob import head_linear, head_linear_fp32, linear, partial_sum, token_log_probs
 from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table, rotate_pair
 from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [
-    "Sigmoid",
-    "apply_rotary",
-    "attention_paged",
-    "attention_varlen",
-    "head_linear",
-    "head_linear_fp32",
-    "linear",
-    "partial_sum",
-    "rms_norm",
-    "rms_norm_passing",
-    "rope_frequencies",
-    "rotary_table",
-    "rotate_pair",
-    "route",
-    "silu_mul",
+    "Sigmoid", "apply_rotary", "attention_paged", "attention_varlen", "head_linear", "head_linear_fp32", "linear",
+    "partial_sum", "rms_norm", "rms_norm_passing", "rope_frequencies", "rotary_table", "rotate_pair", "route", "silu_mul",
     "token_log_probs",
-]
+]  # fmt: skip

@@ -94,7 +94,7 @@ class _RotatedPair(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        from jetrl_patch.kernels.rotary import rotary_pair
+        from jetrl_patch.kernels.elementwise import rotary_pair
 
         ctx.save_for_backward(cos, sin)
         ctx.dtypes = q.dtype, k.dtype
@@ -104,7 +104,7 @@ class _RotatedPair(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        from jetrl_patch.kernels.rotary import rotary_pair
+        from jetrl_patch.kernels.elementwise import rotary_pair
 
         cos, sin = ctx.saved_tensors
         return *rotary_pair(grad_outputs[0], grad_outputs[1], cos, sin, ctx.dtypes, backward=True), None, None

@@ -1,12 +1,9 @@
-"""Test on this machine, before a rollout serves, that the exact ops do not depend on the batch.
-
-The ops are written so that a row's bits depend on that row alone. A compiler may break this on an untested GPU, so the
-trial compares each op's decode rows with the same rows of a packed batch. The test suite proves the CPU implementations.
-"""
+"""Tests on this machine, before a rollout serves, that exact ops do not depend on the batch; the choice of the attention."""
 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -14,9 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.exact import ops
-from jetrl_patch.fp8.backends.row_equality import Verdict
+from jetrl_patch.backends.row_equality import Verdict
+from jetrl_patch.errors import ConfigError, ModelError, explain
+from jetrl_patch.exact import dispatch, flash3, ops
+
+# ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
+# The ops are written so that a row's bits depend on that row alone. A compiler may break this on an untested GPU, so the
+# trial compares each op's decode rows with the same rows of a packed batch. The test suite proves the CPU implementations.
 
 #: lengths of the packed sequences: tile edges, partial tiles, and one of many key blocks in three chunks
 LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
@@ -219,3 +220,69 @@ def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE) -> N
             )
     torch.cuda.empty_cache()
     _proven.add(key)
+
+
+# ---- Choose the attention of exact mode on a GPU: the project's kernel, or FlashAttention-3 where its rows are equal
+
+logger = logging.getLogger(__name__)
+
+#: (device, heads, head width, page) -> why FlashAttention-3 does not serve there; "" if it does
+_attention_tried: dict[tuple[object, ...], str] = {}
+
+
+def choose_attention(
+    asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int = PAGE
+) -> str:
+    """Choose what computes attention with this head width. Both sides of a run must come to the same; a sync compares it.
+
+    The trial runs once per process and set of sizes.
+
+    Args:
+        asked: ``Config.exact_attention``.
+        heads: of queries, and of keys and values, on one rank. page: tokens in a block of the cache.
+
+    Returns:
+        ``flash3.FLASH3``, or "" for the implementation's own attention (``dispatch.implementation``).
+
+    Raises:
+        ConfigError: FlashAttention-3 is asked for by name and cannot serve here.
+    """
+    chosen = _choose(asked, heads, head_dim, device, page)
+    dispatch.attentions[device.type, head_dim] = chosen
+    return chosen
+
+
+def _choose(asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:
+    if device.type == "cpu" or asked == "triton":
+        return ""
+    found = _problem(heads, head_dim, device, page)
+    if not found:
+        logger.info("jetrl_patch: exact attention by FlashAttention-3, whose rows are equal on this GPU")
+        return flash3.FLASH3
+    if asked == flash3.FLASH3:
+        raise ConfigError(
+            explain(
+                "exact_attention='flash3'",
+                required="FlashAttention-3 with rows that do not depend on the batch",
+                found=found,
+                fix="use exact_attention='auto' or 'triton'",
+            )
+        )
+    logger.info("jetrl_patch: exact attention by the project's Triton kernel; FlashAttention-3 does not serve: %s", found)
+    return ""
+
+
+def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:
+    """Why FlashAttention-3 does not serve on a device; "" if it does."""
+    if dispatch.serving(device.type) != "triton":  # its backward is the project's
+        return "the torch formulas in its place (backend='torch')"
+    kernel, missing = flash3.find()
+    if kernel is None:
+        return missing
+    key = (str(device), heads, head_dim, page)
+    if key not in _attention_tried:
+        with dispatch.attention_by(flash3.FLASH3, device.type, head_dim):
+            verdict = compare_attention(heads, head_dim, device, page)
+        torch.cuda.empty_cache()
+        _attention_tried[key] = "" if verdict.ok else verdict.found
+    return _attention_tried[key]

@@ -1,23 +1,38 @@
-"""Convert the linear layers of a Hugging Face model to ``Fp8Linear``, in place."""
+"""Convert a Hugging Face model in place: linear layers, experts, the weights that FSDP2 gathers in FP8; and how much of it is
+FP8."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+import logging
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from torch import nn
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
+from jetrl_patch.backends.transformer_engine import is_te_linear, left_alone
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
-from jetrl_patch.fp8.expert_layers import attach_experts, check_experts, expert_modules, layers_of, whole_shape
-from jetrl_patch.fp8.formats import ScaleFormat
-from jetrl_patch.fp8.layers import check_splits, is_cut, is_quantized, is_row_parallel
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
-from jetrl_patch.fp8.transformer_engine import is_te_linear, left_alone
+from jetrl_patch.fp8.experts import Experts, Matrix
+from jetrl_patch.fp8.gather import Fp8Shard
+from jetrl_patch.fp8.grouped import PlainProducts
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
+from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
+from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.models.layers import check_splits, experts_quantized, is_cut, is_quantized, is_row_parallel
+from jetrl_patch.models.structure import PARTS, matrices_of, units
 
 if TYPE_CHECKING:
     from jetrl_patch.config import Config
 
+__all__ = [
+    "Share", "attach_experts", "check_experts", "expert_matrices", "expert_modules", "expert_states", "experts_of",
+    "gather_in_fp8", "layers_of", "per_expert", "shapes_per_expert", "share_of", "stored_buffers", "whole_shape",
+]  # fmt: skip
+
+
+# ---- Convert the linear layers of a Hugging Face model to ``Fp8Linear``, in place ----------------
 
 def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     """Names of the FP8 layers in model order: those to convert, those of experts, and TransformerEngine's own.
@@ -125,7 +140,7 @@ def swap_linears(
     Works on meta tensors and on ZeRO-3's emptied parameters, because it reads no weight.
 
     Args:
-        backend: a resolved name from ``fp8.backends``, not "auto".
+        backend: a resolved name from ``backends``, not "auto".
         k_splits: the rollout's tensor-parallel size, which must not cut a block.
         names: the layers to turn; by default those that ``select_layers`` chooses.
         rollout_ep: the rollout's expert-parallel size.
@@ -150,3 +165,227 @@ def swap_linears(
         module.__class__ = Fp8Linear
         module.fp8 = Fp8State(scale_format, backend, k_splits if exact and is_row_parallel(name) else 1)
     return names
+
+
+# ---- Find the experts of a Hugging Face model, and give them their FP8 state ---------------------
+# transformers keeps the experts of a block in one module with two parameters, ``gate_up_proj [E, 2I, H]`` and
+# ``down_proj [E, H, I]``. Everywhere else (checkpoints, exclude patterns, the weight sync) an expert is three layers:
+# ``….experts.3.gate_proj``, ``up_proj`` and ``down_proj``, each with a weight of two dimensions.
+
+#: where a module of experts keeps its ``Experts``
+ATTRIBUTE = "jetrl_experts"
+
+
+def expert_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that hold the experts of a block, by name. Recognised by class, so part of a model is enough."""
+    kinds = {family.experts for family in FAMILIES.values() if family.mixture}
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+
+
+def experts_of(module: Any) -> Experts | None:
+    """What ``attach_experts`` gave a module; None for every other one."""
+    return getattr(module, ATTRIBUTE, None)
+
+
+def layers_of(name: str, module: Any) -> list[str]:
+    """The names of the layers that a module of experts stands for."""
+    return matrices_of(name, whole_shape(module.gate_up_proj)[0])
+
+
+def whole_shape(parameter: Any) -> tuple[int, ...]:
+    """The shape of a parameter; under ZeRO-3 that of the whole."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
+
+
+def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit = WHOLE) -> None:
+    """Check the experts of all blocks.
+
+    Raises:
+        ModelError: ``exclude`` takes some experts of a block out of FP8 and not all, or the rollout cannot split them so over its
+            ranks.
+    """
+    for name, module in expert_modules(model).items():
+        experts, _, width = whole_shape(module.down_proj)
+        experts_quantized(name, experts, tuple(exclude))
+        split.check(f"the experts of {type(model).__name__}", experts, width)
+
+
+def attach_experts(
+    model: nn.Module,
+    names: Iterable[str],
+    scale_format: ScaleFormat,
+    backend: str,
+    split: ExpertSplit = WHOLE,
+    exact: bool = False,
+) -> None:
+    """Give each module of experts its settings and its cache of quantized weights. Reads no weight.
+
+    Args:
+        names: the FP8 layers. Experts that are not among them get BF16 products, with independent rows if ``exact``.
+    """
+    fp8 = units(names)
+    for name, module in expert_modules(model).items():
+        count = whole_shape(module.gate_up_proj)[0]
+        plain = None if name in fp8 else PlainProducts(exact)
+        setattr(module, ATTRIBUTE, Experts(count, scale_format, backend, split, plain))
+
+
+def expert_matrices(model: nn.Module) -> dict[str, Matrix]:
+    """The matrices of all experts in FP8 that ``attach_experts`` has seen, by layer name."""
+    found: dict[str, Matrix] = {}
+    for name, module in expert_modules(model).items():
+        own = experts_of(module)
+        if own is not None:
+            found.update((f"{name}.{leaf}", matrix) for leaf, matrix in own.matrices())
+    return found
+
+
+def expert_states(model: nn.Module) -> Iterator[tuple[str, Fp8State]]:
+    """Yield what may hold quantized weights of the experts that ``attach_experts`` has seen, each with its module's name."""
+    for name, module in expert_modules(model).items():
+        own = experts_of(module)
+        if own is not None:
+            yield from ((name, state) for state in own.states())
+
+
+def stored_buffers(model: nn.Module) -> dict[str, tuple[nn.Module, str]]:
+    """The floating buffers that a checkpoint holds, as module and attribute, by name: a router's correction bias, in FP32."""
+    found = {}
+    for name, module in model.named_modules():
+        for leaf, buffer in module.named_buffers(recurse=False):
+            if leaf not in module._non_persistent_buffers_set and buffer.is_floating_point():
+                found[f"{name}.{leaf}"] = (module, leaf)
+    return found
+
+
+def per_expert(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield the weights of single experts that a parameter ``….experts.gate_up_proj`` or ``….experts.down_proj`` holds.
+
+    Args:
+        name: of the parameter; any other tensor is yielded as it is.
+        weight: [E, 2I, H] or [E, H, I].
+    """
+    stem, _, leaf = name.rpartition(".")
+    if weight.dim() != 3 or not stem.endswith(".experts") or leaf not in ("gate_up_proj", "down_proj"):
+        yield name, weight
+        return
+    parts = PARTS[:2] if leaf == "gate_up_proj" else PARTS[2:]
+    for expert in range(weight.shape[0]):
+        for part, matrix in zip(parts, weight[expert].chunk(len(parts), 0), strict=True):
+            yield f"{stem}.{expert}.{part}.weight", matrix
+
+
+def shapes_per_expert(shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+    """The shapes of the tensors that ``per_expert`` makes of tensors of these shapes, by name."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        found.update((own, tuple(part.shape)) for own, part in per_expert(name, torch.empty(shape, device="meta")))
+    return found
+
+
+# ---- Select the layers whose weights FSDP2 gathers in FP8 (``gather.py``) ------------------------
+
+logger = logging.getLogger(__name__)
+
+
+def gather_in_fp8(model: nn.Module, names: Sequence[str], shards: int) -> list[str]:
+    """Make FSDP2 gather the weights of these ``Fp8Linear`` layers in FP8. Call it before ``fully_shard``.
+
+    A layer whose rows do not divide into ``shards`` equal parts of whole blocks is still gathered in BF16 and
+    quantized by every rank; one log line names these layers. With one shard there is no all-gather, so this does nothing.
+
+    Args:
+        shards: the number of ranks that a weight is sharded over.
+
+    Returns:
+        The names of the layers gathered in FP8.
+
+    Raises:
+        ModelError: experts are among the layers; FSDP gathers all of a block's in one parameter.
+    """
+    if shards == 1:
+        return []
+    modules = dict(model.named_modules())
+    stacked = [name for name in names if name not in modules]
+    if stacked:
+        fix = "set fp8_all_gather=False"
+        raise ModelError(explain("fp8_all_gather", required="FP8 layers that are modules", found=stacked[0], fix=fix))
+    keep_gathered_out_of_graphs()
+    done, left = [], []
+    for name in names:
+        module: Any = modules[name]
+        if module.out_features % (shards * BLOCK):
+            left.append(name)
+            continue
+        weight, state = module.weight, module.fp8
+        shard = Fp8Shard(weight.detach(), state.scale_format, state.backend_name)
+        module.weight = nn.Parameter(shard, requires_grad=weight.requires_grad)
+        done.append(name)
+    if left and not (dist.is_initialized() and dist.get_rank()):
+        logger.warning(
+            "jetrl_patch: %d of %d FP8 layers are gathered in BF16, because %d equal shards of their rows would cut "
+            "a block of %d: %s",
+            len(left), len(left) + len(done), shards, BLOCK, ", ".join(left),
+        )  # fmt: skip
+    return done
+
+
+# ---- How much of a model is FP8: of its parameters, and of the forward FLOPs of a token ----------
+
+class Share(NamedTuple):
+    """Shares from 0 to 1.
+
+    Attributes:
+        parameters: of all parameters.
+        flops: of the FLOPs that a token's forward pass spends in products with weights. Attention's own products, whose number
+            depends on the context, are left out.
+        inside: the same without ``lm_head``.
+    """
+
+    parameters: float
+    flops: float
+    inside: float
+
+    def __str__(self) -> str:
+        return (
+            f"FP8: {self.parameters:.1%} of the parameters, {self.flops:.1%} of a token's forward FLOPs in products with "
+            f"weights ({self.inside:.1%} without lm_head)"
+        )
+
+
+def share_of(model: Any, names: Collection[str]) -> Share:
+    """Count a Hugging Face model, which may be on the meta device.
+
+    Args:
+        names: its FP8 layers, as ``select_layers`` returns them.
+    """
+    chosen, experts, head = set(names), expert_modules(model), model.get_output_embeddings()
+    fp8_parameters = fp8_flops = flops = outside = 0.0
+    for name, module in model.named_modules():
+        if name in experts:
+            size = _size(module.gate_up_proj) + _size(module.down_proj)
+            used = 2.0 * size * model.config.get_text_config().num_experts_per_tok / whole_shape(module.gate_up_proj)[0]
+            quantized = layers_of(name, module)[0] in chosen
+        elif not isinstance(module, nn.Embedding) and _is_matrix(getattr(module, "weight", None)):
+            size = _size(module.weight)
+            used, quantized = 2.0 * size, name in chosen
+        else:
+            continue
+        flops += used
+        outside += used if module is head else 0.0
+        if quantized:
+            fp8_parameters += size
+            fp8_flops += used
+    total = sum(_size(parameter) for parameter in model.parameters())
+    return Share(fp8_parameters / total, fp8_flops / flops, fp8_flops / (flops - outside))
+
+
+def _is_matrix(weight: Any) -> bool:
+    return weight is not None and len(whole_shape(weight)) == 2
+
+
+def _size(parameter: Any) -> int:
+    size = 1
+    for length in whole_shape(parameter):
+        size *= length
+    return size

@@ -10,13 +10,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from jetrl_patch.backends import Backend
+from jetrl_patch.backends.quantize import expand_weight_scale
+from jetrl_patch.backends.row_equality import Verdict
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.backends import Backend
-from jetrl_patch.fp8.backends.row_equality import Verdict
-from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.grouped import Stacks, run_grouped
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.kernels.formats import ScaleFormat
 
 __all__ = ["compare_experts", "require_expert_equality"]
 

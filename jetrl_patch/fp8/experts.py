@@ -24,18 +24,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.activation import silu_mul
-from jetrl_patch.fp8.backends import Backend, get_backend
-from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat, groups
-from jetrl_patch.fp8.grouped import Stacks, grouped_experts_forward
+from jetrl_patch.backends import Backend, get_backend
+from jetrl_patch.backends.quantize import QuantizedWeight, dequantize_activation
+from jetrl_patch.exact.elementwise import silu_mul
+from jetrl_patch.fp8.grouped import PlainProducts, Stacks, Watch, Watched, grouped_experts_forward
 from jetrl_patch.fp8.linear import Fp8State, backward_pass
-from jetrl_patch.fp8.mixture import Group, groups_of, weighted_sums
-from jetrl_patch.fp8.plain import PlainProducts
-from jetrl_patch.fp8.quantize import dequantize_activation
-from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
-from jetrl_patch.fp8.watched import Watch, Watched
-from jetrl_patch.fp8.weight import QuantizedWeight
-from jetrl_patch.units import PARTS, Part
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, Group, added, groups_of, weighted_sums
+from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.models.structure import PARTS, Part
 
 __all__ = ["PARTS", "Experts", "Matrix", "Operands", "experts_forward", "run_experts"]
 

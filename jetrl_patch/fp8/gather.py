@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from jetrl_patch.backends import get_backend
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import FP8, ScaleFormat
+from jetrl_patch.kernels.formats import FP8, ScaleFormat
 
 _aten = torch.ops.aten
 #: operators whose result is an ``Fp8Shard`` again, as is every view

@@ -1,33 +1,155 @@
-"""The experts of a mixture on a GPU: what ``experts`` computes expert by expert, in a fixed number of launches.
-
-No count is read back to the host, so the stream never waits and CUDA graphs can hold it. All experts' bytes lie in two tensors:
-
-    gate_up  e4m3 [2E, I, H], scales [2E, ceil(I / 128), ceil(H / 128)]      gate and up of each expert, in turn
-    down     e4m3 [E, H, I],  scales [E, ceil(H / 128), ceil(I / 128)]
-
-A row's bits are those of the dense Triton product, and the sum over experts is that of ``mixture``. A pair is a token and one of
-its experts; pairs are sorted by expert (``kernels.plan``). Shape legend as in ``experts``; F = 2I.
-"""
+"""The experts of a mixture on a GPU in a fixed number of launches, experts in BF16, and what the monitor sees of both."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from jetrl_patch.fp8.backends.gpu import written
-from jetrl_patch.fp8.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.backends import Backend
+from jetrl_patch.backends.gpu import written
+from jetrl_patch.exact import ops
+from jetrl_patch.exact.elementwise import silu_mul
 from jetrl_patch.fp8.linear import backward_pass
-from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
-from jetrl_patch.fp8.watched import Watched
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, added
+from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.models.structure import Part
 
-if TYPE_CHECKING:
-    from jetrl_patch.fp8.experts import Experts
+__all__ = ["HasWatch", "PlainProducts", "Saved", "Stacks", "Watch", "Watched", "grouped_experts_forward", "run_grouped"]
 
-__all__ = ["Saved", "Stacks", "grouped_experts_forward", "run_grouped"]
 
+# ---- What the monitor sees of experts: the operands of their products, which no hook of a module reaches
+#     activations: x of gate and up, SiLU(a) * b of down            gradients: da of gate, db of up, dy of down
+#
+# Each is a row of a pair of token and expert; pairs are sorted by expert. A watch chooses rows, so nothing is copied that it
+# does not measure, and no count is read back to the host. The layer's own results are untouched.
+#
+# Shape legend: T tokens, k experts per token, P = T * k pairs, H hidden size, I intermediate size, n rows.
+
+class Watch(Protocol):
+    """Takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values."""
+
+    def __call__(self, kind: str, part: Part, experts_P: Tensor, take: Callable[[Tensor], Tensor], /) -> None: ...
+
+
+class HasWatch(Protocol):
+    """The experts of a layer, which hold the watch of their next forward."""
+
+    watch: Watch | None
+
+
+class Watched:
+    """One forward and its backward."""
+
+    def __init__(self, watch: Watch, ids_Tk: Tensor) -> None:
+        self._watch = watch
+        self._experts_P, order_P = ids_Tk.reshape(-1).sort(stable=True)
+        self._tokens_P = order_P // ids_Tk.shape[1]
+
+    @classmethod
+    def begin(cls, own: HasWatch, ids_Tk: Tensor) -> Watched | None:
+        """Take the watch of these experts, if there is one: it sees one forward that autograd records and that has tokens."""
+        if own.watch is None or not torch.is_grad_enabled() or ids_Tk.numel() == 0 or torch.compiler.is_compiling():
+            return None
+        watch, own.watch = own.watch, None
+        return cls(watch, ids_Tk)
+
+    @torch.no_grad()
+    def forward(self, x_TH: Tensor, a_PI: Tensor, b_PI: Tensor) -> None:
+        """See the activations. Gate and up read the same, which is named after gate."""
+        self._watch("activation", "gate_proj", self._experts_P, lambda rows: x_TH[self._tokens_P[rows]])
+        self._watch("activation", "down_proj", self._experts_P, lambda rows: silu_mul(a_PI[rows], b_PI[rows]))
+
+    @torch.no_grad()
+    def backward(self, dy_TH: Tensor, da_PI: Tensor, db_PI: Tensor) -> None:
+        """See the gradients as DGrad quantizes them."""
+        self._watch("gradient", "gate_proj", self._experts_P, lambda rows: da_PI[rows])
+        self._watch("gradient", "up_proj", self._experts_P, lambda rows: db_PI[rows])
+        self._watch("gradient", "down_proj", self._experts_P, lambda rows: dy_TH[self._tokens_P[rows]])
+
+
+# ---- Experts in BF16, behind the interface of an FP8 backend: what ``exclude`` names, and what the precision guard moves
+# The quantizer is the identity, with scales of 1 that nobody reads, so that ``experts`` computes the same sums over experts,
+# parts of a split included, on both sides. In exact mode a row's bits depend on that row alone.
+#
+# Shape legend as in ``backends.base``.
+
+class PlainProducts(Backend):
+    """BF16 products: with independent rows (``exact``), or torch's own."""
+
+    name = "bf16"
+
+    def __init__(self, exact: bool) -> None:
+        self.exact = exact
+
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """The tokens themselves, BF16."""
+        return x_MK.to(torch.bfloat16), _ones(x_MK, x_MK.shape[0], groups(x_MK.shape[1]))
+
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """As ``quantize_activation``; no product needs it."""
+        return x_MK.to(torch.bfloat16), _ones(x_MK, groups(x_MK.shape[0]), x_MK.shape[1])
+
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        """The BF16 value of a weight."""
+        return w_NK.detach().to(torch.bfloat16), _ones(w_NK, groups(w_NK.shape[0]), groups(w_NK.shape[1]))
+
+    def gemm(
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
+    ) -> Tensor:
+        """[M, N] of BF16 operands, in BF16 or FP32. In exact mode FP32 is the unrounded sum."""
+        assert splits == 1  # of experts, ``ranks`` forms the parts
+        if not self.exact:
+            return F.linear(q_MK, w_NK).to(out_dtype)
+        product = ops.linear if out_dtype == torch.bfloat16 else ops.partial_sum
+        return product(q_MK, w_NK)
+
+    def dgrad(
+        self,
+        g_MN: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        scale_format: ScaleFormat,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
+        """dX [M, K], summed in FP32."""
+        return torch.mm(g_MN.float(), w_NK.float()).to(out_dtype)
+
+    def wgrad(
+        self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
+    ) -> Tensor:
+        """dW [N, K], summed in FP32."""
+        return torch.mm(g_MN.float().t(), q_MK.float()).to(out_dtype)
+
+    def fingerprint(self, w_NK: Tensor) -> int | None:
+        """Nothing is kept of a weight."""
+        return None
+
+
+def _ones(like: Any, *shape: int) -> Tensor:
+    return torch.ones((), dtype=torch.float32, device=like.device).expand(shape)
+
+
+# ---- The experts of a mixture on a GPU: what ``experts`` computes expert by expert, in a fixed number of launches
+# No count is read back to the host, so the stream never waits and CUDA graphs can hold it. All experts' bytes lie in two tensors:
+#
+#     gate_up  e4m3 [2E, I, H], scales [2E, ceil(I / 128), ceil(H / 128)]      gate and up of each expert, in turn
+#     down     e4m3 [E, H, I],  scales [E, ceil(H / 128), ceil(I / 128)]
+#
+# A row's bits are those of the dense Triton product, and the sum over experts is that of ``mixture``. A pair is a token and one
+# of
+# its experts; pairs are sorted by expert (``kernels.mixture``). Shape legend as in ``experts``; F = 2I.
 
 class Stacks(NamedTuple):
     """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block; if held, also turned, [S, K, N]."""
@@ -35,6 +157,18 @@ class Stacks(NamedTuple):
     gate_up: tuple[Tensor, Tensor]
     down: tuple[Tensor, Tensor]
     turned: tuple[Tensor | None, Tensor | None] = (None, None)
+
+
+class StackedExperts(HasWatch, Protocol):
+    """The experts of a layer, as this module reads them (``experts.Experts``)."""
+
+    scale_format: ScaleFormat
+    split: ExpertSplit
+
+    @property
+    def backend(self) -> Backend: ...
+
+    def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None) -> Stacks: ...
 
 
 class Saved(NamedTuple):
@@ -108,7 +242,7 @@ class _Grouped(torch.autograd.Function):
         down_EHI: Tensor,
         weights_Tk: Tensor,
         ids_Tk: Tensor,
-        own: Experts,
+        own: StackedExperts,
         watched: Watched | None,
     ) -> Tensor:
         kernels = own.backend.grouped(x_TH)
@@ -124,7 +258,7 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, *planned = ctx.saved_tensors
-        own: Experts = ctx.own
+        own: StackedExperts = ctx.own
         kernels, form = own.backend.grouped(q_TH), own.scale_format
         plan = kernels.Plan.of(planned)
         dy_TH = grad_outputs[0].to(torch.bfloat16)
@@ -162,7 +296,7 @@ def _turned(kernels: Any, stack: tuple[Tensor, Tensor], at_hand: Tensor | None) 
 
 
 def grouped_experts_forward(
-    x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: Experts
+    x_TH: Tensor, gate_up_EFH: Tensor, down_EHI: Tensor, weights_Tk: Tensor, ids_Tk: Tensor, own: StackedExperts
 ) -> Tensor:
     """As ``experts.experts_forward``, for a backend with grouped products."""
     watched = Watched.begin(own, ids_Tk)

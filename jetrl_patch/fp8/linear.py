@@ -17,13 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.backends import Backend, get_backend
+from jetrl_patch.backends.quantize import QuantizedWeight
 from jetrl_patch.fp8 import traced
-from jetrl_patch.fp8.backends import Backend, get_backend
-from jetrl_patch.fp8.formats import ScaleFormat
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.fp8.handed import HANDED
-from jetrl_patch.fp8.regrouped import Regrouped
-from jetrl_patch.fp8.weight import QuantizedWeight
+from jetrl_patch.kernels.formats import HANDED, Regrouped, ScaleFormat
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,42 +1,46 @@
-"""LoRA by its merged weight: a layer computes with W' = W + scaling * B A, quantized once, in every pass.
-
-    W'_NK = bf16( W + fl32( scaling * Σ_j B_j A_j ) )       j = 0 .. R-1 in this order, from BF16 values of W, A and B
-
-peft computes W x and adds B (A x). No rollout that holds one quantized weight can repeat that: FP8(W) x + B (A x) and
-FP8(W + B A) x differ in almost every bit. So the trainer computes what the rollout computes. ``merged_weight`` is the only
-place that makes W', for a layer's forward, for its backward and for the weight sync.
-
-The product of two BF16 values is exact in FP32, so each step of the sum is one rounding whether or not it is fused. W' is
-therefore the same on every device and for every number of threads, unlike that of a matrix product.
-
-    Y = X W'^T             FProp, with the bytes of W'
-    dX = G W'              DGrad, with the same bytes
-    dW' = G^T X            WGrad, in FP32; then dB = scaling * dW' A^T and dA = scaling * B^T dW'
-
-W is frozen and gets no gradient; dW' [N, K] is dropped as soon as dA and dB are known. W' is not kept from forward to
-backward: a sharded model gathers W again, and W' is made again from it.
-
-What it costs: an update that moves no value of W' across a rounding boundary of BF16 and then of FP8 has no effect on
-either side, just as with full weights.
-
-Shape legend: N output features, K input features, R rank, M tokens.
-"""
+"""LoRA by its merged weight: W' = W + scaling * B A, quantized once, in every pass; and peft's layers in a trainer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from jetrl_patch.backends.capability import check_triton
+from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import ops
-from jetrl_patch.exact.modules import ExactLinear
-from jetrl_patch.fp8.backends.capability import check_triton
+from jetrl_patch.exact.modules import ExactLinear, swap
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, fprop
+from jetrl_patch.models.layers import in_tower, is_quantized
 
-__all__ = ["Fp8LoraLinear", "LowRank", "MergedLora", "Whole", "merged_weight"]
+__all__ = ["Fp8LoraLinear", "LowRank", "MergedLora", "Whole", "adopt", "merged_tensors", "merged_weight"]
+
+
+# ---- LoRA by its merged weight: a layer computes with W' = W + scaling * B A, quantized once, in every pass
+#     W'_NK = bf16( W + fl32( scaling * Σ_j B_j A_j ) )       j = 0 .. R-1 in this order, from BF16 values of W, A and B
+#
+# peft computes W x and adds B (A x). No rollout that holds one quantized weight can repeat that: FP8(W) x + B (A x) and
+# FP8(W + B A) x differ in almost every bit. So the trainer computes what the rollout computes. ``merged_weight`` is the only
+# place that makes W', for a layer's forward, for its backward and for the weight sync.
+#
+# The product of two BF16 values is exact in FP32, so each step of the sum is one rounding whether or not it is fused. W' is
+# therefore the same on every device and for every number of threads, unlike that of a matrix product.
+#
+#     Y = X W'^T             FProp, with the bytes of W'
+#     dX = G W'              DGrad, with the same bytes
+#     dW' = G^T X            WGrad, in FP32; then dB = scaling * dW' A^T and dA = scaling * B^T dW'
+#
+# W is frozen and gets no gradient; dW' [N, K] is dropped as soon as dA and dB are known. W' is not kept from forward to
+# backward: a sharded model gathers W again, and W' is made again from it.
+#
+# What it costs: an update that moves no value of W' across a rounding boundary of BF16 and then of FP8 has no effect on
+# either side, just as with full weights.
+#
+# Shape legend: N output features, K input features, R rank, M tokens.
 
 #: elements of the accumulator that stay in a core's cache while the rank is summed
 _TILE = 1 << 16
@@ -46,9 +50,9 @@ def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> T
     """W' in BF16 [N, K] (formula above), from tensors of any float dtype. No gradient."""
     w, a, b = (t.detach().to(torch.bfloat16) for t in (w_NK, a_RK, b_NR))
     if w.is_cuda and check_triton()[0]:
-        from jetrl_patch.kernels import merge
+        from jetrl_patch.kernels import attention
 
-        return merge.merged_weight(w, a, b, scaling)
+        return attention.merged_weight(w, a, b, scaling)
     a_RK, b_RN = a.float(), b.t().float().contiguous()
     merged = torch.empty(w.shape, dtype=torch.bfloat16, device=w.device)
     rows = w.shape[0] if w.is_cuda else max(1, _TILE // w.shape[1])
@@ -185,3 +189,99 @@ class MergedLora:
         if isinstance(base, ExactLinear):
             return ops.linear(x, weight, base.bias, base.jetrl_splits)
         return F.linear(x.to(torch.bfloat16), weight, None if base.bias is None else base.bias.to(torch.bfloat16))
+
+
+# ---- peft's LoRA in a trainer: check what was built, make its layers compute with merged weights, and merge for the sync
+# peft is recognized by the module of its classes and never imported: a model without adapters does not need it.
+
+#: peft's classes around the model; a layer is of class ``Linear``, and everything else of peft's is refused
+_AROUND = ("PeftModel", "PeftModelForCausalLM", "LoraModel")
+_BASE = ".base_layer.weight"
+
+
+def adopt(model: nn.Module, merge: bool) -> dict[str, float]:
+    """Check every adapter of a model that peft has wrapped, and with ``merge`` make them compute with W'.
+
+    All checks run before any change. Parameters keep their names and identity. Call it before the model is sharded. Layers of a
+    vision tower compute with W' in BF16, as those that ``exclude`` names.
+
+    Returns:
+        Name of each LoRA layer in the model -> scaling.
+
+    Raises:
+        ConfigError: something of peft's other than plain LoRA on linear layers of transformer blocks and of a vision tower.
+    """
+    layers: dict[str, Any] = {}
+    for name, module in model.named_modules():
+        if not type(module).__module__.startswith("peft."):
+            continue
+        kind = type(module).__name__
+        if kind == "Linear" and hasattr(module, "lora_A"):
+            _check(name, module)
+            layers[name] = module
+        elif kind not in _AROUND:
+            _refuse(name, f"peft's {kind}", "drop modules_to_save, target_parameters and other kinds of adapters")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and name.rpartition(".lora_")[0] not in layers:
+            _refuse(name, "a parameter that is trained in full", "drop modules_to_save and bias=, which must be 'none'")
+    scaling = {name: float(layer.scaling[_adapter(layer)]) for name, layer in layers.items()}
+    if merge:
+        for layer in layers.values():
+            if type(layer.base_layer) is Fp8Linear:
+                layer.base_layer.__class__ = Fp8LoraLinear
+            for factor in (layer.lora_A, layer.lora_B):
+                swap(factor[_adapter(layer)], Whole)
+            swap(layer, MergedLora)
+    return scaling
+
+
+def _adapter(layer: Any) -> str:
+    name: str = layer.active_adapters[0]
+    return name
+
+
+def _check(name: str, layer: Any) -> None:
+    """Raise ConfigError for an adapter whose merged weight is not bf16(W + scaling * B A), or that has none."""
+    if not (is_quantized(name, ()) or in_tower(name)):
+        _refuse(name, "a layer outside the transformer blocks", "name it in exclude_modules, or drop it from target_modules")
+    if list(layer.lora_A) != list(layer.active_adapters) or len(layer.lora_A) != 1:
+        _refuse(name, f"adapters {list(layer.lora_A)}", "use a single adapter")
+    variant = layer.lora_variant.get(_adapter(layer))
+    if variant is not None:
+        _refuse(name, type(variant).__name__, "set use_dora and other variants to false")
+    dropout = getattr(layer.lora_dropout[_adapter(layer)], "p", 0.0)
+    if dropout:
+        _refuse(name, f"lora_dropout={dropout}", "set it to 0: the rollout has none")
+    if any(layer.lora_bias.values()) or layer.fan_in_fan_out or layer.merged_adapters:
+        _refuse(name, "a bias of its own, fan_in_fan_out or merged adapters", "set lora_bias and fan_in_fan_out to false")
+
+
+def _refuse(name: str, found: str, fix: str) -> None:
+    raise ConfigError(
+        explain(f"LoRA in {name}", required="plain LoRA on linear layers of transformer blocks", found=found, fix=fix)
+    )
+
+
+def merged_tensors(
+    tensors: Mapping[str, Any], names: Mapping[str, str], scaling: Mapping[str, float], full: Callable[[Any], Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the plain model's tensors under the names it has without adapters, each LoRA layer's weight as W'.
+
+    Args:
+        tensors: the state dict of the model with its adapters, whole or sharded.
+        names: name without adapters -> name in ``tensors``.
+        scaling: as returned by ``adopt``.
+        full: gathers a tensor of ``tensors``, on every rank.
+    """
+    for plain, name in names.items():
+        layer = name.removesuffix(_BASE)
+        if layer not in scaling:
+            yield plain, full(tensors[name])
+            continue
+        a_RK, b_NR = (full(_only(tensors, f"{layer}.{factor}.")) for factor in ("lora_A", "lora_B"))
+        yield plain, merged_weight(full(tensors[name]), a_RK, b_NR, scaling[layer])
+
+
+def _only(tensors: Mapping[str, Any], prefix: str) -> Any:
+    (found,) = (tensor for name, tensor in tensors.items() if name.startswith(prefix))
+    return found

@@ -1,32 +1,152 @@
-"""RMSNorm and SiLU * up fused with quantization: the FP8 layers that follow reuse the bytes.
-
-| operation                 | one kernel reads          | and writes                                          | hands over     |
-| RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
-| its gradient              | x, dy, the residual's     | dx BF16 [M, K], the residual's gradient added       |                |
-| SiLU(gate) * up           | gate, up BF16 [M, K]      | y BF16 [M, K], q e4m3, s [M, G]                     | (q, s)         |
-| its gradient, where gate  | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
-| and up come of FP8 layers |                           | of ``quantize_both``                                | of each        |
-
-y equals that of ``exact.norm`` or ``exact.activation``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion
-saves a pass over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in
-FP32, so its last bit may differ; these replace it only under ``align="linear"``, which promises equal linears and nothing more.
-"""
+"""What the FP8 linear behind a norm or an activation reads in the place of a BF16 tensor, in the rollout and in the trainer."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from jetrl_patch.exact.activation import silu_mul_gradients
-from jetrl_patch.exact.norm import rms_norm_gradients
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.handed import HANDED
+from jetrl_patch.backends import Backend, get_backend
+from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.exact.elementwise import rms_norm_gradients, silu_mul_gradients
 from jetrl_patch.fp8.linear import Fp8State, hand_over
+from jetrl_patch.kernels.formats import FP8, HANDED, ScaleFormat, groups
 
-__all__ = ["available", "rms_norm", "silu_mul"]
+__all__ = ["Rows", "available", "fits", "multiplied", "normed", "product", "rms_norm", "silu_mul"]
 
+
+# ---- What a producer in the rollout hands to the FP8 linear behind it: bytes and scales, in the place of a BF16 tensor
+# | operation                     | one launch reads                     | and writes                                  |
+# | the residual's sum, RMSNorm   | x, residual BF16 [M, K], w [K]       | the sum BF16 [M, K], q e4m3 [M, K], s [M, G] |
+# | SiLU(gate) * up               | gate and up side by side, BF16 [M, 2K] | q e4m3 [M, K], s [M, G]                    |
+#
+# The bytes are those that the linear would have made of the BF16 result, which is never written: nothing else reads it. Nothing
+# is saved for a backward pass (``fp8.producers`` is the trainer's). In a compiled graph each is one opaque operator, so a
+# compiler neither changes a rounding nor sees a library call.
+
+#: the compiler spreads rows over threads as in ``kernels.norm`` if their width is a multiple of this (``kernels.norm``)
+ALIGN = 16
+
+
+class Rows(NamedTuple):
+    """A quantized activation: e4m3 [M, K], and FP32 scales [M, G] in the backend's layout."""
+
+    q_MK: Tensor
+    s_MG: Tensor
+
+
+def fits(backend: GpuBackend, like: Tensor, width: int) -> bool:
+    """Whether the kernels of both producers run for rows of this width on the device of ``like``."""
+    kernels = backend.producers(like)
+    return kernels is not None and width <= kernels.WIDEST and not width % ALIGN
+
+
+def normed(
+    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: GpuBackend, scale_format: ScaleFormat
+) -> tuple[Rows, Tensor | None]:
+    """The quantized RMSNorm of x + residual, all BF16, and the sum; without a residual that of x, and None."""
+    if torch.compiler.is_compiling():
+        q_MK, s_MG, total_MK = _normed(x_MK, residual_MK, weight_K, eps, backend.name, scale_format)
+        return Rows(q_MK, s_MG), None if residual_MK is None else total_MK
+    q_MK, s_MG, total = backend.norm_rows(x_MK, residual_MK, weight_K, eps, scale_format)
+    return Rows(q_MK, s_MG), total
+
+
+def multiplied(both_MF: Tensor, backend: GpuBackend, scale_format: ScaleFormat) -> Rows:
+    """The quantized SiLU(gate) * up of gate and up [M, K] side by side in BF16 [M, 2K]."""
+    if torch.compiler.is_compiling():
+        return Rows(*_multiplied(both_MF, backend.name, scale_format))
+    gate_MK, up_MK = both_MF.chunk(2, 1)
+    return Rows(*backend.silu_mul_rows(gate_MK, up_MK, scale_format))
+
+
+def product(
+    rows: Rows, w_NK: Tensor, s_NG: Tensor, backend: Backend, out_dtype: torch.dtype, s_blocks: Tensor | None = None
+) -> Tensor:
+    """``Backend.gemm`` [M, N] of rows and a weight."""
+    if torch.compiler.is_compiling():
+        return _product(*rows, w_NK, s_NG, backend.name, out_dtype, s_blocks)
+    return backend.gemm(*rows, w_NK, s_NG, out_dtype, s_blocks=s_blocks)
+
+
+def _gpu(name: str) -> GpuBackend:
+    return cast(GpuBackend, get_backend(name))
+
+
+def _new_rows(x: Tensor, K: int, backend: str) -> tuple[Tensor, Tensor]:
+    """Of a graph, as ``kernels.common.new_rows`` makes them."""
+    M, G = x.shape[0], groups(K)
+    q_MK = x.new_empty(M, K, dtype=FP8)
+    if _gpu(backend).columns:
+        return q_MK, x.new_empty(G, -(-M // 4) * 4, dtype=torch.float32)[:, :M].t()
+    return q_MK, x.new_empty(M, G, dtype=torch.float32)
+
+
+@torch.library.custom_op("jetrl_patch::norm_rows", mutates_args=())
+def _normed(
+    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: str, scale_format: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, s, total = _gpu(backend).norm_rows(x_MK, residual_MK, weight_K, eps, cast(ScaleFormat, scale_format))
+    return q, s, x_MK.new_empty(0) if total is None else total  # an operator cannot return None
+
+
+@_normed.register_fake
+def _(
+    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: str, scale_format: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    total = x_MK.new_empty(0) if residual_MK is None else x_MK.new_empty(x_MK.shape)
+    return *_new_rows(x_MK, x_MK.shape[1], backend), total
+
+
+@torch.library.custom_op("jetrl_patch::silu_mul_rows", mutates_args=())
+def _multiplied(both_MF: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
+    return tuple(multiplied(both_MF, _gpu(backend), cast(ScaleFormat, scale_format)))
+
+
+@_multiplied.register_fake
+def _(both_MF: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
+    return _new_rows(both_MF, both_MF.shape[1] // 2, backend)
+
+
+@torch.library.custom_op("jetrl_patch::fp8_rows_product", mutates_args=())
+def _product(
+    q_MK: Tensor,
+    s_MG: Tensor,
+    w_NK: Tensor,
+    s_NG: Tensor,
+    backend: str,
+    out_dtype: torch.dtype,
+    s_blocks: Tensor | None,
+) -> Tensor:
+    return get_backend(backend).gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, s_blocks=s_blocks)
+
+
+@_product.register_fake
+def _(
+    q_MK: Tensor,
+    s_MG: Tensor,
+    w_NK: Tensor,
+    s_NG: Tensor,
+    backend: str,
+    out_dtype: torch.dtype,
+    s_blocks: Tensor | None,
+) -> Tensor:
+    return q_MK.new_empty(q_MK.shape[0], w_NK.shape[0], dtype=out_dtype)
+
+
+# ---- RMSNorm and SiLU * up fused with quantization: the FP8 layers that follow reuse the bytes ---
+# | operation                 | one kernel reads          | and writes                                          | hands over     |
+# | RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
+# | its gradient              | x, dy, the residual's     | dx BF16 [M, K], the residual's gradient added       |                |
+# | SiLU(gate) * up           | gate, up BF16 [M, K]      | y BF16 [M, K], q e4m3, s [M, G]                     | (q, s)         |
+# | its gradient, where gate  | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
+# | and up come of FP8 layers |                           | of ``quantize_both``                                | of each        |
+#
+# y equals that of ``exact.elementwise`` or ``exact.elementwise``, and (q, s) equals ``quantize_activation(y)``, bit for bit.
+# Fusion
+# saves a pass over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in
+# FP32, so its last bit may differ; these replace it only under ``align="linear"``, which promises equal linears and nothing more.
 
 def available(backend: str, device_type: str) -> bool:
     """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. Decided only here."""
@@ -37,7 +157,7 @@ def _kernels(state: Fp8State, *inputs: Tensor) -> Any | None:
     """The fused kernels if they accept these inputs (BF16 only), else None. Under torch.compile Inductor fuses the norm."""
     if torch.compiler.is_compiling():
         return None
-    from jetrl_patch.fp8.backends.gpu import GpuBackend
+    from jetrl_patch.backends.gpu import GpuBackend
 
     backend = state.backend
     kernels = backend.producers(inputs[0]) if isinstance(backend, GpuBackend) else None
@@ -82,7 +202,7 @@ class _MultipliedRows(torch.autograd.Function):
         gate, up = ctx.saved_tensors
         if not ctx.quantize:
             return *silu_mul_gradients(gate, up, grad_outputs[0], ctx.dtypes, True), None, None, None
-        from jetrl_patch.kernels.silu_backward import silu_mul_backward_both
+        from jetrl_patch.kernels.silu import silu_mul_backward_both
 
         state, form, gradients = ctx.state, ctx.state.scale_format, []
         rows = _rows(gate), _rows(up), _rows(grad_outputs[0])
@@ -99,7 +219,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Te
         state: quantization settings of the layers that read the result.
 
     Returns:
-        The result, and x as ``exact.norm.rms_norm_passing`` passes it on.
+        The result, and x as ``exact.elementwise.rms_norm_passing`` passes it on.
     """
     kernels = _kernels(state, x, weight)
     if kernels is None or x.shape[-1] > kernels.WIDEST:

@@ -12,9 +12,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import ScaleFormat, groups
-from jetrl_patch.fp8.weight import QuantizedWeight
+from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.quantize import QuantizedWeight
+from jetrl_patch.kernels.formats import ScaleFormat, groups
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str, splits: int) -> Tensor:

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from jetrl_patch.errors import AuditError, explain
-from jetrl_patch.fp8.expert_layers import expert_states
+from jetrl_patch.fp8.convert import expert_states
 from jetrl_patch.fp8.linear import PROMISES, Fp8State, Promise
 
 __all__ = ["unchanged_weights", "written_weights"]

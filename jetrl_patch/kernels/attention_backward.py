@@ -17,8 +17,8 @@ from torch import Tensor
 
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.attention import LOG2E, check_head_dim
-from jetrl_patch.kernels.attention_rows import HEAD_DIMS, block_of, narrowed, row_blocks, rows_from
-from jetrl_patch.kernels.e4m3 import widened
+from jetrl_patch.kernels.chunks import HEAD_DIMS, block_of, narrowed, row_blocks, rows_from
+from jetrl_patch.kernels.common import widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 

@@ -1,4 +1,4 @@
-"""SiLU * up and rotary embedding with Hugging Face's rounding; each result depends on its own inputs only."""
+"""Elementwise kernels of exact mode, the rotary embedding among them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, groups
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.e4m3 import bf16_value, widened
-from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
+from jetrl_patch.kernels.common import bf16_value, widened
+from jetrl_patch.kernels.formats import BLOCK, groups
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.silu import silu_mul_tile
+
+# ---- SiLU * up and rotary embedding with Hugging Face's rounding; each result depends on its own inputs only
 
 #: rows and warps per tile
 ROWS, WARPS = 8, 4
@@ -84,7 +86,7 @@ def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
     return y
 
 
-KERNELS = (
+KERNELS: tuple[Spec, ...] = (
     Spec(
         "silu_mul", silu_mul_kernel, dict.fromkeys(("gate", "up", "y"), "*bf16")
         | dict.fromkeys(("M", "K", "gate_m", "up_m"), "i32"),
@@ -99,3 +101,124 @@ KERNELS = (
         for D in (64, BLOCK)
     ),
 )  # fmt: skip
+
+
+# ---- The rotary embedding of queries and keys in one launch, and its gradient in another: 4 bytes an element each in BF16
+#     forward      first = low cos - high sin      second = high cos + low sin      low, high: the halves of a head's rotated part
+#     backward     dlow = dfirst cos + dsecond sin      dhigh = dsecond cos - dfirst sin
+#
+# Forward has Hugging Face's roundings: each product and the sum, in the dtype to which torch promotes a head and the tables. The
+# gradient is the trainer's own: FP32, rounded once. In torch's operations both take 24 launches and 48 bytes an element together.
+
+#: head dimension times heads in a tile, 8 or 16 elements a thread
+ROTARY_SPAN = 2048
+ROTARY_WARPS = 4
+
+
+@triton.jit
+def _product(a, b, like, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """a * b, rounded to the dtype of the pointer ``like``, as FP32."""
+    if like.dtype.element_ty == tl.bfloat16:
+        return bf16_value(a * b, HARDWARE)
+    else:
+        return a * b
+
+
+@triton.jit
+def _rotate(  # type: ignore[no-untyped-def]
+    x, y, cos, sin, h, heads, x_h, y_h,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BACKWARD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Heads ``h`` of one token: the first R of D elements are rotated by rows of the tables, the others are copied."""
+    d = tl.arange(0, HALF)
+    there = (h < heads)[:, None] & (d < R // 2)[None, :]
+    c, s = cos + d, sin + d
+    c_low = widened(tl.load(c, mask=d < R // 2, other=0.0), HARDWARE)[None, :]
+    c_high = widened(tl.load(c + R // 2, mask=d < R // 2, other=0.0), HARDWARE)[None, :]
+    s_low = widened(tl.load(s, mask=d < R // 2, other=0.0), HARDWARE)[None, :]
+    s_high = widened(tl.load(s + R // 2, mask=d < R // 2, other=0.0), HARDWARE)[None, :]
+    at, to = x + h[:, None] * x_h + d[None, :], y + h[:, None] * y_h + d[None, :]
+    low = widened(tl.load(at, mask=there, other=0.0), HARDWARE)
+    high = widened(tl.load(at + R // 2, mask=there, other=0.0), HARDWARE)
+    if BACKWARD:
+        first, second = tl.fma(high, s_high, low * c_low), tl.fma(-low, s_low, high * c_high)
+    else:
+        first = _product(low, c_low, y, HARDWARE) - _product(high, s_low, y, HARDWARE)
+        second = _product(high, c_high, y, HARDWARE) + _product(low, s_high, y, HARDWARE)
+    tl.store(to, converted(first, y), mask=there)
+    tl.store(to + R // 2, converted(second, y), mask=there)
+    if REST:
+        e = R + tl.arange(0, REST)
+        inside = (h < heads)[:, None] & (e < D)[None, :]
+        kept = widened(tl.load(x + h[:, None] * x_h + e[None, :], mask=inside, other=0.0), HARDWARE)
+        tl.store(y + h[:, None] * y_h + e[None, :], converted(kept, y), mask=inside)
+
+
+@triton.jit(do_not_specialize=["T"])  # one binary for every batch
+def rotary_pair_kernel(  # type: ignore[no-untyped-def]
+    q, k, cos, sin, q_out, k_out, T, q_heads, k_heads, q_b, q_t, q_h, k_b, k_t, k_h, c_b, c_t,
+    D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, HEADS: tl.constexpr, BACKWARD: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """HEADS query or key heads of one token. The results are contiguous [B, T, heads, D]."""
+    token = tl.program_id(0)
+    b, t = (token // T).to(tl.int64), (token % T).to(tl.int64)
+    row = token.to(tl.int64)
+    c, s = cos + b * c_b + t * c_t, sin + b * c_b + t * c_t
+    groups = tl.cdiv(q_heads, HEADS)
+    group = tl.program_id(1)
+    if group < groups:
+        h = group * HEADS + tl.arange(0, HEADS)
+        x, y = q + b * q_b + t * q_t, q_out + row * q_heads * D
+        _rotate(x, y, c, s, h, q_heads, q_h, D, D, R, HALF, REST, BACKWARD, HARDWARE)
+    else:
+        h = (group - groups) * HEADS + tl.arange(0, HEADS)
+        x, y = k + b * k_b + t * k_t, k_out + row * k_heads * D
+        _rotate(x, y, c, s, h, k_heads, k_h, D, D, R, HALF, REST, BACKWARD, HARDWARE)
+
+
+def rotary_pair(
+    q_BThD: Tensor, k_BTgD: Tensor, cos: Tensor, sin: Tensor, dtypes: tuple[torch.dtype, torch.dtype], backward: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys [B, T, heads, D], rotated, in ``dtypes`` and in memory of this order.
+
+    Args:
+        q_BThD, k_BTgD: BF16 or FP32; anything but the elements of a head may be strided.
+        cos, sin: [B or 1, T, R], BF16 or FP32; the first R elements of a head are rotated.
+        backward: the inputs are gradients of the results; ``dtypes`` those of what was rotated.
+    """
+    q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q_BThD, k_BTgD))
+    if cos.stride() != sin.stride() or cos.stride(2) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    check_device(q, k, cos, sin)
+    (B, T, heads, D), others, R = q.shape, k.shape[2], cos.shape[2]
+    outs = [torch.empty(t.shape, dtype=dtype, device=q.device) for t, dtype in zip((q, k), dtypes)]
+    if q.numel():
+        together = min(max(ROTARY_SPAN // triton.next_power_of_2(D), 1), triton.next_power_of_2(max(heads, others)))
+        rotary_pair_kernel[(B * T, -(-heads // together) + -(-others // together))](
+            q, k, cos, sin, *outs, T, heads, others, *_steps(q, 3), *_steps(k, 3), *_steps(cos, 2),
+            D=D, R=R, HALF=triton.next_power_of_2(R // 2), REST=triton.next_power_of_2(D - R) if D > R else 0,
+            HEADS=together, BACKWARD=backward, HARDWARE=not triton.knobs.runtime.interpret, num_warps=ROTARY_WARPS, **PINNED,
+        )  # fmt: skip
+    return outs[0], outs[1]
+
+
+def _steps(t: Tensor, dims: int) -> list[int]:
+    """The first strides. That of a dimension of one element means nothing: 0 stands for all, or each would be compiled for."""
+    return [step if n > 1 else 0 for n, step in zip(t.shape[:dims], t.stride())]
+
+
+def _spec(D: int, R: int, backward: bool) -> Spec:
+    return Spec(
+        f"rotary_pair_{D}{f'_of_{R}' * (R < D)}{'_backward' * backward}", rotary_pair_kernel,
+        dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), "*bf16")
+        | dict.fromkeys(("T", "q_heads", "k_heads", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "c_b", "c_t"), "i32"),
+        {
+            "D": D, "R": R, "HALF": R // 2, "REST": D - R, "HEADS": ROTARY_SPAN // D, "BACKWARD": backward, "HARDWARE": True,
+        },
+        {"num_warps": ROTARY_WARPS, **PINNED}, ("q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "c_b", "c_t"),
+    )  # fmt: skip
+
+
+KERNELS += tuple(_spec(D, R, backward) for D, R in ((64, 64), (BLOCK, BLOCK), (BLOCK, 64)) for backward in (False, True))

@@ -1,16 +1,13 @@
-"""FProp and DGrad of all experts in one launch: each position's row times the matrices of its expert.
+"""The kernels of a mixture's experts: each takes all experts in one launch, whatever their number.
 
-    X e4m3 [R, K], s [R, G];  W e4m3 [S, N, K], s per block [S, ceil(N / 128), G];  Y [P, columns];  G = ceil(K / 128)
-
-An expert has one matrix of the stack or two (S = E or 2E), gate and up:
-
-    side by side   Y [P, 2N] = (x Wg^T, x Wu^T)             FProp of gate and up
-    summed         Y [P, N]  = x1 Wg^T + x2 Wu^T            their DGrad: W is turned, and X [P, 2K] holds both gradients
-
-A row is a position of the ``Plan``, or the token of that position's pair, which the kernel looks up: no row is copied. A
-position's sum is that of ``gemm.fprop`` for the same row: the same instruction, K ascending in blocks of 128, one ``fma`` of a
-block with sX * sW. One tile serves every number of tokens, so a row's bits depend on its own bytes and its expert alone: not
-on how many tokens that expert has, nor on where the row stands among them.
+| kernel            | in                                     | out                                   |
+| plan              | experts of each token                  | the sorted pairs                      |
+| grouped           | rows, a stack of matrices              | FProp; with turned matrices, DGrad    |
+| silu_mul_quantize | gate and up of each pair               | their product in FP8                  |
+| combine           | an output for each pair, weights       | a row for each token                  |
+| pair_backward     | gradients of a pair's output           | those of gate, up and its weight      |
+| group_tokens, ... | gradients and saved rows of each pair  | WGrad's operands, grouped by expert   |
+| grouped_wgrad     | these                                  | dW [E, N, K]                          |
 """
 
 from __future__ import annotations
@@ -20,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, FP8, groups
 from jetrl_patch.kernels.aot import Spec
+from jetrl_patch.kernels.formats import BLOCK, FP8, groups
+from jetrl_patch.kernels.gemm_backward import turned
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
     Tile,
@@ -34,7 +32,29 @@ from jetrl_patch.kernels.gemm_common import (
     place,
     programs,
 )
-from jetrl_patch.kernels.plan import ROWS, Plan
+from jetrl_patch.kernels.gemm_grouped_wgrad import group_tokens, grouped_wgrad, regroup
+from jetrl_patch.kernels.mixture import ROWS, Plan, combine, pair_backward, plan
+from jetrl_patch.kernels.quantize import quantize_rows
+from jetrl_patch.kernels.silu import silu_mul_quantize_rows
+
+__all__ = [
+    "Plan", "block_view", "combine", "group_tokens", "grouped", "grouped_wgrad", "pair_backward", "plan", "quantize_rows",
+    "regroup", "silu_mul_quantize_rows", "turned",
+]  # fmt: skip
+
+
+# ---- FProp and DGrad of all experts in one launch: each position's row times the matrices of its expert
+#     X e4m3 [R, K], s [R, G];  W e4m3 [S, N, K], s per block [S, ceil(N / 128), G];  Y [P, columns];  G = ceil(K / 128)
+#
+# An expert has one matrix of the stack or two (S = E or 2E), gate and up:
+#
+#     side by side   Y [P, 2N] = (x Wg^T, x Wu^T)             FProp of gate and up
+#     summed         Y [P, N]  = x1 Wg^T + x2 Wu^T            their DGrad: W is turned, and X [P, 2K] holds both gradients
+#
+# A row is a position of the ``Plan``, or the token of that position's pair, which the kernel looks up: no row is copied. A
+# position's sum is that of ``gemm.fprop`` for the same row: the same instruction, K ascending in blocks of 128, one ``fma`` of a
+# block with sX * sW. One tile serves every number of tokens, so a row's bits depend on its own bytes and its expert alone: not
+# on how many tokens that expert has, nor on where the row stands among them.
 
 TILE = Tile(rows=ROWS, columns=128, warps=4, stages=4, per_sm=2)
 #: rows of tiles per band; see ``place``
@@ -157,7 +177,7 @@ def _spec(name: str, out: str, tokens: bool, beside: int, summed: int) -> Spec:
     )  # fmt: skip
 
 
-KERNELS = (
+KERNELS: tuple[Spec, ...] = (
     _spec("gate_up", "bf16", True, 2, 1),
     _spec("down", "fp32", False, 1, 1),
     _spec("down_dgrad", "fp32", True, 1, 1),

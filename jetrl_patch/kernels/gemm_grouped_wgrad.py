@@ -14,9 +14,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import BLOCK, FP8, ScaleFormat
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.e4m3 import bf16_value, decode, widened
+from jetrl_patch.kernels.common import COMPILER, as_fp8, bf16_value, decode, options, store_tokens, widened
+from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat
+from jetrl_patch.kernels.gemm_backward import HEIGHT, SIDE, STAGES, WGRAD_WARPS
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
     box,
@@ -27,10 +28,7 @@ from jetrl_patch.kernels.gemm_common import (
     place,
     programs,
 )
-from jetrl_patch.kernels.gemm_wgrad import HEIGHT, SIDE, STAGES, WARPS
-from jetrl_patch.kernels.outputs import COMPILER, as_fp8, options
-from jetrl_patch.kernels.plan import Plan
-from jetrl_patch.kernels.tiles import store_tokens
+from jetrl_patch.kernels.mixture import Plan
 
 #: columns of a tile of 128 tokens: a divisor of 128, so that each row of a saved tile has one scale
 COLUMNS = 64
@@ -170,7 +168,7 @@ def grouped_wgrad(g: Operand, x: Operand, plan: Plan, out_dtype: torch.dtype) ->
     grid = programs(g_NM.device, plan.experts * -(-N // SIDE) * -(-K // SIDE), 1)
     grouped_wgrad_kernel[grid](
         descriptor(g_NM, SIDE), descriptor(x_KM, SIDE), sg, sx, dw, plan.groups.first, plan.experts, N, K, grid[0],
-        SIDE=SIDE, STAGES=STAGES, HEIGHT=HEIGHT, num_warps=WARPS, num_stages=STAGES, **PINNED,
+        SIDE=SIDE, STAGES=STAGES, HEIGHT=HEIGHT, num_warps=WGRAD_WARPS, num_stages=STAGES, **PINNED,
     )  # fmt: skip
     return dw
 
@@ -182,7 +180,7 @@ def _specs() -> tuple[Spec, ...]:
             {"g_NM": box(SIDE), "x_KM": box(SIDE), "sg": "*fp32", "sx": "*fp32", "dw": f"*{out}", "group_first": "*i32"}
             | dict.fromkeys(("E", "N", "K", "programs"), "i32"),
             {"SIDE": SIDE, "STAGES": STAGES, "HEIGHT": HEIGHT},
-            {"num_warps": WARPS, "num_stages": STAGES, **PINNED}, ("N", "K"),
+            {"num_warps": WGRAD_WARPS, "num_stages": STAGES, **PINNED}, ("N", "K"),
         )
         for out in ("bf16", "fp32")
     ]  # fmt: skip

@@ -1,10 +1,8 @@
-"""RMSNorm in the rounding order of Hugging Face models, one row per program: y = bf16(w * bf16(x / rms(x))).
-
-A program holds its whole row, so the order of the sum depends on the width alone. Squares of BF16 values are exact, and their
-sum and root are FP64. The values equal those of the fused producers, which also quantize them.
-"""
+"""RMSNorm, fused with the quantization of what it returns, and its gradient."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
@@ -12,12 +10,145 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.fp8.formats import groups
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.e4m3 import bf16_value, widened
-from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
-from jetrl_patch.kernels.producers import WIDEST, reciprocal_rms, warps_for
+from jetrl_patch.kernels.common import (
+    COMPILER,
+    as_fp8,
+    bf16_value,
+    check_input,
+    load_tile,
+    magnitude,
+    new_rows,
+    options,
+    quantized,
+    widened,
+)
+from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, programs, rounded
+from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 
+__all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_rows"]
+
+
+# ---- Fused producers, which compute and quantize in one kernel: RMSNorm here, SiLU * up in ``silu``
+# The RMSNorm values are those of ``exact.elementwise`` on a GPU (its FP64 formula). Exact squares are summed in FP64, and the
+# root is
+# FP64 too; only the order of the sum differs, by a few 2^-53. Rounding to FP32 hides the difference unless the exact root is
+# that close to the midpoint of two FP32 numbers (one row in 10^8).
+
+#: the widest row that a program can hold
+WIDEST = 16384
+
+
+@triton.jit
+def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """1 / rms of a row of BF16 values [GROUPS, 128], in FP64 and rounded to FP32. The order of its sum follows the layout of
+    ``value`` in the compiled kernel, which a test compares between the kernels whose rows must be equal."""
+    square = (value * value).to(tl.float64)  # 16 bits: exact
+    mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
+    return (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
+def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
+    x, w, q, s, y, rstd, M, K, x_m, s_m, s_g,
+    EPS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One row per program; GROUPS is a power of two that covers the row. KEEP also stores the BF16 result."""
+    m = tl.program_id(0).to(tl.int64)
+    g = tl.arange(0, GROUPS)
+    k = g[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
+    root = reciprocal_rms(value, K, EPS)
+    hat = bf16_value(value * root, HARDWARE)
+    weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
+    tile = bf16_value(weight * hat, HARDWARE)
+    codes, scale = quantized(tile, tl.max(magnitude(tile), 1, keep_dims=True), POW2, HARDWARE)
+    tl.store(q + m * K + k, codes, mask=k < K)
+    tl.store(s + m * s_m + g[:, None] * s_g, scale, mask=(g * 128 < K)[:, None])
+    tl.store(rstd + m, root)
+    if KEEP:
+        tl.store(y + m * K + k, rounded(tile), mask=k < K)
+
+
+class Normed(NamedTuple):
+    """Output of RMSNorm: e4m3 [M, K], FP32 scales [M, G], 1 / rms FP32 [M], and the BF16 result [M, K] if requested."""
+
+    q_MK: Tensor
+    s_MG: Tensor
+    rstd_M: Tensor
+    y_MK: Tensor | None
+
+
+def rmsnorm_quantize_rows(
+    x_MK: Tensor, weight_K: Tensor, eps: float, scale_format: ScaleFormat, keep: bool = False, columns: bool = False
+) -> Normed:
+    """``quantize_rows(rms_norm(x, weight, eps))``.
+
+    Args:
+        x_MK: BF16 with contiguous rows of at most 16384 elements; the row stride is free.
+        weight_K: BF16 [K], contiguous.
+        keep: also return the BF16 result.
+        columns: as for ``quantize_rows``.
+
+    Raises:
+        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
+    """
+    check_input("x", x_MK)
+    M, K = x_MK.shape
+    check_width(K)
+    if (
+        weight_K.shape != (K,)
+        or weight_K.dtype != torch.bfloat16
+        or weight_K.device != x_MK.device
+        or not weight_K.is_contiguous()
+    ):
+        raise ValueError(
+            explain(
+                "RMSNorm's weight", required=f"contiguous torch.bfloat16 [{K}] on {x_MK.device}",
+                found=f"{weight_K.dtype} {list(weight_K.shape)} on {weight_K.device}", fix="convert it first",
+            )
+        )  # fmt: skip
+    fixed, (q, s) = options(x_MK, scale_format), new_rows(x_MK, M, K, columns)
+    rstd = torch.empty(M, dtype=torch.float32, device=x_MK.device)
+    y = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if keep else None
+    if q.numel():
+        covering = triton.next_power_of_2(groups(K))
+        rmsnorm_rows_kernel[(M,)](
+            x_MK, weight_K, q, s, x_MK if y is None else y, rstd, M, K, x_MK.stride(0), *s.stride(),
+            EPS=float(eps), GROUPS=covering, KEEP=keep, num_warps=warps_for(covering), **fixed,
+        )  # fmt: skip
+    return Normed(as_fp8(q), s, rstd, y)
+
+
+def check_width(K: int) -> None:
+    """Raise ValueError for a row that no program can hold."""
+    if K > WIDEST:
+        fix = "call rms_norm and quantize_rows"
+        raise ValueError(explain("RMSNorm in one program", required=f"K up to {WIDEST}", found=K, fix=fix))
+
+
+def warps_for(covering: int) -> int:
+    """Warps per program: 32 elements of a row per thread, within 1 to 16 warps."""
+    return min(max(covering * 128 // (32 * 32), 1), 16)
+
+
+KERNELS: tuple[Spec, ...] = tuple(
+    Spec(
+        f"rmsnorm_rows{covering * 128}_{scale}", rmsnorm_rows_kernel,
+        {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
+        | dict.fromkeys(("M", "K", "x_m", "s_m", "s_g"), "i32"),
+        {"EPS": 1e-6, "GROUPS": covering, "KEEP": True, "POW2": scale == "pow2", "HARDWARE": True},
+        {"num_warps": warps_for(covering), **COMPILER}, ("K", "x_m"),
+    )
+    for scale in ("pow2", "fp32")
+    for covering in (8, 32, 64, 128)
+)  # fmt: skip
+
+
+# ---- RMSNorm in the rounding order of Hugging Face models, one row per program: y = bf16(w * bf16(x / rms(x)))
+# A program holds its whole row, so the order of the sum depends on the width alone. Squares of BF16 values are exact, and their
+# sum and root are FP64. The values equal those of the fused producers, which also quantize them.
 
 @triton.jit
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
@@ -57,7 +188,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
     return y, rstd
 
 
-KERNELS = tuple(
+KERNELS += tuple(
     Spec(
         f"rms_norm{covering * 128}", rms_norm_kernel,
         {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rstd": "*fp32", "K": "i32", "x_m": "i32"},
@@ -65,3 +196,208 @@ KERNELS = tuple(
     )
     for covering in (1, 8, 32, 64, 128)
 )  # fmt: skip
+
+
+# ---- RMSNorm of the sum of a layer's output and the residual, quantized for the FP8 linear that reads it: the rollout's one
+# launch
+#     total = bf16(x + residual);   y = bf16(w * bf16(total / rms(total)));   q, s = quantize_rows(y)
+#
+# The rows are bit-equal to ``norm.rms_norm`` and ``quantize_rows``. Nothing in them depends on an order but the sum of squares,
+# whose order follows from how the compiler spreads a tile over threads: accesses of 16 bytes in tiles of one shape are spread
+# alike, 8 elements of BF16 in ``norm``, but 16 where the same tile also stores bytes. So the row is read twice, the second time
+# from the cache and as a tile of another shape: the sum is spread as in ``norm`` (a test compares the compiled kernels).
+
+@triton.jit(do_not_specialize=["s_g"])  # one binary for every batch
+def norm_rows_kernel(  # type: ignore[no-untyped-def]
+    x, residual, w, q, s, total, K, x_m, r_m, s_m, s_g,
+    EPS: tl.constexpr, GROUPS: tl.constexpr, ADD: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One row per program; GROUPS is a power of two that covers the row. Without ADD there is no residual, and no total."""
+    m = tl.program_id(0).to(tl.int64)
+    k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
+    value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
+    source = x + m * x_m
+    if ADD:
+        value = bf16_value(value + widened(tl.load(residual + m * r_m + k, mask=k < K, other=0.0), HARDWARE), HARDWARE)
+        source = total + m * K
+        tl.store(source + k, rounded(value), mask=k < K)
+    root = reciprocal_rms(value, K, EPS)
+    tl.debug_barrier()  # other threads read the total below
+    g = tl.arange(0, GROUPS)[:, None, None]
+    k = g * 128 + tl.arange(0, 128)[None, None, :]
+    again = widened(tl.load(source + k, mask=k < K, other=0.0), HARDWARE)
+    weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)
+    tile = bf16_value(weight * bf16_value(again * root, HARDWARE), HARDWARE)
+    codes, scale = quantized(tile, tl.max(magnitude(tile), 2, keep_dims=True), POW2, HARDWARE)
+    tl.store(q + m * K + k, codes, mask=k < K)
+    tl.store(s + m * s_m + g * s_g, scale, mask=g * 128 < K)
+
+
+class NormedRows(NamedTuple):
+    """e4m3 [M, K], FP32 scales [M, G], and the BF16 sum [M, K], which is None without a residual."""
+
+    q_MK: Tensor
+    s_MG: Tensor
+    total_MK: Tensor | None
+
+
+def norm_quantize_rows(
+    x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, scale_format: ScaleFormat, columns: bool = False
+) -> NormedRows:
+    """``quantize_rows(rms_norm(x + residual, weight, eps))``, and the sum.
+
+    Args:
+        x_MK, residual_MK: BF16 with contiguous rows of at most 16384 elements; the row stride is free.
+        weight_K: BF16 [K], contiguous.
+        columns: as for ``quantize_rows``.
+
+    Raises:
+        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
+    """
+    check_input("x", x_MK)
+    M, K = x_MK.shape
+    check_width(K)
+    if residual_MK is not None:
+        check_input("residual", residual_MK)
+        check_device(x_MK, residual_MK)
+    shapes = [weight_K.shape, *([] if residual_MK is None else [residual_MK.shape])]
+    if shapes != [(K,), (M, K)][: len(shapes)] or weight_K.dtype != torch.bfloat16 or weight_K.stride(0) != 1:
+        what, required = "RMSNorm of x and a residual", f"a contiguous torch.bfloat16 weight [{K}] and a residual [{M}, {K}]"
+        found = f"{weight_K.dtype} and {' and '.join(str(list(shape)) for shape in shapes)}"
+        raise ValueError(explain(what, required=required, found=found, fix="pass both in the shape of x"))
+    check_device(x_MK, weight_K)
+    fixed, (q, s) = options(x_MK, scale_format), new_rows(x_MK, M, K, columns)
+    add = residual_MK is not None
+    total = torch.empty_like(x_MK, memory_format=torch.contiguous_format) if add else None
+    if q.numel():
+        covering, other = triton.next_power_of_2(groups(K)), x_MK if residual_MK is None else residual_MK
+        norm_rows_kernel[(M,)](
+            x_MK, other, weight_K, q, s, x_MK if total is None else total, K, x_MK.stride(0), other.stride(0), *s.stride(),
+            EPS=float(eps), GROUPS=covering, ADD=add, num_warps=warps_for(covering), **fixed,
+        )  # fmt: skip
+    return NormedRows(as_fp8(q), s, total)
+
+
+KERNELS += tuple(
+    Spec(
+        f"norm_rows{covering * 128}{'_added' * add}_{scale}", norm_rows_kernel,
+        dict.fromkeys(("x", "residual", "w"), "*bf16") | {"q": "*u8", "s": "*fp32", "total": "*bf16"}
+        | dict.fromkeys(("K", "x_m", "r_m", "s_m", "s_g"), "i32"),
+        {"EPS": 1e-6, "GROUPS": covering, "ADD": add, "POW2": scale == "pow2", "HARDWARE": True},
+        {"num_warps": warps_for(covering), **COMPILER}, ("K", "x_m", "r_m"),
+    )
+    for scale in ("pow2", "fp32")
+    for add in (False, True)
+    for covering in (8, 32, 64, 128)
+)  # fmt: skip
+
+
+# ---- The gradients of RMSNorm in one pass over its rows: x and dy are read, dx is written, 6 bytes an element of memory. With
+# the
+# gradient of the residual, which is added to dx, they are 8.
+#
+#     h = x * rstd      dx = rstd * (w * dy - h * mean(w * dy * h))      dw = sum over rows of dy * h
+#
+# In torch's operations the same takes 94 bytes an element. A program walks over rows with a fixed stride and keeps the sums of
+# dw for all columns in registers; at the end it writes them as one row of FP32, and torch adds up the programs' rows. There are
+# at most an eighth as many programs as tiles, so those rows add no more than a byte an element. The sums have a fixed order: the
+# same batch gives the same bits.
+#
+# The FP8 layouts of dx are left to a launch of their own, which reads 2 bytes an element and writes 2. That for WGrad needs 128
+# rows at a time: with rows of thousands of elements no program holds them, and to read x and dy again for it would be 4 bytes.
+
+#: elements of a tile, at least
+SPAN = 2048
+#: warps that an SM holds with the registers that a tile needs
+ACTIVE = 32
+#: tiles of a program, at least, where there are enough
+TILES = 8
+
+
+class Shape(NamedTuple):
+    """A tile's rows and columns, and its warps."""
+
+    rows: int
+    width: int
+    warps: int
+
+
+def shape_for(K: int) -> Shape:
+    """Whole rows, several of them if they are short."""
+    width = max(BLOCK, triton.next_power_of_2(K))
+    rows = max(1, SPAN // width)
+    per_thread = 16 if width > 8192 else 8  # a program has at most 1024 threads
+    return Shape(rows, width, rows * width // (per_thread * 32))
+
+
+@triton.jit(do_not_specialize=["M", "programs"])  # one binary for every batch
+def rms_norm_backward_kernel(  # type: ignore[no-untyped-def]
+    x, w, rstd, dy, other, dx, dw, M, K, x_m, dy_m, other_m, programs,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr, WEIGHT: tl.constexpr, ADD: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """dx is contiguous. With WEIGHT, a program stores its sums in its row of ``dw`` [programs, K]; with ADD, dx is BF16."""
+    k = tl.arange(0, WIDTH)
+    total = tl.zeros((ROWS, WIDTH), tl.float32)
+    for tile in tl.range(tl.program_id(0), tl.cdiv(M, ROWS), programs):
+        m = tile * ROWS + tl.arange(0, ROWS)
+        root = tl.load(rstd + m, mask=m < M, other=0.0)[:, None]
+        hat = load_tile(x, m, k, M, K, x_m, HARDWARE) * root
+        g = load_tile(dy, m, k, M, K, dy_m, HARDWARE)
+        if WEIGHT:
+            total += g * hat
+        weight = widened(tl.load(w + k, mask=k < K, other=0.0), HARDWARE)  # stays in the L1 cache; registers are scarcer
+        weighted = g * weight[None, :]
+        mean = tl.sum(weighted * hat, 1)[:, None] / tl.cast(K, tl.float32)
+        found = (weighted - hat * mean) * root
+        if ADD:  # rounded before it and after, as autograd adds two gradients
+            found = bf16_value(found, HARDWARE) + load_tile(other, m, k, M, K, other_m, HARDWARE)
+        at = dx + m.to(tl.int64)[:, None] * K + k[None, :]
+        tl.store(at, converted(found, dx), mask=(m < M)[:, None] & (k < K)[None, :])
+    if WEIGHT:
+        tl.store(dw + tl.program_id(0).to(tl.int64) * K + k, tl.sum(total, 0), mask=k < K)
+
+
+def rms_norm_backward(
+    x_MK: Tensor, weight_K: Tensor, rstd_M: Tensor, dy_MK: Tensor, dtype: torch.dtype, wants_weight: bool,
+    other_MK: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """dx [M, K] in ``dtype`` (BF16 or FP32), and dw FP32 [K] if requested.
+
+    Args:
+        x_MK, weight_K: BF16, as the forward pass read them; x may have any row stride.
+        rstd_M: 1 / rms FP32 [M], which the forward pass returned.
+        dy_MK: the gradient of the result, BF16 or FP32.
+        other_MK: the gradient of x from elsewhere, BF16, added to a dx in BF16.
+    """
+    given = (t for t in (x_MK, dy_MK, other_MK) if t is not None)
+    x_MK, dy_MK, *others = (t if t.stride(1) == 1 else t.contiguous() for t in given)
+    other = others[0] if others else x_MK  # not read then
+    check_device(x_MK, weight_K, rstd_M, dy_MK, other)
+    M, K = x_MK.shape
+    shape = shape_for(K)
+    tiles = -(-M // shape.rows)
+    grid = programs(x_MK.device, max(tiles // TILES, min(tiles, 1)), ACTIVE // shape.warps)
+    dx = torch.empty(M, K, dtype=dtype, device=x_MK.device)
+    parts = torch.empty(grid[0], K, dtype=torch.float32, device=x_MK.device) if wants_weight else rstd_M
+    if M:
+        rms_norm_backward_kernel[grid](
+            x_MK, weight_K.contiguous(), rstd_M, dy_MK, other, dx, parts, M, K,
+            x_MK.stride(0), dy_MK.stride(0), other.stride(0), grid[0],
+            ROWS=shape.rows, WIDTH=shape.width, WEIGHT=wants_weight, ADD=bool(others),
+            HARDWARE=not triton.knobs.runtime.interpret, num_warps=shape.warps, **PINNED,
+        )  # fmt: skip
+    return dx, parts.sum(0) if wants_weight else None
+
+
+def _spec(width: int, add: bool) -> Spec:
+    shape = shape_for(width)
+    return Spec(
+        f"rms_norm_backward{width}{'_added' * add}", rms_norm_backward_kernel,
+        dict.fromkeys(("x", "w", "dy", "other", "dx"), "*bf16") | dict.fromkeys(("rstd", "dw"), "*fp32")
+        | dict.fromkeys(("M", "K", "x_m", "dy_m", "other_m", "programs"), "i32"),
+        {"ROWS": shape.rows, "WIDTH": shape.width, "WEIGHT": True, "ADD": add, "HARDWARE": True},
+        {"num_warps": shape.warps, **PINNED}, ("K", "x_m", "dy_m", "other_m"),
+    )  # fmt: skip
+
+
+KERNELS += tuple(_spec(width, add) for add in (False, True) for width in (128, 1024, 2048, 4096, 8192, 16384))

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.e4m3 import widened
+from jetrl_patch.kernels.common import widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 #: below every number's bits

@@ -1,9 +1,4 @@
-"""SiLU * up and its quantization in one kernel; the BF16 product reaches memory only if requested.
-
-The values are those of ``exact.activation`` on a GPU (its FP64 formula). SiLU is computed in FP32 with only fma, product, sum
-and IEEE division, in a fixed order, and rounds to the same BF16 for each of the 65,536 gates: all exact values but two are at
-least 2^-26 away from a rounding boundary (a test checks all of them).
-"""
+"""SiLU(gate) * up, fused with the quantization of the product, and its gradient."""
 
 from __future__ import annotations
 
@@ -15,13 +10,27 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import explain
-from jetrl_patch.fp8.formats import ScaleFormat, groups
 from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.e4m3 import bf16_value
-from jetrl_patch.kernels.gemm_common import rounded
-from jetrl_patch.kernels.outputs import COMPILER, as_fp8, check_input, new_rows, options
-from jetrl_patch.kernels.quantize import FEW, FEW_ROWS, ROWS
-from jetrl_patch.kernels.tiles import load_tile, store_rows
+from jetrl_patch.kernels.common import (
+    COMPILER,
+    as_fp8,
+    bf16_value,
+    check_input,
+    load_tile,
+    new_rows,
+    new_tokens,
+    options,
+    store_rows,
+    store_tokens,
+)
+from jetrl_patch.kernels.formats import Both, ScaleFormat, groups
+from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
+from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
+
+# ---- SiLU * up and its quantization in one kernel; the BF16 product reaches memory only if requested
+# The values are those of ``exact.elementwise`` on a GPU (its FP64 formula). SiLU is computed in FP32 with only fma, product, sum
+# and IEEE division, in a fixed order, and rounds to the same BF16 for each of the 65,536 gates: all exact values but two are at
+# least 2^-26 away from a rounding boundary (a test checks all of them).
 
 #: rows and warps of a tile, for many and for few tokens. A triton that cannot schedule for few registers needs more than 64 for
 #: 16 elements a thread: there a thread gets 8
@@ -142,4 +151,153 @@ def _specs() -> tuple[Spec, ...]:
     return tuple(found)
 
 
-KERNELS = _specs()
+KERNELS: tuple[Spec, ...] = _specs()
+
+
+# ---- The gradients of SiLU(gate) * up in one kernel, 10 bytes an element: gate, up and dy are read, dgate and dup written
+#     s = 1 / (1 + e^-gate)      dgate = dy * up * s * (1 + gate * (1 - s))      dup = dy * (gate * s)
+#
+# In FP32, each rounded once. In torch's operations the same formula takes fourteen kernels and 126 bytes an element. A gradient
+# is
+# the trainer's own, so that its last bit may be a GPU's: the exponential is the hardware's.
+#
+# Where the layers before it compute in FP8, the same pass also quantizes both gradients, each in the two layouts that DGrad and
+# WGrad read: 4 bytes an element more, and those layers need not read the gradients again, which would be 4 and a launch for each.
+
+#: rows and warps of a tile with 128 columns
+BACKWARD_ROWS, WARPS = 8, 4
+
+
+@triton.jit
+def sigmoids(g):  # type: ignore[no-untyped-def]
+    """(s, 1 - s). e^-|g| cannot overflow, and 1 - s is computed without a difference of nearly equal numbers."""
+    e = tl.exp(-tl.abs(g))
+    near = 1.0 / (1.0 + e)  # sigmoid(|g|)
+    far = e * near  # sigmoid(-|g|)
+    return tl.where(g < 0, far, near), tl.where(g < 0, near, far)
+
+
+@triton.jit
+def silu_mul_gradients(g, u, dy):  # type: ignore[no-untyped-def]
+    """(dgate, dup) in FP32."""
+    s, rest = sigmoids(g)
+    return dy * u * s * (1.0 + g * rest), dy * (g * s)
+
+
+@triton.jit(do_not_specialize=["M"])  # one binary for every batch
+def silu_mul_backward_kernel(  # type: ignore[no-untyped-def]
+    gate, up, dy, dgate, dup, M, K, gate_m, up_m, dy_m, ROWS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """A tile [ROWS, 128]; the gradients are contiguous."""
+    G = tl.cdiv(K, 128)
+    m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
+    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
+    g, u = load_tile(gate, m, k, M, K, gate_m, HARDWARE), load_tile(up, m, k, M, K, up_m, HARDWARE)
+    dg, du = silu_mul_gradients(g, u, load_tile(dy, m, k, M, K, dy_m, HARDWARE))
+    at, inside = m.to(tl.int64)[:, None] * K + k[None, :], (m < M)[:, None] & (k < K)[None, :]
+    tl.store(dgate + at, converted(dg, dgate), mask=inside)
+    tl.store(dup + at, converted(du, dup), mask=inside)
+
+
+@triton.jit
+def _store_both(x, y, q, s, qt, st, gm, gk, M, K, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a tile 128 x 128 of a gradient in BF16, and that value in both layouts."""
+    m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
+    tl.store(y + m.to(tl.int64)[:, None] * K + k[None, :], rounded(x), mask=(m < M)[:, None] & (k < K)[None, :])
+    tile = bf16_value(x, HARDWARE)
+    store_rows(tile, q, s, m, gk, M, K, s_m, s_g, POW2, HARDWARE)
+    store_tokens(tile, qt, st, gm, k, M, K, pitch, True, POW2, HARDWARE)
+
+
+@triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
+def silu_mul_backward_both_kernel(  # type: ignore[no-untyped-def]
+    gate, up, dy, dgate, qg, sg, qgt, sgt, dup, qu, su, qut, sut, M, K, gate_m, up_m, dy_m, s_m, s_g, pitch,
+    POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """A tile 128 x 128 of one gradient and then of the other. gate and dy are loaded twice, the second time from the L1 cache:
+    a thread has not the registers to hold them. The operations and their order are those of ``silu_mul_gradients``.
+    """
+    G = tl.cdiv(K, 128)
+    gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
+    m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
+    g = load_tile(gate, m, k, M, K, gate_m, HARDWARE)
+    s, _ = sigmoids(g)
+    du = load_tile(dy, m, k, M, K, dy_m, HARDWARE) * (g * s)
+    _store_both(du, dup, qu, su, qut, sut, gm, gk, M, K, s_m, s_g, pitch, POW2, HARDWARE)
+    dg = load_tile(dy, m, k, M, K, dy_m, HARDWARE) * load_tile(up, m, k, M, K, up_m, HARDWARE)
+    g = load_tile(gate, m, k, M, K, gate_m, HARDWARE)
+    s, rest = sigmoids(g)
+    dg = dg * s * (1.0 + g * rest)
+    _store_both(dg, dgate, qg, sg, qgt, sgt, gm, gk, M, K, s_m, s_g, pitch, POW2, HARDWARE)
+
+
+def silu_mul_backward(
+    gate_MK: Tensor, up_MK: Tensor, dy_MK: Tensor, dtypes: tuple[torch.dtype, torch.dtype]
+) -> tuple[Tensor, Tensor]:
+    """The gradients of gate and up, [M, K], in ``dtypes`` (BF16 or FP32).
+
+    Args:
+        gate_MK, up_MK: BF16, as the forward pass read them; their rows may be strided halves of one tensor.
+        dy_MK: the gradient of the product, BF16 or FP32.
+    """
+    gate_MK, up_MK, dy_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_MK, up_MK, dy_MK))
+    check_device(gate_MK, up_MK, dy_MK)
+    M, K = gate_MK.shape
+    dgate, dup = (torch.empty(M, K, dtype=dtype, device=gate_MK.device) for dtype in dtypes)
+    if dgate.numel():
+        silu_mul_backward_kernel[(-(-M // BACKWARD_ROWS) * groups(K),)](
+            gate_MK, up_MK, dy_MK, dgate, dup, M, K, gate_MK.stride(0), up_MK.stride(0), dy_MK.stride(0), ROWS=BACKWARD_ROWS,
+            HARDWARE=not triton.knobs.runtime.interpret, num_warps=WARPS, **PINNED,
+        )  # fmt: skip
+    return dgate, dup
+
+
+def silu_mul_backward_both(
+    gate_MK: Tensor, up_MK: Tensor, dy_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
+) -> tuple[tuple[Tensor, Both], tuple[Tensor, Both]]:
+    """``silu_mul_backward`` in BF16, and ``quantize_both(…, pad=True)`` of each gradient, bit for bit.
+
+    Args:
+        gate_MK, up_MK, dy_MK: as for ``silu_mul_backward``. columns: as for ``quantize_rows``.
+    """
+    gate_MK, up_MK, dy_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_MK, up_MK, dy_MK))
+    check_device(gate_MK, up_MK, dy_MK)
+    fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
+    made = [
+        (torch.empty(M, K, dtype=torch.bfloat16, device=gate_MK.device), *new_rows(gate_MK, M, K, columns),
+         *new_tokens(gate_MK, M, K, True, True))
+        for _ in range(2)
+    ]  # fmt: skip
+    if gate_MK.numel():
+        _, _, s, qt, _ = made[0]
+        silu_mul_backward_both_kernel[(groups(M) * groups(K),)](
+            gate_MK, up_MK, dy_MK, *made[0], *made[1], M, K, gate_MK.stride(0), up_MK.stride(0), dy_MK.stride(0), *s.stride(),
+            qt.stride(0), num_warps=BOTH_WARPS, **fixed,
+        )  # fmt: skip
+    (dgate, *gates), (dup, *ups) = made
+    return (dgate, _as_fp8(*gates)), (dup, _as_fp8(*ups))
+
+
+def _as_fp8(q: Tensor, s: Tensor, qt: Tensor, st: Tensor) -> Both:
+    return as_fp8(q), s, as_fp8(qt), st
+
+
+_TENSORS = dict.fromkeys(("gate", "up", "dy", "dgate", "dup"), "*bf16")
+_BYTES, _SCALES = dict.fromkeys(("qg", "qgt", "qu", "qut"), "*u8"), dict.fromkeys(("sg", "sgt", "su", "sut"), "*fp32")
+_SIZES = dict.fromkeys(("M", "K", "gate_m", "up_m", "dy_m"), "i32")
+_ALIGNED = ("K", "gate_m", "up_m", "dy_m")
+
+KERNELS += (
+    Spec(
+        "silu_mul_backward", silu_mul_backward_kernel, _TENSORS | _SIZES, {"ROWS": BACKWARD_ROWS, "HARDWARE": True},
+        {"num_warps": WARPS, **PINNED}, _ALIGNED,
+    ),
+    *(
+        Spec(
+            f"silu_mul_backward_both_{scale}", silu_mul_backward_both_kernel,
+            _TENSORS | _BYTES | _SCALES | _SIZES | dict.fromkeys(("s_m", "s_g", "pitch"), "i32"),
+            {"POW2": scale == "pow2", "HARDWARE": True}, {"num_warps": BOTH_WARPS, **COMPILER}, (*_ALIGNED, "pitch"),
+        )
+        for scale in ("pow2", "fp32")
+    ),
+)  # fmt: skip

@@ -23,7 +23,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from jetrl_patch.env import read_variable
+from jetrl_patch.config.environment import read_variable
 from jetrl_patch.errors import ConfigError, JetrlError, explain, unknown
 
 logger = logging.getLogger(__name__)

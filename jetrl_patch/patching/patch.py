@@ -1,4 +1,4 @@
-"""A patch as data, and how it is applied."""
+"""A patch as data, how it is applied, and where the supported versions of a framework differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,39 @@ from typing import Any
 from jetrl_patch.errors import PatchError, explain
 from jetrl_patch.patching.journal import Journal
 
-__all__ = ["OnImport", "Patch", "apply_patch", "find_target"]
+__all__ = ["NO_REPORT", "Difference", "OnImport", "Patch", "apply_patch", "find_target"]
+
+
+# ---- Where the supported versions of a framework differ, as data ---------------------------------
+# Each adapter keeps its differences in one module, ``compat``: what it does about each, and a ``Difference`` that names the
+# version that ends it. Tests look every one up in the frameworks' wheels, and fail once the oldest supported version is past it.
+
+@dataclass(frozen=True)
+class Difference:
+    """One name that only some of the supported versions have.
+
+    Attributes:
+        target: the dotted name, such as ``vllm.config.PassConfig.enable_sp``.
+        changed_in: the first release on the other side of the change.
+        added: whether that release added the name. Otherwise it removed it.
+        handled: what the adapter does where the name is missing.
+    """
+
+    target: str
+    changed_in: str
+    added: bool
+    handled: str
+
+    @property
+    def framework(self) -> str:
+        """The top-level package of the target."""
+        return self.target.partition(".")[0]
+
+
+# ---- A patch as data, and how it is applied ------------------------------------------------------
+
+#: ``upstream`` of a fix for a bug that nobody is known to have reported
+NO_REPORT = "no report found"
 
 
 @dataclass(frozen=True)
@@ -25,8 +57,11 @@ class Patch:
         make: original -> replacement. For a staticmethod or classmethod both are the plain function, which is wrapped
             again afterwards. A property is passed as a property.
         reason: what goes wrong without the patch, and what the patch does not cover.
-        remove_when: the upstream change that makes the patch obsolete.
-        upstream: a link to the upstream report or change, if there is one.
+        remove_when: the upstream change that makes the patch obsolete, with the release that has it, if one has.
+        upstream: a link to the upstream report or change, if there is one. A fix without one says ``NO_REPORT``.
+        fixes: the project whose bug the patch fixes. Such patches can be turned off (``Config.upstream_fixes``), and
+            ``status()`` lists them apart. Empty for the plugin's own patches.
+        needed_by: the runs that do not start, or never finish a step, without the fix. It is then never turned off.
     """
 
     module: str
@@ -35,6 +70,8 @@ class Patch:
     reason: str
     remove_when: str
     upstream: str = ""
+    fixes: str = ""
+    needed_by: str = ""
 
     @property
     def target(self) -> str:
@@ -55,6 +92,8 @@ class OnImport:
     reason: str
     remove_when: str = ""
     upstream: str = ""
+    fixes: str = ""
+    needed_by: str = ""
 
     @property
     def target(self) -> str:

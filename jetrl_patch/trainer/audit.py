@@ -1,32 +1,39 @@
-"""Hold the log-probs of trainer and rollout to what exact mode promises, and the run to ``on_mismatch``.
-
-Where the pass for old log-probs runs, what it computes is compared with the rollout's (``hold``).
-
-With ``old_log_probs="rollout"`` it does not run (``Audit``). In exact mode the rollout returned the bits that the trainer's
-forward pass would compute, so the pass before the update can be left out. What proves it costs nothing: the first update of a
-step runs forward with the same weights over the same tokens, and its log-probs are compared with ``==`` before its backward
-pass. Later updates have other weights. Where a step has several, a share of its samples (``audit_fraction``) goes through the
-pass that the others skip.
-"""
+"""What exact mode promises, held against the log-probs of a step; the mismatch and the cost of a sync, for the log."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from jetrl_patch.correction.mismatch import Mismatch, Sums, bit_equal, sums
-from jetrl_patch.correction.parts import merge
+from jetrl_patch import session
 from jetrl_patch.errors import AuditError, explain
+from jetrl_patch.measure.mismatch import Mismatch, Sums, bit_equal, merge, sums
+from jetrl_patch.sync.send import SyncStats
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from jetrl_patch.config import Config
 
-__all__ = ["Audit", "audited_metrics", "hold", "hold_figures", "sample"]
+__all__ = [
+    "Audit", "Compared", "audited_metrics", "hold", "hold_figures", "sample", "say_if_nothing", "step_metrics",
+    "sync_metrics", "sync_report", "version_metrics",
+]  # fmt: skip
+
+
+# ---- Hold the log-probs of trainer and rollout to what exact mode promises, and the run to ``on_mismatch``
+# Where the pass for old log-probs runs, what it computes is compared with the rollout's (``hold``).
+#
+# With ``old_log_probs="rollout"`` it does not run (``Audit``). In exact mode the rollout returned the bits that the trainer's
+# forward pass would compute, so the pass before the update can be left out. What proves it costs nothing: the first update of a
+# step runs forward with the same weights over the same tokens, and its log-probs are compared with ``==`` before its backward
+# pass. Later updates have other weights. Where a step has several, a share of its samples (``audit_fraction``) goes through the
+# pass that the others skip.
 
 logger = logging.getLogger(__name__)
 
@@ -137,3 +144,93 @@ def audited_metrics(parts: Sequence[dict[str, Any] | None]) -> tuple[Mismatch, d
         return None
     figures = merge(Sums, found).figures()
     return figures, {"jetrl/audited_tokens": float(figures.tokens)}
+
+
+# ---- Mismatch metrics of a step, for the log -----------------------------------------------------
+# Samples of an asynchronous rollout may be older than the trainer's weights. Equality is promised under the weights that made a
+# sample, so only the tokens of the trainer's current weights are held to it; the others measure how far the weights have moved.
+
+#: defaults for a step whose correction reports nothing
+_UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
+
+
+class Compared:
+    """What a step compared, batch by batch: all of its tokens, and those of the trainer's current weights."""
+
+    def __init__(self) -> None:
+        self._all: list[Sums] = []
+        self._current: list[Sums] = []
+
+    def add(self, trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor) -> None:
+        """Add log-probs [B, T] where ``mask`` counts. ``current`` is a bool [B]: made by the trainer's weights alone."""
+        of_current = mask.bool() & current.unsqueeze(1).to(mask.device)
+        everything = sums(trainer, rollout, mask)
+        self._all.append(everything)
+        self._current.append(everything if bool(current.all()) else sums(trainer, rollout, of_current))
+
+    def figures(self) -> tuple[Mismatch, Mismatch]:
+        """Return the mismatch of all tokens, and of those of the current weights."""
+        return merge(Sums, self._all).figures(), merge(Sums, self._current).figures()
+
+
+def version_metrics(found: Mismatch, of_current: Mismatch) -> dict[str, float]:
+    """Return the share of tokens that other weights made, and how equal the rest is."""
+    metrics = {"jetrl/stale_fraction": 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0}
+    if of_current.tokens:
+        metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
+    return metrics
+
+
+def step_metrics(found: Mismatch, corrected: Mapping[str, float]) -> dict[str, float]:
+    """Return the metrics of a step. Those of its correction override the defaults."""
+    return {**found.as_metrics(), **_UNCORRECTED, **corrected}
+
+
+def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
+    """Return the metrics of a step for its log line; of a step that compared nothing, ``say`` so and add the figures of no token.
+
+    These are NaN, so that no minimum over the steps passes for one over all of them.
+    """
+    if metrics.get("jetrl/tokens"):
+        return metrics
+    say("this step compared no log-prob of rollout and trainer: jetrl/tokens is 0, and the figures of the mismatch are NaN")
+    return {**Sums().figures().as_metrics(), **metrics}
+
+
+# ---- Cost of a weight sync: each training process reports it, the trainer loop logs it -----------
+
+#: fields of a report that are logged unchanged; not every framework and precision has all of them
+_LOGGED = (
+    "sync_bytes",
+    "sync_bytes_bf16",
+    "sync_bytes_total",
+    "sync_bytes_full",
+    "sync_changed_fraction",
+    "sync_calls",
+    "quantized_layers",
+    "cut_layers",
+    "loss_scale",
+    "skipped_steps",
+)
+
+
+def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:
+    """Report one process's part of a sync that began at ``start`` (``time.perf_counter``), in plain types."""
+    cut = session.run_notes().cut
+    return {
+        "pid": os.getpid(),
+        "sync_seconds": time.perf_counter() - start,
+        "sync_bytes": stats.quantized,
+        "sync_bytes_bf16": stats.quantized_as_bf16,
+        "sync_bytes_total": stats.total,
+        "quantized_layers": stats.layers,
+        **({"cut_layers": len(cut)} if cut else {}),
+        **({"sync_bytes_full": stats.full, "sync_changed_fraction": stats.changed / stats.full} if stats.full else {}),
+    }
+
+
+def sync_metrics(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Combine the reports of all ranks: the first rank's figures and the slowest rank's seconds."""
+    first = reports[0]
+    found = {f"jetrl/{name}": first[name] for name in _LOGGED if name in first}
+    return {**found, **first["monitor"], "jetrl/sync_seconds": max(report["sync_seconds"] for report in reports)}

@@ -1,12 +1,86 @@
-"""What training in this process needs because of its precision. Imports no torch: a process that only has settings reads it."""
+"""What training needs because of its precision: the loss scale of FP16."""
 
 from __future__ import annotations
 
-from jetrl_patch import active
+from jetrl_patch import session
+from jetrl_patch.errors import PrecisionError
 
-__all__ = ["scales_loss"]
+__all__ = ["GROWTH_INTERVAL", "SMALLEST", "LossScale", "at_smallest", "scales_loss"]
 
+
+# ---- What training in this process needs because of its precision. Imports no torch: a process that only has settings reads it
 
 def scales_loss() -> bool:
     """Whether this process trains with a loss scale."""
-    return active.active_with(lambda config: config.mode.scales_loss)
+    return session.active_with(lambda config: config.mode.scales_loss)
+
+
+# ---- Watch the loss scale of FP16 training: count skipped steps, and stop a run that cannot train
+# The framework does the scaling (torch's ``GradScaler``, DeepSpeed's ``DynamicLossScaler``):
+#
+#     scale(loss).backward() → unscale → clip → a NaN or Inf gradient? skip and halve the scale : step
+#     after n good steps in a row: double the scale
+#
+# An occasional skipped step is how the scale adapts. A run that skips every step learns nothing while rewards, lengths and
+# times still look normal, so it is an error here.
+
+#: good steps after which the scale is doubled (Precision-RL, arXiv 2510.26788)
+GROWTH_INTERVAL = 400
+#: smallest useful scale: a gradient that overflows below it has another cause
+SMALLEST = 1.0
+#: skipped steps in a row that stop a run
+PATIENCE = 20
+
+
+class LossScale:
+    """The loss scale and the skipped steps of one optimizer.
+
+    Attributes:
+        scale: the loss scale of the next step; None before the first.
+        skipped: steps skipped since the start.
+        in_a_row: steps skipped since the last good one.
+    """
+
+    def __init__(self, patience: int = PATIENCE) -> None:
+        self.patience = patience
+        self.scale: float | None = None
+        self.skipped = 0
+        self.in_a_row = 0
+
+    def note(self, *, skipped: bool, scale: float) -> None:
+        """Record an optimizer step. Call it after each one.
+
+        Args:
+            skipped: whether the step was skipped because its gradients held NaN or Inf.
+            scale: the loss scale of the next step.
+
+        Raises:
+            PrecisionError: gradients overflow even at the smallest scale, or too many steps in a row were skipped.
+        """
+        self.scale = scale
+        if not skipped:
+            self.in_a_row = 0
+            return
+        self.skipped += 1
+        self.in_a_row += 1
+        if scale < SMALLEST:
+            raise at_smallest(self.in_a_row)
+        if self.in_a_row >= self.patience:
+            raise PrecisionError(
+                f"FP16 training: {self.in_a_row} optimizer steps in a row were skipped because their gradients held NaN or "
+                f"Inf (loss scale now {scale:g}), so nothing is learned. Check the loss and the weights for NaN, lower the "
+                f"learning rate, or use precision='bf16'."
+            )
+
+    def figures(self) -> dict[str, float]:
+        """``loss_scale`` and ``skipped_steps``; nothing before the first step."""
+        return {} if self.scale is None else {"loss_scale": self.scale, "skipped_steps": float(self.skipped)}
+
+
+def at_smallest(in_a_row: int) -> PrecisionError:
+    """The error for gradients that overflow FP16 at any loss scale."""
+    return PrecisionError(
+        f"FP16 training: gradients held NaN or Inf at the smallest loss scale ({SMALLEST:g}), after {in_a_row} skipped steps "
+        f"in a row. An activation or the loss itself is NaN or beyond FP16's range, which no loss scale fixes. Use "
+        f"precision='bf16'."
+    )

@@ -1,4 +1,4 @@
-"""Checks on a model's config.json before anything starts, without its weights. Importing this imports no torch."""
+"""Checks of a model's config.json before anything starts, without its weights. Importing this imports no torch."""
 
 from __future__ import annotations
 
@@ -11,22 +11,46 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
-from jetrl_patch.structure import check_code, check_structure, expert_sizes, sees
-from jetrl_patch.trainer.folders import local_folder
+from jetrl_patch.models.structure import check_code, check_structure, expert_sizes, sees
 from jetrl_patch.trainer.rules import raised
 
-logger = logging.getLogger(__name__)
-
 __all__ = [
-    "check_checkpoint",
-    "check_model",
-    "checkpoint_problems",
-    "cut_note",
-    "model_problems",
-    "needed_ep",
-    "read_config",
-    "say_share",
-]
+    "check_checkpoint", "check_model", "checkpoint_problems", "cut_note", "is_hub_id", "local_folder", "model_problems",
+    "needed_ep", "read_config", "say_share",
+]  # fmt: skip
+
+
+# ---- Where a model named in a framework's settings is on this machine. Imports no torch ----------
+
+def local_folder(path: Any) -> str:
+    """The folder of a model: the path itself, or the snapshot of a hub's id in the local cache; empty if there is neither."""
+    folder = os.path.expanduser(str(path or ""))
+    if os.path.isdir(folder):
+        return folder
+    return _cached(folder) if is_hub_id(folder) else ""
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a path can name a model on a hub: ``name`` or ``owner/name``."""
+    return bool(path) and path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and "://" not in path
+
+
+def _cached(name: str) -> str:
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+    except ImportError:
+        return ""
+    try:
+        found = try_to_load_from_cache(name, "config.json")
+    except HFValidationError:
+        return ""
+    return os.path.dirname(found) if isinstance(found, str) else ""
+
+
+# ---- Checks on a model's config.json before anything starts, without its weights. Importing this imports no torch
+
+logger = logging.getLogger(__name__)
 
 
 def checkpoint_problems(
@@ -71,7 +95,7 @@ def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: 
 
     It is 1 as well for a model that is remote, or wrong in a way that ``check_checkpoint`` reports.
     """
-    from jetrl_patch.fp8.ranks import ExpertSplit
+    from jetrl_patch.fp8.mixture import ExpertSplit
 
     if rollout_tp == 1 or not config.fp8_rollout or config.channelwise:
         return 1
@@ -88,7 +112,7 @@ def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) ->
     """Return the line that names the layers which ``on_cut="bf16"`` leaves in BF16, if the model is a local folder."""
     if config.on_cut == "refuse" or rollout_tp == 1:
         return []
-    from jetrl_patch.fp8.layers import cut_words
+    from jetrl_patch.models.layers import cut_words
 
     _, _, cut = _split(path, config, rollout_tp, rollout_ep) or (None, (), ())
     return [f"on_cut={config.on_cut!r}: {cut_words(cut, rollout_tp)}"] if cut else []
@@ -97,7 +121,7 @@ def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) ->
 @functools.cache
 def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> None:
     """Log how much of the model is FP8, if it is and the model is a local folder. Says it once per process."""
-    from jetrl_patch.fp8.share import share_of
+    from jetrl_patch.fp8.convert import share_of
 
     split = _split(path, config, rollout_tp, rollout_ep) if config.fp8_rollout else None
     if split is not None:
@@ -166,15 +190,14 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int
 def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> Iterator[JetrlError]:
     """Yield all errors that ``check_model`` would raise, one by one."""
     from jetrl_patch.fp8.convert import split_layers
-    from jetrl_patch.monitor.guard import check_guard
-    from jetrl_patch.scaling.groups import groups_of
-    from jetrl_patch.scaling.invariant import check_record
+    from jetrl_patch.fp8.scaling import check_record, groups_of
+    from jetrl_patch.measure.monitor import check_guard
 
     structure = list(raised(lambda: check_structure(hf_config, config)))
     yield from structure
     yield from raised(lambda: check_guard(config, rollout_tp))
     if config.exact:
-        from jetrl_patch.exact.coverage import check_family
+        from jetrl_patch.exact.modules import check_family
 
         yield from raised(lambda: check_family(hf_config))
     if structure:  # its layers are not those that a check looks for

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.monitor.routes import layer_number
+from jetrl_patch.measure.observe import layer_number
+from jetrl_patch.models.families import FAMILIES
 
 __all__ = ["Replay"]
 

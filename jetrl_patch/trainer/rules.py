@@ -1,18 +1,115 @@
-"""Framework settings that conflict with the plugin: rules, and the ones that a configuration breaks."""
+"""What adapters find wrong with a framework's settings: findings, the rules that yield them, and marks that processes compare."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.config import Config, environment
+from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain, split_fix
+from jetrl_patch.session import PatchStatus
 
 __all__ = [
-    "LEAST_TEMPERATURE", "REQUIRED_TEMPERATURE", "Rule", "broken", "is_set", "more_than_one", "other_than", "positive", "raised",
+    "LEAST_TEMPERATURE",
+    "MARK",
+    "REQUIRED_TEMPERATURE",
+    "Check",
+    "Report",
+    "Rule",
+    "broken",
+    "check",
+    "from_error",
+    "is_set",
+    "more_than_one",
+    "other_than",
+    "positive",
+    "raised",
+    "require_same",
     "temperature",
 ]  # fmt: skip
+
+
+# ---- Findings as data, and the verdict on all of them --------------------------------------------
+
+State = Literal["ok", "warning", "unknown", "problem", "skipped"]
+#: verdict -> exit status
+STATUS = {True: 0, False: 1, None: 2}
+
+
+@dataclass(frozen=True)
+class Check:
+    """The result of one check.
+
+    Attributes:
+        name: what was checked, in a word or two.
+        state: "problem" stops a run, "unknown" may stop it and could not be checked, "warning" does not stop it, "skipped" does
+            not concern it.
+        finding: what was found.
+        to_do: what to do about it; empty if nothing.
+    """
+
+    name: str
+    state: State
+    finding: str
+    to_do: str = ""
+
+
+@dataclass
+class Report:
+    """All results."""
+
+    config: Config | None = None
+    checks: list[Check] = field(default_factory=list)
+    patches: list[PatchStatus] = field(default_factory=list)
+
+    @property
+    def starts(self) -> bool | None:
+        """Whether a run would start; None if that cannot be told from here. What is sure to stop it goes first."""
+        states = {check.state for check in self.checks}
+        return False if "problem" in states else None if "unknown" in states else True
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 if a run would start, 1 if not, 2 if that cannot be told."""
+        return STATUS[self.starts]
+
+    @property
+    def verdict(self) -> str:
+        """Whether a run would start, in one line."""
+        if self.starts:
+            return "a run would start"
+        if self.starts is None:
+            number = self._count("unknown")
+            return f"cannot tell whether a run would start: {number} thing{_s(number)} could not be checked"
+        number = self._count("problem")
+        return f"a run would NOT start: {number} problem{_s(number)}"
+
+    def _count(self, state: State) -> int:
+        return sum(check.state == state for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain lists and dicts, for JSON."""
+        return {
+            "verdict": self.verdict,
+            "starts": self.starts,
+            "config": None if self.config is None else dataclasses.asdict(self.config),
+            "checks": [dataclasses.asdict(check) for check in self.checks],
+            "patches": [dataclasses.asdict(patch) for patch in self.patches],
+        }
+
+
+def from_error(name: str, error: BaseException) -> Check:
+    """A problem from a JetrlError, whose last part says what to do (see ``errors.split_fix``)."""
+    return Check(name, "problem", *split_fix(str(error)))
+
+
+def _s(number: int) -> str:
+    return "" if number == 1 else "s"
+
+
+# ---- Framework settings that conflict with the plugin: rules, and the ones that a configuration breaks
 
 #: vLLM samples at this temperature where a lower one, but not zero, is asked for (``_MAX_TEMP`` in ``vllm.sampling_params``)
 LEAST_TEMPERATURE = 0.01
@@ -101,3 +198,36 @@ def positive(value: Any) -> bool:
 def other_than(*allowed: Any) -> Callable[[Any], bool]:
     """Return a predicate: whether a value is none of these."""
     return lambda value: value not in allowed
+
+
+# ---- Settings that the driver hands to every process inside the framework's own; each process compares them with its own
+
+#: key of the plugin's settings in a framework's settings and in reports
+MARK = "jetrl"
+
+
+def check(mark: Mapping[str, str] | None, config: Config, where: str, unpatched: str) -> None:
+    """Compare the settings that the driver wrote with those of this process.
+
+    Args:
+        where: names this process in errors.
+        unpatched: the message if the driver wrote none.
+
+    Raises NotPatchedError if there is no mark, ConflictError if it differs.
+    """
+    if not mark:
+        raise NotPatchedError(unpatched)
+    require_same(where, required=mark, found=config.to_env())
+
+
+def require_same(where: str, *, required: Mapping[str, str], found: Mapping[str, str]) -> None:
+    """Raise ConflictError if the settings of a process (``Config.to_env``) differ from those of the run."""
+    if required != found:
+        raise ConflictError(
+            differences(
+                f"settings of {where}",
+                required=environment.by_field(required),
+                found=environment.by_field(found),
+                fix="give every process of the run the same settings",
+            )
+        )

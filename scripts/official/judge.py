@@ -15,11 +15,11 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from jetrl_patch import registry
+from jetrl_patch.cli.doctor.launch import recognise
 from jetrl_patch.config import Config
+from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.modes import MODES
-from jetrl_patch.doctor.command import recognise
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError
-from jetrl_patch.launch.arguments import PROGRAMS
 from jetrl_patch.patching.guards import installed_version
 from scripts.official import models
 from scripts.official.expand import Launch, without_place

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from jetrl_patch.trainer.rules import Rule
 from scripts.official.judge import READ, Judged
 
-__all__ = ["HARMLESS", "checked", "open_keys", "reason"]
+__all__ = ["HARMLESS", "checked", "harmless", "open_keys", "reason"]
 
 _SCHEDULE = "how samples are put into batches, in which a row's result does not depend on the others"
 _LOSS = "the loss, after the log-probs"
@@ -29,6 +29,19 @@ _RECOMPUTE = "activations are computed again by the same ops"
 _SAMPLES = "how many answers a prompt gets"
 _PROFILE = "a profiler around the step"
 _ENTROPY = "the entropy, beside the log-probs"
+_UNREAD = "a field that no code of verl 0.9 reads"
+_OFF = "part of a feature that a rule refuses, or that another setting turns on"
+_WHICH = "which samples a step trains on; each carries the version of its weights"
+_OWN_CODE = "code of the user's own; the tokens and log-probs that it returns are compared as any others"
+_SEED = "a seed: what is sampled or shuffled"
+_DEFERRED = "when the gradients of micro-batches are added up, after the log-probs"
+_DETERMINISTIC = "deterministic variants of ops that trainer and rollout do not share"
+_TEXT = "how text becomes tokens, before either side sees them"
+_MEGATRON_LORA = "adapters of Megatron, which a rule refuses"
+_ENGINE_BESIDE = "another rollout engine than vLLM, which a rule refuses"
+_OVERWRITTEN = "verl overwrites it with the actor's or the reference's strategy"
+_LEGACY = "an old name that verl moves to reward.* before our checks (fully asynchronous), or does not read"
+_QUEUE = "where samples lie between rollout and trainer, unchanged"
 
 #: pattern of a setting -> why trainer and rollout stay equal whatever its value
 HARMLESS: dict[str, dict[str, str]] = {
@@ -72,7 +85,7 @@ HARMLESS: dict[str, dict[str, str]] = {
         "actor_rollout_ref.rollout.disable_log_stats": _LOG,
         "trainer.max_*_ckpt_to_keep": _LOG,
         "actor_rollout_ref.rollout.free_cache_engine": _PLACE,
-        "actor_rollout_ref.rollout.multi_stage_wake_up": "a field that no code of verl 0.9 reads",
+        "actor_rollout_ref.rollout.multi_stage_wake_up": _UNREAD,
         "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes": _PLACE,
         "actor_rollout_ref.rollout.load_format": "what the engine holds before the first weight sync",
         "actor_rollout_ref.*.optim.*": _OPTIMIZER,
@@ -118,6 +131,83 @@ HARMLESS: dict[str, dict[str, str]] = {
         "reward.num_workers": _SIZE,
         "ray_kwargs.ray_init.num_*": _SIZE,
         "ray_kwargs.ray_init.runtime_env.py_executable": "the workers' Python, on which the doctor reports",
+        "ray_kwargs.timeline_json_file": _LOG,
+        "actor_rollout_ref.*.fsdp_config.seed": _SEED,
+        "actor_rollout_ref.*.fsdp_config.full_determinism": _DETERMINISTIC,
+        "actor_rollout_ref.*.entropy_from_logits_chunk_size": _ENTROPY,
+        "actor_rollout_ref.*.use_no_sync_for_gradient_accumulation": _DEFERRED,
+        "actor_rollout_ref.*.pad_to_length_bucket": _SCHEDULE,
+        "actor_rollout_ref.*.fsdp_config.forward_only": "verl sets it for the reference, and refuses to train with it",
+        "actor_rollout_ref.*.fsdp_config.strategy": _OVERWRITTEN,
+        "actor_rollout_ref.*.fsdp_config.wrap_policy.min_num_params": _PLACE,
+        "actor_rollout_ref.ref.fsdp_config.model_dtype": "the reference's own parameters, which it never sends",
+        "actor_rollout_ref.*.fsdp_config.turbo_config.*": "an engine for Ascend, which a rule refuses",
+        "actor_rollout_ref.actor.fsdp_config.qat.*": _OFF,
+        "actor_rollout_ref.ref.fsdp_config.qat.*": "verl applies it to engines that train, and the reference does not",
+        "actor_rollout_ref.actor.qat.*": _UNREAD,
+        "actor_rollout_ref.rollout.qat": _OFF,
+        "actor_rollout_ref.*.rollout_n": _SAMPLES,
+        "actor_rollout_ref.actor.tau_*": _LOSS,
+        "actor_rollout_ref.actor.freeze_vision_tower": _UNREAD,
+        "actor_rollout_ref.actor.calculate_entropy": _ENTROPY,
+        "actor_rollout_ref.actor.shuffle": _SCHEDULE,
+        "actor_rollout_ref.actor.data_loader_seed": _SEED,
+        "actor_rollout_ref.actor.checkpoint.*": _LOG,
+        "actor_rollout_ref.actor.use_fused_kernels": "verl reads the model's setting of this name, which a check reads too",
+        "actor_rollout_ref.actor.use_remove_padding": _SCHEDULE,
+        "actor_rollout_ref.actor.use_rollout_log_probs": _UNREAD,
+        "actor_rollout_ref.rollout.nnodes": _SIZE,
+        "actor_rollout_ref.rollout.n_gpus_per_node": _SIZE,
+        "actor_rollout_ref.rollout.standalone_gpu_memory_utilization": _SIZE,
+        "actor_rollout_ref.rollout.seed": _SEED,
+        "actor_rollout_ref.rollout.cudagraph_capture_sizes": _SCHEDULE,
+        "actor_rollout_ref.rollout.scheduling_policy": _SCHEDULE,
+        "actor_rollout_ref.rollout.do_sample": _UNREAD,
+        "actor_rollout_ref.rollout.over_sample_rate": _UNREAD,
+        "actor_rollout_ref.rollout.skip_tokenizer_init": _UNREAD,
+        "actor_rollout_ref.rollout.engine_kwargs.sglang": _ENGINE_BESIDE,
+        "actor_rollout_ref.rollout.engine_kwargs.trtllm": _ENGINE_BESIDE,
+        "actor_rollout_ref.rollout.router_config_path": "which of the equal replicas answers a request",
+        "actor_rollout_ref.rollout.multi_turn.*": "what a conversation consists of; both sides get the same tokens and mask",
+        "actor_rollout_ref.rollout.agent.*agent_loop*": _OWN_CODE,
+        "actor_rollout_ref.rollout.agent.custom_async_server.name": _OFF,
+        "actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs": "how buckets travel; digests prove what has arrived",
+        "actor_rollout_ref.rollout.trace.*": _LOG,
+        "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": _LOG,
+        "actor_rollout_ref.rollout.prometheus.*": _LOG,
+        "actor_rollout_ref.rollout.mtp": _OFF,
+        "actor_rollout_ref.rollout.disaggregation.*": _OFF,
+        "actor_rollout_ref.model.tokenizer_path": "one tokenizer for both sides, whose length bans the same tokens on both",
+        "actor_rollout_ref.model.custom_chat_template": _TEXT,
+        "actor_rollout_ref.model.external_lib": _OWN_CODE,
+        "actor_rollout_ref.model.fused_kernel_options.impl_backend": "the plugin sets it where fused kernels are on",
+        "actor_rollout_ref.model.tiled_mlp.num_shards": _OFF,
+        "actor_rollout_ref.model.mtp.*": _OFF,
+        "actor_rollout_ref.model.lora.*": _MEGATRON_LORA,
+        "actor_rollout_ref.nccl_timeout": _UNREAD,
+        "actor_rollout_ref.hybrid_engine": "whether the trainer's devices serve a rollout too, whose samples carry versions",
+        "custom_reward_function.*": _LEGACY,
+        "reward_model.*": _LEGACY,
+        "sandbox_fusion.*": _LEGACY,
+        "reward.sandbox_fusion.*": _DATA,
+        "transfer_queue.*": _QUEUE,
+        "trainer.rollout_data_dir": _LOG,
+        "trainer.validation_data_dir": _LOG,
+        "trainer.esi_redundant_time": _LOG,
+        "trainer.checkpoint_callback_class": _OWN_CODE,
+        "trainer.default_hdfs_dir": _LOG,
+        "trainer.del_local_ckpt_after_load": _LOG,
+        "trainer.ray_wait_register_center_timeout": _SIZE,
+        "trainer.use_v1": "both trainers are patched",
+        "trainer.v1.sync": "an empty section",
+        "trainer.v1.sampler.*": _WHICH,
+        "skip.*.dump_dir": _OFF,
+        "skip.*.steps": _OFF,
+        "skip.*.action": _OFF,
+        "rollout.nnodes": _SIZE,
+        "rollout.n_gpus_per_node": _SIZE,
+        "rollout.n": _SAMPLES,
+        "rollout.total_rollout_steps": _SIZE,
     },
     "openrlhf": {
         "actor.adam.*": _OPTIMIZER,
@@ -169,7 +259,7 @@ def checked(framework: str) -> frozenset[str]:
 def _ruled(framework: str) -> frozenset[str]:
     if framework == "verl":
         from jetrl_patch.adapters.verl import lora, megatron, precision, settings, veomni
-        from jetrl_patch.adapters.verl.paths import ACTOR, MODEL, ROLLOUT
+        from jetrl_patch.adapters.verl.yaml_settings import ACTOR, MODEL, ROLLOUT
 
         rules: Iterable[Rule] = itertools.chain(
             settings.RULES, precision.RULES, precision.HEAD_RULES, megatron.RULES, veomni.RULES, lora.RULES, lora.WITH_ADAPTERS
@@ -181,12 +271,13 @@ def _ruled(framework: str) -> frozenset[str]:
             f"{ACTOR}.megatron.tensor_model_parallel_size",
         }
     else:
-        from jetrl_patch.adapters.openrlhf import precision as openrlhf_precision
-        from jetrl_patch.adapters.openrlhf import seeing
+        from jetrl_patch.adapters.openrlhf import settings as openrlhf_precision
         from jetrl_patch.adapters.openrlhf import settings as openrlhf_settings
+        from jetrl_patch.adapters.openrlhf import vision
 
         rules = itertools.chain(
-            openrlhf_settings.RULES, openrlhf_precision.RULES, openrlhf_precision.HEAD_RULES, seeing.RULES, seeing.TEXT_RULES
+            openrlhf_settings.RULES, openrlhf_precision.PRECISION_RULES, openrlhf_precision.HEAD_RULES,
+            vision.RULES, vision.TEXT_RULES
         )
         more = {"actor.model_name_or_path", "vllm.tensor_parallel_size", "vllm.enforce_eager", "train.async_enable"}
     return frozenset(rule.path for rule in rules) | more
@@ -197,6 +288,11 @@ def reason(framework: str, name: str) -> str:
     parts = name.split(".")
     if any(".".join(parts[:n]) in checked(framework) for n in range(len(parts), 1, -1)):  # also as part of a section
         return "checked by the plugin"
+    return harmless(framework, name)
+
+
+def harmless(framework: str, name: str) -> str:
+    """Why both sides stay equal whatever the value of a setting; empty if no row says so."""
     return next((why for pattern, why in HARMLESS[framework].items() if fnmatch.fnmatchcase(name, pattern)), "")
 
 

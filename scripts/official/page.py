@@ -80,13 +80,11 @@ def write(sources: Sequence[Source], runs: Sequence[Mapping[str, Any]] = ()) -> 
     lines = [
         "# The frameworks' own scripts",
         "",
-        f"Which launches in the example scripts of {titles} start with the plugin, in every mode, and why it refuses",
-        "the others.",
+        f"Which launches in the example scripts of {titles} start with the plugin, in each mode, and why the others do not.",
         "",
-        "`make official SCRIPTS=DIR` writes this page from a checkout: it runs each script with stubs in place of the programs",
-        "that start something, and judges every launch by the checks that `jetrl doctor` and the driver run. A launch is judged",
-        "as on the machine that it is written for: with its GPUs, its data and its model, of which the tool knows",
-        "`config.json`. *Accepted* means that no setting contradicts the mode.",
+        "`make official SCRIPTS=DIR` writes this page from a checkout. It runs each script with stubs in place of the programs",
+        "that it starts, and judges each launch by the checks of `jetrl doctor` and the driver. It assumes the machine that the",
+        "script was written for, with its GPUs, data and model (by `config.json`). *Accepted*: no setting contradicts the mode.",
         "",
     ]
     for title, expansions, judged in sources:
@@ -127,7 +125,7 @@ def _summary(expansions: Sequence[Expansion], judged: Sequence[Judged]) -> list[
     cut = Counter(mode for one in training for mode in one.cut)
     if cut:
         more = ", ".join(f"{cut[mode]} in {mode}" for mode in modes() if cut[mode])
-        parts.append(f"Accepted besides with `JETRL_ON_CUT=bf16`: {more}.")
+        parts.append(f"Also accepted with `JETRL_ON_CUT=bf16`: {more}.")
     return [" ".join(parts)]
 
 

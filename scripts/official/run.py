@@ -22,9 +22,9 @@ from examples.openrlhf.recipe import switches
 from examples.verl import data as verl_data
 from examples.verl.recipe import Follower as VerlFollower
 from examples.words import CHECKPOINT
-from jetrl_patch.doctor.command import recognise
-from jetrl_patch.launch.arguments import PROGRAMS
-from jetrl_patch.report.summary import summarize
+from jetrl_patch.cli.doctor.launch import recognise
+from jetrl_patch.cli.report import summarize
+from jetrl_patch.config.arguments import PROGRAMS
 from scripts.official import shrink
 from scripts.official.judge import Judged
 from scripts.official.renamed import translated

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from examples.words import WORDS
-from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+from jetrl_patch.adapters.cpu.verl import cpu_overrides
 
 __all__ = ["Sizes", "openrlhf", "verl"]
 

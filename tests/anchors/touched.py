@@ -20,8 +20,7 @@ from typing import Any
 
 import torch
 
-from jetrl_patch.patching.differences import Difference
-from jetrl_patch.patching.patch import OnImport, Patch
+from jetrl_patch.patching.patch import Difference, OnImport, Patch
 
 from .patches import ROOT, is_framework, patches
 from .source import parameters

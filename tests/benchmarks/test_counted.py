@@ -14,9 +14,9 @@ from benchmarks.counted.rollout import count_step
 from benchmarks.counted.training import count_linears
 from benchmarks.gpu.floors import PUBLISHED
 from benchmarks.gpu.shapes import Model
-from jetrl_patch.fp8 import backends
+from jetrl_patch import backends
+from jetrl_patch.backends import get_backend
 from jetrl_patch.fp8 import linear as layer
-from jetrl_patch.fp8.backends import get_backend
 
 #: it stands for a model of the type "llama"
 TINY = Model("Llama-3.1-8B", hidden=256, intermediate=512, heads=2, kv_heads=1)

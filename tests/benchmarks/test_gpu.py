@@ -14,9 +14,9 @@ from benchmarks.gpu.machine import Machine, this_machine, versions
 from benchmarks.gpu.shapes import MODELS, RANKS, SMALL
 from benchmarks.gpu.tables import TINY, wall_clock
 from benchmarks.gpu.timing import copies
+from jetrl_patch.backends import capability, get_backend
+from jetrl_patch.backends.row_equality import Layout, Part
 from jetrl_patch.exact import flash3
-from jetrl_patch.fp8.backends import capability, get_backend
-from jetrl_patch.fp8.backends.row_equality import Layout, Part
 
 
 def test_shapes():

@@ -18,8 +18,8 @@ from benchmarks.hopper import clocks, needs, page, parity, part, rollout, tests
 from benchmarks.hopper.cells import Cell, Setup, whole
 from benchmarks.hopper.plan import ALL, BROKEN, DONE, FAILED, LEFT, LIMIT, PARTS, REFUSED, find
 from benchmarks.hopper.record import Found, Record, load
-from jetrl_patch import support
-from jetrl_patch.fp8.backends import capability
+from jetrl_patch.backends import capability
+from jetrl_patch.native import machine as support
 
 ROOT = Path(__file__).resolve().parents[2]
 

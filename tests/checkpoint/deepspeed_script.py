@@ -21,7 +21,7 @@ if __name__ == "__main__":
     from openrlhf.utils.deepspeed.deepspeed_utils import get_train_ds_config
     from torch.utils import _pytree as pytree
 
-    from jetrl_patch.optim import adamw
+    from jetrl_patch.trainer import optimizer as adamw
 
     torch.set_num_threads(1)
     deepspeed.init_distributed(dist_backend="gloo")

@@ -11,11 +11,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import checkpoint, optimizer
-from jetrl_patch.checkpoint import record
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import checkpoint
+from jetrl_patch.adapters.openrlhf import settings as optimizer
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.trainer import record
 
 SCRIPT = Path(__file__).with_name("deepspeed_script.py")
 
@@ -42,8 +43,8 @@ def test_a_resumed_engine_does_the_next_steps_bit_for_bit(stage, ranks, states, 
 @pytest.fixture
 def active(monkeypatch):
     def settings(**fields):
-        monkeypatch.setattr(runtime, "is_active", lambda: True)
-        monkeypatch.setattr(runtime, "active_config", lambda: Config(**fields).resolved())
+        monkeypatch.setattr(session, "is_active", lambda: True)
+        monkeypatch.setattr(session, "active_config", lambda: Config(**fields).resolved())
 
     return settings
 

@@ -9,12 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from jetrl_patch.checkpoint import record
-from jetrl_patch.checkpoint.command import command
-from jetrl_patch.checkpoint.export import export
-from jetrl_patch.checkpoint.source import INDEX, SINGLE
+from jetrl_patch.backends.quantize import quantize_weight
+from jetrl_patch.cli.export import INDEX, SINGLE, command, export
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.quantize import quantize_weight
+from jetrl_patch.trainer import record
 from tests.checkpoint.exported import Lines, config, straightforward, tensors
 from tests.fp8.thresholds import sqnr
 from tests.models import save

@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl_patch.checkpoint.export import export
+from jetrl_patch.backends.quantize import dequantize_weight, quantize_weight
+from jetrl_patch.cli.export import export
 from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.quantize import dequantize_weight, quantize_weight
+from jetrl_patch.fp8.convert import per_expert
+from jetrl_patch.models.families import FAMILIES
 from tests.checkpoint.exported import config, straightforward, tensors
 from tests.models import save
 

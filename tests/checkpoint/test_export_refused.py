@@ -9,13 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jetrl_patch.checkpoint import export as module
-from jetrl_patch.checkpoint.command import command
-from jetrl_patch.checkpoint.export import export
-from jetrl_patch.checkpoint.formats import check_error
-from jetrl_patch.checkpoint.source import SINGLE
+from jetrl_patch.backends.quantize import quantize_weight
+from jetrl_patch.cli import export as module
+from jetrl_patch.cli.export import SINGLE, check_error, command, export
 from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.fp8.quantize import quantize_weight
 from tests.checkpoint.exported import Lines, config, tensors
 from tests.models import save
 

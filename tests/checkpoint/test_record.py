@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_patch.checkpoint import record
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.trainer import record
 
 
 def test_what_is_written_is_read_again(tmp_path):

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from jetrl_patch.checkpoint import record
-from jetrl_patch.checkpoint.command import command
+from jetrl_patch.backends.quantize import quantize_weight
+from jetrl_patch.cli.export import command
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.quantize import quantize_weight
+from jetrl_patch.trainer import record
 from tests.checkpoint.exported import Lines, tensors
 from tests.openrlhf.run_openrlhf import arguments
 from tests.openrlhf.run_openrlhf import make_task as make_openrlhf_task

@@ -12,13 +12,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import checkpoint
-from jetrl_patch.checkpoint import record
-from jetrl_patch.checkpoint.command import command
+from jetrl_patch.backends.quantize import quantize_weight
+from jetrl_patch.cli.export import command
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.fp8.quantize import quantize_weight
+from jetrl_patch.trainer import record
 from tests.checkpoint.exported import Lines, tensors
 from tests.models import save
 
@@ -82,8 +82,8 @@ def manager(monkeypatch):
     """The two wrapped methods on a manager that only records its calls, in a process with given settings."""
 
     def make(**settings):
-        monkeypatch.setattr(runtime, "is_active", lambda: True)
-        monkeypatch.setattr(runtime, "active_config", lambda: Config(**settings).resolved())
+        monkeypatch.setattr(session, "is_active", lambda: True)
+        monkeypatch.setattr(session, "active_config", lambda: Config(**settings).resolved())
         calls = []
         own = SimpleNamespace(rank=0, should_load_optimizer=True, calls=calls)
         note = lambda kind: lambda self, path, **kw: calls.append(kind)  # noqa: E731

@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from jetrl_patch.checkpoint.export import export
-from jetrl_patch.checkpoint.formats import SCALE_SUFFIX
-from jetrl_patch.checkpoint.source import SINGLE
-from jetrl_patch.fp8.quantize import dequantize_weight
+from jetrl_patch.backends.quantize import dequantize_weight
+from jetrl_patch.cli.export import SCALE_SUFFIX, SINGLE, export
 from tests.checkpoint.exported import config, tensors
 from tests.models import save
 from tests.vllm.plain_fp8 import product

@@ -24,13 +24,13 @@ if __name__ == "__main__":
     from verl.trainer.config import CheckpointConfig
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.adapters.verl.optimizer import wanted
-    from jetrl_patch.runtime import active_config
+    from jetrl_patch.adapters.verl.precision import optimizer_wanted
+    from jetrl_patch.session import active_config
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
     verl_config = OmegaConf.create({"actor_rollout_ref": {"actor": {"strategy": strategy, "optim": {}}}})
-    chosen = wanted(lambda path: OmegaConf.select(verl_config, path), active_config())
+    chosen = optimizer_wanted(lambda path: OmegaConf.select(verl_config, path), active_config())
     chosen = {path.rpartition(".")[2]: value for path, value in chosen.items()}
 
     def engine():
@@ -83,7 +83,7 @@ if __name__ == "__main__":
     assert not all(same(resumed, at_checkpoint)) and not all(same(at_checkpoint[: len(begun)], begun))
     assert first.lr_scheduler.get_last_lr() == second.lr_scheduler.get_last_lr() == [1e-3 * 4 / 8]
     if rank == 0:
-        from jetrl_patch.optim.adamw import state_bytes
+        from jetrl_patch.trainer.optimizer import state_bytes
 
         kept, fp32 = state_bytes(first.optimizer)
         print("FACTS " + json.dumps({"kept": kept, "fp32": fp32, "class": type(first.optimizer).__name__}))

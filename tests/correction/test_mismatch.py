@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from jetrl_patch.correction.mismatch import Sums, mismatch, sums
-from jetrl_patch.correction.parts import merge
+from jetrl_patch.measure.mismatch import Sums, merge, mismatch, sums
 
 LOG2 = math.log(2.0)
 

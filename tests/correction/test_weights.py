@@ -10,10 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jetrl_patch.correction.figures import Applied, applied
-from jetrl_patch.correction.kinds import DEFAULT_BOUNDS, KINDS, SEQUENCE_KINDS, interval
-from jetrl_patch.correction.parts import merge
-from jetrl_patch.correction.weights import correct, ratio, seq_ratio
+from jetrl_patch.config.corrections import DEFAULT_BOUNDS, KINDS, SEQUENCE_KINDS, interval
+from jetrl_patch.measure.corrections import correct, ratio, seq_ratio
+from jetrl_patch.measure.mismatch import Applied, applied, merge
 from tests.correction.batches import batches, by_hand
 
 CORRECTIONS = [kind for kind in KINDS if kind != "none"]

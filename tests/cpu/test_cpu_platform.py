@@ -14,7 +14,7 @@ import torch
 from jetrl_patch.adapters.cpu import detect
 from jetrl_patch.adapters.cpu.adapter import ADAPTER
 from jetrl_patch.adapters.cpu.platform import DEVICE_MODULE
-from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+from jetrl_patch.adapters.cpu.verl import cpu_overrides
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError
 from jetrl_patch.patching.journal import Journal

@@ -60,4 +60,4 @@ def test_no_page_is_wider_than_the_window(opened: Any, site_folder: Path, width:
 def test_the_search_answers_without_a_server(opened: Any, site_folder: Path) -> None:
     opened.goto((site_folder / "index.html").as_uri() + "?q=poison")
     opened.wait_for_selector(".md-search-result__item", state="attached", timeout=20_000)
-    assert "weight-sync" in opened.inner_html(".md-search-result__list")
+    assert "sync.html" in opened.inner_html(".md-search-result__list")

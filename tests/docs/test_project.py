@@ -26,9 +26,9 @@ def test_the_install_page_has_the_table_of_versions() -> None:
         assert f"| {name} | `{supported}` | {tested} |" in text
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/exactness.md", "docs/faq.md", "docs/limits.md", "docs/quickstart.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/limits.md"])
 def test_pages_name_the_families_of_exact_mode(page: str) -> None:
-    from jetrl_patch.families import covering, titles
+    from jetrl_patch.models.families import covering, titles
 
     assert titles(covering("exact").values()) in (ROOT / page).read_text()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jetrl_patch.doctor.command import recognise
+from jetrl_patch.cli.doctor.launch import recognise
 from jetrl_patch.errors import ConfigError
 
 VERL, OPENRLHF = "verl.trainer.main_ppo", "openrlhf.cli.train_ppo_ray"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+from collections.abc import Callable
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +16,15 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from jetrl_patch import registry, runtime, support
+from jetrl_patch import registry
+from jetrl_patch import session as runtime
 from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.backends import capability
+from jetrl_patch.cli.doctor import checks
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
-from jetrl_patch.doctor import machine
 from jetrl_patch.errors import VersionError
-from jetrl_patch.fp8.backends import capability
+from jetrl_patch.native import machine as support
 from jetrl_patch.patching import guards
 from tests.models import config_of
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
@@ -107,7 +112,7 @@ def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.M
 def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     version, importable = guards.installed_version, guards.is_installed
     monkeypatch.setattr(guards, "installed_version", lambda asked: None if asked in names else version(asked))
-    for module in (guards, support, registry, sys.modules["jetrl_patch.doctor.examine"]):
+    for module in (guards, support, registry, sys.modules["jetrl_patch.cli.doctor.examine"]):
         monkeypatch.setattr(module, "is_installed", lambda asked: asked not in names and importable(asked))
 
 
@@ -125,19 +130,65 @@ def test_a_missing_framework_stops_its_own_runs_only(monkeypatch: pytest.MonkeyP
     found = doctor("--", *commands.pop(name), status=1)
     assert named(found, name)["state"] == "problem" and "found no installation" in named(found, name)["finding"]
     for rest in ([], next(iter(commands.values()))):
-        assert named(doctor("--", *rest, status=0), name)["state"] == "warning"
+        check = named(doctor("--", *rest, status=0), name)
+        assert (check["state"], check["to_do"]) == ("skipped", "")
+        assert check["finding"] == f"not installed; only runs of {name} need it"
 
 
 def test_no_framework_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "verl", "openrlhf", "deepspeed")
     found = doctor(status=1)
-    assert {named(found, name)["state"] for name in ("verl", "openrlhf")} == {"problem"}
+    for name in ("verl", "openrlhf"):
+        check = named(found, name)
+        assert check["state"] == "problem" and check["to_do"] == "install the framework that you train with: verl or openrlhf"
     assert named(found, "deepspeed")["state"] == "skipped"
 
 
 def test_openrlhf_without_deepspeed(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     without(monkeypatch, "deepspeed")
-    assert named(doctor("--", *openrlhf(model), status=1), "deepspeed")["to_do"] == "install deepspeed"
+    found = named(doctor("--", *openrlhf(model), status=1), "deepspeed")
+    assert found["to_do"] == f"install deepspeed==0.19.6, which openrlhf {metadata.version('openrlhf')} pins"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Pretend that these versions are installed, None for a package that is not. What frameworks require is their own."""
+
+    def install(**versions: str | None) -> None:
+        without(monkeypatch, *(name for name, version in versions.items() if version is None))
+        real = guards.installed_version
+        monkeypatch.setattr(guards, "installed_version", lambda asked: versions.get(asked) or real(asked))
+
+    return install
+
+
+def test_a_user_of_verl_is_advised_what_verl_pins(installed: Callable[..., None], model: Path) -> None:
+    """Without a command the one framework that is installed decides; OpenRLHF's packages are nobody's concern."""
+    installed(openrlhf=None, deepspeed=None, vllm="0.15.0", torch="2.4.0", transformers="5.15.0")
+    for command in ([], verl(model)):
+        found = doctor("--", *command, status=1)
+        wanted = {"vllm": "0.24.0", "torch": "2.11.0", "transformers": "5.9.0"}
+        for name, version in wanted.items():
+            assert named(found, name)["to_do"] == f"install {name}=={version}, which verl 0.9.1 pins"
+        assert "but verl 0.9.1 requires" in named(found, "transformers")["finding"]  # supported by us, and it breaks verl
+        assert named(found, "transformers")["state"] == "warning" and named(found, "vllm")["state"] == "problem"
+        assert named(found, "openrlhf")["state"] == named(found, "deepspeed")["state"] == "skipped"
+        assert "openrlhf" not in json.dumps([check["to_do"] for check in found["checks"]]).lower()
+
+
+def test_a_user_of_openrlhf_is_advised_what_openrlhf_pins(installed: Callable[..., None]) -> None:
+    installed(verl=None, transformers="5.9.0", vllm="0.15.0")
+    found = doctor(status=1)
+    assert named(found, "transformers")["to_do"] == "install transformers==5.15.0, which openrlhf 0.11.2 pins"
+    assert named(found, "vllm")["to_do"] == "install vllm==0.29.0, which openrlhf 0.11.2 pins"
+
+
+def test_no_pin_is_advised_that_breaks_another_framework(installed: Callable[..., None], model: Path) -> None:
+    """verl refuses the transformers that OpenRLHF pins, so where both are installed nothing is said about it."""
+    found = doctor("--", *openrlhf(model), status=0)
+    assert named(found, "transformers")["state"] == "ok"
+    installed(transformers="5.1.0")
+    assert named(doctor("--", *openrlhf(model), status=1), "transformers")["to_do"].startswith("Install transformers>=5.5.3")
 
 
 @pytest.fixture
@@ -153,28 +204,29 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_flash_attn_absent_on_a_gpu(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
     without(monkeypatch, "flash_attn")
     linear = ("--align", "linear", "--")
-    assert named(doctor("--align=linear", status=0), "flash-attn")["state"] == "warning"
+    unknown = named(doctor("--align=linear", status=0), "flash-attn")
+    assert unknown["state"] == "warning" and "and verl with its default attention" in unknown["finding"]
     found = named(doctor(*linear, *openrlhf(model), status=1), "flash-attn")
     assert found["finding"] == "not installed, but --ds.attn_implementation flash_attention_2 needs it"
     assert named(doctor(*linear, *verl(model), status=1), "flash-attn")["state"] == "problem"
     other = openrlhf(model, "--ds.attn_implementation", "sdpa")
-    assert named(doctor(*linear, *other, status=0), "flash-attn")["state"] == "warning"
+    assert "OpenRLHF itself" in named(doctor(*linear, *other, status=1), "flash-attn")["finding"]
     other = verl(model, f"+{M}.override_config.attn_implementation=sdpa", f"{M}.use_remove_padding=False")
-    assert named(doctor(*linear, *other, status=0), "flash-attn")["state"] == "warning"
+    assert named(doctor(*linear, *other, status=0), "flash-attn")["finding"] == "not installed; the command works without it"
 
 
 def test_flash_attn_absent_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "flash_attn")
-    assert named(doctor(status=0), "flash-attn")["state"] == "warning"
+    assert named(doctor(status=0), "flash-attn")["finding"] == "not installed; a CPU run works without it"
     monkeypatch.setattr(guards, "is_installed", lambda _: True)
-    assert machine.check_flash_attn(False, "packing").state == "ok"
+    assert checks.check_flash_attn(False, "packing").state == "ok"
 
 
 @pytest.mark.usefixtures("gpu")
 def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     check = named(doctor(status=1), "exact alignment")  # this machine has no CUDA device
     assert check["state"] == "problem" and check["to_do"] == "Use align='linear' on CUDA"
-    monkeypatch.setattr("jetrl_patch.exact.capability.check_exact_cuda", lambda: (True, "Some GPU"))
+    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda: (True, "Some GPU"))
     assert named(doctor(status=0), "exact alignment")["state"] == "ok"
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
 
@@ -339,6 +391,28 @@ def test_openrlhf_with_a_split_that_cuts_a_block(model: Path) -> None:
 def test_openrlhf_refuses_its_own_arguments(model: Path, arguments: list[str], message: str) -> None:
     check = named(doctor("--", *openrlhf(model, *arguments), status=1), "command")
     assert check["state"] == "problem" and message in check["finding"] + check["to_do"]
+
+
+@pytest.mark.parametrize("estimator", ["gae", "group_norm"])
+@pytest.mark.parametrize("start", [["jetrl", "openrlhf", "--fp8-unified"], ["python", "-m", "openrlhf.cli.train_ppo_ray"]])
+def test_openrlhf_without_a_reward_is_one_message(model: Path, start: list[str], estimator: str) -> None:
+    words = openrlhf(model)[3:]
+    at = words.index("--reward.remote_url")
+    command = [*start, *words[:at], *words[at + 2 :], "--algo.advantage.estimator", estimator]
+    check = named(doctor("--", *command, status=1), "command")
+    assert "required a reward" in check["finding"] and check["to_do"].startswith("Add --reward.remote_url FILE.py")
+
+
+@pytest.mark.parametrize(
+    ("extra", "says"),
+    [
+        (["--rollout.micro_batch_size", "0"], "end in ZeroDivisionError"),
+        (["--ds.ring_attn_size", "0"], "end in ZeroDivisionError"),
+    ],
+)
+def test_a_traceback_of_openrlhfs_own_checks_is_one_message(model: Path, extra: list[str], says: str) -> None:
+    check = named(doctor("--", *openrlhf(model, *extra), status=1), "command")
+    assert says in check["finding"] and re.search(r"Look at line \d+ of .*train_ppo_ray\.py", check["to_do"])
 
 
 def test_other_commands_cannot_be_judged() -> None:

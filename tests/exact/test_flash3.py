@@ -13,8 +13,8 @@ import torch
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConfigError
-from jetrl_patch.exact import choice, dispatch, flash3, ops, trial
-from jetrl_patch.sync.manifest import Terms, audit
+from jetrl_patch.exact import dispatch, flash3, ops, trial
+from jetrl_patch.sync.protocol import Terms, audit
 
 from ..fp8.thresholds import SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, sqnr
 from .flash3_double import FlashAttention3
@@ -47,6 +47,27 @@ def test_a_longest_query_as_it_is_would_change_the_tiles_of_decoding(library, mo
     verdict = trial.compare_attention(HEADS, 64, "cpu", lengths=(300,))
     assert "differ between a decode step" in verdict.found
     assert [keys for keys, _ in library.calls] == [128, 160]
+
+
+def test_a_neighbour_that_grows_changes_no_tile(library, monkeypatch):
+    """vllm#51902: a decode step beside a prefill of 9 tokens, and of 10. Its sizes: 14 heads on 2, of width 64, pages of 16."""
+    g = torch.Generator().manual_seed(4)
+    k, v = (torch.randn(60, 16, 2, 64, generator=g).to(torch.bfloat16) for _ in range(2))
+    q = torch.randn(11, 14, 64, generator=g).to(torch.bfloat16)
+    table, context = torch.arange(60, dtype=torch.int32).view(2, 30), 450
+
+    def decoding(beside: int) -> torch.Tensor:
+        lengths = torch.tensor([context, beside], dtype=torch.int32)
+        starts = torch.tensor([0, 1, 1 + beside], dtype=torch.int32)
+        return flash3.attention_paged(q[: 1 + beside], k, v, table, lengths, starts, 0.125)[0][0]
+
+    assert torch.equal(decoding(8), decoding(9)) and torch.equal(decoding(9), decoding(10))
+    assert library.calls == [(128, 1)] * 4
+    plain = library.flash_attn_varlen_func
+    as_it_is = lambda *a, **o: plain(*a, **{**o, "max_seqlen_q": int(o["cu_seqlens_q"].diff().max())})  # noqa: E731
+    monkeypatch.setattr(flash3, "find", lambda: (as_it_is, ""))
+    assert not torch.equal(decoding(9), decoding(10)), "the double no longer has the fault"
+    assert library.calls[4:] == [(192, 1), (128, 1)]
 
 
 def test_a_split_of_the_keys_would_change_a_row(library, monkeypatch):
@@ -98,7 +119,7 @@ def gpu(monkeypatch, library):
     chosen: dict[tuple[str, int], str] = {}
     monkeypatch.setattr(dispatch, "attentions", chosen)
     monkeypatch.setattr(dispatch, "_chosen", {"cuda": "triton", "cpu": "native"})
-    monkeypatch.setattr(choice, "_tried", {})
+    monkeypatch.setattr(trial, "_tried", {})
     compare, trials = trial.compare_attention, []
 
     def here(heads, width, device, page):
@@ -118,10 +139,10 @@ CUDA = torch.device("cuda", 0)
 
 @pytest.mark.parametrize("asked", ["auto", "flash3"])
 def test_equal_rows_are_taken_and_tried_once(gpu, asked):
-    assert choice.choose_attention(asked, HEADS, 64, CUDA, 32) == "flash3"
-    assert choice.choose_attention(asked, HEADS, 64, CUDA, 32) == "flash3"
+    assert trial.choose_attention(asked, HEADS, 64, CUDA, 32) == "flash3"
+    assert trial.choose_attention(asked, HEADS, 64, CUDA, 32) == "flash3"
     assert gpu == [(HEADS, 64, 32)] and dispatch.chosen_attention("cuda") == "flash3"
-    assert choice.choose_attention("triton", HEADS, 64, CUDA, 32) == dispatch.chosen_attention("cuda") == ""
+    assert trial.choose_attention("triton", HEADS, 64, CUDA, 32) == dispatch.chosen_attention("cuda") == ""
 
 
 def broken(kernel):
@@ -151,20 +172,20 @@ def test_otherwise_the_projects_kernel_serves_or_the_name_is_refused(gpu, librar
     make, words = REASONS[reason]
     monkeypatch.setattr(flash3, "find", lambda: (make(library.flash_attn_varlen_func), "no such module"))
     with caplog.at_level("INFO"):
-        assert choice.choose_attention("auto", HEADS, 64, CUDA) == ""
+        assert trial.choose_attention("auto", HEADS, 64, CUDA) == ""
     assert words in caplog.text and "Triton kernel" in caplog.text
     assert dispatch.chosen_attention("cuda") == ""
     with pytest.raises(ConfigError, match=rf"exact_attention='flash3': required .*{words}.* Use exact_attention='auto'"):
-        choice.choose_attention("flash3", HEADS, 64, CUDA)
+        trial.choose_attention("flash3", HEADS, 64, CUDA)
     assert dispatch.chosen_attention("cuda") == ""
 
 
 def test_who_asks_for_another_gets_it_without_a_trial(gpu):
-    assert choice.choose_attention("triton", HEADS, 64, CUDA) == ""
-    assert choice.choose_attention("flash3", HEADS, 64, CPU) == ""
+    assert trial.choose_attention("triton", HEADS, 64, CUDA) == ""
+    assert trial.choose_attention("flash3", HEADS, 64, CPU) == ""
     dispatch._chosen["cuda"] = "torch"
     with pytest.raises(ConfigError, match=r"found the torch formulas"):
-        choice.choose_attention("flash3", HEADS, 64, CUDA)
+        trial.choose_attention("flash3", HEADS, 64, CUDA)
     assert not gpu
 
 

@@ -9,7 +9,7 @@ from transformers import masking_utils
 
 import jetrl_patch
 from jetrl_patch.adapters.transformers.attention import exact_attention, find_layout
-from jetrl_patch.exact import dispatch, packed
+from jetrl_patch.exact import attention, dispatch
 
 from ..waits import NothingIsReadBack
 
@@ -35,17 +35,17 @@ def test_a_bound_changes_no_bit(monkeypatch, backend, lengths, spare):
     monkeypatch.setitem(dispatch._chosen, "cpu", backend)
     expected = run(positions_of(*lengths))
     marked = positions_of(*lengths)
-    packed.mark(marked, len(lengths) + spare)
+    attention.mark(marked, len(lengths) + spare)
     assert find_layout(None, marked, (1, marked.shape[1])).exceeded is not None
     for ours, theirs in zip(run(marked), expected, strict=True):
         assert torch.equal(ours, theirs)
-    with packed.sequences(len(lengths) + spare):
+    with attention.sequences(len(lengths) + spare):
         assert torch.equal(run(positions_of(*lengths))[0], expected[0])
 
 
 def test_the_host_counts_nothing():
     marked = positions_of(5, 9, 3)
-    packed.mark(marked, 4)
+    attention.mark(marked, 4)
     with NothingIsReadBack():
         layout = find_layout(None, marked, (1, 17))
     assert layout.cu_seqlens.tolist() == [0, 5, 14, 17, 17] and not layout.exceeded
@@ -55,17 +55,17 @@ def test_the_host_counts_nothing():
 
 def test_a_bound_that_is_too_small_leaves_no_number():
     marked = positions_of(5, 9, 3)
-    packed.mark(marked, 2)
+    attention.mark(marked, 2)
     assert run(marked)[0].isnan().all()
 
 
 def test_a_bound_belongs_to_its_batch():
     marked = positions_of(3, 4)
-    packed.mark(marked, 2)
-    assert packed.bound(marked) == 2 and packed.bound(marked.clone()) is None and packed.bound(None) is None
-    with packed.sequences(7):
-        assert packed.bound(marked) == 2 and packed.bound(marked.clone()) == 7
-    assert packed.bound(marked.clone()) is None
+    attention.mark(marked, 2)
+    assert attention.bound(marked) == 2 and attention.bound(marked.clone()) is None and attention.bound(None) is None
+    with attention.sequences(7):
+        assert attention.bound(marked) == 2 and attention.bound(marked.clone()) == 7
+    assert attention.bound(marked.clone()) is None
     mask = torch.ones(1, 7)
     assert find_layout(mask, marked, (1, 7)).exceeded is None  # a padded batch is counted
 
@@ -74,7 +74,7 @@ def test_a_bound_belongs_to_its_batch():
 def test_transformers_does_not_ask_either(lengths):
     """Its own search looks at the device; with a bound the numbers are the same, also for a row of one sequence."""
     positions, marked = positions_of(*lengths), positions_of(*lengths)
-    packed.mark(marked, 4)
+    attention.mark(marked, 4)
     with pytest.raises(AssertionError, match="waits for the device"), NothingIsReadBack():
         masking_utils.find_packed_sequence_indices(positions)
     jetrl_patch.enable(precision="fp8-unified")

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetrl_patch.backends import capability
 from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.exact import capability, dispatch, ops, trial
+from jetrl_patch.exact import dispatch, ops, trial
 
 SIZES = trial.Sizes(hidden=256, intermediate=320, heads=4, kv_heads=2, head_dim=64, vocab=1001)
 LENGTHS = (1, 33, 130, 64, 77)

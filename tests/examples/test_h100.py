@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 
 from examples.openrlhf.h100.reward import reward_func
-from jetrl_patch import registry, support
+from jetrl_patch import registry
 from jetrl_patch.adapters.cpu import detect
-from jetrl_patch.doctor import examine, surroundings
-from jetrl_patch.fp8.backends import capability
+from jetrl_patch.backends import capability
+from jetrl_patch.cli.doctor import examine, surroundings
+from jetrl_patch.native import machine
 from jetrl_patch.patching import guards
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -70,10 +71,11 @@ def test_every_model_and_length_is_there_for_both_frameworks() -> None:
 def target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend to be the machine that the scripts assume: 8 H100, a CUDA build of vLLM, flash-attn, and the user's data."""
     monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(support, "check_cuda", lambda: (True, "H100"))
-    for module in (support, capability):
+    monkeypatch.setattr(machine, "check_cuda", lambda: (True, "H100"))
+    for module in (machine, capability):
         monkeypatch.setattr(module, "check_hopper", lambda: (True, "H100"))
-    monkeypatch.setattr(support, "count_gpus", lambda: 8)
+    monkeypatch.setattr("jetrl_patch.backends.capability.check_exact_cuda", lambda: (True, "H100"))
+    monkeypatch.setattr(machine, "count_gpus", lambda: 8)
     real = guards.is_installed
     monkeypatch.setattr(guards, "is_installed", lambda name: name == "flash_attn" or real(name))
     monkeypatch.setattr(surroundings, "_data", lambda needs: iter(()))
@@ -88,18 +90,21 @@ def test_a_run_would_start(script: Path, models: Path) -> None:
     assert report.verdict == "a run would start", [check for check in report.checks if check.state == "problem"]
     found = states(report)
     assert found["command"] == found[f"{framework} settings"] == found["switched on"] == found["flash-attn"] == "ok"
-    assert report.config is not None and (report.config.precision, report.config.align) == ("fp8-unified", "linear")
+    assert report.config is not None and report.config.exact and report.config.decode_graphs
     arguments = examine.recognise(words).arguments
     if framework == "verl":
         config = registry.trainer("verl").read(arguments)
         assert config.data.max_response_length == length
         assert config.actor_rollout_ref.rollout.max_model_len == length + 1024
         assert config.trainer.n_gpus_per_node == 8
+        written = {f"{folder}/{split}.parquet" for folder in ("gsm8k", "math") for split in ("train", "test")}
+        assert {path.removeprefix("/home/user/data/") for path in (*config.data.train_files, *config.data.val_files)} == written
         _verl_accepts(config)
     else:
         args = registry.trainer("openrlhf").read(arguments)
         assert args.rollout.max_new_tokens == length and args.data.max_len == length + 1024
         assert args.actor.num_gpus_per_node == args.vllm.num_engines * args.vllm.tensor_parallel_size == 8
+        assert args.data.prompt_dataset == ",".join(f"/home/user/data/{folder}/train.jsonl" for folder in ("gsm8k", "math"))
 
 
 def _verl_accepts(config: Any) -> None:
@@ -108,6 +113,24 @@ def _verl_accepts(config: Any) -> None:
     from verl.utils.config import validate_config
 
     validate_config(config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config))
+
+
+@pytest.mark.parametrize("framework", ["verl", "openrlhf"])
+def test_another_alignment(framework: str, models: Path) -> None:
+    words = command(EXAMPLES / framework / "h100" / "qwen3_8b_8k.sh", models, ALIGN="linear")
+    assert examine.recognise(words).overrides == {"precision": "fp8-unified", "align": "linear"}
+
+
+@pytest.mark.parametrize("framework", ["verl", "openrlhf"])
+def test_a_run_in_another_precision_has_another_folder(framework: str, models: Path) -> None:
+    script = EXAMPLES / framework / "h100" / "qwen3_8b_8k.sh"
+    folders = set()
+    for environ in ({}, {"ALIGN": "linear"}, {"PRECISION": "bf16"}, {"PRECISION": "fp8-rollout"}):
+        settings = registry.trainer(framework).read(examine.recognise(command(script, models, **environ)).arguments)
+        folders.add(settings.trainer.default_local_dir if framework == "verl" else settings.ckpt.path)
+    stem = "outputs/qwen3_8b_8k"
+    end = "" if framework == "verl" else "/checkpoints"
+    assert folders == {f"{stem}-{precision}{end}" for precision in ("fp8-unified", "fp8-unified-linear", "bf16", "fp8-rollout")}
 
 
 @pytest.mark.parametrize("framework", ["verl", "openrlhf"])

@@ -10,7 +10,7 @@ import pytest
 
 from examples.common.recipe import Arm
 from examples.openrlhf.recipe import Follower, Recipe, switches
-from jetrl_patch.env import without_settings
+from jetrl_patch.config.environment import without_settings
 
 LINE = "(PPOTrainer pid=1) INFO 11-20 21:36:31 ppo_trainer.py:551] ✨ Global step 2: {'kl': 0.01, 'jetrl/k1_kl': -1e-05,"
 LINE += " 'jetrl/bit_equal_fraction': 1.0, 'jetrl/tokens': 128, 'rollout/reward_mean': nan}\n"

@@ -25,8 +25,8 @@ from examples.common.processes import MARK, Group, temporary_folder
 from examples.common.recipe import Arm, Launch
 from examples.common.runner import Phases, RunFailedError, ending
 from examples.verl.recipe import Follower, Recipe, answers, overrides
+from jetrl_patch.cli.report import Run
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.report import Run
 
 EXACT = Arm(precision="fp8-unified")
 RECIPE = Recipe(steps=3)

@@ -19,7 +19,7 @@ from examples.stability.loop import TRAINERS_ACCURACY
 from examples.stability.objective import CLIP, Batch, loss, prepare
 from examples.stability.picture import draw, smoothed
 from examples.stability.sweep import ROOT, Job, is_whole, sweep
-from jetrl_patch.report import Run
+from jetrl_patch.cli.report import Run
 
 
 def random_batch(arm: Arm, rows: int = 8, tokens: int = 11) -> tuple[Batch, torch.Tensor]:

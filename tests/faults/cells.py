@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from jetrl_patch.sync.manifest import SCALE_SUFFIX, encode_json
-from jetrl_patch.sync.stream import NamedTensor
+from jetrl_patch.sync.protocol import SCALE_SUFFIX, encode_json
+from jetrl_patch.sync.send import NamedTensor
 
 #: seconds without progress after which a side gives up; both sides have the same
 TIMEOUT = 8.0

@@ -125,7 +125,7 @@ class Stage:
             finally:
                 ray.get(self.rollout.mend_loader.remote())
         elif cell.point == "digests":
-            with mock.patch("jetrl_patch.sync.stream.read", side_effect=RuntimeError("injected: a digest fails")):
+            with mock.patch("jetrl_patch.sync.send.read", side_effect=RuntimeError("injected: a digest fails")):
                 yield
         elif cell.point == "buffer":
             full = OSError(28, "No space left on device")
@@ -133,7 +133,7 @@ class Stage:
                 yield
         elif cell.point == "before the manifest":
             config = self.trainer.config.replace(scale_format="fp32")
-            active = mock.patch("jetrl_patch.runtime.active_config", return_value=config)
+            active = mock.patch("jetrl_patch.session.active_config", return_value=config)
             with active, mock.patch.object(self.trainer, "config", config):
                 yield
         elif cell.point == "weights":

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import NamedTensor, SyncStats
+from jetrl_patch.sync.send import NamedTensor, SyncStats
+from jetrl_patch.trainer.source import Source, convert
 
 Disturb = Callable[[Iterable[NamedTensor]], Iterator[NamedTensor]]
 

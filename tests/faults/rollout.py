@@ -29,7 +29,7 @@ class Rollout:
     def __init__(self, framework: str, model: str) -> None:
         import jetrl_patch
         from jetrl_patch.adapters.vllm.sample import build_engine
-        from jetrl_patch.parity.modes import Job
+        from jetrl_patch.measure.parity import Job
 
         config = jetrl_patch.status().config
         assert config is not None, "the environment's JETRL_* variables did not reach this process"

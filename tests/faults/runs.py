@@ -34,7 +34,7 @@ GONE = 60.0
 
 #: what every process of either framework goes through
 _STARTS = {
-    "enable() in the driver": ("jetrl_patch.runtime", "enable", 1),
+    "enable() in the driver": ("jetrl_patch.session", "enable", 1),
     "enable() in a worker": ("jetrl_patch.adapters.ray.worker", "start", 1),
     "check of the nodes": ("jetrl_patch.adapters.ray.nodes", "require_nodes", 1),
 }

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8 import quantize, reference
+from jetrl_patch.backends import quantize
 
 BLOCK = 128
 #: shared memory of a block, bytes of an H100's L2 and L1 a cycle, and SMs
@@ -110,7 +110,7 @@ class DeepGemm:
 
     def product(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, out_dtype: torch.dtype, tile: Tile) -> Tensor:
         """A double that is not row-invariant overrides this."""
-        return reference.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb.contiguous(), out_dtype)
+        return quantize.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb.contiguous(), out_dtype)
 
     def _compile(self, kernel: str, M: int, N: int, K: int, tile: Tile) -> None:
         self.compiled.add((kernel, N, K, tile))

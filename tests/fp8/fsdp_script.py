@@ -18,9 +18,8 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch.fp8.convert import gather_in_fp8, swap_linears
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 from tests.fp8.facts import tell
 from tests.fp8.thresholds import sqnr
 from tests.models import build

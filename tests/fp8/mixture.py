@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.experts import Experts, Operands, experts_forward
 from jetrl_patch.fp8.mixture import groups_of
-from jetrl_patch.fp8.quantize import expand_weight_scale
 
 BF16 = torch.bfloat16
 

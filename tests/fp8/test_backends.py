@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from jetrl_patch import backends
+from jetrl_patch.backends import capability, choose_backend, get_backend, quantize, row_equality
+from jetrl_patch.backends.cublaslt import CublasLtBackend
+from jetrl_patch.backends.deep_gemm import DeepGemmBackend, block_scales
 from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.fp8 import backends, quantize, reference
-from jetrl_patch.fp8.backends import capability, choose_backend, get_backend, row_equality
-from jetrl_patch.fp8.backends.cublaslt import CublasLtBackend
-from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, block_scales
 
 from .deep_gemm_double import DeepGemm
 from .thresholds import SQNR_GEMM, sqnr
@@ -148,7 +148,7 @@ def test_a_backend_of_the_gpu_needs_no_triton_to_be_imported(monkeypatch):
 
 
 def oracle(a, sa, b, sb_rows, out_dtype):
-    return reference.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb_rows.contiguous(), out_dtype)
+    return quantize.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb_rows.contiguous(), out_dtype)
 
 
 def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
@@ -172,7 +172,7 @@ def fake_scaled_mm(a, b, sa, recipe_a, sb, recipe_b, output_dtype):
 @pytest.fixture(params=["deep_gemm", "cublaslt"])
 def library(request, monkeypatch):
     if request.param == "deep_gemm":
-        monkeypatch.setattr("jetrl_patch.fp8.backends.deep_gemm.find_deep_gemm", lambda: (DeepGemm(), "deep_gemm"))
+        monkeypatch.setattr("jetrl_patch.backends.deep_gemm.find_deep_gemm", lambda: (DeepGemm(), "deep_gemm"))
         return DeepGemmBackend()
     monkeypatch.setattr(F, "scaled_mm", fake_scaled_mm)
     return CublasLtBackend()

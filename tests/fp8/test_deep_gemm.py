@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from jetrl_patch.fp8 import channel, quantize
-from jetrl_patch.fp8.backends import deep_gemm, get_backend
-from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend, packed, pitched, row_major
-from jetrl_patch.fp8.weight import QuantizedWeight
+from jetrl_patch.backends import deep_gemm, get_backend, quantize, rowwise
+from jetrl_patch.backends.deep_gemm import DeepGemmBackend, packed, pitched, row_major
+from jetrl_patch.backends.quantize import QuantizedWeight
 
 from . import deep_gemm_double as double
 from .deep_gemm_double import DeepGemm, Refused
@@ -137,8 +136,8 @@ def test_rows_whose_scales_make_no_blocks(library, M):
     part = slice(64, 352)
     expected = get_backend("torch").fprop(x, q[part], rows[part], "pow2")
     assert torch.equal(DeepGemmBackend().fprop(x, q[part], rows[part], "pow2"), expected)
-    q, s_N1 = channel.quantize_rows(torch.randn(48, 256), "fp32")
-    found, expected = (channel.fprop(b, x, q, s_N1, "fp32") for b in (DeepGemmBackend(), get_backend("torch")))
+    q, s_N1 = rowwise.quantize_fp8_rows(torch.randn(48, 256), "fp32")
+    found, expected = (rowwise.channel_fprop(b, x, q, s_N1, "fp32") for b in (DeepGemmBackend(), get_backend("torch")))
     assert torch.equal(found, expected)
 
 

@@ -18,11 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from jetrl_patch.backends import quantize
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8 import quantize
-from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch.fp8.convert import gather_in_fp8, swap_linears
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 
 from .thresholds import SQNR_GEMM
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl_patch.fp8 import quantize, reference
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import FP8
+from jetrl_patch.backends import get_backend, quantize
+from jetrl_patch.kernels.formats import FP8
 from jetrl_patch.native import build, ops
 
 from .thresholds import NATIVE_EQUALS_ORACLE, SQNR_GEMM, SQNR_UNQUANTIZED, sqnr
@@ -45,7 +44,7 @@ def test_native_fprop_against_the_oracle(shape, scale_format):
     q, s = quantize.quantize_weight(w, scale_format)
     rows = quantize.expand_weight_scale(s, w.shape[0])
     args = (*quantize.quantize_activation(x, scale_format), q, rows, torch.bfloat16)
-    equal = get_backend("native").gemm(*args) == reference.fprop(*args)
+    equal = get_backend("native").gemm(*args) == quantize.fprop(*args)
     assert equal.float().mean() >= NATIVE_EQUALS_ORACLE
 
 
@@ -134,10 +133,10 @@ def test_gradients_sqnr(shape, scale_format, backend, dtype):
     dx = b.dgrad(g, qw, sw, scale_format, dtype)
     assert dx.dtype == dtype and sqnr(dx, g.double() @ w.double()) > SQNR_UNQUANTIZED["dgrad", scale_format]
     qg, sg = quantize.quantize_activation(g, scale_format)
-    assert sqnr(dx, reference.dgrad(qg, sg, qw, sw)) > SQNR_GEMM
+    assert sqnr(dx, quantize.dgrad(qg, sg, qw, sw)) > SQNR_GEMM
     qx, sx = b.quantize_activation(x, scale_format)
     dw = b.wgrad(g, qx, sx, scale_format, dtype)
     assert dw.dtype == dtype and sqnr(dw, g.double().t() @ x.double()) > SQNR_UNQUANTIZED["wgrad", scale_format]
     back = quantize.dequantize_activation(qx, sx, torch.bfloat16)
-    exact = reference.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(back, scale_format))
+    exact = quantize.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(back, scale_format))
     assert sqnr(dw, exact) > SQNR_GEMM

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.native import build, ops
 
 BF16 = torch.bfloat16

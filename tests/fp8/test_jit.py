@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from jetrl_patch import backends
+from jetrl_patch.backends import capability, choose_backend
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends import capability, choose_backend, jit
+from jetrl_patch.native import machine as jit
 
 FACTS = json.loads((Path(__file__).parents[1] / "anchors" / "deep_gemm.json").read_text())
 VARIABLES = ("CUDA_HOME", "CUDA_PATH", "NVCC_CCBIN", "DG_JIT_USE_NVRTC", "DG_JIT_NVCC_COMPILER", "DG_JIT_CACHE_DIR")
@@ -47,18 +48,18 @@ def machine(tmp_path, monkeypatch):
 def test_newer_versions_ask_for_more(machine, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
     nvcc(machine / "cuda", "12.8")
-    assert jit.check_compiler("2.6.1") == (True, "nvcc 12.8")
+    assert jit.check_nvcc("2.6.1") == (True, "nvcc 12.8")
     for version in ("2.8.0", None):
-        assert "need nvcc 12.9 or newer" in jit.check_compiler(version)[1]
+        assert "need nvcc 12.9 or newer" in jit.check_nvcc(version)[1]
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")  # no longer read
-    assert not jit.check_compiler("2.8.0")[0]
+    assert not jit.check_nvcc("2.8.0")[0]
     monkeypatch.delenv("HOME")
     monkeypatch.delenv("DG_JIT_USE_NVRTC")
-    assert jit.check_compiler("2.6.1") == (
+    assert jit.check_nvcc("2.6.1") == (
         False, "its compiled kernels need a folder, and neither DG_JIT_CACHE_DIR nor HOME is set",
     )  # fmt: skip
     monkeypatch.setenv("DG_JIT_CACHE_DIR", f"{machine}/one:{machine}/two")
-    assert jit.check_compiler("2.6.1")[0]
+    assert jit.check_nvcc("2.6.1")[0]
 
 
 def test_the_version_is_read_without_an_import(tmp_path, monkeypatch):
@@ -73,11 +74,11 @@ def test_the_version_is_read_without_an_import(tmp_path, monkeypatch):
 
 
 def test_where_the_toolkit_is_looked_for(machine, monkeypatch):
-    assert jit.check_compiler("2.5.0") == (
+    assert jit.check_nvcc("2.5.0") == (
         False, f"its kernels are compiled, and there is no CUDA toolkit: no CUDA_HOME, no nvcc on PATH, no {machine}/none",
     )  # fmt: skip
     monkeypatch.setattr(jit, "TOOLKIT", str(machine / "cuda"))
-    assert jit.cuda_home() == machine / "cuda" and jit.check_compiler("2.5.0") == (True, "nvcc 12.9")
+    assert jit.cuda_home() == machine / "cuda" and jit.check_nvcc("2.5.0") == (True, "nvcc 12.9")
     nvcc(machine / "onpath")
     monkeypatch.setenv("PATH", f"{machine}/onpath/bin:{machine}/path")
     assert jit.cuda_home() == machine / "onpath"
@@ -89,7 +90,7 @@ def test_where_the_toolkit_is_looked_for(machine, monkeypatch):
 
 def test_what_is_asked_of_the_compiler(machine, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
-    assert jit.check_compiler("2.5.0") == (True, "nvcc 12.9")
+    assert jit.check_nvcc("2.5.0") == (True, "nvcc 12.9")
     for setting, value, found in (
         ("DG_JIT_NVCC_COMPILER", nvcc(machine / "old", "12.2"), "need nvcc 12.3 or newer, and .*old/bin/nvcc is 12.2"),
         ("DG_JIT_NVCC_COMPILER", program(machine / "bad", "release 13.0", 1), "bad cannot be run"),
@@ -101,13 +102,13 @@ def test_what_is_asked_of_the_compiler(machine, monkeypatch):
     ):
         with monkeypatch.context() as here:
             here.setenv(setting, str(value))
-            ok, reason = jit.check_compiler("2.5.0")
+            ok, reason = jit.check_nvcc("2.5.0")
             assert not ok and re.search(found, reason), reason
     monkeypatch.setenv("DG_JIT_NVCC_COMPILER", str(nvcc(machine / "new", "13.0")))
-    assert jit.check_compiler("2.5.0") == (True, "nvcc 13.0")
+    assert jit.check_nvcc("2.5.0") == (True, "nvcc 13.0")
     (machine / "cuda" / "include").mkdir()
     monkeypatch.setenv("DG_JIT_USE_NVRTC", "1")
-    assert jit.check_compiler("2.5.0")[0]
+    assert jit.check_nvcc("2.5.0")[0]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
@@ -115,7 +116,7 @@ def test_a_cache_that_cannot_be_written(machine, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(machine / "cuda"))
     (machine / "closed").mkdir(0o500)
     monkeypatch.setenv("DG_JIT_CACHE_DIR", str(machine / "closed" / "cache"))
-    assert not jit.check_compiler("2.5.0")[0]
+    assert not jit.check_nvcc("2.5.0")[0]
 
 
 def only(monkeypatch, *names):

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from jetrl_patch.backends import quantize
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8 import quantize
 from jetrl_patch.fp8.convert import select_layers, split_layers, swap_linears
-from jetrl_patch.fp8.layers import check_splits, is_quantized, is_row_parallel, matches
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.models.layers import check_splits, is_quantized, is_row_parallel, matches
 
 from .thresholds import SAVED_BYTES_RATIO, SQNR_UNQUANTIZED, sqnr
 

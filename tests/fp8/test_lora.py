@@ -12,8 +12,7 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.exact.modules import ExactLinear, swap
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.fp8.lora import Fp8LoraLinear, merged_weight
-from jetrl_patch.trainer.lora import adopt, merged_tensors
+from jetrl_patch.fp8.lora import Fp8LoraLinear, adopt, merged_tensors, merged_weight
 
 from .thresholds import SQNR_UNQUANTIZED, sqnr
 
@@ -201,7 +200,7 @@ def test_a_layer_kept_out_of_fp8_computes_with_its_merged_weight_too():
 
 
 def test_the_precision_guard_takes_a_lora_layer_out_of_fp8():
-    from jetrl_patch.adapters.transformers.guard import to_bf16
+    from jetrl_patch.adapters.transformers.prepare import to_bf16
 
     layer = q_proj(lora()[0])
     w, a, b = parts(layer)

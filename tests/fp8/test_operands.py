@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch.fp8 import quantize
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.backends.cublaslt import CublasLtBackend
-from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends import get_backend, quantize
+from jetrl_patch.backends.cublaslt import CublasLtBackend
+from jetrl_patch.backends.deep_gemm import DeepGemmBackend
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.native import ops
 

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from jetrl_patch.fp8 import channel, quantize
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.formats import FP8, FP8_MAX, groups
-from jetrl_patch.int8 import quantize as int8
+from jetrl_patch.backends import get_backend, quantize, rowwise
+from jetrl_patch.kernels.formats import FP8, FP8_MAX, groups
 
 SHAPES = [(1, 1), (3, 127), (7, 128), (128, 129), (130, 320), (257, 1000), (64, 64)]
 FORMATS = ["pow2", "fp32"]
@@ -137,7 +135,7 @@ class Divisors(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "run",
-    [*(getattr(quantize, kind) for kind in KINDS), channel.quantize_rows, lambda x, _: int8.quantize_rows(x)],
+    [*(getattr(quantize, kind) for kind in KINDS), rowwise.quantize_fp8_rows, lambda x, _: rowwise.quantize_int8_rows(x)],
     ids=[*KINDS, "one scale a row", "int8"],
 )
 def test_no_quantizer_divides_by_a_number(run):

@@ -8,7 +8,7 @@ import torch
 from jetrl_patch.errors import ConfigError, ModelError
 from jetrl_patch.exact import ops
 from jetrl_patch.fp8.experts import Experts, Operands, run_experts
-from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit, added
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, added
 
 from ..dispatched import dispatched
 from .mixture import BF16, Layer

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetrl_patch.backends import deep_gemm, get_backend, row_equality
+from jetrl_patch.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8.backends import deep_gemm, get_backend, row_equality
-from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend
-from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts, compare_rows
 
 from .deep_gemm_double import DeepGemm, best_tile
 

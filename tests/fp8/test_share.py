@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from jetrl_patch.config import Config
-from jetrl_patch.fp8.convert import select_layers
-from jetrl_patch.fp8.share import share_of
+from jetrl_patch.fp8.convert import select_layers, share_of
 from jetrl_patch.trainer.preflight import say_share
 
 from ..models import config_of

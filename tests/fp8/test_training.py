@@ -11,15 +11,13 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends.gpu import GpuBackend
+from jetrl_patch import backends
+from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.backends.quantize import dequantize_activation, dequantize_weight, fprop
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.formats import BLOCK
 from jetrl_patch.fp8.gather import Fp8Gathered
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
-from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight
-from jetrl_patch.fp8.reference import fprop
-from jetrl_patch.fp8.regrouped import Regrouped
+from jetrl_patch.kernels.formats import BLOCK, Regrouped
 from tests.models import build
 
 from ..waits import NothingIsReadBack

@@ -10,14 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from jetrl_patch.backends import get_backend, quantize, transformer_engine
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8 import quantize, transformer_engine
-from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.convert import select_layers, swap_linears
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Terms, decode_json
-from jetrl_patch.sync.source import Source
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST, Terms, decode_json
+from jetrl_patch.sync.send import SyncStats, quantized_stream
+from jetrl_patch.trainer.source import Source
 from tests.fp8 import te_fakes as te
 
 TERMS = Terms(precision="fp8-unified", align="linear", scale_format="pow2", backend="te")

@@ -22,12 +22,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from jetrl_patch import backends
+from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.errors import AuditError
-from jetrl_patch.fp8 import backends, linear, unchanged
+from jetrl_patch.fp8 import linear, unchanged
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import PROMISES
 from jetrl_patch.fp8.lora import Fp8LoraLinear, LowRank
-from jetrl_patch.fp8.quantize import quantize_weight
 from jetrl_patch.fp8.unchanged import unchanged_weights, written_weights
 
 from ..models import build

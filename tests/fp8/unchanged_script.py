@@ -16,10 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from jetrl_patch.fp8 import backends, linear
-from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch import backends
+from jetrl_patch.fp8 import linear
+from jetrl_patch.fp8.convert import gather_in_fp8, swap_linears
 from jetrl_patch.fp8.gather import Fp8Gathered
-from jetrl_patch.fp8.gathered_layers import gather_in_fp8
 from jetrl_patch.fp8.unchanged import unchanged_weights
 from tests.fp8.facts import tell
 from tests.fp8.test_training import PlainGpu

@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from jetrl_patch.exact import capability, dispatch, flash3, ops, trial
+from jetrl_patch.backends import capability
+from jetrl_patch.exact import dispatch, flash3, ops, trial
 from jetrl_patch.fp8.lora import merged_weight
 
 from ..dispatched import dispatched

@@ -7,11 +7,10 @@ import torch
 from torch import nn
 
 from benchmarks.gpu.shapes import MODELS, RANKS, SMALL
+from jetrl_patch.backends import get_backend, quantize
+from jetrl_patch.backends.capability import CHECKS
+from jetrl_patch.backends.row_equality import compare_parts, compare_rows
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8 import quantize
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.backends.capability import CHECKS
-from jetrl_patch.fp8.backends.row_equality import compare_parts, compare_rows
 from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 

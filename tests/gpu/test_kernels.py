@@ -7,11 +7,11 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.adapters.transformers import prepare
+from jetrl_patch.backends import deep_gemm
+from jetrl_patch.backends import quantize as reference
 from jetrl_patch.config import Config
 from jetrl_patch.exact import dispatch, ops
-from jetrl_patch.fp8 import quantize as reference
-from jetrl_patch.fp8.backends import deep_gemm
-from jetrl_patch.fp8.formats import FP8, groups
+from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.sync.digest import formula
 
 from ..dispatched import dispatched
@@ -80,7 +80,7 @@ def test_both_layouts_from_one_read(device, shape, scale_format, pad):
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_an_activation_is_regrouped_for_wgrad(device, shape, scale_format):
-    from jetrl_patch.kernels.requantize import requantize_tokens
+    from jetrl_patch.kernels.quantize import requantize_tokens
 
     q, s = reference.quantize_activation(values(*shape), scale_format)
     expected, scales = reference.quantize_tokens(reference.dequantize_activation(q, s, torch.bfloat16), scale_format)
@@ -90,34 +90,34 @@ def test_an_activation_is_regrouped_for_wgrad(device, shape, scale_format):
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_fused_norm_is_the_norm_and_the_quantizer(device, shape, scale_format):
-    from jetrl_patch.kernels import norm_rows, producers, quantize
+    from jetrl_patch.kernels import norm, quantize
 
     x, residual, weight = (values(*s, seed).to(device) for s, seed in ((shape, 0), (shape, 1), ((1, shape[1]), 2)))
-    made = producers.rmsnorm_quantize_rows(x, weight[0], 1e-6, scale_format, keep=True)
+    made = norm.rmsnorm_quantize_rows(x, weight[0], 1e-6, scale_format, keep=True)
     y = ops.rms_norm(x, weight[0], 1e-6)
     q, s = quantize.quantize_rows(y, scale_format)
     assert same(made.y_MK, y) and same(made.q_MK, q) and same(made.s_MG, s)
-    added = norm_rows.norm_quantize_rows(x, residual, weight[0], 1e-6, scale_format)
+    added = norm.norm_quantize_rows(x, residual, weight[0], 1e-6, scale_format)
     q, s = quantize.quantize_rows(ops.rms_norm(x + residual, weight[0], 1e-6), scale_format)
     assert same(added.total_MK, x + residual) and same(added.q_MK, q) and same(added.s_MG, s)
-    alone = norm_rows.norm_quantize_rows(x, None, weight[0], 1e-6, scale_format)
+    alone = norm.norm_quantize_rows(x, None, weight[0], 1e-6, scale_format)
     assert alone.total_MK is None and same(alone.q_MK, made.q_MK) and same(alone.s_MG, made.s_MG)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_a_fused_activation_is_the_activation_and_the_quantizer(device, shape, scale_format):
-    from jetrl_patch.kernels import producers, quantize
+    from jetrl_patch.kernels import norm, quantize
 
     gate, up = (values(*shape, seed).to(device) for seed in (0, 1))
     y = ops.silu_mul(gate, up)
-    made = producers.silu_mul_quantize_rows(gate, up, scale_format, keep=True)
+    made = norm.silu_mul_quantize_rows(gate, up, scale_format, keep=True)
     q, s = quantize.quantize_rows(y, scale_format)
     assert same(made.y_MK, y) and same(made.q_MK, q) and same(made.s_MG, s)
 
 
 @pytest.mark.parametrize(("rows", "groups_"), [(1, 1), (300, 33), (18944, 28)])
 def test_block_scales_are_those_of_the_rows(device, rows, groups_):
-    from jetrl_patch.kernels.gemm_scales import block_scales
+    from jetrl_patch.kernels.gemm_common import block_scales
 
     s = torch.rand(-(-rows // 128), groups_, generator=torch.Generator().manual_seed(0)).repeat_interleave(128, 0)[:rows]
     s[-1, 0] *= 2  # a block whose rows share no scale, unless it has one row
@@ -178,12 +178,12 @@ def test_a_prepared_model_gives_a_sequence_its_bits_in_every_batch(device, model
 
 
 def test_the_steps_after_the_first_wait_for_nothing(device, model):
-    from jetrl_patch.exact import packed
+    from jetrl_patch.exact import attention
 
     lengths = (5, 1, 9)
     ids = torch.arange(2, 2 + sum(lengths), device=device)[None]
     positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
-    packed.mark(positions, 4)
+    attention.mark(positions, 4)
 
     def step():
         logits = model(input_ids=ids, position_ids=positions, use_cache=False).logits[0]

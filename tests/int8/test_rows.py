@@ -10,10 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch.fp8 import channel, reference
-from jetrl_patch.fp8.backends import choose_backend, get_backend
-from jetrl_patch.int8 import product
-from jetrl_patch.int8.quantize import dequantize_rows, quantize_rows
+from jetrl_patch.backends import choose_backend, get_backend, quantize, rowwise
+from jetrl_patch.backends.rowwise import dequantize_rows, quantize_int8_rows
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 #: BF16 rows with outliers, zeros and tiny values; odd shapes
@@ -32,7 +30,7 @@ def rows(drawn: tuple[int, int, int, float, bool]) -> torch.Tensor:
 @given(ROWS)
 def test_int8_bytes_and_scales_by_exact_arithmetic(drawn: tuple[int, int, int, float, bool]) -> None:
     x = rows(drawn)
-    q, s = quantize_rows(x)
+    q, s = quantize_int8_rows(x)
     assert q.dtype == torch.int8 and s.shape == (x.shape[0], 1) and s.dtype == torch.float32
     for values, codes, scale in zip(x.double().numpy(), q.numpy(), s.numpy().ravel()):
         amax = numpy.float32(max(numpy.float32(numpy.abs(values).max()), numpy.float32(1e-10)))
@@ -46,9 +44,9 @@ def test_int8_bytes_and_scales_by_exact_arithmetic(drawn: tuple[int, int, int, f
 
 def test_int8_rounds_half_to_even_and_saturates() -> None:
     x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, 126.5, -126.5, -127.0]])
-    q, s = quantize_rows(x)
+    q, s = quantize_int8_rows(x)
     assert s.item() == 1.0 and q.tolist() == [[127, 0, 2, 2, 0, -2, 126, -126, -127]]
-    q, _ = quantize_rows(torch.full((1, 3), 3.3895e38))
+    q, _ = quantize_int8_rows(torch.full((1, 3), 3.3895e38))
     assert q.tolist() == [[127] * 3]
 
 
@@ -56,13 +54,13 @@ def test_int8_rounds_half_to_even_and_saturates() -> None:
 def test_what_is_not_finite_stays_visible(value: float) -> None:
     x = torch.randn(3, 40)
     x[1, 7] = value
-    weights = quantize_rows(torch.randn(5, 40))
-    fp8 = channel.quantize_rows(torch.randn(5, 40), "pow2")
-    for y in (product.fprop(x, *weights), channel.fprop(get_backend("torch"), x, *fp8, "pow2")):
+    weights = quantize_int8_rows(torch.randn(5, 40))
+    fp8 = rowwise.quantize_fp8_rows(torch.randn(5, 40), "pow2")
+    for y in (rowwise.int8_fprop(x, *weights), rowwise.channel_fprop(get_backend("torch"), x, *fp8, "pow2")):
         assert bool(y[1].isnan().all()) and bool(y[[0, 2]].isfinite().all())
     broken = torch.randn(5, 40)
     broken[2, 3] = value
-    y = product.fprop(torch.randn(3, 40), *quantize_rows(broken))
+    y = rowwise.int8_fprop(torch.randn(3, 40), *quantize_int8_rows(broken))
     assert bool(y[:, 2].isnan().all()) and bool(y[:, [0, 1, 3, 4]].isfinite().all())
 
 
@@ -74,20 +72,20 @@ def test_the_fast_product_is_the_reference(m: int, n: int, k: int, seed: int, mo
     generator = torch.Generator().manual_seed(seed)
     a, b = (torch.randint(-most, most + 1, (r, k), dtype=torch.int8, generator=generator) for r in (m, n))
     exact = torch.from_numpy(a.numpy().astype(numpy.int64) @ b.numpy().astype(numpy.int64).T)
-    for mm in (product.reference_mm, product.int_mm, product.choose("auto", "cpu")):
+    for mm in (rowwise.reference_mm, rowwise.int_mm, rowwise.choose("auto", "cpu")):
         found = mm(a, b)
         assert found.dtype == torch.int32 and torch.equal(found.long(), exact)
 
 
 def test_the_widest_sum_fits() -> None:
-    a = torch.full((1, product.MAX_K), 127, dtype=torch.int8)
-    assert product.int_mm(a, a).item() == product.reference_mm(a, a).item() == product.MAX_K * 127**2 <= 2**31 - 1
-    assert (product.MAX_K + 1) * 127**2 > 2**31 - 1
+    a = torch.full((1, rowwise.MAX_K), 127, dtype=torch.int8)
+    assert rowwise.int_mm(a, a).item() == rowwise.reference_mm(a, a).item() == rowwise.MAX_K * 127**2 <= 2**31 - 1
+    assert (rowwise.MAX_K + 1) * 127**2 > 2**31 - 1
 
 
 def test_no_rows() -> None:
-    w = quantize_rows(torch.randn(6, 10))
-    assert product.fprop(torch.zeros(0, 10, dtype=torch.bfloat16), *w, mm=product.int_mm).shape == (0, 6)
+    w = quantize_int8_rows(torch.randn(6, 10))
+    assert rowwise.int8_fprop(torch.zeros(0, 10, dtype=torch.bfloat16), *w, mm=rowwise.int_mm).shape == (0, 6)
 
 
 @settings(max_examples=40)
@@ -96,15 +94,15 @@ def test_the_int8_linear_rounds_once(drawn: tuple[int, int, int, float, bool], n
     """Against numpy: FP32 with the scales multiplied in the stated order, and BF16 rounding on the bits."""
     x = rows(drawn)
     w = torch.randn(n, x.shape[1], generator=torch.Generator().manual_seed(n))
-    q, s = (t.numpy() for t in quantize_rows(x))
-    wq, ws = (t.numpy() for t in quantize_rows(w))
+    q, s = (t.numpy() for t in quantize_int8_rows(x))
+    wq, ws = (t.numpy() for t in quantize_int8_rows(w))
     total = (q.astype(numpy.int64) @ wq.astype(numpy.int64).T).astype(numpy.float32)
     y = s * (ws.T * total)
     bits = y.view(numpy.uint32).astype(numpy.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)  # half to even
-    found = product.fprop(x, torch.from_numpy(wq), torch.from_numpy(ws), mm=product.int_mm)
+    found = rowwise.int8_fprop(x, torch.from_numpy(wq), torch.from_numpy(ws), mm=rowwise.int_mm)
     assert torch.equal(found.view(torch.int16), torch.from_numpy(rounded.view(numpy.int16)))
-    partial = product.fprop(x, torch.from_numpy(wq), torch.from_numpy(ws), torch.float32)
+    partial = rowwise.int8_fprop(x, torch.from_numpy(wq), torch.from_numpy(ws), torch.float32)
     assert torch.equal(partial, torch.from_numpy(y))
 
 
@@ -112,7 +110,7 @@ def test_the_int8_linear_rounds_once(drawn: tuple[int, int, int, float, bool], n
 def test_fp8_rows_against_every_e4m3_value(drawn: tuple[int, int, int, float, bool], scale_format: str) -> None:
     """Each code is a nearest one among the format's 256."""
     x = rows(drawn)
-    q, s = channel.quantize_rows(x, scale_format)  # type: ignore[arg-type]
+    q, s = rowwise.quantize_fp8_rows(x, scale_format)  # type: ignore[arg-type]
     table = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
     table = table[table.isfinite()]
     amax = x.double().abs().amax(1, keepdim=True).clamp(min=1e-10)
@@ -133,22 +131,22 @@ def test_the_fp8_product_on_every_backend_here(
 ) -> None:
     x = rows(drawn)
     w = torch.randn(n, x.shape[1], generator=torch.Generator().manual_seed(n))
-    q, s = channel.quantize_rows(w, scale_format)  # type: ignore[arg-type]
-    xq, xs = channel.quantize_rows(x, scale_format)  # type: ignore[arg-type]
+    q, s = rowwise.quantize_fp8_rows(w, scale_format)  # type: ignore[arg-type]
+    xq, xs = rowwise.quantize_fp8_rows(x, scale_format)  # type: ignore[arg-type]
     exact = (xq.double() @ q.double().t()) * xs.double() * s.double().t()
     found = [
-        channel.fprop(get_backend(name), x, q, s, scale_format, torch.float32)  # type: ignore[arg-type]
+        rowwise.channel_fprop(get_backend(name), x, q, s, scale_format, torch.float32)  # type: ignore[arg-type]
         for name in dict.fromkeys(("torch", choose_backend("auto", "cpu")))
     ]
     slack = (xq.double().abs() @ q.double().abs().t()) * xs.double() * s.double().t() * 2.0**-21 + 1e-30
     assert all(bool(((y.double() - exact).abs() <= slack).all()) for y in found)
     groups = -(-x.shape[1] // 128)
-    same = reference.fprop(xq, xs.expand(-1, groups), q, s.expand(-1, groups), torch.float32)
+    same = quantize.fprop(xq, xs.expand(-1, groups), q, s.expand(-1, groups), torch.float32)
     assert torch.equal(found[0], same)
 
 
 @given(ROWS)
 def test_dequantizing_is_within_half_a_step(drawn: tuple[int, int, int, float, bool]) -> None:
     x = rows(drawn)
-    q, s = quantize_rows(x)
+    q, s = quantize_int8_rows(x)
     assert bool(((dequantize_rows(q, s) - x.float()).abs() <= 0.501 * s).all())

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jetrl_patch.config import Config
+from jetrl_patch.config.arguments import split
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.launch.arguments import split
 
 
 def test_what_they_come_to() -> None:

@@ -11,8 +11,10 @@ import triton
 from torch.nn import functional as F
 
 from jetrl_patch.exact import dispatch, ops
-from jetrl_patch.exact.activation import silu_mul_gradients
-from jetrl_patch.kernels import norm_backward, quantize, silu_backward
+from jetrl_patch.exact.elementwise import silu_mul_gradients
+from jetrl_patch.kernels import norm as norm_backward
+from jetrl_patch.kernels import quantize
+from jetrl_patch.kernels import silu as silu_backward
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
 from .traffic import Traffic

@@ -15,10 +15,10 @@ from benchmarks.gpu import block, launches, parts
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.shapes import Model
 from benchmarks.gpu.timing import Timed
-from jetrl_patch.fp8 import quantize as reference
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.backends.row_equality import DECODED, compare_rows
-from jetrl_patch.kernels import gemm, gemm_common, gemm_decode, quantize
+from jetrl_patch.backends import get_backend
+from jetrl_patch.backends import quantize as reference
+from jetrl_patch.backends.row_equality import DECODED, compare_rows
+from jetrl_patch.kernels import gemm, gemm_common, quantize
 
 from ..fp8.thresholds import sqnr
 from .interpreted_gemm import FORMATS, exact_dot  # noqa: F401
@@ -50,15 +50,15 @@ def test_one_launch_equals_two_and_the_tile_of_many_rows(shape, scale_format, ki
     M, N, K = shape
     tile = next(tile for tile in gemm_common.FEW if tile.columns == columns)
     monkeypatch.setattr(gemm, "few_tile_for", lambda N: tile)
-    monkeypatch.setattr(gemm_decode, "few_tile_for", lambda N, tiles: tile)
+    monkeypatch.setattr(gemm, "few_tile_for", lambda N, tiles: tile)
     x, (q, s) = data(kind, (M, K)), weight(N, K, scale_format)
     blocks, operand = s[::128].contiguous(), quantize.quantize_rows(x, scale_format)
     for out_dtype in (torch.bfloat16, torch.float32):
         expected = many_rows(*operand, q, s, out_dtype)
         assert same(gemm.fprop(*operand, q, s, out_dtype), expected)
         assert same(gemm.fprop(*operand, q, None, out_dtype, s_blocks=blocks), expected)
-        assert same(gemm_decode.fprop(x, q, s, scale_format, out_dtype), expected)
-        assert same(gemm_decode.fprop(x, q, None, scale_format, out_dtype, blocks), expected)
+        assert same(gemm.fprop_few(x, q, s, scale_format, out_dtype), expected)
+        assert same(gemm.fprop_few(x, q, None, scale_format, out_dtype, blocks), expected)
     assert (kind == "not finite") == bool(expected.isnan().any())
 
 
@@ -73,20 +73,20 @@ def many_rows(q_MK, s_MG, w_NK, s_NG, out_dtype):
 def test_rows_may_have_a_stride_and_scales_any_layout():
     wide, (q, s) = data("wide", (9, 300)), weight(70, 256, "pow2")
     x = wide[::2, 8:264]
-    y = gemm_decode.fprop(x.contiguous(), q, s, "pow2")
-    assert same(gemm_decode.fprop(x, q, s, "pow2"), y) and same(gemm_decode.fprop(x, q, s.t().contiguous().t(), "pow2"), y)
+    y = gemm.fprop_few(x.contiguous(), q, s, "pow2")
+    assert same(gemm.fprop_few(x, q, s, "pow2"), y) and same(gemm.fprop_few(x, q, s.t().contiguous().t(), "pow2"), y)
 
 
 def test_the_backend_takes_it_for_few_rows_alone(monkeypatch):
-    taken, original = [], gemm_decode.fprop
-    monkeypatch.setattr(gemm_decode, "fprop", lambda x, *a: taken.append(x.shape[0]) or original(x, *a))
+    taken, original = [], gemm.fprop_few
+    monkeypatch.setattr(gemm, "fprop", lambda x, *a: taken.append(x.shape[0]) or original(x, *a))
     backend, (q, s) = get_backend("triton"), weight(64, 256, "pow2")
-    x = data("wide", (gemm_decode.FEW + 1, 256))
+    x = data("wide", (gemm.FEW_TOKENS + 1, 256))
     whole = backend.fprop(x, q, s, "pow2")
     assert taken == []
-    for rows in (1, 7, gemm_decode.FEW):
+    for rows in (1, 7, gemm.FEW_TOKENS):
         assert same(backend.fprop(x[:rows], q, s, "pow2"), whole[:rows])
-    assert taken == [1, 7, gemm_decode.FEW]
+    assert taken == [1, 7, gemm.FEW_TOKENS]
     assert same(backend.fprop(x[:3], q, s, "pow2", splits=2), backend.fprop(x, q, s, "pow2", splits=2)[:3])
     assert len(taken) == 3  # two ranges of K are two launches
 
@@ -97,26 +97,26 @@ def test_what_a_trial_refuses_is_given_up(monkeypatch):
     backend, (q, s), x = get_backend("triton"), weight(64, 256, "pow2"), data("wide", (3, 256))
     expected, taken = backend.fprop(x, q, s, "pow2"), []
     assert backend.give_up_few_rows() and not backend.give_up_few_rows() and backend.few() == 0
-    for module, name in ((gemm_decode, "fprop"), (gemm, "few_tile_for")):
+    for module, name in ((gemm, "fprop"), (gemm, "few_tile_for")):
         monkeypatch.setattr(module, name, lambda *a: taken.append(a))
     assert same(backend.fprop(x, q, s, "pow2"), expected) and not taken
 
 
 def test_the_trial_of_rows_covers_both_ways():
-    few = [rows for rows in DECODED if rows <= gemm_decode.FEW]
-    assert gemm_decode.FEW in few and 1 in few and max(DECODED) > gemm_decode.ROWS
-    assert compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(1, 7, gemm_decode.FEW)).ok
+    few = [rows for rows in DECODED if rows <= gemm.FEW_TOKENS]
+    assert gemm.FEW_TOKENS in few and 1 in few and max(DECODED) > gemm.ROWS
+    assert compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(1, 7, gemm.FEW_TOKENS)).ok
 
 
 def test_the_trial_sees_one_launch_that_rounds_otherwise(monkeypatch):
-    original = gemm_decode.fprop
-    monkeypatch.setattr(gemm_decode, "fprop", lambda x, *a: original(x * 1.01, *a))
+    original = gemm.fprop_few
+    monkeypatch.setattr(gemm, "fprop", lambda x, *a: original(x * 1.01, *a))
     verdict = compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(7,))
     assert not verdict.ok and "at M = 7 differ" in verdict.found
 
 
 def test_empty_batches():
-    assert gemm_decode.fprop(data("wide", (0, 256)), *weight(64, 256, "pow2"), "pow2").shape == (0, 64)
+    assert gemm.fprop_few(data("wide", (0, 256)), *weight(64, 256, "pow2"), "pow2").shape == (0, 64)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_empty_batches():
 )
 def test_wrong_operands(change, error, match):
     with pytest.raises(error, match=match):
-        gemm_decode.fprop(*change(data("wide", (3, 256)), *weight(64, 256, "pow2")))
+        gemm.fprop_few(*change(data("wide", (3, 256)), *weight(64, 256, "pow2")))
 
 
 def test_the_benchmarks_run_on_this_backend():

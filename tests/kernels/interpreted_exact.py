@@ -21,8 +21,8 @@ from jetrl_patch.adapters.vllm.compat import paged_keys_and_values
 from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import dispatch, ops
 from jetrl_patch.fp8.lora import merged_weight
-from jetrl_patch.fp8.ranks import added
-from jetrl_patch.kernels import attention, attention_backward, merge, norm, rank_sum
+from jetrl_patch.fp8.mixture import added
+from jetrl_patch.kernels import attention, attention_backward, digest, norm
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_KERNEL_FP32, sqnr
 
@@ -266,7 +266,7 @@ def test_the_differentiable_ops_use_the_kernels(kernels):
 @pytest.mark.parametrize(("N", "K", "R"), [(1, 1, 1), (130, 260, 8), (33, 128, 64)])
 def test_the_merged_weight_of_lora_is_the_formula(N, K, R):
     w, a, b = rand(N, K), rand(R, K, seed=1), rand(N, R, seed=2)
-    assert torch.equal(merge.merged_weight(w, a, b, 0.3), merged_weight(w, a, b, 0.3))
+    assert torch.equal(attention.merged_weight(w, a, b, 0.3), merged_weight(w, a, b, 0.3))
 
 
 def test_what_has_no_kernel_is_refused():
@@ -280,10 +280,10 @@ def test_what_has_no_kernel_is_refused():
 @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 5, 300), (4, 7, 1000), (3, 0, 8), (8, 3, 16)])
 def test_ranks_are_added_in_order(shape):
     parts = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 2.0 ** torch.arange(shape[0])[:, None, None]
-    found = rank_sum.rank_sum(parts)
-    assert torch.equal(found, added(parts)) and torch.equal(found, rank_sum.rank_sum(parts.mT.contiguous().mT))
+    found = digest.rank_sum(parts)
+    assert torch.equal(found, added(parts)) and torch.equal(found, digest.rank_sum(parts.mT.contiguous().mT))
     order = torch.tensor([2.0**24, 1.0, -(2.0**24)]).view(3, 1, 1)
-    assert rank_sum.rank_sum(order).item() == 0 and rank_sum.rank_sum(order.flip(0)).item() == 1
-    assert rank_sum.rank_sum(order * torch.nan).isnan()
+    assert digest.rank_sum(order).item() == 0 and digest.rank_sum(order.flip(0)).item() == 1
+    assert digest.rank_sum(order * torch.nan).isnan()
     with pytest.raises(TypeError, match=r"must be torch\.float32, found torch\.bfloat16"):
-        rank_sum.rank_sum(parts.bfloat16())
+        digest.rank_sum(parts.bfloat16())

@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.triton import TritonBackend
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8 import expert_trial
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.backends.triton import TritonBackend
 from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.experts import run_experts
 from jetrl_patch.fp8.grouped import Stacks, run_grouped
 from jetrl_patch.fp8.linear import Promise
-from jetrl_patch.fp8.ranks import ExpertSplit, added
-from jetrl_patch.kernels import grouped
+from jetrl_patch.fp8.mixture import ExpertSplit, added
+from jetrl_patch.kernels import gemm_grouped
 
 from ..fp8.mixture import Layer, operands_of
 from ..fp8.thresholds import SQNR_EXPERTS, sqnr
@@ -136,7 +136,7 @@ def test_held_matrices_are_not_turned_again(monkeypatch):
     expected, promise = gradients(layer), Promise(gradients=True)
     for state in layer.own.states():
         state.promised(promise)
-    monkeypatch.setattr(grouped, "turned", None)
+    monkeypatch.setattr(gemm_grouped, "turned", None)
     monkeypatch.setattr("jetrl_patch.fp8.linear.PROMISES", {promise})
     for _ in range(2):
         y, found = gradients(layer)
@@ -167,14 +167,14 @@ def test_the_trial_passes_here_and_fails_where_rows_depend_on_their_batch(monkey
     assert verdict.ok, verdict.found
 
     def by_number(q, s, w, sw, plan, *rest, **options):
-        y = grouped.grouped(q, s, w, sw, plan, *rest, **options)
+        y = gemm_grouped.grouped(q, s, w, sw, plan, *rest, **options)
         return y * (1 + 2**-6) if len(plan.ids) < 20 else y
 
-    broken = SimpleNamespace(**{name: getattr(grouped, name) for name in grouped.__all__} | {"grouped": by_number})
+    broken = SimpleNamespace(**{name: getattr(gemm_grouped, name) for name in gemm_grouped.__all__} | {"grouped": by_number})
     monkeypatch.setattr(TritonBackend, "grouped", lambda self, x: broken)
     verdict = compare_experts(backend, 128, 96, "cpu", counts=(0, 3, 25))
     assert not verdict.ok and "differ from those among 28" in verdict.found
-    broken.grouped = lambda *args, **options: grouped.grouped(*args, **options) * 1.5
+    broken.grouped = lambda *args, **options: gemm_grouped.grouped(*args, **options) * 1.5
     verdict = compare_experts(backend, 128, 96, "cpu", counts=(0, 3, 25))
     assert not verdict.ok and "differ from the dense product" in verdict.found
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 import triton
 
-from jetrl_patch.adapters.transformers import fused, residual
+from jetrl_patch.adapters.transformers import fused
+from jetrl_patch.backends import get_backend
 from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.fp8 import producers
-from jetrl_patch.fp8.backends import get_backend
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.handed import HANDED
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
-from jetrl_patch.kernels import norm_backward, quantize
+from jetrl_patch.kernels import norm, quantize
+from jetrl_patch.kernels.formats import HANDED
 
 from ..fp8.thresholds import sqnr
 from ..models import build
@@ -57,9 +57,9 @@ def both(monkeypatch):
 def added(monkeypatch):
     """Whether each backward of a norm was given the gradient of the residual."""
     found = []
-    original = norm_backward.rms_norm_backward
+    original = norm.rms_norm_backward
     watched = lambda *given: found.append(given[6] is not None) or original(*given)  # noqa: E731
-    monkeypatch.setattr(norm_backward, "rms_norm_backward", watched)
+    monkeypatch.setattr(norm, "rms_norm_backward", watched)
     return found
 
 
@@ -112,7 +112,7 @@ def test_norms_add_the_gradients_of_residuals(exact, around, added):
     plain, ours, names = models("qwen3")
     if exact:
         ours = copy.deepcopy(plain)
-    blocks = residual.add_in_norms(ours, "triton", "cuda")
+    blocks = fused.add_in_norms(ours, "triton", "cuda")
     assert blocks == ["model.layers.0"]
     found, original = (type(model.model.layers[0]) for model in (ours, plain))
     assert issubclass(found, original) and found is not original and found.__name__ == original.__name__
@@ -129,7 +129,7 @@ def test_norms_add_the_gradients_of_residuals(exact, around, added):
     assert torch.equal(found, out) and all(torch.equal(ours_grads[name], grad) for name, grad in grads.items())
     with torch.no_grad():
         assert torch.equal(ours(input_ids=IDS, use_cache=False).logits, out)
-    assert residual.add_in_norms(ours, "triton", "cuda") == []  # a second time changes nothing
+    assert fused.add_in_norms(ours, "triton", "cuda") == []  # a second time changes nothing
 
 
 CHANGES = {

@@ -15,17 +15,15 @@ import triton.language as tl
 from torch import nn
 from triton.runtime import interpreter
 
-from jetrl_patch.fp8 import quantize, reference
-from jetrl_patch.fp8.backends import get_backend
-from jetrl_patch.fp8.backends.deep_gemm import block_scales as in_torch
-from jetrl_patch.fp8.backends.row_equality import Layout, Part, compare_parts, compare_rows
+from jetrl_patch.backends import get_backend, quantize
+from jetrl_patch.backends.deep_gemm import block_scales as in_torch
+from jetrl_patch.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.unchanged import unchanged_weights
 from jetrl_patch.kernels import gemm, gemm_common
 from jetrl_patch.kernels.gemm import fprop
-from jetrl_patch.kernels.gemm_dgrad import dgrad, turned
-from jetrl_patch.kernels.gemm_scales import block_scales
-from jetrl_patch.kernels.gemm_wgrad import wgrad
+from jetrl_patch.kernels.gemm_backward import dgrad, turned, wgrad
+from jetrl_patch.kernels.gemm_common import block_scales
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
 
@@ -65,9 +63,9 @@ def test_fprop_against_the_oracle(shape, scale_format, wide, monkeypatch):
     args = operands(*shape, scale_format)
     y = fprop(*args)
     assert y.shape == shape[:2] and y.dtype == torch.bfloat16
-    assert (y == reference.fprop(*args, torch.bfloat16)).float().mean() >= KERNEL_EQUALS_ORACLE
+    assert (y == quantize.fprop(*args, torch.bfloat16)).float().mean() >= KERNEL_EQUALS_ORACLE
     unrounded = fprop(*args, torch.float32)
-    assert sqnr(unrounded, reference.fprop(*args, torch.float32)) > SQNR_KERNEL_FP32
+    assert sqnr(unrounded, quantize.fprop(*args, torch.float32)) > SQNR_KERNEL_FP32
     assert torch.equal(unrounded.to(torch.bfloat16), y)  # one rounding, to the nearest
 
 
@@ -125,7 +123,7 @@ def test_splits_equal_what_tensor_parallel_ranks_add(ranks, scale_format):
     y = fprop(x, s, w, rows, splits=ranks)
     assert torch.equal(y, total.to(torch.bfloat16))
     assert not torch.equal(fprop(x, s, w, rows, torch.float32), total)  # the order of addition does show
-    assert (y == reference.fprop(x, s, w, rows, torch.bfloat16, ranks)).float().mean() >= KERNEL_EQUALS_ORACLE
+    assert (y == quantize.fprop(x, s, w, rows, torch.bfloat16, ranks)).float().mean() >= KERNEL_EQUALS_ORACLE
 
 
 def test_scales_are_per_row_whatever_slice_of_the_weight_this_is():
@@ -203,11 +201,11 @@ def test_gradients_against_the_oracle(shape, scale_format, dtype):
     q_NK, s_blocks = quantize.quantize_weight(torch.randn(N, K, generator=gen), scale_format)
     q_MN, s_MG = quantize.quantize_activation(g, scale_format)
     dx = dgrad(q_MN, s_MG, q_NK, s_blocks, dtype)
-    assert dx.dtype == dtype and sqnr(dx, reference.dgrad(q_MN, s_MG, q_NK, s_blocks)) > least
+    assert dx.dtype == dtype and sqnr(dx, quantize.dgrad(q_MN, s_MG, q_NK, s_blocks)) > least
     (qg, sg), (qx, sx) = (quantize.quantize_tokens(t, scale_format) for t in (g, x))
     args = (qg.t().contiguous(), sg, qx.t().contiguous(), sx)
     dw = wgrad(*args, dtype)
-    assert dw.dtype == dtype and sqnr(dw, reference.wgrad(qg, sg, qx, sx)) > least
+    assert dw.dtype == dtype and sqnr(dw, quantize.wgrad(qg, sg, qx, sx)) > least
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (130, 257), (300, 40)])
@@ -394,9 +392,9 @@ def test_a_held_weight_is_not_turned_again(monkeypatch):
         model.zero_grad()
         return [torch.autograd.grad(model(part).float().pow(2).sum(), part)[0] for part in x.unbind()]
 
-    monkeypatch.setattr("jetrl_patch.fp8.weight.expand_weight_scale", None)  # nor are scales per row made
+    monkeypatch.setattr("jetrl_patch.backends.quantize.expand_weight_scale", None)  # nor are scales per row made
     expected = step()
-    monkeypatch.setattr("jetrl_patch.kernels.gemm_dgrad.turned", None)
+    monkeypatch.setattr("jetrl_patch.kernels.gemm_backward.turned", None)
     with pytest.raises(TypeError):
         step()
     with unchanged_weights(model):

@@ -9,11 +9,16 @@ import pytest
 import torch
 import triton
 
-from jetrl_patch.fp8 import quantize, reference
-from jetrl_patch.kernels import gemm_dgrad, gemm_wgrad, grouped
+from jetrl_patch.backends import quantize
+from jetrl_patch.kernels import gemm_backward, gemm_grouped
 from jetrl_patch.kernels.gemm import fprop
-from jetrl_patch.kernels.quantize import quantize_rows, quantize_tokens, quantize_weight, quantize_weight_turned
-from jetrl_patch.kernels.requantize import requantize_tokens
+from jetrl_patch.kernels.quantize import (
+    quantize_rows,
+    quantize_tokens,
+    quantize_weight,
+    quantize_weight_turned,
+    requantize_tokens,
+)
 
 from ..fp8.thresholds import SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
 from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
@@ -56,8 +61,8 @@ def dense(operand, matrix, out_dtype):
 def test_rows_are_those_of_the_dense_product(shape, scale_format, out_dtype):
     (N, K), ids = shape, routes()
     x, (w, s) = quantize_rows(rand(len(ids), K), scale_format), stack(2 * len(COUNTS), N, K, scale_format)
-    plan = grouped.plan(ids, len(COUNTS))
-    y = grouped.grouped(*x, w, s, plan, out_dtype, tokens=True)[plan.place.long()]
+    plan = gemm_grouped.plan(ids, len(COUNTS))
+    y = gemm_grouped.grouped(*x, w, s, plan, out_dtype, tokens=True)[plan.place.long()]
     assert y.shape == (len(ids), 2 * N) and y.dtype == out_dtype
     for expert, count in enumerate(COUNTS):
         rows = ids[:, 0] == expert
@@ -70,9 +75,9 @@ def test_rows_are_those_of_the_dense_product(shape, scale_format, out_dtype):
 def test_eight_experts_a_token():
     ids, (w, s) = chosen(33, 8, 9), stack(9, 130, 128)
     x = quantize_rows(rand(33, 128), "pow2")
-    plan = grouped.plan(ids, 9)
-    y = grouped.grouped(*x, w, s, plan, tokens=True)[plan.place.long()].view(33, 8, 130)
-    by_position = grouped.grouped(*(t[plan.order.long() // 8] for t in x), w, s, plan)
+    plan = gemm_grouped.plan(ids, 9)
+    y = gemm_grouped.grouped(*x, w, s, plan, tokens=True)[plan.place.long()].view(33, 8, 130)
+    by_position = gemm_grouped.grouped(*(t[plan.order.long() // 8] for t in x), w, s, plan)
     assert torch.equal(by_position[plan.place.long()].view(33, 8, 130), y)
     for t, j in ((0, 0), (5, 7), (32, 3)):
         m = int(ids[t, j])
@@ -82,31 +87,31 @@ def test_eight_experts_a_token():
 def test_a_row_among_a_thousand_of_its_expert():
     x, (w, s) = quantize_rows(rand(1000, 200), "pow2"), stack(3, 64, 200)
     alone = [t[700:701] for t in x]
-    expected = grouped.grouped(*alone, w, s, grouped.plan(torch.tensor([[1]]), 3), FP32)
+    expected = gemm_grouped.grouped(*alone, w, s, gemm_grouped.plan(torch.tensor([[1]]), 3), FP32)
     for experts in (torch.ones(1000, 1, dtype=torch.int64), torch.arange(1000)[:, None] % 3):
-        plan = grouped.plan(experts.roll(1 - int(experts[700]), 0), 3)
+        plan = gemm_grouped.plan(experts.roll(1 - int(experts[700]), 0), 3)
         assert plan.ids[700] == 1
-        y = grouped.grouped(*x, w, s, plan, FP32, tokens=True)[plan.place.long()]
+        y = gemm_grouped.grouped(*x, w, s, plan, FP32, tokens=True)[plan.place.long()]
         assert torch.equal(y[700:701], expected)
 
 
 def test_layouts_change_nothing():
     ids, (w, s) = routes((1, 0, 40, 70)), stack(4, 140, 200)
     q, sx = quantize_rows(rand(len(ids), 200), "fp32")
-    plan = grouped.plan(ids, 4)
-    y = grouped.grouped(q, sx, w, s, plan, tokens=True)
+    plan = gemm_grouped.plan(ids, 4)
+    y = gemm_grouped.grouped(q, sx, w, s, plan, tokens=True)
     columns = quantize_rows(rand(len(ids), 200), "fp32", columns=True)
-    assert columns[1].stride(0) == 1 and torch.equal(grouped.grouped(*columns, w, s, plan, tokens=True), y)
+    assert columns[1].stride(0) == 1 and torch.equal(gemm_grouped.grouped(*columns, w, s, plan, tokens=True), y)
     per_row = s.repeat_interleave(128, 1)[:, :140].contiguous()
-    assert torch.equal(grouped.block_view(per_row), s) and not grouped.block_view(per_row).is_contiguous()
-    assert torch.equal(grouped.grouped(q, sx, w, grouped.block_view(per_row), plan, tokens=True), y)
+    assert torch.equal(gemm_grouped.block_view(per_row), s) and not gemm_grouped.block_view(per_row).is_contiguous()
+    assert torch.equal(gemm_grouped.grouped(q, sx, w, gemm_grouped.block_view(per_row), plan, tokens=True), y)
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (200, 129)])
 def test_a_stack_is_quantized_and_turned_matrix_by_matrix(shape):
     w = rand(3, *shape)
     q, s = quantize_weight(w.float(), "pow2")
-    turned = grouped.turned(q)
+    turned = gemm_grouped.turned(q)
     assert turned.stride(1) % 16 == 0
     beside = quantize_weight_turned(w.float(), "pow2")
     assert torch.equal(beside[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(beside[1], s)
@@ -121,22 +126,22 @@ def test_a_stack_is_quantized_and_turned_matrix_by_matrix(shape):
 def test_dgrad(shape, scale_format, out_dtype):
     """Of one matrix an expert == the dense kernel; summed over two, FP64."""
     (N, K), ids = shape, routes()
-    plan, (w, s) = grouped.plan(ids, 4), stack(8, N, K, scale_format)
+    plan, (w, s) = gemm_grouped.plan(ids, 4), stack(8, N, K, scale_format)
     g = quantize_rows(rand(len(ids), N, scale=1e-5), scale_format)
-    turned, blocks = grouped.turned(w), s.transpose(1, 2)
-    single = grouped.grouped(*g, turned[:4], blocks[:4], plan, out_dtype, tokens=True)[plan.place.long()]
+    turned, blocks = gemm_grouped.turned(w), s.transpose(1, 2)
+    single = gemm_grouped.grouped(*g, turned[:4], blocks[:4], plan, out_dtype, tokens=True)[plan.place.long()]
     both = quantize_rows(rand(2 * len(ids), N, seed=2), scale_format)
     pairs = [t.view(len(ids), -1) for t in both]
-    total = grouped.grouped(*pairs, turned, blocks, plan, FP32, summed=2)
+    total = gemm_grouped.grouped(*pairs, turned, blocks, plan, FP32, summed=2)
     for expert in range(4):
         rows, at = ids[:, 0] == expert, slice(*plan.offsets[expert : expert + 2].tolist())
         if not rows.any():
             continue
         own = [t[rows] for t in g]
-        assert torch.equal(single[rows], gemm_dgrad.dgrad(*own, w[expert], s[expert], out_dtype))
-        assert sqnr(single[rows], reference.dgrad(*own, w[expert], s[expert])) > LEAST[out_dtype]
+        assert torch.equal(single[rows], gemm_backward.dgrad(*own, w[expert], s[expert], out_dtype))
+        assert sqnr(single[rows], quantize.dgrad(*own, w[expert], s[expert])) > LEAST[out_dtype]
         expected = sum(
-            reference.dgrad(*(t[i::2][at] for t in both), w[2 * expert + i], s[2 * expert + i]) for i in (0, 1)
+            quantize.dgrad(*(t[i::2][at] for t in both), w[2 * expert + i], s[2 * expert + i]) for i in (0, 1)
         )
         assert sqnr(total[at], expected) > SQNR_KERNEL_FP32
 
@@ -144,16 +149,19 @@ def test_dgrad(shape, scale_format, out_dtype):
 @pytest.mark.parametrize(("shape", "scale_format", "out_dtype"), CASES)
 def test_wgrad_is_the_dense_one_over_an_experts_own_tokens(shape, scale_format, out_dtype):
     (N, K), ids = shape, routes()
-    plan, T = grouped.plan(ids, 4), len(ids)
+    plan, T = gemm_grouped.plan(ids, 4), len(ids)
     g_TN, weights = rand(T, N, scale=1e-5), torch.rand(T, 1, generator=torch.Generator().manual_seed(9))
     x = quantize_rows(rand(T, K), scale_format)
-    dw = grouped.grouped_wgrad(
-        grouped.group_tokens(g_TN, plan, scale_format, weights), grouped.regroup(*x, plan, scale_format, True), plan, out_dtype
+    dw = gemm_grouped.grouped_wgrad(
+        gemm_grouped.group_tokens(g_TN, plan, scale_format, weights),
+        gemm_grouped.regroup(*x, plan, scale_format, True),
+        plan,
+        out_dtype,
     )
     order = plan.order.long()
-    by_position = grouped.grouped_wgrad(
-        grouped.group_tokens((weights * g_TN).to(BF16)[order], plan, scale_format),
-        grouped.regroup(*(t[order] for t in x), plan, scale_format, False),
+    by_position = gemm_grouped.grouped_wgrad(
+        gemm_grouped.group_tokens((weights * g_TN).to(BF16)[order], plan, scale_format),
+        gemm_grouped.regroup(*(t[order] for t in x), plan, scale_format, False),
         plan,
         out_dtype,
     )
@@ -165,26 +173,26 @@ def test_wgrad_is_the_dense_one_over_an_experts_own_tokens(shape, scale_format, 
             continue
         g = (weights[rows] * g_TN[rows]).to(BF16)
         operand = requantize_tokens(*(t[rows] for t in x), scale_format, pad=True)
-        expected = gemm_wgrad.wgrad(*quantize_tokens(g, scale_format, turned=True, pad=True), *operand, out_dtype)
+        expected = gemm_backward.wgrad(*quantize_tokens(g, scale_format, turned=True, pad=True), *operand, out_dtype)
         assert torch.equal(dw[expert], expected)
         again = quantize.dequantize_activation(*(t[rows] for t in x), BF16)
-        exact = reference.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(again, scale_format))
+        exact = quantize.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(again, scale_format))
         assert sqnr(dw[expert], exact) > LEAST[out_dtype]
 
 
 def test_wrong_operands():
     ids, (w, s) = chosen(5, 2, 4), stack(4, 64, 256)
-    plan, x = grouped.plan(ids, 4), quantize_rows(rand(5, 256), "pow2")
+    plan, x = gemm_grouped.plan(ids, 4), quantize_rows(rand(5, 256), "pow2")
     with pytest.raises(ValueError, match="does not fit 10 rows"):
-        grouped.grouped(*x, w, s, plan)
+        gemm_grouped.grouped(*x, w, s, plan)
     with pytest.raises(ValueError, match="of 4 experts"):
-        grouped.grouped(*x, w[:3], s[:3], plan, tokens=True)
+        gemm_grouped.grouped(*x, w[:3], s[:3], plan, tokens=True)
     with pytest.raises(ValueError, match=r"W: expected .* with FP32 scales \[4, 1, 2\]"):
-        grouped.grouped(*x, w, s[:, :, :1], plan, tokens=True)
+        gemm_grouped.grouped(*x, w, s[:, :, :1], plan, tokens=True)
     with pytest.raises(TypeError, match="indices of experts"):
-        grouped.plan(ids.float(), 4)
+        gemm_grouped.plan(ids.float(), 4)
     with pytest.raises(ValueError, match=r"contiguous torch.float32 \[10, H\]"):
-        grouped.combine(torch.zeros(5, 64), plan, None, FP32)
-    operand = grouped.regroup(*x, plan, "pow2", True)
+        gemm_grouped.combine(torch.zeros(5, 64), plan, None, FP32)
+    operand = gemm_grouped.regroup(*x, plan, "pow2", True)
     with pytest.raises(ValueError, match="groups of this plan"):
-        grouped.grouped_wgrad(operand, operand, grouped.plan(chosen(200, 2, 4), 4), FP32)
+        gemm_grouped.grouped_wgrad(operand, operand, gemm_grouped.plan(chosen(200, 2, 4), 4), FP32)

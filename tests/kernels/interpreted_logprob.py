@@ -11,7 +11,7 @@ import triton
 
 from jetrl_patch.exact import dispatch, logprob
 from jetrl_patch.exact.logprob import token_log_probs
-from jetrl_patch.kernels.logprob_backward import COLUMNS
+from jetrl_patch.kernels.head import LOGPROB_COLUMNS
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, sqnr
 from .traffic import Traffic
@@ -53,7 +53,7 @@ def near(found, exact):
     return bool(sqnr(found, exact) > SQNR_KERNEL_FP32)
 
 
-@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (7, 2500), (33, COLUMNS), (2, 5000)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 40), (7, 2500), (33, LOGPROB_COLUMNS), (2, 5000)], ids=str)
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("dtype", [BF16, FP32], ids=str)
 @pytest.mark.parametrize("spread", [0.5, 4.0, 40.0])  # of 40, most probabilities are smaller than any FP32 number
@@ -140,7 +140,7 @@ def test_a_second_backward_pass_over_reused_logits_is_refused():
 def test_bytes_of_a_logit_and_launches(serves, dtype, monkeypatch):
     """One read and one write of the logits, with the numbers of a row beside each tile."""
     monkeypatch.setattr(dispatch, "_chosen", {"cpu": serves})
-    rows, V = 20, 2 * COLUMNS
+    rows, V = 20, 2 * LOGPROB_COLUMNS
     monkeypatch.setattr(logprob, "BLOCK_BYTES", 16 * 4 * V)  # two blocks
     logits, labels, grad = inputs(rows, V, dtype)
     moved = []

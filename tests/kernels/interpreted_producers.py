@@ -12,9 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_patch.exact import activation, dispatch, norm
-from jetrl_patch.fp8 import quantize as reference
-from jetrl_patch.kernels import e4m3, norm_rows, producers, silu
+from jetrl_patch.backends import quantize as reference
+from jetrl_patch.exact import dispatch, elementwise
+from jetrl_patch.kernels import common, silu
+from jetrl_patch.kernels import norm as norm_rows
+from jetrl_patch.kernels import norm as producers
 
 from .interpreted_quantize import FORMATS, check
 
@@ -38,13 +40,13 @@ EVERY = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bflo
 @triton.jit
 def silu_kernel(g, y, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(y + at, e4m3.bf16_value(silu.silu(e4m3.widened(tl.load(g + at), False)), False))
+    tl.store(y + at, common.bf16_value(silu.silu(common.widened(tl.load(g + at), False)), False))
 
 
 def test_silu_of_every_gate_is_that_of_fp64():
     y = torch.empty(1 << 16)
     silu_kernel[(16,)](EVERY, y, SIZE=4096)
-    expected = activation.silu_mul(EVERY, torch.ones_like(EVERY)).float()
+    expected = elementwise.silu_mul(EVERY, torch.ones_like(EVERY)).float()
     nan = expected.isnan()
     assert torch.equal(y.isnan(), nan) and torch.equal(y[~nan].view(torch.int32), expected[~nan].view(torch.int32))
 
@@ -69,7 +71,7 @@ def test_silu_mul_equals_two_steps(shape, scale_format, bad):
     if bad is not None:
         both[0, 0] = bad
     gate, up = both[:, :K], both[:, K:]
-    y = activation.silu_mul(gate, up)
+    y = elementwise.silu_mul(gate, up)
     rows = reference.quantize_activation(y, scale_format)
     alone = producers.silu_mul_quantize_rows(gate, up, scale_format, columns=True)
     kept = producers.silu_mul_quantize_rows(gate, up, scale_format, keep=True)
@@ -96,7 +98,7 @@ def test_rmsnorm_equals_two_steps(shape, scale_format, bad):
     if bad is not None:
         x[0, -1] = bad
     eps = 1e-5
-    y = norm.rms_norm(x, weight, eps)
+    y = elementwise.rms_norm(x, weight, eps)
     made = producers.rmsnorm_quantize_rows(x, weight, eps, scale_format, keep=True)
     assert made.y_MK is not None
     nan = y.isnan()
@@ -121,7 +123,7 @@ def test_the_norm_of_a_sum_equals_three_steps(shape, scale_format, bad):
     for r in (residual, None, residual.repeat(1, 2)[:, : shape[1]]):
         total = x if r is None else x + r
         made = norm_rows.norm_quantize_rows(x, r, weight, 1e-5, scale_format, columns=r is residual)
-        check(made.q_MK, made.s_MG, *reference.quantize_activation(norm.rms_norm(total, weight, 1e-5), scale_format))
+        check(made.q_MK, made.s_MG, *reference.quantize_activation(elementwise.rms_norm(total, weight, 1e-5), scale_format))
         assert made.s_MG.stride(0) == 1 or r is not residual
         if r is None:
             assert made.total_MK is None

@@ -1,4 +1,4 @@
-"""The Triton quantizers in the interpreter, bit for bit against ``fp8.quantize``.
+"""The Triton quantizers in the interpreter, bit for bit against ``backends.quantize``.
 
 ``test_quantize.py`` runs this in its own process, because ``TRITON_INTERPRET=1`` must be set before triton is imported.
 """
@@ -14,11 +14,11 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch.fp8 import quantize as reference
-from jetrl_patch.fp8.formats import FP8, FP8_MAX, groups
-from jetrl_patch.kernels import e4m3
+from jetrl_patch.backends import quantize as reference
+from jetrl_patch.kernels import common
 from jetrl_patch.kernels import quantize as kernels
-from jetrl_patch.kernels.requantize import requantize_tokens
+from jetrl_patch.kernels.formats import FP8, FP8_MAX, groups
+from jetrl_patch.kernels.quantize import requantize_tokens
 from jetrl_patch.native import ops
 
 from ..fp8.test_quantize import values
@@ -135,7 +135,7 @@ def test_requantization_is_that_of_the_cpu_backend(shape, scale_format, kind):
 @triton.jit
 def encode_kernel(x, y, n, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    tl.store(y + at, e4m3.encode(tl.load(x + at, mask=at < n), False), mask=at < n)
+    tl.store(y + at, common.encode(tl.load(x + at, mask=at < n), False), mask=at < n)
 
 
 def test_every_rounding_to_e4m3_is_torchs():
@@ -156,7 +156,7 @@ def test_every_rounding_to_e4m3_is_torchs():
 @triton.jit
 def decode_kernel(q, y):
     at = tl.arange(0, 256)
-    tl.store(y + at, e4m3.decode(tl.load(q + at), False))
+    tl.store(y + at, common.decode(tl.load(q + at), False))
 
 
 def test_every_byte_is_decoded_as_torch_decodes():
@@ -170,8 +170,8 @@ def test_every_byte_is_decoded_as_torch_decodes():
 @triton.jit
 def scale_kernel(amax, s, n, POW2: tl.constexpr, SIZE: tl.constexpr):
     at = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
-    bits = e4m3.magnitude(tl.load(amax + at, mask=at < n, other=0.0))
-    tl.store(s + at, e4m3.scale_of(bits, POW2), mask=at < n)
+    bits = common.magnitude(tl.load(amax + at, mask=at < n, other=0.0))
+    tl.store(s + at, common.scale_of(bits, POW2), mask=at < n)
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

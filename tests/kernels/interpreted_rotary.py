@@ -14,10 +14,10 @@ import triton
 from transformers.models.glm4_moe.modeling_glm4_moe import apply_rotary_pos_emb as partial
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb as eager
 
-from jetrl_patch.adapters.transformers import rotary as adapter
+from jetrl_patch.adapters.transformers import fused as adapter
 from jetrl_patch.exact import dispatch, ops, trial
-from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8 import producers
+from jetrl_patch.models.families import FAMILIES
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_KERNEL_FP32, sqnr
 from ..models import build

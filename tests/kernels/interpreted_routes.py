@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from jetrl_patch.exact.route import Sigmoid, _formula
-from jetrl_patch.fp8.mixture import weighted_sums
-from jetrl_patch.fp8.ranks import added
-from jetrl_patch.kernels import grouped
-from jetrl_patch.kernels.plan import ROWS
+from jetrl_patch.fp8.mixture import added, weighted_sums
+from jetrl_patch.kernels import gemm_grouped
+from jetrl_patch.kernels.mixture import ROWS
 from jetrl_patch.kernels.route import route
 
 from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
@@ -23,7 +22,7 @@ from .interpreted_grouped import BF16, FP32, chosen
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 def test_the_plan_sorts_pairs_by_expert(T, k, E, dtype):
     ids = chosen(T, k, E).to(dtype)
-    plan = grouped.plan(ids, E)
+    plan = gemm_grouped.plan(ids, E)
     flat = ids.flatten().long()
     assert torch.equal(plan.order.long(), torch.argsort(flat, stable=True))
     assert torch.equal(plan.order[plan.place.long()].long(), torch.arange(T * k))
@@ -42,17 +41,17 @@ def test_the_plan_sorts_pairs_by_expert(T, k, E, dtype):
 
 @pytest.mark.parametrize(("T", "k", "E", "H"), [(1, 1, 4, 64), (37, 3, 6, 1030), (20, 8, 9, 200)])
 def test_the_combined_rows_are_the_weighted_sum(T, k, E, H):
-    ids, plan = chosen(T, k, E), grouped.plan(chosen(T, k, E), E)
+    ids, plan = chosen(T, k, E), gemm_grouped.plan(chosen(T, k, E), E)
     out = torch.randn(T * k, H, generator=torch.Generator().manual_seed(1))
     weights = torch.rand(T, k, generator=torch.Generator().manual_seed(2))
     expected = added(weighted_sums(ids, weights, (E, H), lambda group: [(0, out[group.span])]))
-    assert torch.equal(grouped.combine(out, plan, weights, BF16), expected)
-    unrounded = grouped.combine(out, plan, weights, FP32)
+    assert torch.equal(gemm_grouped.combine(out, plan, weights, BF16), expected)
+    unrounded = gemm_grouped.combine(out, plan, weights, FP32)
     assert unrounded.dtype == FP32 and torch.equal(unrounded.to(BF16), expected)
-    ones = grouped.combine(out, plan, torch.ones(T, k), FP32)
-    assert torch.equal(grouped.combine(out, plan, None, FP32), ones)
+    ones = gemm_grouped.combine(out, plan, torch.ones(T, k), FP32)
+    assert torch.equal(gemm_grouped.combine(out, plan, None, FP32), ones)
     turned = torch.arange(k).flip(0)
-    other = grouped.combine(out, grouped.plan(ids[:, turned].contiguous(), E), weights[:, turned].contiguous(), FP32)
+    other = gemm_grouped.combine(out, gemm_grouped.plan(ids[:, turned].contiguous(), E), weights[:, turned].contiguous(), FP32)
     assert torch.equal(other, unrounded)
 
 
@@ -60,7 +59,7 @@ def test_a_wrong_index_is_seen():
     ids, out = chosen(10, 2, 4), torch.randn(20, 64)
     for wrong in (4, -1):
         ids[3, 1] = wrong
-        found = grouped.combine(out, grouped.plan(ids, 4), torch.rand(10, 2), FP32)
+        found = gemm_grouped.combine(out, gemm_grouped.plan(ids, 4), torch.rand(10, 2), FP32)
         assert found[3].isnan().all() and found.isnan().sum() == 64
 
 

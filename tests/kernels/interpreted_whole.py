@@ -12,7 +12,7 @@ import triton
 import jetrl_patch
 from jetrl_patch.adapters.transformers import prepare
 from jetrl_patch.config import Config
-from jetrl_patch.exact import dispatch, ops, packed
+from jetrl_patch.exact import attention, dispatch, ops
 
 from ..models import build
 from ..waits import NothingIsReadBack
@@ -39,7 +39,7 @@ def model(monkeypatch):
 def positions_of(at_most):
     found = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     if at_most is not None:
-        packed.mark(found, at_most)
+        attention.mark(found, at_most)
     return found
 
 

@@ -15,27 +15,14 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import (
-    attention,
-    attention_backward,
-    attention_chunks,
-    elementwise,
-    head,
-    logprob_backward,
-    merge,
-    norm,
-    norm_backward,
-    rank_sum,
-    rotary,
-    silu_backward,
-)
+from jetrl_patch.kernels import attention, attention_backward, chunks, digest, elementwise, head, norm, silu
 from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, loops, specs
-from jetrl_patch.kernels.outputs import COMPILER
+from jetrl_patch.kernels.common import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
 MODULES = (
-    attention, attention_chunks, attention_backward, elementwise, head, logprob_backward, merge, norm, norm_backward, rank_sum,
-    rotary, silu_backward,
+    attention, chunks, attention_backward, elementwise, head, head, attention, norm, norm, digest,
+    elementwise, silu,
 )  # fmt: skip
 SPECS = [k for m in MODULES for k in m.KERNELS]
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
@@ -52,9 +39,9 @@ REGISTERS = {
     "merge": 96,
     **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
-    **dict.fromkeys((spec.name for spec in (*rotary.KERNELS, *logprob_backward.KERNELS)), 40),  # 12, of 128 threads
+    **dict.fromkeys((spec.name for spec in (*elementwise.KERNELS, *head.KERNELS)), 40),  # 12, of 128 threads
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
-    **dict.fromkeys((spec.name for spec in norm_backward.KERNELS), 64),  # 32 warps
+    **dict.fromkeys((spec.name for spec in norm.KERNELS), 64),  # 32 warps
     "silu_mul_backward": 64,
     **dict.fromkeys(("silu_mul_backward_both_pow2", "silu_mul_backward_both_fp32"), 128),  # 1, of 512 threads
 }
@@ -118,7 +105,7 @@ def test_compiles_within_an_sm(spec: Spec):
     assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
     if spec.kernel is attention_backward.row_sums_kernel:
         assert not products(made.ptx) and "ld.global.v4.b32" in made.ptx
-    elif spec in attention_chunks.KERNELS:
+    elif spec in chunks.KERNELS:
         assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
     elif "attention" in spec.name or "gemm" in spec.name:
         assert products(made.ptx) and all(
@@ -148,7 +135,7 @@ def test_a_block_that_every_row_sees_is_computed_like_a_masked_one(name: str):
     assert sum(masked.values()) > sum(plain.values())
 
 
-@pytest.mark.parametrize("spec", rank_sum.KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", digest.KERNELS, ids=lambda spec: spec.name)
 def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     made = compile_one(spec).ptx
     ranks = spec.constexprs["RANKS"]
@@ -156,7 +143,7 @@ def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
 
 
-@pytest.mark.parametrize("spec", [*rotary.KERNELS, *logprob_backward.KERNELS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*elementwise.KERNELS, *head.KERNELS], ids=lambda spec: spec.name)
 def test_rows_are_read_and_written_16_bytes_at_a_time(spec: Spec):
     ptx = compile_one(spec).ptx
     least = "v4" if spec.constexprs.get("R", 0) == spec.constexprs.get("D", 0) else r"v[24]"  # 8 bytes, of parts of heads
@@ -216,7 +203,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: norm.rms_norm(rows, rows[0], 1e-6),
         lambda: elementwise.silu_mul(rows, rows),
         lambda: head.bf16_gemm(rows, rows, torch.bfloat16),
-        lambda: rank_sum.rank_sum(torch.zeros(2, 3, 4)),
+        lambda: digest.rank_sum(torch.zeros(2, 3, 4)),
     ):
         with pytest.raises(ConfigError, match="required a CUDA device, found cpu"):
             call()

@@ -15,12 +15,12 @@ from transformers import AutoModelForCausalLM
 
 pytest.importorskip("triton")
 
-from jetrl_patch.adapters.transformers import fused, prepare, residual
+from jetrl_patch.adapters.transformers import fused, prepare
 from jetrl_patch.config import Config
-from jetrl_patch.exact import residual as passing
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.exact import elementwise as passing
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.convert import swap_linears
+from jetrl_patch.models.families import FAMILIES
 
 from ..models import build, config_of
 
@@ -147,7 +147,7 @@ class Inherited(Block):
 
 
 def test_the_residual_comes_from_the_norm_where_the_source_says_so():
-    kind, norms = residual._block(Block)
+    kind, norms = fused._block(Block)
     assert norms == ("norm",) and kind.__name__ == "Block" and issubclass(kind, Block)
     block, x = kind(), torch.arange(3.0)
     assert torch.equal(block(x), 3 * x) and torch.equal(block(x, scale=1), 2 * x)
@@ -160,10 +160,10 @@ def test_the_residual_comes_from_the_norm_where_the_source_says_so():
     entry = next(entry for entry in raised.traceback if entry.name == "forward")
     assert entry.lineno + 1 == first + next(i for i, line in enumerate(source) if "self.norm" in line)
     left = (Normed, Cast, Two, Other, InPlace, Decorated, Closed, Inherited, kind)
-    assert all(residual._block(other) is None for other in left)
+    assert all(fused._block(other) is None for other in left)
     typed = "class Typed(Block):\n    def forward(self, x):\n        kept = x\n        x = self.norm(x)\n        return kept"
     exec(typed, globals(), made := {})
-    assert residual._block(made["Typed"]) is None  # no source to read
+    assert fused._block(made["Typed"]) is None  # no source to read
 
 
 @pytest.mark.parametrize("kept", [0, 2])
@@ -174,7 +174,7 @@ def test_the_frameworks_wrap_the_same_blocks(kept):
     swap_linears(model, exclude=(f"layers.{kept}.*",), backend="triton")
     fused.fuse(model, "triton", "cuda")
     before = type(model.model.layers[0])
-    assert residual.add_in_norms(model, "triton", "cuda") == [f"model.layers.{i}" for i in range(3)]
+    assert fused.add_in_norms(model, "triton", "cuda") == [f"model.layers.{i}" for i in range(3)]
     (kind,) = {type(layer) for layer in model.model.layers}
     assert kind is not before and sum(getattr(m, "jetrl_passes", False) for m in model.modules()) == 4
     policy = fsdp.get_fsdp_wrap_policy(model)
@@ -188,7 +188,7 @@ def test_the_frameworks_wrap_the_same_blocks(kept):
 def test_every_family_is_served(model_type):
     module = importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     blocks = [kind for name, kind in vars(module).items() if name.endswith("DecoderLayer") and isinstance(kind, type)]
-    for found in map(residual._block, blocks):
+    for found in map(fused._block, blocks):
         assert found is not None and sorted(found.norms) == ["input_layernorm", "post_attention_layernorm"]
     assert blocks
 

@@ -15,17 +15,7 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import (
-    gemm,
-    gemm_common,
-    gemm_decode,
-    gemm_dgrad,
-    gemm_grouped,
-    gemm_grouped_wgrad,
-    gemm_scales,
-    gemm_wgrad,
-    outputs,
-)
+from jetrl_patch.kernels import common, gemm, gemm_backward, gemm_common, gemm_grouped, gemm_grouped_wgrad
 from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, specs
 from jetrl_patch.kernels.gemm_common import NARROW, WIDE
 
@@ -36,9 +26,9 @@ REGISTERS, SHARED = 65536, 227 * 1024
 #: maximum bytes of spilled registers per thread, 0 by default. A wide tile's sum, its block's product and the BF16 rows to
 #: quantize fill a thread's 255 registers
 SPILLS = {"decode_64x128_fp32_blocks_pow2": 8, "decode_64x128_fp32_blocks_fp32": 48}
-if "sched4reg" not in outputs.COMPILER:  # an older triton, seen with 3.6.0: two sums, and scales per row
+if "sched4reg" not in common.COMPILER:  # an older triton, seen with 3.6.0: two sums, and scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits{splits}": 200 for out in ("bf16", "fp32") for splits in (2, 4, 8)}
-SPECS = [*gemm.KERNELS, *gemm_decode.KERNELS, *gemm_wgrad.KERNELS, *gemm_grouped.KERNELS]
+SPECS = [*gemm.KERNELS, *gemm.KERNELS, *gemm_backward.KERNELS, *gemm_grouped.KERNELS]
 SPECS += [spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" in spec.name]
 #: maximum instructions that a warp runs per block of 128, and asynchronous copies of scales and rows among them (weights and
 #: quantized rows come by TMA). A training step's products are bound by them; two thirds of decoding's quantize the rows
@@ -54,7 +44,7 @@ LOOPS = {
     **{f"grouped_{name}": (226, 7) for name in ("gate_up_bf16", "down_fp32", "down_dgrad_fp32")},
     "grouped_gate_up_dgrad_fp32": (252, 7),
 }
-if "sched4reg" not in outputs.COMPILER:  # scales per row are copied one by one
+if "sched4reg" not in common.COMPILER:  # scales per row are copied one by one
     LOOPS |= {f"decode_64x64_{out}_pow2": (780, 24) for out in ("bf16", "fp32")}
     LOOPS |= {f"decode_64x64_{out}_fp32": (1740, 24) for out in ("bf16", "fp32")}
     LOOPS |= {f"decode_64x32_{out}_pow2": (690, 16) for out in ("bf16", "fp32")}
@@ -71,8 +61,8 @@ def test_in_the_interpreter(file: str):
 
 
 def programs_per_sm(spec: Spec) -> int:
-    if spec in gemm_decode.KERNELS:
-        return gemm_decode.PIPELINE[spec.constexprs["COLUMNS"]][1]
+    if spec in gemm.KERNELS:
+        return gemm.PIPELINE[spec.constexprs["COLUMNS"]][1]
     if spec in gemm_grouped.KERNELS:
         return gemm_grouped.TILE.per_sm
     size = spec.constexprs.get("ROWS", 128), spec.constexprs.get("COLUMNS", 128)
@@ -104,7 +94,7 @@ def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
     assert starts and starts == [True, False, False, False] * (len(starts) // 4)
     assert ptx.count("fma.rn.f32") == elements(spec)  # one loop, also over the ranges of a split K
     assert "mad.f32" not in ptx and ".ftz" not in ptx and ".approx" not in ptx
-    if spec in gemm_decode.KERNELS:
+    if spec in gemm.KERNELS:
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == spec.name.endswith("_fp32")
 
 
@@ -126,7 +116,7 @@ def test_scales_per_row_cost_more():
 
 
 def test_the_weight_is_turned_16_bytes_at_a_time():
-    made = compile_one(gemm_dgrad.KERNELS[0])
+    made = compile_one(gemm_backward.KERNELS[0])
     assert made.spills == 0 and "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx
     with pytest.raises(ValueError, match="no loop with GMMA"):
         inner_loop(made)
@@ -144,31 +134,31 @@ def test_the_tile_of_few_rows_fills_the_machine():
     """o and down of Qwen2.5-7B, qkv of Llama-3.1-8B, lm_head-like widths: by N alone, and never narrower than needed."""
     chosen = {N: gemm_common.few_tile_for(N).columns for N in (1, 3584, 4096, 6144, 8192, 15360, 28672)}
     assert chosen == {1: 32, 3584: 32, 4096: 32, 6144: 32, 8192: 64, 15360: 128, 28672: 128}
-    assert gemm_common.few_tile_for(28672, gemm_decode.TILES[False]).columns == 64
+    assert gemm_common.few_tile_for(28672, gemm.TILES[False]).columns == 64
 
 
 def test_block_scales_compile():
-    made = compile_one(gemm_scales.KERNELS[0])
+    made = compile_one(gemm_common.KERNELS[0])
     assert made.spills == 0 and "mma" not in made.ptx
 
 
 def test_tiles_are_high_enough_for_fp8():
-    assert min(NARROW.rows, WIDE.rows, gemm_wgrad.SIDE) >= 64
+    assert min(NARROW.rows, WIDE.rows, gemm_backward.SIDE) >= 64
 
 
 def test_a_cpu_without_the_interpreter_is_told():
     q, s = torch.zeros(3, 128, dtype=FP8), torch.ones(3, 1)
     for call in (
         lambda: gemm.fprop(q, s, q, s),
-        lambda: gemm_decode.fprop(q.to(torch.bfloat16), q, s, "pow2"),
-        lambda: gemm_dgrad.dgrad(q, s, q.new_zeros(128, 64), torch.ones(1, 1)),
-        lambda: gemm_wgrad.wgrad(q, s.t(), q, s.t()),
+        lambda: gemm.fprop_few(q.to(torch.bfloat16), q, s, "pow2"),
+        lambda: gemm_backward.dgrad(q, s, q.new_zeros(128, 64), torch.ones(1, 1)),
+        lambda: gemm_backward.wgrad(q, s.t(), q, s.t()),
     ):
         with pytest.raises(ConfigError, match=r'required a CUDA device, found cpu\. Use backend="native"'):
             call()
 
 
-@pytest.mark.parametrize("check", [gemm_common.check_device, lambda x: outputs.check_input("x", x)])
+@pytest.mark.parametrize("check", [gemm_common.check_device, lambda x: common.check_input("x", x)])
 def test_a_device_that_is_not_the_current_one_is_told(check, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     elsewhere = types.SimpleNamespace(device=torch.device("cuda", 1), dtype=torch.bfloat16, shape=(1, 1), dim=lambda: 2)

@@ -13,14 +13,14 @@ import torch
 
 pytest.importorskip("triton")
 
-from jetrl_patch.kernels import combine, gemm_grouped, gemm_grouped_wgrad, plan, route
+from jetrl_patch.kernels import gemm_grouped, gemm_grouped_wgrad, mixture, route
 from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, specs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: kernels without a product
 SPECS = [
-    *plan.KERNELS,
-    *combine.KERNELS,
+    *mixture.KERNELS,
+    *mixture.KERNELS,
     *route.KERNELS,
     *(spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" not in spec.name),
 ]
@@ -47,7 +47,7 @@ def test_compiles_without_spills(spec: Spec):
     made = compile_one(spec)
     assert made.spills == 0 and "mma" not in made.ptx, made[:3]
     assert made.registers * spec.options["num_warps"] * 32 * 2 <= 65536, made[:3]
-    if spec in combine.KERNELS and spec.name.startswith("combine"):
+    if spec in mixture.KERNELS and spec.name.startswith("combine"):
         assert "fma.rn.f32" not in made.ptx  # a product and a sum, each rounded
 
 
@@ -79,8 +79,8 @@ def test_no_tile_is_chosen_by_the_number_of_tokens(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(gemm_grouped, "check_device", lambda *tensors: None)
     for T in (1, 7, 64, 5000):
         ids = torch.zeros(T, 1, dtype=torch.int64)
-        table = plan.Table(torch.zeros(T, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
-        made = plan.Plan(ids, ids.flatten(), ids.flatten(), torch.zeros(3), table, table)
+        table = mixture.Table(torch.zeros(T, 3, dtype=torch.int32), torch.zeros(3, dtype=torch.int32))
+        made = mixture.Plan(ids, ids.flatten(), ids.flatten(), torch.zeros(3), table, table)
         q, s = torch.zeros(T, 128, dtype=torch.float8_e4m3fn), torch.ones(T, 1)
         gemm_grouped.grouped(q, s, q.new_zeros(2, 64, 128), torch.ones(2, 1, 1), made)
     assert len(seen) == 4 and len(set(seen)) == 1 and seen[0][0] >= 64  # at least 64 rows: FP8 wgmma

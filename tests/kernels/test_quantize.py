@@ -15,12 +15,12 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import aot, norm, norm_rows, producers, quantize, requantize, silu
+from jetrl_patch.kernels import aot, norm, quantize, silu
 from jetrl_patch.kernels.aot import Spec, compile_one
-from jetrl_patch.kernels.outputs import COMPILER
+from jetrl_patch.kernels.common import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [*quantize.KERNELS, *requantize.KERNELS, *producers.KERNELS, *norm_rows.KERNELS, *silu.KERNELS]
+SPECS = [*quantize.KERNELS, *quantize.KERNELS, *norm.KERNELS, *norm.KERNELS, *silu.KERNELS]
 
 #: maximum registers per thread and bytes of shared memory per program. An SM has 65,536 registers:
 #: the third column is how many of its 64 warps can then be active
@@ -86,7 +86,7 @@ def sum_of_squares(spec: Spec) -> list[str]:
     return [re.sub(r"#(?!ttg)\w+", lambda found: layouts[found[0]], tile) for tile in tiles]
 
 
-@pytest.mark.parametrize("spec", norm_rows.KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", norm.KERNELS, ids=lambda spec: spec.name)
 def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
     """Else one row in 10^8 would have another last bit, which no comparison of values would find."""
     alone = next(s for s in norm.KERNELS if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
@@ -97,7 +97,7 @@ def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
 
 def test_another_order_would_be_found():
     """The trainer's kernel for ``align="linear"`` spreads a row as its bytes are stored."""
-    alone, fused = (next(s for s in module.KERNELS if s.constexprs["GROUPS"] == 32) for module in (norm, producers))
+    alone, fused = (next(s for s in module.KERNELS if s.constexprs["GROUPS"] == 32) for module in (norm, norm))
     assert sum_of_squares(fused) != sum_of_squares(alone)
 
 
@@ -133,15 +133,15 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: quantize.quantize_both(x, "pow2"),
         lambda: quantize.quantize_weight(x, "pow2"),
         lambda: quantize.quantize_weight_turned(x, "pow2"),
-        lambda: requantize.requantize_tokens(q, s, "pow2"),
-        lambda: producers.silu_mul_quantize_rows(x, x, "pow2"),
-        lambda: producers.rmsnorm_quantize_rows(x, x[0], 1e-6, "pow2"),
-        lambda: norm_rows.norm_quantize_rows(x, x, x[0], 1e-6, "pow2"),
+        lambda: quantize.requantize_tokens(q, s, "pow2"),
+        lambda: norm.silu_mul_quantize_rows(x, x, "pow2"),
+        lambda: norm.rmsnorm_quantize_rows(x, x[0], 1e-6, "pow2"),
+        lambda: norm.norm_quantize_rows(x, x, x[0], 1e-6, "pow2"),
     ):
         with pytest.raises(ConfigError, match=r'required a CUDA device, found cpu\. Use backend="native"'):
             call()
 
 
 def test_the_package_loads_no_triton():
-    code = "import sys, jetrl_patch, jetrl_patch.kernels, jetrl_patch.fp8.backends\nassert 'triton' not in sys.modules"
+    code = "import sys, jetrl_patch, jetrl_patch.kernels, jetrl_patch.backends\nassert 'triton' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

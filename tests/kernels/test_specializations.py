@@ -15,27 +15,21 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
-from jetrl_patch.fp8 import quantize as formulas
+from jetrl_patch.backends import quantize as formulas
 from jetrl_patch.kernels import (
     aot,
     attention_backward,
+    digest,
+    elementwise,
     gemm,
+    gemm_backward,
     gemm_common,
-    gemm_decode,
-    gemm_dgrad,
-    gemm_wgrad,
-    grouped,
-    logprob_backward,
+    gemm_grouped,
+    head,
     norm,
-    norm_rows,
-    producers,
     quantize,
-    rank_sum,
-    requantize,
-    rotary,
     route,
     silu,
-    silu_backward,
 )
 
 BATCHES = (1, 2, 3, 16, 17, 31, 32, 128, 1008, 1024)
@@ -75,53 +69,53 @@ def forward(M: int) -> None:
 
 def few(M: int) -> None:
     q, _, s = weight()
-    if M <= gemm_decode.ROWS:
-        gemm_decode.fprop(rows(M, K), q, s, "pow2")
+    if M <= gemm.ROWS:
+        gemm.fprop_few(rows(M, K), q, s, "pow2")
 
 
 def backward(M: int) -> None:
     q, blocks, _ = weight()
-    gemm_dgrad.dgrad(*formulas.quantize_activation(rows(M, N), "pow2"), q, blocks)
+    gemm_backward.dgrad(*formulas.quantize_activation(rows(M, N), "pow2"), q, blocks)
     whole = -(-M // 128) * 128
     g, x = (torch.zeros(width, whole, dtype=torch.uint8).view(torch.float8_e4m3fn) for width in (N, K))
-    gemm_wgrad.wgrad(g, torch.ones(whole // 128, N), x, torch.ones(whole // 128, K))
+    gemm_backward.wgrad(g, torch.ones(whole // 128, N), x, torch.ones(whole // 128, K))
 
 
 def quantized(M: int) -> None:
     for columns in (False, True):
         quantize.quantize_rows(rows(M, K), "pow2", columns)
         quantize.quantize_both(rows(M, K), "pow2", columns, pad=True)
-        producers.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
-        norm_rows.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
+        norm.rmsnorm_quantize_rows(rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns=columns)
+        norm.norm_quantize_rows(rows(M, K), rows(M, K), torch.ones(K).bfloat16(), 1e-6, "pow2", columns)
         silu.silu_mul_quantize_rows(rows(M, K), rows(M, K), "pow2", columns=columns)
-        silu_backward.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
+        silu.silu_mul_backward_both(rows(M, K), rows(M, K), rows(M, K), "pow2", columns)
         q, _ = formulas.quantize_activation(rows(M, K), "pow2")
-        requantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
+        quantize.requantize_tokens(q, quantize.new_rows(q, M, K, columns)[1], "pow2", pad=True)
     quantize.quantize_tokens(rows(M, K), "pow2", turned=True, pad=True)
     norm.rms_norm(rows(M, K), torch.ones(K).bfloat16(), 1e-6)
-    rank_sum.rank_sum(torch.zeros(2, M, K))
+    digest.rank_sum(torch.zeros(2, M, K))
 
 
 def experts(M: int) -> None:
-    plan = grouped.plan(torch.zeros(M, 1, dtype=torch.int64), 4)
+    plan = gemm_grouped.plan(torch.zeros(M, 1, dtype=torch.int64), 4)
     w, s, ones = weight()[0].new_zeros(8, N, K), torch.ones(8, 1, 2), torch.ones(M, 1)
     for columns in (True, False):
         x = quantize.quantize_rows(rows(M, K), "pow2", columns)
-        grouped.grouped(*x, w, s, plan, tokens=True)
-        grouped.regroup(*x, plan, "pow2", tokens=True)
+        gemm_grouped.grouped(*x, w, s, plan, tokens=True)
+        gemm_grouped.regroup(*x, plan, "pow2", tokens=True)
     halves, scales = w.new_zeros(M, 2 * N), torch.ones(M, 2)
-    grouped.grouped(halves, scales, w.new_zeros(8, K, N), torch.ones(8, 2, 1), plan, torch.float32, summed=2)
-    grouped.combine(torch.zeros(M, K), plan, ones, torch.bfloat16)
-    grouped.pair_backward(torch.zeros(M, K), rows(M, 2 * K), *x, ones, plan)
-    operands = grouped.group_tokens(rows(M, N), plan, "pow2"), grouped.group_tokens(rows(M, K), plan, "pow2", ones)
-    grouped.grouped_wgrad(*operands, plan, torch.bfloat16)
+    gemm_grouped.grouped(halves, scales, w.new_zeros(8, K, N), torch.ones(8, 2, 1), plan, torch.float32, summed=2)
+    gemm_grouped.combine(torch.zeros(M, K), plan, ones, torch.bfloat16)
+    gemm_grouped.pair_backward(torch.zeros(M, K), rows(M, 2 * K), *x, ones, plan)
+    operands = gemm_grouped.group_tokens(rows(M, N), plan, "pow2"), gemm_grouped.group_tokens(rows(M, K), plan, "pow2", ones)
+    gemm_grouped.grouped_wgrad(*operands, plan, torch.bfloat16)
     route.route(torch.zeros(M, 16), 4, True)
 
 
 def scored(M: int) -> None:
     logits, ones = rows(M, K), torch.ones(M)
     for temperature in (torch.ones(1), ones) if M > 1 else (torch.ones(1),):
-        logprob_backward.log_prob_backward(logits, ones.long(), ones, ones, ones, temperature, logits)
+        head.log_prob_backward(logits, ones.long(), ones, ones, ones, temperature, logits)
 
 
 def rotated(M: int) -> None:
@@ -130,7 +124,7 @@ def rotated(M: int) -> None:
         for rows_of_tables in {1, batch}:
             tables = [torch.zeros(rows_of_tables, M, 64).bfloat16() for _ in range(2)]
             for back in (False, True):
-                rotary.rotary_pair(q, k, *tables, (q.dtype, k.dtype), back)
+                elementwise.rotary_pair(q, k, *tables, (q.dtype, k.dtype), back)
 
 
 @pytest.mark.parametrize("call", [forward, few, backward, quantized, experts, scored, rotated])

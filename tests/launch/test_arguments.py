@@ -6,8 +6,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from jetrl_patch.config.arguments import FLAG, PROGRAMS, split
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.launch.arguments import FLAG, PROGRAMS, split
 
 #: words that a careless parser would take for an option of jetrl, Python or click, or would drop
 TRICKY = [

@@ -8,14 +8,14 @@ from collections.abc import Callable
 import pytest
 from typer.testing import CliRunner
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch._versions import VERSION
 from jetrl_patch.adapters.ray import worker
 from jetrl_patch.adapters.vllm.entry import register
+from jetrl_patch.cli import run
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.launch import command
 
 CONFIG = Config(precision="bf16")
 
@@ -33,8 +33,8 @@ def load_verls_plugin() -> None:
 @pytest.mark.parametrize(
     "way",
     [
-        lambda: runtime.enable(CONFIG),
-        runtime.activate_from_env,
+        lambda: session.enable(CONFIG),
+        session.activate_from_env,
         register,
         lambda: worker.start(VERSION, CONFIG.to_env()),
         load_verls_plugin,
@@ -45,14 +45,14 @@ def test_a_misspelt_variable_is_an_error(way: Callable[[], object], monkeypatch:
     monkeypatch.setenv("JETRL_PRECISON", "fp8-unified")
     with pytest.raises(ConfigError, match=r"^unknown environment variable JETRL_PRECISON\. Use JETRL_PRECISION, or another"):
         way()
-    assert not runtime.is_active()
+    assert not session.is_active()
 
 
 def test_a_plugin_that_is_switched_off_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("JETRL_PRECISON", "fp8-unified")
     monkeypatch.setenv("JETRL_ENABLED", "0")
     register()
-    assert not runtime.activate_from_env() and not runtime.is_active()
+    assert not session.activate_from_env() and not session.is_active()
 
 
 def test_status_does_not_say_that_nothing_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,9 +79,9 @@ def test_a_program_that_is_not_patched_is_announced_in_one_line(
 ) -> None:
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(command, "prepare", lambda *_: None)
-    monkeypatch.setattr(command, "run", lambda *_: None)
-    command.main(words[0], words[1:])
+    monkeypatch.setattr(run, "prepare", lambda *_: None)
+    monkeypatch.setattr(run, "run", lambda *_: None)
+    run.main(words[0], words[1:])
     said = capsys.readouterr().err
     assert said.count("\n") == bool(line)
     assert said.startswith("jetrl: ") == bool(line) and said.rstrip().endswith(line)
@@ -91,8 +91,8 @@ def test_the_launcher_refuses_a_misspelt_variable_without_a_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("JETRL_PRECISON", "fp8-unified")
-    monkeypatch.setattr(command, "prepare", lambda *_: None)
-    monkeypatch.setattr(command, "run", lambda *_: pytest.fail("the program ran"))
+    monkeypatch.setattr(run, "prepare", lambda *_: None)
+    monkeypatch.setattr(run, "run", lambda *_: pytest.fail("the program ran"))
     with pytest.raises(SystemExit) as caught:
-        command.main("run", ["x.py"])
+        run.main("run", ["x.py"])
     assert caught.value.code == 2 and "JETRL_PRECISON" in capsys.readouterr().err

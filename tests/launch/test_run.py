@@ -21,7 +21,7 @@ mine = sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "w
 print(json.dumps({
     "argv": [os.fsencode(word).hex() for word in sys.argv], "name": __name__, "file": __file__,
     "spec": __spec__ and __spec__.name, "path": sys.path[0], "main": sys.modules["__main__"].__file__,
-    "environ": dict(os.environ), "modules": mine, "patched": "jetrl_patch.runtime" in sys.modules,
+    "environ": dict(os.environ), "modules": mine, "patched": "jetrl_patch.session" in sys.modules,
 }))
 """
 

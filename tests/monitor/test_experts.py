@@ -11,14 +11,14 @@ import torch
 import torch.nn.functional as F
 
 import jetrl_patch
+from jetrl_patch.backends.quantize import dequantize_activation, dequantize_weight, quantize_activation, quantize_weight
 from jetrl_patch.errors import PrecisionError, SyncError
-from jetrl_patch.fp8.expert_layers import experts_of, per_expert
-from jetrl_patch.fp8.quantize import dequantize_activation, dequantize_weight, quantize_activation, quantize_weight
-from jetrl_patch.monitor.codes import MOST
-from jetrl_patch.monitor.thresholds import Watch
-from jetrl_patch.sync.manifest import MANIFEST, Manifest
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.fp8.convert import experts_of, per_expert
+from jetrl_patch.measure.monitor import Watch
+from jetrl_patch.measure.statistics import MOST
+from jetrl_patch.sync.protocol import MANIFEST, Manifest
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 from tests.models import build
 
 UNIT = "model.layers.1.mlp.experts"
@@ -199,7 +199,7 @@ def test_a_threshold_ends_the_run_with_an_error_that_names_the_expert() -> None:
 
 def test_another_expert_of_the_same_block_is_not_told_again() -> None:
     from jetrl_patch.config import Config
-    from jetrl_patch.monitor.figures import Figures
+    from jetrl_patch.measure.statistics import Figures
 
     watch = Watch()
     for number, new in ((4, 1), (7, 0)):

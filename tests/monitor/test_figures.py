@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jetrl_patch.fp8.quantize import expand_weight_scale, quantize_activation, quantize_weight
-from jetrl_patch.monitor import figures
-from jetrl_patch.monitor.figures import MOST_DB, Figures, measure, measure_each, worst, worst_of
+from jetrl_patch.backends.quantize import expand_weight_scale, quantize_activation, quantize_weight
+from jetrl_patch.measure import statistics
+from jetrl_patch.measure.statistics import MOST_DB, Figures, measure, measure_each, worst, worst_of
 
 
 def by_hand(x: np.ndarray, q: np.ndarray, s: np.ndarray) -> dict[str, float]:
@@ -102,11 +102,11 @@ def test_figures_are_the_definitions(
 ) -> None:
     x = make(kind, rows, columns, seed)
     q, s = quantize_activation(x, scale_format)
-    whole, figures._CHUNK = figures._CHUNK, chunk
+    whole, statistics._CHUNK = statistics._CHUNK, chunk
     try:
         ours = found(x, q, s)
     finally:
-        figures._CHUNK = whole
+        statistics._CHUNK = whole
     assert_same(ours, by_hand(x.double().numpy(), q.double().numpy(), s.double().numpy()))
     assert ours.saturated == 0  # scales follow the values
 
@@ -183,11 +183,11 @@ def test_figures_of_each_expert_are_those_of_its_rows(
     expert = expert[torch.randperm(len(expert), generator=torch.Generator().manual_seed(seed))]
     x = make(kind, max(1, len(expert)), columns, seed)[: len(expert)]
     q, s = quantize_activation(x, "pow2")
-    whole, figures._CHUNK = figures._CHUNK, chunk
+    whole, statistics._CHUNK = statistics._CHUNK, chunk
     try:
         ours = measure_each(x, q, s, expert, len(counts), slices)
     finally:
-        figures._CHUNK = whole
+        statistics._CHUNK = whole
     assert ours.shape == (len(counts), 8) and ours.dtype == torch.float64
     for index, row in enumerate(ours.tolist()):
         at = expert == index

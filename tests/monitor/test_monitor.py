@@ -10,19 +10,16 @@ import pytest
 import torch
 
 import jetrl_patch
+from jetrl_patch.backends.quantize import dequantize_activation, quantize_activation
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, PrecisionError, SyncError
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.fp8.quantize import dequantize_activation, quantize_activation
-from jetrl_patch.monitor.codes import MOST, Codes, sample
-from jetrl_patch.monitor.figures import Figures
-from jetrl_patch.monitor.guard import below, with_partners
-from jetrl_patch.monitor.monitor import Monitor
-from jetrl_patch.monitor.thresholds import Watch, findings
-from jetrl_patch.sync.manifest import MANIFEST, Manifest
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.measure.monitor import Monitor, Watch, below, findings, with_partners
+from jetrl_patch.measure.statistics import MOST, Codes, Figures, sample
+from jetrl_patch.sync.protocol import MANIFEST, Manifest
+from jetrl_patch.sync.send import SyncStats
 from jetrl_patch.trainer.preflight import check_model
+from jetrl_patch.trainer.source import Source, convert
 from tests.models import build
 
 LAYER = "model.layers.1.mlp.down_proj"
@@ -298,7 +295,7 @@ def test_all_ranks_decide_from_the_worst_of_all() -> None:
     rng = torch.Generator().manual_seed(0)
     fine, ill = torch.randn(8, 256, generator=rng).bfloat16(), torch.randn(8, 256, generator=rng).bfloat16()
     ill[:, 9] *= 1e6
-    from jetrl_patch.monitor.observe import _figures
+    from jetrl_patch.measure.observe import _figures
 
     state: Any = build_state()
     taken, said = [], []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from jetrl_patch import registry
-from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+from jetrl_patch.adapters.cpu.verl import cpu_overrides
 from scripts.official import run, shrink
 from scripts.official.judge import given
 

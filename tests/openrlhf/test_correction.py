@@ -12,14 +12,13 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import correction, metrics, settings, state
 from jetrl_patch.config import Config
-from jetrl_patch.correction.figures import applied
-from jetrl_patch.correction.kinds import KINDS, interval
-from jetrl_patch.correction.objectives import acr_loss, ppo_loss
-from jetrl_patch.correction.weights import correct, ratio
+from jetrl_patch.config.corrections import KINDS, interval
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.measure.corrections import acr_loss, correct, ppo_loss, ratio
+from jetrl_patch.measure.mismatch import applied
 from tests.correction.batches import batches
 from tests.openrlhf.run_openrlhf import Run, make_task
 
@@ -112,15 +111,15 @@ def test_what_the_user_has_set_is_recognized(args, used) -> None:
 
 
 def test_the_loss_is_touched_only_where_it_must_be() -> None:
-    runtime.enable(Config(precision="bf16", correction="tis"))  # before the import: it provides a stand-in for flash_attn
+    session.enable(Config(precision="bf16", correction="tis"))  # before the import: it provides a stand-in for flash_attn
     from openrlhf.models.loss import PolicyLoss
 
     before = PolicyLoss.__dict__["forward"]
-    runtime.disable()
+    session.disable()
     assert PolicyLoss.__dict__["forward"] is before
-    runtime.enable(Config(precision="bf16", correction="tis", acr=True))
+    session.enable(Config(precision="bf16", correction="tis", acr=True))
     assert PolicyLoss.__dict__["forward"] is not before
-    runtime.disable()
+    session.disable()
     assert PolicyLoss.__dict__["forward"] is before
 
 
@@ -160,7 +159,7 @@ def is_on_an_end(log_ratio: torch.Tensor, mask: torch.Tensor, config: Config) ->
 @pytest.mark.parametrize("dual_clip", [None, 3.0])
 def test_the_loss_is_the_formula_and_so_is_its_gradient(kind, dual_clip) -> None:
     config = configured(kind)
-    runtime.enable(config)
+    session.enable(config)
     loss_of = policy_loss(config, dual_clip)
 
     @given(
@@ -194,9 +193,9 @@ def test_where_both_sides_agree_the_loss_is_openrlhfs_own(kind, token_level) -> 
     config = configured(kind)
     mask = torch.tensor([[1, 1, 0, 1], [0, 0, 0, 0], [0, 1, 1, 1]])
     log_prob, old, rollout, advantages = batch_of(torch.zeros(3, 4), 5)
-    runtime.enable(config)
+    session.enable(config)
     found = policy_loss(config, 3.0, token_level)(log_prob, old, advantages, mask, rollout_log_probs=rollout)
-    runtime.disable()
+    session.disable()
     from openrlhf.models.loss import PolicyLoss
 
     expected = PolicyLoss(0.2, 0.28, 3.0, token_level)(log_prob, old, advantages, mask, rollout)
@@ -209,13 +208,13 @@ def test_the_share_that_openrlhf_logs_is_of_tokens() -> None:
     config = Config(precision="bf16", correction="seq-mis", correction_bounds=1.5)
     mask = torch.tensor([[1, 1, 1], [1, 0, 0]])
     log_prob, old, rollout, advantages = batch_of(torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 0.0]]), 1)
-    runtime.enable(config)
+    session.enable(config)
     found = policy_loss(config)(log_prob, old, advantages, mask, rollout_log_probs=rollout)
     assert found[4].item() == 0.75 and found[3].item() == pytest.approx(-0.25)
 
 
 def test_figures_of_a_step_whose_samples_have_several_widths() -> None:
-    runtime.enable(Config(precision="bf16", correction="seq-tis", correction_bounds=1.1))
+    session.enable(Config(precision="bf16", correction="seq-tis", correction_bounds=1.1))
     torch.manual_seed(0)
     parts = [(torch.randn(2, width) / 4, torch.rand(2, width) < 0.7) for width in (3, 5)]
     experiences = [

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.openrlhf.run_openrlhf import Run, make_task
+from tests.openrlhf.run_openrlhf import Run, arguments, make_task
+from tests.process_run import ProcessRun
 from tests.ray.cluster import Cluster
 from tests.rescore_script import rescore
 from tests.verl.test_e2e import _stopper
@@ -78,7 +80,7 @@ def _comparer(folder: Path) -> Path:
         """
 import wrapt
 
-@wrapt.when_imported("jetrl_patch.adapters.openrlhf.old_log_probs")
+@wrapt.when_imported("jetrl_patch.adapters.openrlhf.logprob")
 def _(module):
     make = module.dispatch_forward
     def dispatch_forward(original):
@@ -129,6 +131,18 @@ def test_critic_ema_entropy_temperature_prefix_caching_and_two_engines(task):
         "--vllm.enable_prefix_caching", "--vllm.num_engines", "2",
     ]  # fmt: skip
     assert_exact(finish(Run(task, *extra, environ=UNIFIED, stage=1)), engines=2)
+
+
+@pytest.mark.slow
+def test_options_that_change_no_log_prob(task):
+    """Some of those for which ``test_options.py`` gives a reason alone, where the reason is about code that runs."""
+    extra = [
+        "--train.full_determinism_enable", "--actor.gradient_checkpointing_enable", "--actor.gradient_checkpointing_reentrant",
+        "--ds.grad_accum_dtype", "fp32", "--ds.overlap_comm", "--data.disable_fast_tokenizer", "--ref.offload",
+        "--actor.policy_loss_type", "gspo", "--actor.loss_agg_mode", "seq-mean-token-mean", "--actor.dual_clip", "3",
+        "--algo.kl.use_loss", "--algo.kl.estimator", "k3", "--algo.kl.unbiased_gradient", "--train.max_epochs", "2",
+    ]  # fmt: skip
+    assert_exact(finish(Run(task, *extra, environ=UNIFIED)))
 
 
 @pytest.mark.slow
@@ -216,6 +230,38 @@ def test_an_argument_that_contradicts_ours_stops_the_run_before_any_actor(task):
     run = Run(task, "--ds.lora.rank", "4", environ=UNIFIED)
     assert run.wait(TIMEOUT) == 1
     assert "OpenRLHF's --ds.lora.rank" in run.text and "PolicyModelActor" not in run.text
+
+
+LATE = """
+import runpy
+import sys
+
+import jetrl_patch
+import ray
+
+early = sys.argv.pop(1) == "early"
+if early:
+    jetrl_patch.enable(precision="fp8-unified")
+ray.init(num_cpus=4, num_gpus=4, include_dashboard=False)
+if not early:
+    jetrl_patch.enable(precision="fp8-unified")
+runpy.run_module("openrlhf.cli.train_ppo_ray", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["late", "early"])
+def test_a_driver_that_connects_before_enable_ends_in_one_sentence(task, when):
+    """A script of the user's own with a connection of its own: workers that exist cannot be patched, so nothing trains."""
+    (task / "driver.py").write_text(LATE)
+    words = [sys.executable, str(task / "driver.py"), when, *arguments(task, steps=1)]
+    run = ProcessRun(task, lambda ray_dir: (words, {"RAY_TMPDIR": ray_dir}), {"VLLM_CPU_KVCACHE_SPACE": "1"})
+    code, trained = run.wait(TIMEOUT), "Global step" in run.text
+    assert (code, trained) == ((0, True) if when == "early" else (1, False)), run.text[-4000:]
+    if when == "late":
+        (line,) = re.findall(r"^jetrl_patch\.errors\.NotPatchedError: (.*)$", run.text, re.MULTILINE) or [run.text[-4000:]]
+        assert line.startswith("enable() in a driver of Ray: required a call before ray.init"), line
+        assert "PolicyModelActor" not in run.text
 
 
 @pytest.mark.slow

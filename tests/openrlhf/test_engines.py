@@ -14,7 +14,7 @@ from tests.openrlhf.run_openrlhf import Run, make_task
 SCRIPT = """
 import sys, time, ray
 from jetrl_patch import JetrlError
-from jetrl_patch.adapters.openrlhf.engines import require_running
+from jetrl_patch.adapters.openrlhf.startup import require_running
 
 class Engine:
     def __init__(self, fault):

@@ -10,7 +10,7 @@ import pytest
 from torch.utils.file_baton import FileBaton
 
 import jetrl_patch
-from jetrl_patch.adapters.openrlhf import extensions, settings
+from jetrl_patch.adapters.openrlhf import settings, startup
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from tests.openrlhf.test_settings import arguments
@@ -36,8 +36,8 @@ def lock(tmp_path, monkeypatch, request):
 @pytest.fixture
 def baton(lock, monkeypatch):
     """PyTorch's lock as an actor of a patched run waits for it, with half a second for ten minutes."""
-    monkeypatch.setattr(extensions, "LIMIT", 0.5)
-    jetrl_patch.enable(precision="bf16", platform="cpu")
+    monkeypatch.setattr(startup, "LIMIT", 0.5)
+    jetrl_patch.enable(precision="bf16", platform="cpu", upstream_fixes=True)
     return FileBaton(str(lock), wait_seconds=0.02)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import logprob, state
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
@@ -18,9 +18,9 @@ V, B, T, A = 12, 3, 7, 6  # actions: OpenRLHF's masks have T - 1 columns
 
 @pytest.fixture(autouse=True)
 def exact(monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified").resolved())
-    monkeypatch.setattr(runtime, "active_with", lambda wanted: wanted(runtime.active_config()))
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: Config(precision="fp8-unified").resolved())
+    monkeypatch.setattr(session, "active_with", lambda wanted: wanted(session.active_config()))
     monkeypatch.setattr(state.WORKER, "stop_tokens", (1, 3))
 
 
@@ -160,7 +160,7 @@ def test_turns_that_the_mask_would_join_are_refused(monkeypatch):
     assert process(None, apart, max_len=9) is apart
     with pytest.raises(ConfigError, match=r"found a turn that begins at token 3, where another ends\. Return a non-empty"):
         process(None, joined, max_len=9)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
+    monkeypatch.setattr(session, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
     assert process(None, joined) is joined
 
 
@@ -172,7 +172,7 @@ def test_first_tokens():
 
 
 def test_outside_of_exact_mode_the_original_computes(monkeypatch):
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
+    monkeypatch.setattr(session, "active_config", lambda: Config(precision="fp8-unified", align="linear").resolved())
     calls = []
     logprob.log_probs_from_logits(lambda *args: calls.append(args))(1, 2)
     assert calls == [(1, 2)]

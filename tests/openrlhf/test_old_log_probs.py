@@ -8,11 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import metrics, old_log_probs, state
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import logprob, metrics, state
 from jetrl_patch.adapters.openrlhf.adapter import ADAPTER
+from jetrl_patch.adapters.openrlhf.metrics import FIRST, LAST
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
-from jetrl_patch.adapters.openrlhf.versions import FIRST, LAST
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError
 
@@ -24,8 +24,8 @@ ADVANTAGE = SimpleNamespace(is_correction_level="off")
 @pytest.fixture(autouse=True)
 def enable(monkeypatch):
     def use(config):
-        monkeypatch.setattr(runtime, "is_active", lambda: True)
-        monkeypatch.setattr(runtime, "active_config", lambda: config)
+        monkeypatch.setattr(session, "is_active", lambda: True)
+        monkeypatch.setattr(session, "active_config", lambda: config)
 
     use(STOP)
     state.reset()
@@ -62,7 +62,7 @@ class Maker:
     def _flatten_results(self, refs, duplicate_factor):
         return [found for ref in refs for found in ref]
 
-    @old_log_probs.dispatch_forward
+    @logprob.dispatch_forward
     def _dispatch_forward(self, group, sync_condition, sequences):
         self.passes.append(len(sequences))
         return [[self.computed(of) for of in sequences]]
@@ -84,9 +84,9 @@ class Maker:
 def step(trainer, experience, log_probs):
     """One ``training_step`` whose forward pass gives ``log_probs``; return the old log-probs that its loss sees."""
 
-    @old_log_probs.training_step
+    @logprob.training_step
     def training_step(self, experience, kl_ctl):
-        old_log_probs.check_forward(log_probs)
+        logprob.check_forward(log_probs)
         return experience.action_log_probs
 
     return training_step(trainer, experience, 0.0)
@@ -180,7 +180,7 @@ def test_other_steps_are_computed_as_before(monkeypatch, enable, change):
         batch[3].rollout_log_probs = None
     else:
         enable(STOP.replace(old_log_probs="recompute"))
-    assert not old_log_probs.may_skip(batch, lambda found: metrics._current(found, None))
+    assert not logprob.may_skip(batch, lambda found: metrics._current(found, None))
     if change != "without log-probs":
         maker = Maker(monkeypatch, train_batch=8)
         maker.make_experience(batch)
@@ -218,7 +218,7 @@ def test_or_the_update_takes_what_the_pass_would_have_computed(enable, caplog):
     DRIVER.corrected = {}
     metrics.note_sync([report()])
     assert DRIVER.audit.failed and DRIVER.take()["jetrl/bit_equal_fraction"] == 3 / 4
-    assert not old_log_probs.may_skip(samples(), lambda found: metrics._current(found, None))
+    assert not logprob.may_skip(samples(), lambda found: metrics._current(found, None))
 
 
 def test_later_updates_are_not_compared():
@@ -226,7 +226,7 @@ def test_later_updates_are_not_compared():
     experience.action_log_probs, WORKER.synced_at = experience.rollout_log_probs, 0
     step(trainer(1), experience, wrong_by_one_ulp(experience))
     assert WORKER.audit.take() is None
-    old_log_probs.check_forward(wrong_by_one_ulp(experience))  # outside a training step
+    logprob.check_forward(wrong_by_one_ulp(experience))  # outside a training step
     assert WORKER.audit.take() is None
 
 

@@ -89,12 +89,12 @@ def test_an_actor_that_stands_otherwise_stops_the_run(changes, error, says):
 
 
 def test_log_probs_are_asked_for_when_no_correction_does(monkeypatch):
-    from jetrl_patch import runtime
+    from jetrl_patch import session
 
     made = metrics.sampling_params(lambda **kwargs: kwargs)
     assert made(logprobs=None, min_tokens=1) == {"logprobs": None, "min_tokens": 1}
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: EXACT)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: EXACT)
     assert made(logprobs=None, min_tokens=1)["logprobs"] == 0 and made(logprobs=1)["logprobs"] == 1
     engines = metrics.create_vllm_engines(lambda n, logprobs_mode=None, *, other=0: (n, logprobs_mode, other))
     assert (

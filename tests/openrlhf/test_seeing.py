@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import model as trained
-from jetrl_patch.adapters.openrlhf import seeing as checks
 from jetrl_patch.adapters.openrlhf import settings
+from jetrl_patch.adapters.openrlhf import vision as checks
 from jetrl_patch.adapters.openrlhf.state import WORKER
-from jetrl_patch.adapters.openrlhf.wire import encode
+from jetrl_patch.adapters.openrlhf.transport import encode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.models.families import FAMILIES
 from tests import seeing
 from tests.models import config_of
 from tests.openrlhf.test_settings import BF16, EXACT, LINEAR, arguments
@@ -82,8 +82,8 @@ def test_a_remote_model_is_refused_in_the_worker(monkeypatch):
 
 @pytest.fixture
 def active(monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: LINEAR.resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: LINEAR.resolved())
 
 
 def engine(hf_config: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, NotPatchedError
@@ -26,7 +26,7 @@ def arguments(**changes: Any) -> SimpleNamespace:
         "ds.load_in_4bit": False, "ds.lora.rank": 0, "ds.tensor_parallel_size": 1, "ds.param_dtype": "bf16",
         "ds.deepcompile": False, "ds.ring_attn_size": 1, "ds.use_liger_kernel": False, "ds.zero_stage": 2,
         "data.max_images_per_prompt": 0, "rollout.top_p": 1.0, "rollout.temperature": 1.0,
-        "actor.model_name_or_path": "some/remote-model", "train.async_enable": False,
+        "actor.model_name_or_path": "some/remote-model", "train.async_enable": False, "reward.remote_url": ["reward.py"],
     }  # fmt: skip
     flat |= {name.replace("__", "."): value for name, value in changes.items()}
     root = SimpleNamespace()
@@ -86,6 +86,14 @@ def test_deepspeed_has_no_fp8_all_gather():
         settings.check(arguments(), Config(fp8_all_gather=True))
 
 
+def test_samples_that_nothing_scores_are_refused():
+    for reward in ({"reward__model_name_or_path": "some/reward-model"}, {"train__agent_func_path": "agent.py"}):
+        settings.check(arguments(reward__remote_url=None, **reward), BF16)
+    for config in (EXACT, LINEAR, BF16):
+        with pytest.raises(ConfigError, match=r"required a reward: .*--reward\.remote_url.*found none\. Add --reward"):
+            settings.check(arguments(reward__remote_url=None), config)
+
+
 def test_a_training_without_a_rollout_is_refused():
     with pytest.raises(ConfigError, match="train_ppo_ray"):
         settings.check(SimpleNamespace(ds=SimpleNamespace()), LINEAR)
@@ -135,8 +143,8 @@ def test_the_strategy_is_made_with_marked_arguments(monkeypatch):
     made = settings.get_strategy(lambda args: args)
     args = arguments()
     assert made(args) is args and not hasattr(args, "jetrl")  # not enabled: passes through
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: EXACT.resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: EXACT.resolved())
     assert made(args).jetrl == EXACT.resolved().to_env()
     settings.check_mark(args, "here")
     with pytest.raises(NotPatchedError, match="driver is not patched, but here is"):

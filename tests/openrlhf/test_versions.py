@@ -9,20 +9,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import metrics, state, sync, versions
-from jetrl_patch.adapters.openrlhf.wire import encode
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import metrics, state, sync
+from jetrl_patch.adapters.openrlhf.transport import encode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError, ConflictError, SyncError
-from jetrl_patch.sync.base import held_by
+from jetrl_patch.sync.delta import held_by
 
 EXACT = Config(precision="fp8-unified").resolved()
 
 
 @pytest.fixture(autouse=True)
 def enabled(monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: EXACT)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: EXACT)
     state.reset()
     yield
     state.reset()
@@ -32,10 +32,10 @@ async def _rpc(self, method, timeout, args, kwargs):
     return [method]
 
 
-rpc = versions.collective_rpc(_rpc)
+rpc = metrics.collective_rpc(_rpc)
 
 
-@versions.generate
+@metrics.generate
 async def generate(self, outputs):
     for output in outputs:
         await asyncio.sleep(0)
@@ -45,7 +45,7 @@ async def generate(self, outputs):
             yield output
 
 
-@versions.execute
+@metrics.execute
 async def execute(self, turns, logs):
     for outputs in turns:
         async for _ in generate(None, outputs):
@@ -69,9 +69,9 @@ def test_only_the_end_of_a_sync_makes_a_version():
 def test_a_sample_carries_the_versions_of_its_first_and_last_token():
     assert sample(["a", "b"], logs={"x": 1}) == {"x": 1}  # never synced: no version to record
     state.ENGINE.version = 3
-    assert sample(["a", "b"], logs={"x": 1}) == {"x": 1, versions.FIRST: 3, versions.LAST: 3}
-    assert sample(["a", "sync", "b"]) == {versions.FIRST: 3, versions.LAST: 4}
-    assert sample(["a"], ["sync", "b"], ["c"]) == {versions.FIRST: 4, versions.LAST: 5}
+    assert sample(["a", "b"], logs={"x": 1}) == {"x": 1, metrics.FIRST: 3, metrics.LAST: 3}
+    assert sample(["a", "sync", "b"]) == {metrics.FIRST: 3, metrics.LAST: 4}
+    assert sample(["a"], ["sync", "b"], ["c"]) == {metrics.FIRST: 4, metrics.LAST: 5}
 
 
 def test_samples_made_at_the_same_time_do_not_mix():
@@ -82,14 +82,14 @@ def test_samples_made_at_the_same_time_do_not_mix():
         return await early, await slow
 
     early, slow = asyncio.run(both())
-    assert early["extra_logs"] == {versions.FIRST: 1, versions.LAST: 1}
-    assert slow["extra_logs"] == {versions.FIRST: 1, versions.LAST: 2}
+    assert early["extra_logs"] == {metrics.FIRST: 1, metrics.LAST: 1}
+    assert slow["extra_logs"] == {metrics.FIRST: 1, metrics.LAST: 2}
 
 
 def experience(first, last, rollout):
     return SimpleNamespace(
         prompts=["2 + 2"], action_log_probs=torch.tensor([[-1.0, -2.0]]), rollout_log_probs=torch.tensor([rollout]),
-        action_mask=torch.ones(1, 2), info={versions.FIRST: torch.tensor([first]), versions.LAST: torch.tensor([last])},
+        action_mask=torch.ones(1, 2), info={metrics.FIRST: torch.tensor([first]), metrics.LAST: torch.tensor([last])},
     )  # fmt: skip
 
 
@@ -110,7 +110,7 @@ def test_exactness_is_judged_by_samples_of_the_weights_in_force(monkeypatch, cap
     assert not caplog.records
     with pytest.raises(AuditError, match=r"response token 1 of a sample of prompt '2 \+ 2': .*\(1 of 2 tokens differ\)"):
         noted(experience(2, 2, [-1.0, -2.5]))
-    monkeypatch.setattr(runtime, "active_config", lambda: EXACT.replace(on_mismatch="recompute"))
+    monkeypatch.setattr(session, "active_config", lambda: EXACT.replace(on_mismatch="recompute"))
     assert noted(experience(2, 2, [-1.0, -2.5]))["jetrl/bit_equal_fraction_current"] == 0.5
     assert "exact mode is not exact" in caplog.text
 

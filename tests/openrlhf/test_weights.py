@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.openrlhf import weights
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf import model as weights
 from jetrl_patch.adapters.openrlhf.adapter import ADAPTER
+from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.config import Config
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.linear import PROMISES
-from jetrl_patch.fp8.quantize import quantize_weight
 
 FP8 = Config(precision="fp8-unified", align="linear")
 
@@ -85,8 +85,8 @@ class Trainer:
     ],
 )
 def test_once_from_one_update_to_the_next(monkeypatch, config, stage, settings, made):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: config)
     trainer = Trainer(stage, **settings)
     trainer.ppo_train(0.0)
     assert len({id(found) for found, _ in trainer.seen}) == made and not PROMISES

@@ -9,9 +9,9 @@ import pytest
 import ray
 import torch
 
-from jetrl_patch.adapters.openrlhf.wire import GroupWire, Orders, decode, encode, entries_of, send_all, take_shared
+from jetrl_patch.adapters.openrlhf.transport import GroupWire, Orders, decode, encode, entries_of, send_all, take_shared
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
-from jetrl_patch.sync.bucket import Bucket
+from jetrl_patch.sync.send import Bucket
 
 #: seconds that an answer may take on a busy machine
 PATIENCE = 500

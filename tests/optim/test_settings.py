@@ -7,8 +7,8 @@ import pytest
 from jetrl_patch.adapters.openrlhf import settings as openrlhf
 from jetrl_patch.adapters.verl import settings as verl
 from jetrl_patch.config import Config
+from jetrl_patch.config import checks as module
 from jetrl_patch.errors import ConfigError, ConflictError
-from jetrl_patch.optim import settings as module
 from tests.openrlhf.test_settings import arguments
 from tests.verl.conftest import base  # noqa: F401
 
@@ -25,7 +25,7 @@ def test_verl_imports_the_class_that_its_own_setting_names(base, states, name): 
     verl_config, config = base(), Config(precision="bf16", optimizer_states=states)
     verl.prepare(verl_config, config)
     for section in (verl_config.actor_rollout_ref.actor, verl_config.critic):
-        assert (section.optim.optimizer_impl, section.optim.optimizer) == ("jetrl_patch.optim.adamw", name)
+        assert (section.optim.optimizer_impl, section.optim.optimizer) == ("jetrl_patch.trainer.optimizer", name)
     verl.prepare(verl_config, config)  # the trainer loop checks what the driver wrote
     own = verl_config.actor_rollout_ref.actor.optim
     chosen = FSDPOptimizerConfig(lr=0.25, optimizer=own.optimizer, optimizer_impl=own.optimizer_impl, weight_decay=0.5)

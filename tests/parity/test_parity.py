@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from jetrl_patch import Config, ConfigError, JetrlError, ModelError
-from jetrl_patch.checkpoint.export import export
-from jetrl_patch.parity import cli, prompts
-from jetrl_patch.parity.modes import Job, check_model, choose
-from jetrl_patch.parity.run import run_mode
+from jetrl_patch.cli.export import export
+from jetrl_patch.cli.parity import cli
+from jetrl_patch.cli.parity.run import run_mode
+from jetrl_patch.measure import parity
+from jetrl_patch.measure.parity import Job, check_model, choose
 
 from .. import models
 from ..fp8.thresholds import MISMATCH
@@ -86,28 +87,28 @@ def test_a_family_that_is_not_covered(tmp_path: Path) -> None:
 
 def test_prompts(tmp_path: Path) -> None:
     common: dict[str, Any] = {"vocabulary": 100, "longest": 10, "seed": 0}
-    random = prompts.make_prompts(None, None, count=5, **common)
-    assert random == prompts.make_prompts(None, None, count=5, **common)
+    random = parity.make_prompts(None, None, count=5, **common)
+    assert random == parity.make_prompts(None, None, count=5, **common)
     assert all(0 <= token < 100 for ids in random for token in ids)
     assert all(1 <= len(ids) <= 10 for ids in random)
 
     def tokenize(text: str) -> list[int]:
         return [ord(c) - 31 for c in text]
 
-    assert len(prompts.make_prompts(None, tokenize, count=20, **common)) == 20
+    assert len(parity.make_prompts(None, tokenize, count=20, **common)) == 20
     file = tmp_path / "prompts"
     file.write_text("one\n\ntwo\n")
-    found = prompts.make_prompts(str(file), tokenize, count=3, **common)
+    found = parity.make_prompts(str(file), tokenize, count=3, **common)
     assert found == [tokenize("one"), tokenize("two"), tokenize("one")]
     with pytest.raises(ConfigError, match="needs a tokenizer"):
-        prompts.make_prompts(str(file), None, count=1, **common)
+        parity.make_prompts(str(file), None, count=1, **common)
     with pytest.raises(ConfigError, match="cannot be read"):
-        prompts.make_prompts(str(tmp_path / "none"), tokenize, count=1, **common)
+        parity.make_prompts(str(tmp_path / "none"), tokenize, count=1, **common)
     with pytest.raises(ConfigError, match="another model's"):
-        prompts.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
+        parity.make_prompts(None, tokenize, count=1, vocabulary=9, longest=10, seed=0)
     file.write_text("\n")
     with pytest.raises(ConfigError, match="contains no prompts"):
-        prompts.make_prompts(str(file), tokenize, count=1, **common)
+        parity.make_prompts(str(file), tokenize, count=1, **common)
 
 
 def result(job: Job, **figures: Any) -> dict[str, Any]:

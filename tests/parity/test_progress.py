@@ -13,10 +13,9 @@ import pytest
 
 from jetrl_patch import Config, progress
 from jetrl_patch.adapters.transformers.score import score
-from jetrl_patch.parity import cli, measure, run
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.relay import relayed
-from jetrl_patch.parity.sample import Sample, Sampled
+from jetrl_patch.cli.parity import cli, run
+from jetrl_patch.cli.parity.run import relayed
+from jetrl_patch.measure.parity import Job, Sample, Sampled
 from jetrl_patch.progress import Progress
 
 from .. import models
@@ -25,7 +24,7 @@ from ..test_progress import Recorded, stages
 #: a process that reports two stages and never says that it is at its end, as one that is killed
 CHILD = """
 import sys
-from jetrl_patch.parity.relay import Sender
+from jetrl_patch.cli.parity.run import Sender
 with open(sys.argv[1], "a", buffering=1) as file:
     sender = Sender(file)
     sender.stage("loading the engine")
@@ -73,9 +72,9 @@ def test_a_measurement_names_its_stages(job: Job, monkeypatch: pytest.MonkeyPatc
             progress.stage("sampling", 1, "batches")
             return Sampled(SAMPLES)
 
-    monkeypatch.setattr(measure.registry, "rollout", Rollout)
+    monkeypatch.setattr(run.registry, "rollout", Rollout)
     seen = Recorded()
-    measure.measure(job, seen)
+    run.measure(job, seen)
     named = [call[0] for call in seen.calls if isinstance(call, tuple)]
     assert named == ["loading torch", "sampling", "loading the trainer's model", "scoring"]
 

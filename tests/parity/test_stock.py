@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from jetrl_patch import ConfigError, JetrlError
-from jetrl_patch.parity import cli
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.stock import STOCK, chosen
+from jetrl_patch import Config, ConfigError, JetrlError
+from jetrl_patch.adapters.vllm import sample
+from jetrl_patch.cli.parity import cli
+from jetrl_patch.config import SETTINGS
+from jetrl_patch.measure.parity import STOCK, Job, chosen
 
 from .. import models
 
 FIGURES = {"tokens": 10, "logp_abs_diff_mean": 0.0, "logp_abs_diff_max": 0.25, "k3_kl": 0.0, "bit_equal_fraction": 0.5}
 FIGURES |= {"route_mismatch": None}
-SPEED = {"rollout_tokens_per_second": 1234.4, "trainer_tokens_per_second": 5678.6}
+SPEED: dict[str, Any] = {"rollout_tokens_per_second": 1234.4, "trainer_tokens_per_second": 5678.6, "execution": "compiled"}
 
 
 @pytest.fixture
@@ -39,7 +41,7 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Job]:
         if job.stock in ("fp8-online", "batch-invariant"):
             raise JetrlError(f"measuring stock {job.stock} failed: no kernel")
         precision, align = job.label
-        slower = {"rollout_tokens_per_second": 617.2} if job.config.exact else {}
+        slower = {"rollout_tokens_per_second": 617.2, "execution": "eager"} if job.config.exact else {}
         speed = {**SPEED, **slower} if job.cost else {}
         equal = {"bit_equal_fraction": 1.0} if job.config.exact else {}
         return {"precision": precision, "align": align, **FIGURES, **equal, "cut_layers": [], **speed}
@@ -91,7 +93,51 @@ def test_stock_beside_a_mode_with_the_cost_of_both(folder: Path, jobs: list[Job]
     assert [(job.stock, job.config.resolved_align) for job in jobs] == [("bfloat16", "none"), (None, "exact")]
     text = said(capsys)
     assert "bfloat16 stock 10 0 0.25 0 50.00%" in text and "fp8-unified exact 10 0 0.25 0 100.00%" in text
-    assert "bfloat16 stock 1,234 1.00 5,679 1.00" in text and "fp8-unified exact 617 0.50 5,679 1.00" in text
+    assert "bfloat16 stock compiled 1,234 1.00 5,679 1.00" in text and "fp8-unified exact eager 617 0.50 5,679 1.00" in text
+    assert """Each engine runs as in training; all alike, not compiled: --engine '{"enforce_eager": true}'""" in text
+    assert cli.main(["--model", str(folder), "--align", "exact", "--cost"]) == 0
+    assert "as in training" not in said(capsys)
+
+
+@pytest.fixture
+def engine_of(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return a function from a job to the arguments that its engine would get on a GPU, or here."""
+    import vllm
+
+    monkeypatch.setattr(vllm, "LLM", lambda **settings: settings)
+    monkeypatch.setattr(sample, "_config", lambda _: SimpleNamespace())
+
+    def arguments(job: Job, on_cpu: bool) -> dict[str, Any]:
+        monkeypatch.setattr(sample, "_on_cpu", lambda: on_cpu)
+        found: dict[str, Any] = sample.build_engine(job, 128)
+        return found
+
+    return arguments
+
+
+@pytest.mark.parametrize("stock", [None, "bfloat16"])
+def test_an_engine_on_a_gpu_leaves_room_for_the_trainer(engine_of: Any, stock: str | None) -> None:
+    """Weights on one side, weights and their gradients on the other: a third of the memory, and a cache of a few sequences."""
+    job = Job(model="m", config=Config(precision="bf16"), stock=stock)
+    assert 1 / 3 < engine_of(job, False)["gpu_memory_utilization"] < 1 / 2
+    asked = Job(model="m", config=job.config, stock=stock, engine=(("gpu_memory_utilization", 0.7),))
+    assert engine_of(asked, False)["gpu_memory_utilization"] == 0.7
+    assert "gpu_memory_utilization" not in engine_of(job, True)
+
+
+def test_what_is_timed_compiles_as_a_stock_engine_does(engine_of: Any) -> None:
+    config = Config(precision="fp8-unified", align="linear")
+    for stock in (None, "bfloat16"):
+        assert engine_of(Job(model="m", config=config, stock=stock, cost=True), False)["enforce_eager"] is False
+    assert engine_of(Job(model="m", config=config), False)["enforce_eager"] is True
+
+
+def test_the_help_names_every_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for name in ("backend", "scale_format", "on_cut"):
+        assert f"{', '.join(SETTINGS[name].choices)} (default: {SETTINGS[name].default})" in text
 
 
 @pytest.mark.e2e
@@ -105,4 +151,5 @@ def test_an_untouched_installation(tmp_path: Path) -> None:
     stock, exact = json.loads(file.read_text())
     assert stock["logp_abs_diff_mean"] > 1e-4 and stock["bit_equal_fraction"] < 1.0
     assert exact["logp_abs_diff_max"] == 0.0
-    assert all(row[name] > 0 for row in (stock, exact) for name in SPEED)
+    assert all(row[name] > 0 for row in (stock, exact) for name in ("rollout_tokens_per_second", "trainer_tokens_per_second"))
+    assert (stock["execution"], exact["execution"]) == ("compiled", "eager")

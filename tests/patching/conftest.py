@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_patch import registry, runtime
-from jetrl_patch.adapters.base import Adapter
+from jetrl_patch import registry, session
+from jetrl_patch.registry import Adapter
 
 
 @pytest.fixture
@@ -54,5 +54,5 @@ def environment() -> Iterator[dict[str, str]]:
     """The environment before the test; the test must leave it unchanged."""
     before = dict(os.environ)
     yield before
-    runtime.disable()
+    session.disable()
     assert dict(os.environ) == {**before, "PYTEST_CURRENT_TEST": os.environ["PYTEST_CURRENT_TEST"]}

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.adapters.base import Adapter, Config, Journal, OnImport, Patch
+from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch
 
 
 def loud(original: Callable[..., Any]) -> Callable[..., Any]:

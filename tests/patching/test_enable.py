@@ -11,34 +11,35 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import env, registry, runtime
-from jetrl_patch.adapters.base import Config, Journal
+from jetrl_patch import registry, session
+from jetrl_patch.config import environment as env
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, PatchError, VersionError
 from jetrl_patch.patching import guards
+from jetrl_patch.registry import Config, Journal
 from tests.patching.fakes import ALL, Fake
 
 
 def test_opting_in_by_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(Fake(ALL))
-    assert runtime.activate_from_env() is False
-    assert not runtime.is_active()
+    assert session.activate_from_env() is False
+    assert not session.is_active()
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
-    assert runtime.activate_from_env() is True
-    assert runtime.active_config() == Config(precision="fp8-rollout")
+    assert session.activate_from_env() is True
+    assert session.active_config() == Config(precision="fp8-rollout")
     monkeypatch.setenv("JETRL_PRECISION", "bf16")
-    assert runtime.activate_from_env() is True  # the active session takes precedence
-    assert runtime.active_config() == Config(precision="fp8-rollout")
+    assert session.activate_from_env() is True  # the active session takes precedence
+    assert session.active_config() == Config(precision="fp8-rollout")
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
-    runtime.disable()
+    session.disable()
     monkeypatch.setenv(env.SWITCH, "0")
-    assert runtime.activate_from_env() is False
+    assert session.activate_from_env() is False
 
 
 def test_enable_starts_from_the_environment(use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     use(Fake(ALL))
     monkeypatch.setenv("JETRL_SCALE_FORMAT", "fp32")
-    runtime.enable(precision="fp8-rollout")
-    assert runtime.active_config() == Config(precision="fp8-rollout", scale_format="fp32")
+    session.enable(precision="fp8-rollout")
+    assert session.active_config() == Config(precision="fp8-rollout", scale_format="fp32")
 
 
 def test_settings_that_are_wrong_change_nothing(use: Any, environment: dict[str, str]) -> None:
@@ -46,27 +47,27 @@ def test_settings_that_are_wrong_change_nothing(use: Any, environment: dict[str,
     use(adapter)
     for overrides in ({"precision": "fp9"}, {"precison": "bf16"}, {"precision": "bf16", "align": "exact"}):
         with pytest.raises(ConfigError):
-            runtime.enable(**overrides)
+            session.enable(**overrides)
     assert adapter.calls == []
 
 
 def test_enable_from_inside_an_enable_that_is_under_way(use: Any) -> None:
     class Nested(Fake):
         def on_apply(self, config: Config, journal: Journal) -> None:
-            assert runtime.activate_from_env() is True  # as a plugin that loads at this moment does
-            runtime.enable(config)
+            assert session.activate_from_env() is True  # as a plugin that loads at this moment does
+            session.enable(config)
             with pytest.raises(ConflictError, match=r"required sync_timeout=1\.0, found sync_timeout=300\.0\. Call"):
-                runtime.enable(config, sync_timeout=1.0)
+                session.enable(config, sync_timeout=1.0)
 
     use(Nested(ALL))
-    runtime.enable()
-    assert runtime.is_active()
+    session.enable()
+    assert session.is_active()
 
 
 def test_two_threads_enable_once(use: Any) -> None:
     adapter = Fake(ALL)
     use(adapter)
-    threads = [threading.Thread(target=runtime.enable) for _ in range(4)]
+    threads = [threading.Thread(target=session.enable) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -76,37 +77,37 @@ def test_two_threads_enable_once(use: Any) -> None:
 
 def test_layers_and_backend_are_reported(use: Any) -> None:
     use(Fake(ALL))
-    runtime.enable()
-    assert runtime.status().backend == "auto"
-    runtime.register_layers(["layers.0.q_proj", "layers.0.k_proj"])
-    runtime.register_layers(["layers.0.k_proj", "layers.1.q_proj"])
-    runtime.register_backend("native")
-    status = runtime.status()
+    session.enable()
+    assert session.status().backend == "auto"
+    session.register_layers(["layers.0.q_proj", "layers.0.k_proj"])
+    session.register_layers(["layers.0.k_proj", "layers.1.q_proj"])
+    session.register_backend("native")
+    status = session.status()
     assert status.layers == ("layers.0.q_proj", "layers.0.k_proj", "layers.1.q_proj")
     assert status.backend == "native"
     assert status.pid == os.getpid()
     assert status.as_dict()["config"]["precision"] == "fp8-unified"
-    runtime.disable()
-    runtime.enable()
-    assert runtime.status().layers == ()
+    session.disable()
+    session.enable()
+    assert session.status().layers == ()
 
 
 def test_require_active(use: Any) -> None:
     use(Fake(ALL))
     with pytest.raises(NotPatchedError, match=rf"the worker \(pid {os.getpid()}\): required .*, found an unpatched one"):
-        runtime.require_active("the worker")
+        session.require_active("the worker")
     with pytest.raises(NotPatchedError):
-        runtime.active_config()
-    runtime.enable()
-    assert runtime.require_active("the worker", Config()) == Config().resolved()
+        session.active_config()
+    session.enable()
+    assert session.require_active("the worker", Config()) == Config().resolved()
     with pytest.raises(ConflictError, match="settings of the worker"):
-        runtime.require_active("the worker", Config(precision="bf16"))
+        session.require_active("the worker", Config(precision="bf16"))
 
 
 def test_nothing_to_patch_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "ADAPTERS", {"x": ("no_such_framework",)})
     with pytest.raises(VersionError, match=r"none of them installed.*pip install -e '\.\[verl\]'` in the clone"):
-        runtime.enable()
+        session.enable()
 
 
 @pytest.mark.parametrize(
@@ -125,14 +126,14 @@ def test_unsupported_versions_stop_before_anything_changes(
     use(adapter)
     required = guards.SUPPORTED[dist][0]
     with pytest.raises(VersionError, match=rf"{dist}: required version {required}, found .*{found}.*\. Install {dist}"):
-        runtime.enable()
+        session.enable()
     assert adapter.calls == []
 
 
 def test_an_adapter_that_is_missing_is_an_error(monkeypatch: pytest.MonkeyPatch, framework: Path) -> None:
     monkeypatch.setattr(registry, "ADAPTERS", {"fakefw": ("fakefw",)})
     with pytest.raises(PatchError, match=r"jetrl_patch\.adapters\.fakefw\.adapter:ADAPTER is missing"):
-        runtime.enable()
+        session.enable()
 
 
 def test_without_the_adapters_package_the_error_names_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import registry, runtime
-from jetrl_patch.adapters.base import Config, Patch
-from jetrl_patch.gate import while_active, while_config
+from jetrl_patch import registry, session
+from jetrl_patch.registry import Config, Patch
+from jetrl_patch.session import while_active, while_config
 from tests.patching.fakes import Fake
 
 #: patched attributes whose replacement also runs in an unpatched process, or checks a setting itself
@@ -46,12 +46,12 @@ def louder_later(original: Any) -> Any:
 
 def test_a_kept_reference_is_the_original_again_after_disable(use: Any, environment: Any) -> None:
     use(Fake([Patch(module="fakefw.a", attr="function", make=louder, reason="r", remove_when="w")]))
-    runtime.enable()
+    session.enable()
     import fakefw.a  # type: ignore[import-not-found]
 
     kept = fakefw.a.function
     assert kept() == "A" and kept.__name__ == "function" and kept.__module__ == "fakefw.a"
-    runtime.disable()
+    session.disable()
     assert fakefw.a.function is not kept and kept() == "a"
 
 
@@ -62,18 +62,18 @@ def test_a_coroutine_function_stays_one_and_asks_when_it_is_awaited(monkeypatch:
     made = louder_later(original)
     assert inspect.iscoroutinefunction(made) and not inspect.iscoroutinefunction(louder(lambda: "a"))
     waiting = made()
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", Config)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", Config)
     assert asyncio.run(waiting) == "A"
-    monkeypatch.setattr(runtime, "is_active", lambda: False)
+    monkeypatch.setattr(session, "is_active", lambda: False)
     assert asyncio.run(made()) == "a"
 
 
 def test_a_setting_can_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = while_config(lambda config: config.exact)(louder)(lambda: "a")
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(session, "is_active", lambda: True)
     for config, expected in ((Config(), "A"), (Config(precision="bf16"), "a")):
-        monkeypatch.setattr(runtime, "active_config", lambda config=config: config)
+        monkeypatch.setattr(session, "active_config", lambda config=config: config)
         assert made() == expected
 
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 import jetrl_patch
-from jetrl_patch.adapters.openrlhf import precision
+from jetrl_patch.adapters.openrlhf import settings
 from jetrl_patch.adapters.openrlhf.state import WORKER, reset
 from jetrl_patch.errors import PrecisionError
 
@@ -15,7 +15,7 @@ from jetrl_patch.errors import PrecisionError
 @pytest.fixture
 def on(monkeypatch):
     """Act as in a run with precision='fp16', without patching this process."""
-    monkeypatch.setattr(precision, "scales_loss", lambda: True)
+    monkeypatch.setattr(settings, "scales_loss", lambda: True)
     reset()
     yield
     reset()
@@ -45,7 +45,7 @@ def step(engine: Engine, overflow: bool, actor: bool = True) -> None:
     """Call the patched method once, through an Actor or directly."""
     model = SimpleNamespace(model=engine) if actor else engine
     original = lambda self, optimizer, model, scheduler, name="model": engine.step(overflow)  # noqa: E731
-    precision.optimizer_step(original)(None, None, model, None, name="actor")
+    settings.optimizer_step(original)(None, None, model, None, name="actor")
 
 
 @pytest.mark.parametrize("actor", [True, False])
@@ -55,7 +55,7 @@ def test_steps_are_counted_and_micro_batches_are_not(on, monkeypatch, actor):
     for overflow in (False, True, True, False):
         for _ in range(2):
             step(engine, overflow, actor)
-    assert precision.figures() == {"loss_scale": 2.0**14, "skipped_steps": 2.0}
+    assert settings.figures() == {"loss_scale": 2.0**14, "skipped_steps": 2.0}
     assert WORKER.loss_scale.in_a_row == 0
 
 
@@ -74,11 +74,11 @@ def test_any_other_error_stays_what_it_is(on):
         raise ValueError("something else")
 
     with pytest.raises(ValueError, match="something else"):
-        precision.optimizer_step(original)(None, None, Engine(), None)
+        settings.optimizer_step(original)(None, None, Engine(), None)
 
 
 def test_an_unpatched_process_is_left_alone():
     assert not jetrl_patch.status().enabled
     engine = Engine()
     step(engine, False)
-    assert (engine.micro_steps, precision.figures()) == (1, {})
+    assert (engine.micro_steps, settings.figures()) == (1, {})

@@ -10,9 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch.errors import ModelError, PrecisionError, SyncError
-from jetrl_patch.precision.fp16 import check_fits, fp16_stream, misfit
-from jetrl_patch.precision.loss_scale import LossScale, at_smallest
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.send import SyncStats, check_fits, fp16_stream, misfit
+from jetrl_patch.trainer.precision import LossScale, at_smallest
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

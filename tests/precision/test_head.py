@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch.adapters.transformers.head import widen_head
-from jetrl_patch.adapters.transformers.prepare import prepare_model
+from jetrl_patch.adapters.transformers.prepare import prepare_model, widen_head
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from tests.models import config_of

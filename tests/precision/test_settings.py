@@ -9,7 +9,7 @@ import torch
 
 from jetrl_patch.adapters.openrlhf import settings as openrlhf
 from jetrl_patch.adapters.verl import settings as verl
-from jetrl_patch.adapters.vllm import precision
+from jetrl_patch.adapters.vllm import engine
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
 from tests.openrlhf.test_settings import arguments
@@ -68,6 +68,7 @@ def test_openrlhf_is_set_to_fp16():
         ({"ds__param_dtype": "fp16"}, BF16, "OpenRLHF's vLLM engines stay in BF16"),
         ({"ds__tensor_parallel_size": 2}, FP16, "supports only BF16"),
         ({"ds__load_in_4bit": True}, FP16, "weights in FP16"),
+        ({"ds__ring_attn_size": 2}, FP16, "whole sequences on each rank"),
         ({"ds__use_liger_kernel": True}, LINEAR_HEAD, "logits from lm_head's forward"),
     ],
 )
@@ -77,7 +78,7 @@ def test_openrlhf_arguments_that_are_refused(changes, config, says):
 
 
 def test_a_device_without_an_fp8_kv_cache_stops_the_driver(base, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(precision, "kv_cache_problem", lambda: "a GPU below compute capability 8.9")
+    monkeypatch.setattr(engine, "kv_cache_problem", lambda: "a GPU below compute capability 8.9")
     for check in (lambda: verl.check(base(), KV), lambda: openrlhf.check(arguments(), KV), lambda: set_arguments(KV)):
         with pytest.raises(ConfigError, match=r"kv_cache='fp8': .*found a GPU below .* 8\.9. Drop kv_cache"):
             check()
@@ -85,12 +86,12 @@ def test_a_device_without_an_fp8_kv_cache_stops_the_driver(base, monkeypatch):  
 
 def set_arguments(config: Config, **changes: object) -> SimpleNamespace:
     args = SimpleNamespace(**({"dtype": "bfloat16", "kv_cache_dtype": "auto", "hf_overrides": {}} | changes))
-    precision.set_arguments(args, config)
+    engine.set_arguments(args, config)
     return args
 
 
 def test_vllm_arguments(monkeypatch):
-    monkeypatch.setattr(precision, "kv_cache_problem", lambda: "")
+    monkeypatch.setattr(engine, "kv_cache_problem", lambda: "")
     assert vars(set_arguments(BF16)) == {"dtype": "bfloat16", "kv_cache_dtype": "auto", "hf_overrides": {}}
     assert set_arguments(FP16).dtype == "float16"
     assert set_arguments(KV).kv_cache_dtype == "fp8"
@@ -113,13 +114,13 @@ def resolved(dtype: torch.dtype, head: torch.dtype, width: int = 64) -> SimpleNa
 
 def test_what_vllm_made_of_them():
     half, brain, full = torch.float16, torch.bfloat16, torch.float32
-    precision.check_resolved(resolved(half, half), FP16)
-    precision.check_resolved(resolved(brain, full), LINEAR_HEAD)
+    engine.check_resolved(resolved(half, half), FP16)
+    engine.check_resolved(resolved(brain, full), LINEAR_HEAD)
     with pytest.raises(ConfigError, match=r"required bfloat16, found torch\.float16. FP16 on one side alone"):
-        precision.check_resolved(resolved(half, half), BF16)
+        engine.check_resolved(resolved(half, half), BF16)
     with pytest.raises(ConfigError, match=r"required float16, found torch\.bfloat16"):
-        precision.check_resolved(resolved(brain, brain), FP16)
+        engine.check_resolved(resolved(brain, brain), FP16)
     with pytest.raises(ModelError, match="head_dtype='float32' in vLLM"):
-        precision.check_resolved(resolved(brain, brain), LINEAR_HEAD)
+        engine.check_resolved(resolved(brain, brain), LINEAR_HEAD)
     with pytest.raises(ModelError, match="heads of a multiple of 32, found 80"):
-        precision.check_resolved(resolved(brain, brain, 80), KV)
+        engine.check_resolved(resolved(brain, brain, 80), KV)

@@ -15,7 +15,7 @@ import ray
 from ray.job_config import JobConfig
 
 import jetrl_patch
-from jetrl_patch.adapters.ray import adapter, connect
+from jetrl_patch.adapters.ray import adapter
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
 
 
@@ -26,7 +26,7 @@ class Original:
         self.calls = []
 
     def __call__(self, *args, **kwargs):
-        job = os.environ.get(connect.JOB_CONFIG)
+        job = os.environ.get(adapter.JOB_CONFIG)
         self.calls.append((args, kwargs, job and json.loads(job)))
         return "context"
 
@@ -35,13 +35,13 @@ class Original:
 def original(monkeypatch):
     """After ``enable()``, with nodes that all answer."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(connect, "require_nodes", lambda config, installs: [])
+    monkeypatch.setattr(adapter, "require_nodes", lambda config, installs: [])
     jetrl_patch.enable(precision="bf16")
     return Original()
 
 
 def test_the_callers_arguments_and_ours(original):
-    assert connect.init(original)("local", num_cpus=3, runtime_env={"env_vars": {"A": "1"}}) == "context"
+    assert adapter.init(original)("local", num_cpus=3, runtime_env={"env_vars": {"A": "1"}}) == "context"
     ((args, kwargs, _),) = original.calls
     assert args == ("local",) and kwargs["num_cpus"] == 3
     assert kwargs["runtime_env"]["env_vars"]["A"] == "1"
@@ -50,7 +50,7 @@ def test_the_callers_arguments_and_ours(original):
 
 
 def test_the_runtime_env_of_a_job_config_is_kept(original):
-    connect.init(original)(job_config=JobConfig(runtime_env={"env_vars": {"A": "1"}}))
+    adapter.init(original)(job_config=JobConfig(runtime_env={"env_vars": {"A": "1"}}))
     assert original.calls[0][1]["runtime_env"]["env_vars"]["A"] == "1"
 
 
@@ -58,42 +58,42 @@ def test_switched_off_or_connected_already_it_is_ray_alone(original, monkeypatch
     given = {"env_vars": {"A": "1"}}
     with monkeypatch.context() as patch:
         patch.setattr(ray, "is_initialized", lambda: True)
-        connect.init(original)(runtime_env=given)
+        adapter.init(original)(runtime_env=given)
     jetrl_patch.disable()
-    connect.init(original)(runtime_env=given)
+    adapter.init(original)(runtime_env=given)
     assert [kwargs["runtime_env"] is given for _, kwargs, _ in original.calls] == [True, True]
 
 
 def test_under_ray_job_submit_the_job_and_the_driver_agree(original, monkeypatch):
     job = {"runtime_env": {"env_vars": {"JETRL_PRECISION": "bf16", "B": "2"}}, "metadata": {"m": "n"}}
-    monkeypatch.setenv(connect.JOB_CONFIG, json.dumps(job))
-    connect.init(original)()
+    monkeypatch.setenv(adapter.JOB_CONFIG, json.dumps(job))
+    adapter.init(original)()
     _, kwargs, seen = original.calls[0]
     assert seen == {"runtime_env": {"env_vars": {"B": "2"}}, "metadata": {"m": "n"}}
     assert "B" not in kwargs["runtime_env"]["env_vars"]
-    assert json.loads(os.environ[connect.JOB_CONFIG]) == job
+    assert json.loads(os.environ[adapter.JOB_CONFIG]) == job
     monkeypatch.setenv(
-        connect.JOB_CONFIG, json.dumps({"runtime_env": {"env_vars": {"JETRL_PRECISION": "fp8-unified"}}})
+        adapter.JOB_CONFIG, json.dumps({"runtime_env": {"env_vars": {"JETRL_PRECISION": "fp8-unified"}}})
     )
     with pytest.raises(ConflictError, match="JETRL_PRECISION='fp8-unified'"):
-        connect.init(original)()
+        adapter.init(original)()
 
 
 def test_what_a_job_installs_counts_for_the_time_that_nodes_get(original, monkeypatch):
     given = []
-    monkeypatch.setattr(connect, "require_nodes", lambda config, installs: given.append(installs))
-    monkeypatch.setenv(connect.JOB_CONFIG, json.dumps({"runtime_env": {"pip": ["x"]}}))
-    connect.init(original)(runtime_env={"py_modules": ["y"]})
+    monkeypatch.setattr(adapter, "require_nodes", lambda config, installs: given.append(installs))
+    monkeypatch.setenv(adapter.JOB_CONFIG, json.dumps({"runtime_env": {"pip": ["x"]}}))
+    adapter.init(original)(runtime_env={"py_modules": ["y"]})
     assert given[0]["pip"] == ["x"] and given[0]["py_modules"] == ["y"]
 
 
 def test_two_hooks_of_the_users_are_a_conflict_as_in_ray(original, monkeypatch):
-    monkeypatch.setenv(connect.JOB_CONFIG, json.dumps({"runtime_env": {"worker_process_setup_hook": "os.getcwd"}}))
+    monkeypatch.setenv(adapter.JOB_CONFIG, json.dumps({"runtime_env": {"worker_process_setup_hook": "os.getcwd"}}))
     with pytest.raises(ConflictError, match="RAY_OVERRIDE_JOB_RUNTIME_ENV"):
-        connect.init(original)(runtime_env={"worker_process_setup_hook": "os.getpid"})
-    connect.init(original)(runtime_env={"worker_process_setup_hook": "os.getcwd"})
+        adapter.init(original)(runtime_env={"worker_process_setup_hook": "os.getpid"})
+    adapter.init(original)(runtime_env={"worker_process_setup_hook": "os.getcwd"})
     monkeypatch.setenv("RAY_OVERRIDE_JOB_RUNTIME_ENV", "1")
-    connect.init(original)(runtime_env={"worker_process_setup_hook": "os.getpid"})
+    adapter.init(original)(runtime_env={"worker_process_setup_hook": "os.getpid"})
     assert len(original.calls) == 2
 
 
@@ -101,7 +101,7 @@ def test_two_hooks_of_the_users_are_a_conflict_as_in_ray(original, monkeypatch):
 def test_ray_client_is_refused_before_it_connects(original, monkeypatch, address, variable):
     monkeypatch.setenv("RAY_ADDRESS", variable)
     with pytest.raises(ConfigError, match="ray job submit"):
-        connect.init(original)(address)
+        adapter.init(original)(address)
     assert original.calls == []
 
 
@@ -110,10 +110,10 @@ def test_a_driver_whose_nodes_are_not_patched_is_disconnected(original, monkeypa
         raise NotPatchedError("node 10.0.0.2 (gpu-7)")
 
     closed = []
-    monkeypatch.setattr(connect, "require_nodes", refuse)
+    monkeypatch.setattr(adapter, "require_nodes", refuse)
     monkeypatch.setattr(ray, "shutdown", lambda: closed.append(1))
     with pytest.raises(NotPatchedError, match="gpu-7"):
-        connect.init(original)()
+        adapter.init(original)()
     assert closed == [1]
 
 
@@ -178,7 +178,8 @@ def test_a_real_connection_is_that_of_the_settings_or_none(tmp_path):
     found = dict(line.split(": ", 1) for line in done.stdout.splitlines() if ": " in line)
     late = (
         "enable() in a driver of Ray: required a call before ray.init, which hands these settings to the workers, found a "
-        "connection that was made without them. Call enable() first, or close the connection with ray.shutdown()."
+        "connection that was made without them. Call enable() before ray.init and before `from ray import init`, or close the "
+        "connection by ray.shutdown()."
     )
     expected = {"late": late, "in time": "True", "worker": "True", "other settings": late, "the same settings": "True"}
     assert {name: found[name] for name in expected} == expected

@@ -12,8 +12,8 @@ from ray._private import ray_constants
 from ray.runtime_env import RuntimeEnv
 from ray.runtime_env.runtime_env import _merge_runtime_env
 
-from jetrl_patch.adapters.ray import merge
-from jetrl_patch.adapters.ray.hook import make_hook
+from jetrl_patch.adapters.ray import nodes
+from jetrl_patch.adapters.ray.worker import make_hook
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError
 
@@ -31,17 +31,17 @@ def merged(given, config=CONFIG):
         hooks.append(hook)
         return print
 
-    return merge.merge_runtime_env(given, config, make), hooks[0]
+    return nodes.merge_runtime_env(given, config, make), hooks[0]
 
 
 def test_the_name_of_the_hook_variable_is_rays():
-    assert merge.HOOK_VARIABLE == ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
+    assert nodes.HOOK_VARIABLE == ray_constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR
 
 
 @pytest.mark.parametrize("nothing", [None, {}, RuntimeEnv(), {"env_vars": None}])
 def test_without_a_runtime_env_ours_is_all_there_is(nothing):
     found, hook = merged(nothing)
-    assert found == {"env_vars": CONFIG.to_env(), merge.HOOK: print}
+    assert found == {"env_vars": CONFIG.to_env(), nodes.HOOK: print}
     assert hook is None
     RuntimeEnv(**found)  # Ray validates it
 
@@ -53,13 +53,13 @@ def test_without_a_runtime_env_ours_is_all_there_is(nothing):
     kind=st.sampled_from([dict, lambda env: RuntimeEnv(**env)]),
 )
 def test_what_the_user_gave_stays(variables, more, hook, kind):
-    theirs = kind({**more, "env_vars": variables, **({} if hook is None else {merge.HOOK: hook})})
+    theirs = kind({**more, "env_vars": variables, **({} if hook is None else {nodes.HOOK: hook})})
     before = copy.deepcopy(theirs)
     found, seen = merged(theirs)
     assert found["env_vars"] == {**variables, **CONFIG.to_env()}
     assert seen is hook or seen == hook
-    rest = {k: v for k, v in found.items() if k not in ("env_vars", merge.HOOK)}
-    assert rest == {k: v for k, v in before.items() if k not in ("env_vars", merge.HOOK)}
+    rest = {k: v for k, v in found.items() if k not in ("env_vars", nodes.HOOK)}
+    assert rest == {k: v for k, v in before.items() if k not in ("env_vars", nodes.HOOK)}
     assert theirs == before
 
 
@@ -97,7 +97,7 @@ def test_a_setting_of_the_users_that_contradicts_is_named(name, value):
     with pytest.raises(ConflictError, match=f"required {name}=.*found {name}='{value}'"):
         merged({"env_vars": {name: value}})
     with pytest.raises(ConflictError, match=name):
-        merge.take_ours({"env_vars": {name: value}}, CONFIG)
+        nodes.take_ours({"env_vars": {name: value}}, CONFIG)
 
 
 def test_a_misspelt_variable_is_an_error():
@@ -112,13 +112,13 @@ def test_an_image_beside_which_ray_allows_no_hook_is_refused(field):
 
 
 @pytest.mark.parametrize("hook", [None, "os.getcwd"])
-@pytest.mark.parametrize("place", [merge.HOOK, merge.HOOK_VARIABLE])
+@pytest.mark.parametrize("place", [nodes.HOOK, nodes.HOOK_VARIABLE])
 def test_ray_accepts_ours_beside_a_submitted_job(hook, place):
     """Ray refuses a key that is in both, so the rest of the job's environment and ours share none."""
     job = {"env_vars": {"JETRL_PRECISION": "fp8-unified", "B": "2"}, "working_dir": "gcs://x.zip"}
     if hook:
-        (job if place == merge.HOOK else job["env_vars"])[place] = hook
-    rest, seen = merge.take_ours(job, CONFIG)
+        (job if place == nodes.HOOK else job["env_vars"])[place] = hook
+    rest, seen = nodes.take_ours(job, CONFIG)
     assert seen == hook
     ours, _ = merged({"env_vars": {"C": "3"}})
     both = _merge_runtime_env(rest, ours)
@@ -126,27 +126,27 @@ def test_ray_accepts_ours_beside_a_submitted_job(hook, place):
     assert both == {
         "working_dir": "gcs://x.zip",
         "env_vars": {"B": "2", "C": "3", **CONFIG.to_env()},
-        merge.HOOK: print,
+        nodes.HOOK: print,
     }
 
 
 def test_a_conflict_of_the_users_own_is_left_to_ray():
-    rest, _ = merge.take_ours({"env_vars": {"B": "2"}}, CONFIG)
+    rest, _ = nodes.take_ours({"env_vars": {"B": "2"}}, CONFIG)
     ours, _ = merged({"env_vars": {"B": "3"}})
     assert _merge_runtime_env(rest, ours) is None
 
 
 def test_a_hook_of_another_job_cannot_be_chained():
     with pytest.raises(ConflictError, match="another job"):
-        merged({"env_vars": {merge.HOOK_VARIABLE: "ray_runtime_env_func::abc"}})
+        merged({"env_vars": {nodes.HOOK_VARIABLE: "ray_runtime_env_func::abc"}})
 
 
 def test_our_own_hook_in_an_environment_that_is_handed_on_is_renewed():
     """vLLM does this in a Ray actor for the workers of a tensor-parallel engine."""
     handed_on = {
-        "env_vars": {merge.HOOK_VARIABLE: "ray_runtime_env_func::0100", "A": "1"},
-        merge.HOOK: make_hook("0", {}, None).__name__,
+        "env_vars": {nodes.HOOK_VARIABLE: "ray_runtime_env_func::0100", "A": "1"},
+        nodes.HOOK: make_hook("0", {}, None).__name__,
     }
     found, hook = merged(handed_on)
-    assert hook is None and found[merge.HOOK] is print
-    assert merge.HOOK_VARIABLE not in found["env_vars"] and found["env_vars"]["A"] == "1"
+    assert hook is None and found[nodes.HOOK] is print
+    assert nodes.HOOK_VARIABLE not in found["env_vars"] and found["env_vars"]["A"] == "1"

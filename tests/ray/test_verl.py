@@ -40,3 +40,44 @@ def test_a_run_on_another_node_is_exact(tmp_path: Path, monkeypatch: pytest.Monk
     for step in steps:
         assert step["jetrl/bit_equal_fraction"] == 1.0 and step["jetrl/tokens"] >= 16
         assert step["jetrl/quantized_layers"] == 21
+
+
+LATE = "found a connection that was made without them. Call enable() before ray.init and before `from ray import init`"
+LOCAL = "num_cpus=16, num_gpus=2, include_dashboard=False, object_store_memory=80_000_000, _temp_dir=sys.argv.pop()"
+#: the head of a driver that connects Ray itself -> what ends it
+OWN_CONNECTION = [
+    (f"import ray; ray.init({LOCAL}); jetrl_patch.enable(precision='fp8-unified')", LATE),
+    (f"from ray import init; jetrl_patch.enable(precision='fp8-unified'); init({LOCAL})", LATE),
+    (
+        f"jetrl_patch.enable(precision='fp8-unified'); import ray; ray.init({LOCAL}); "
+        "sys.argv.append('trainer.v1.trainer_mode=colocate_async')",
+        "required old_log_probs='recompute', which verl's settings need, found workers of Ray that were started without. Call it",
+    ),
+]
+
+
+@pytest.mark.e2e
+@pytest.mark.timeout(TIMEOUT)
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [pytest.param(*one, marks=[] if one is OWN_CONNECTION[1] else pytest.mark.slow) for one in OWN_CONNECTION],
+    ids=["before", "by-name", "other-settings"],
+)
+def test_a_driver_whose_workers_are_not_patched_ends_before_they_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, head: str, says: str
+) -> None:
+    """Real ``main_ppo`` in a script that connects Ray itself. verl would take that connection and train without the plugin."""
+    plain = run_verl.command
+    program = tmp_path / "train.py"
+    program.write_text(f"import sys\nimport jetrl_patch\n{head}\nfrom verl.trainer.main_ppo import main\nmain()\n")
+
+    def command(folder: Path, ray_dir: str, *extra: str, **options: object) -> list[str]:
+        python, _, _, *words = plain(folder, ray_dir, *extra, **options)
+        return [python, str(program), *words, ray_dir]
+
+    monkeypatch.setattr(run_verl, "command", command)
+    run = run_verl.Run(run_verl.make_task(tmp_path), environ={"RAY_AUTH_MODE": "disabled"})
+    assert run.wait(TIMEOUT) != 0
+    last = run.text.strip().splitlines()[-1]
+    assert "NotPatchedError: enable()" in last and says in last, run.text[-3000:]
+    assert not run.metrics() and "TaskRunner" not in run.text

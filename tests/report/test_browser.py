@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.report import collect, write
+from jetrl_patch.cli.report import collect, write
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 
@@ -62,7 +62,7 @@ def page_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
         f"exact={run_file(folder / 'a.jsonl', 1, 0, exact=True)}",
         f"a run with a rather long name, FP8 rollout={run_file(folder / 'b.jsonl', 7, 20, exact=False)}",
     ]
-    runs = collect(texts, lambda name: True, [])
+    runs = collect(texts, [])
     write(runs, folder / "out", "Two runs", "as verl writes them")
     return folder / "out" / "report.html"
 
@@ -340,7 +340,7 @@ def test_a_live_page_loads_itself_anew_and_keeps_what_was_chosen(browser: Any, t
     run = run_file(tmp_path / "a.jsonl", 1, 0, exact=True)
 
     def publish(title: str, live: int) -> str:
-        write(collect([f"one={run}", f"two={run_file(tmp_path / 'b.jsonl', 2, 0, exact=False)}"], lambda name: True, []),
+        write(collect([f"one={run}", f"two={run_file(tmp_path / 'b.jsonl', 2, 0, exact=False)}"], []),
               tmp_path / "out", title, live=live)  # fmt: skip
         return (tmp_path / "out" / "report.html").as_uri()
 

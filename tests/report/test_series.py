@@ -9,14 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch import Config
-from jetrl_patch.monitor.figures import FIELDS
-from jetrl_patch.report.charts import draw, steady
-from jetrl_patch.report.described import describe
-from jetrl_patch.report.runs import Run
-from jetrl_patch.report.scales import ALL_LAYERS, read_scales, split_name
-from jetrl_patch.report.series import short, thin
-from jetrl_patch.report.styles import DARK, DASHES, LIGHT, choose
-from jetrl_patch.report.summary import summarize
+from jetrl_patch.cli.report.charts import ALL_LAYERS, DARK, LIGHT, Scales, choose, describe, draw, split_name, thin
+from jetrl_patch.cli.report.page import short
+from jetrl_patch.cli.report.runs import Run, summarize
+from jetrl_patch.measure.statistics import FIELDS
 
 floats = st.floats(allow_nan=True, allow_infinity=True)
 
@@ -88,7 +84,7 @@ def test_seeds_share_a_colour_and_arms_do_not() -> None:
         Run("fp8-rollout", "none", 0),
     ]
     a, b, c, d = choose(runs)
-    assert a.colour == b.colour and DASHES[a.dash] != DASHES[b.dash]
+    assert a.colour == b.colour and a.dash != b.dash
     assert len({a.colour, c.colour, d.colour}) == 3
 
 
@@ -113,14 +109,14 @@ def test_the_worst_is_the_largest_or_of_a_ratio_the_smallest() -> None:
         return {f"jetrl/scale/layers.{layer}/{what}": up for what in ("saturation", "sqnr_db")}
 
     runs = [Run("", "", 0, {1: {**data(10, 1.0), **data(2, 5.0)}, 2: {**data(10, 7.0), **data(2, 3.0)}})]
-    scales = read_scales(runs)
+    scales = Scales(runs)
     assert scales.layers == ["layers.2", "layers.10"]
     assert scales.worst(0, "saturation", "layers.2") == 5.0
     assert scales.worst(0, "sqnr db", "layers.2") == 3.0
-    assert scales.worst_layer(0, "saturation") == [(1, 5.0), (2, 7.0)]
-    assert scales.worst_layer(0, "sqnr db") == [(1, 1.0), (2, 3.0)]
+    assert scales.chart("saturation").series[0] == [(1, 5.0), (2, 7.0)]
+    assert scales.chart("sqnr db").series[0] == [(1, 1.0), (2, 3.0)]
     runs[0].steps[3] = data(2, math.nan)
-    assert math.isnan(read_scales(runs).worst(0, "saturation", "layers.2") or 0.0)
+    assert math.isnan(Scales(runs).worst(0, "saturation", "layers.2") or 0.0)
 
 
 def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
@@ -134,7 +130,7 @@ def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
     )
     data = dict.fromkeys((f"jetrl/scale/{name}" for name in names), 1.0)
     data |= {"jetrl/scale/model.layers.0.q_proj/weight_sqnr": 30.0, "jetrl/guard_layers": 0.0}
-    scales = read_scales([Run("", "", 0, {1: data})])
+    scales = Scales([Run("", "", 0, {1: data})])
     assert scales.headline == [
         "weight sqnr min",
         "activation underflow max",
@@ -142,7 +138,7 @@ def test_the_monitors_figures_of_all_layers_are_the_headline() -> None:
         "weight unchanged mean",
     ]
     assert scales.layers == ["model.layers.0.q_proj"]
-    assert [what for what in scales.whats if scales.per_layer(what)] == ["weight sqnr"]
+    assert [what for what in scales.series if scales.per_layer(what)] == ["weight sqnr"]
 
 
 def test_the_monitors_figures_say_what_they_are() -> None:
@@ -163,7 +159,7 @@ def test_the_worst_expert_is_that_of_the_worst_step() -> None:
         of_all = {"jetrl/scale/weight_worst_expert": expert, "jetrl/scale/weight_worst_experts": 7.0}
         return {f"jetrl/scale/{name}/weight_{figure}": value for figure, value in found.items()} | of_all
 
-    scales = read_scales([Run("", "", 0, {1: data(30, 29, 90), 2: data(29, 12, 17), 3: data(28, math.nan, 4), 4: {}})])
+    scales = Scales([Run("", "", 0, {1: data(30, 29, 90), 2: data(29, 12, 17), 3: data(28, math.nan, 4), 4: {}})])
     assert scales.layers == [name] and scales.worst(0, "weight worst expert", name) == 17
     assert scales.worst(0, "weight worst expert", "another") is None
     assert not any("worst" in what for what in scales.headline)
@@ -172,19 +168,19 @@ def test_the_worst_expert_is_that_of_the_worst_step() -> None:
 
 def test_a_statistic_that_is_always_0_is_silent() -> None:
     data = {"jetrl/scale/weight_saturated_max": 0.0, "jetrl/scale/weight_sqnr_min": 31.0}
-    scales = read_scales([Run("", "", 0, {1: data, 2: data})])
+    scales = Scales([Run("", "", 0, {1: data, 2: data})])
     assert scales.silent == ["weight saturated max"] and scales.headline == ["weight sqnr min"]
 
 
 def test_a_correction_that_was_off_has_no_chart_and_no_column() -> None:
     data = {"jetrl/tokens": 10, "jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0, "jetrl/entropy_like": 3.0}
     off, on = Run("bf16", "none", 0, {1: data, 2: data}), Run("bf16", "none", 1, {1: data}, correction="tis")
-    keys = [drawn.chart.key for drawn in draw([off])]
+    keys = [chart.key for chart in draw([off])]
     assert "clipped" not in keys and "masked" not in keys and summarize(off)["clipped_fraction_mean"] is None
-    (clipped,) = [drawn for drawn in draw([off, on]) if drawn.chart.key == "clipped"]
+    (clipped,) = [chart for chart in draw([off, on]) if chart.key == "clipped"]
     assert clipped.series == [[], [(1, 0.0)]] and summarize(on)["clipped_fraction_mean"] == 0.0
-    (still,) = [drawn for drawn in draw([off]) if drawn.chart.title == "entropy like"]
-    assert steady(still) == 3.0 and still.chart.style == "count"
+    (still,) = [chart for chart in draw([off]) if chart.title == "entropy like"]
+    assert still.steady == 3.0 and still.style == "count"
 
 
 def test_tokens_and_time_are_sums_over_the_steps() -> None:

@@ -9,16 +9,11 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.report import ReportError, collect, read_runs
-from jetrl_patch.report.logs import openrlhf_step, verl_step
-from jetrl_patch.report.runs import Run
-from jetrl_patch.report.sources import Source, find_file, name_runs, parse
+from jetrl_patch.cli.report import ReportError, collect, read_runs
+from jetrl_patch.cli.report.runs import Run
+from jetrl_patch.cli.report.sources import Source, find_file, name_runs, openrlhf_step, parse, verl_step
 
 STEPS = [{"critic/score/mean": 0.5, "jetrl/k3_kl": 1e-5}, {"critic/score/mean": 0.75, "jetrl/k3_kl": 0.0}]
-
-
-def everything(name: str) -> bool:
-    return True
 
 
 def write_lines(path: Path, records: list[Any]) -> Path:
@@ -106,14 +101,9 @@ def test_tensorboards_event_file(tmp_path: Path) -> None:
         for step in (1, 2):
             writer.add_scalar("train/rollout/reward_mean", 0.25 * step, step)
         writer.add_text("train/generated_samples", "text", 1)
-    (run,) = collect([str(tmp_path / "tb")], everything, [])
+    (run,) = collect([str(tmp_path / "tb")], [])
     assert run.reward == [(1, 0.25), (2, 0.5)]
     assert run.label == "tb"
-
-
-def test_only_wanted_metrics_are_kept(tmp_path: Path) -> None:
-    (run,) = read_runs(verl_file(tmp_path / "a.jsonl"), keep=lambda name: name.startswith("jetrl/"))
-    assert run.steps == {1: {"jetrl/k3_kl": 1e-5}, 2: {"jetrl/k3_kl": 0.0}}
 
 
 def test_a_step_written_twice_has_the_later_figures(tmp_path: Path) -> None:
@@ -141,7 +131,7 @@ def test_a_file_that_is_no_metrics_file_is_one_clear_error(tmp_path: Path, text:
         (tmp_path / "run.jsonl").rename(tmp_path / "run.bin")
         (tmp_path / "run.bin").write_bytes(text.encode("latin-1"))
     with pytest.raises(ReportError, match=says):
-        collect([str(tmp_path)] if "no text" not in text else [str(tmp_path / "run.bin")], everything, [])
+        collect([str(tmp_path)] if "no text" not in text else [str(tmp_path / "run.bin")], [])
 
 
 def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
@@ -162,16 +152,16 @@ def test_a_folder_without_metrics_says_what_it_holds(tmp_path: Path) -> None:
 def test_names(tmp_path: Path) -> None:
     first, second = verl_file(tmp_path / "a" / "run.jsonl"), verl_file(tmp_path / "b" / "run.jsonl")
     texts = [str(first), str(second), f"mine={verl_file(tmp_path / 'c' / 'run.jsonl')}"]
-    assert [run.label for run in collect(texts, everything, [])] == ["a/run", "b/run", "mine"]
+    assert [run.label for run in collect(texts, [])] == ["a/run", "b/run", "mine"]
     odd = verl_file(tmp_path / "x=y.jsonl")
     assert parse(str(odd)) == Source(odd)
     for wrong in ("", "=", "name="):
         with pytest.raises(ReportError, match="name=path"):
             parse(wrong)
     with pytest.raises(ReportError, match="found same twice"):
-        collect([f"same={first}", f"same={second}"], everything, [])
+        collect([f"same={first}", f"same={second}"], [])
     with pytest.raises(ReportError, match="are the same file"):
-        collect([f"one={first}", f"two={first.parent}"], everything, [])
+        collect([f"one={first}", f"two={first.parent}"], [])
 
 
 def test_arms_of_one_file_are_named_by_arm_and_seed(tmp_path: Path) -> None:

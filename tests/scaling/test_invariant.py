@@ -10,12 +10,12 @@ import pytest
 import torch
 
 import jetrl_patch
+from jetrl_patch.backends.rowwise import quantize_int8_rows
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ModelError
-from jetrl_patch.int8.quantize import quantize_rows
-from jetrl_patch.scaling.invariant import RECORD, scale_once
-from jetrl_patch.sync.source import convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.fp8.scaling import RECORD, scale_once
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import convert
 from tests.models import VARIANTS, build
 
 IDS = torch.randint(2, 384, (3, 33), generator=torch.Generator().manual_seed(5))
@@ -135,19 +135,19 @@ def test_an_update_that_int8_did_not_see_is_seen() -> None:
     weight = torch.randn(256, 256)
     update = 2e-3 * torch.randn(256, 256).sign()
     moved = [
-        (quantize_rows(weight / s)[0] != quantize_rows(weight / s + update)[0]).float().mean().item()
+        (quantize_int8_rows(weight / s)[0] != quantize_int8_rows(weight / s + update)[0]).float().mean().item()
         for s in (1.0, 1.5)
     ]
     assert moved[1] > 1.4 * moved[0] > 0
 
 
 def test_openrlhfs_reference_actor_is_known_by_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch import runtime
+    from jetrl_patch import session
     from jetrl_patch.adapters.openrlhf import model, state
 
     config = Config(precision="int8-rollout", invariant_scale=1.5).resolved()
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: config)
     setup = model.setup_distributed(lambda self, strategy: None)
     strategy = SimpleNamespace(args=SimpleNamespace(jetrl=config.to_env()))
     for name, reference in (("PolicyModelActor", False), ("ReferenceModelActor", True)):
@@ -158,9 +158,9 @@ def test_openrlhfs_reference_actor_is_known_by_its_class(monkeypatch: pytest.Mon
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch import runtime
+    from jetrl_patch import session
 
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(session, "is_active", lambda: True)
 
 
 BUILT_AND_SAVED = [(1.5, 1.5, None), (None, None, None), (None, 1.5, None), (1.5, None, "without"), (1.5, 2.0, "=2.0")]
@@ -178,7 +178,7 @@ def settled(built: float | None, load: Any, error: str | None, config: Any) -> N
 
 @pytest.mark.parametrize(("built", "saved", "error"), BUILT_AND_SAVED)
 def test_a_resumed_verl_run(tmp_path: Any, active: None, built: Any, saved: Any, error: Any) -> None:
-    from jetrl_patch.adapters.verl.scaling import load_checkpoint
+    from jetrl_patch.adapters.verl.model import compare_scales
 
     config = build("qwen3").config
     if saved is not None:
@@ -186,7 +186,7 @@ def test_a_resumed_verl_run(tmp_path: Any, active: None, built: Any, saved: Any,
     config.save_pretrained(tmp_path / "huggingface")
     fresh, loaded = build("qwen3").config, []
     engine = SimpleNamespace(_jetrl=object(), module=SimpleNamespace(config=fresh))
-    load = load_checkpoint(lambda self, path: loaded.append(path))
+    load = compare_scales(lambda self, path: loaded.append(path))
     settled(built, lambda: load(engine, str(tmp_path)), error, fresh)
     if error is None:
         assert loaded == [str(tmp_path)] and getattr(fresh, RECORD, None) == saved
@@ -196,7 +196,7 @@ def test_a_resumed_verl_run(tmp_path: Any, active: None, built: Any, saved: Any,
 
 @pytest.mark.parametrize(("built", "saved", "error"), BUILT_AND_SAVED)
 def test_a_resumed_openrlhf_run(active: None, built: Any, saved: Any, error: Any) -> None:
-    from jetrl_patch.adapters.openrlhf.scaling import load_ckpt, save_ckpt
+    from jetrl_patch.adapters.openrlhf.checkpoint import compare_scales, save_scales
 
     disk: dict[str, Any] = {}
 
@@ -209,10 +209,10 @@ def test_a_resumed_openrlhf_run(active: None, built: Any, saved: Any, error: Any
     if saved is not None:
         setattr(old, RECORD, saved)
     states = {"consumed_samples": 8}
-    save_ckpt(write)(None, SimpleNamespace(module=SimpleNamespace(config=old)), "here", "tag", 3, states)
+    save_scales(write)(None, SimpleNamespace(module=SimpleNamespace(config=old)), "here", "tag", 3, states)
     assert disk == {**states, **({RECORD: saved} if saved else {})} and states == {"consumed_samples": 8}
     engine = SimpleNamespace(module=SimpleNamespace(config=fresh))
-    load = load_ckpt(lambda self, model, load_dir: ("here", dict(disk)))
+    load = compare_scales(lambda self, model, load_dir: ("here", dict(disk)))
     found: list[Any] = []
     settled(built, lambda: found.append(load(None, engine, "here")), error, fresh)
     if error is None:

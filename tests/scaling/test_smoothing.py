@@ -10,14 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jetrl_patch.backends.rowwise import dequantize_rows, quantize_int8_rows
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.int8.quantize import dequantize_rows, quantize_rows
-from jetrl_patch.scaling.groups import groups_of
-from jetrl_patch.scaling.smoothing import factors, smoothed
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.fp8.scaling import factors, groups_of, smoothed
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 from tests.models import build
 
 INT8 = Config(precision="int8-rollout")
@@ -144,9 +143,9 @@ def int8_error(model: Any, smoothing: float, observe: bool = True) -> float:
     names = set(source_of(model).layers)
     for name, module in rollout.named_modules():
         if name in names:
-            module.weight.data = dequantize_rows(*quantize_rows(module.weight.data), torch.bfloat16)
+            module.weight.data = dequantize_rows(*quantize_int8_rows(module.weight.data), torch.bfloat16)
             module.register_forward_pre_hook(
-                lambda _, x: (dequantize_rows(*quantize_rows(x[0].flatten(0, -2)), torch.bfloat16).view_as(x[0]),)
+                lambda _, x: (dequantize_rows(*quantize_int8_rows(x[0].flatten(0, -2)), torch.bfloat16).view_as(x[0]),)
             )
     return float((logits(rollout).float().log_softmax(-1) - reference).abs().mean())
 
@@ -185,7 +184,7 @@ def test_the_stream_keeps_names_shapes_and_the_trainers_parameters() -> None:
     )
     assert all(torch.equal(sent[name], before[name]) for name in same)
     untouched = "model.layers.1.mlp.down_proj.weight"
-    assert torch.equal(sent[untouched], quantize_rows(before[untouched])[0])
+    assert torch.equal(sent[untouched], quantize_int8_rows(before[untouched])[0])
 
 
 @pytest.mark.parametrize(
@@ -249,7 +248,7 @@ def test_a_reference_model_is_never_watched() -> None:
 
 def test_what_the_observer_keeps() -> None:
     """The maximum over all forwards since the last call; the previous figures remain if there was none."""
-    from jetrl_patch.scaling.observe import Observer
+    from jetrl_patch.fp8.scaling import Observer
 
     norm = torch.nn.Identity()
     observer = Observer({"n": norm}, {"n": 3})

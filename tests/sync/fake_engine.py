@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from jetrl_patch.fp8.quantize import expand_weight_scale
+from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.sync.digest import Rect, as_2d, digest
-from jetrl_patch.sync.manifest import Terms
+from jetrl_patch.sync.protocol import Terms
 
 LAYERS = ("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj")
 TERMS = Terms(precision="fp8-unified", align="exact", scale_format="pow2", backend="torch")

@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from jetrl_patch.errors import SyncError
-from jetrl_patch.sync.base import PREFIX, Received, Sent
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Manifest
+from jetrl_patch.sync.delta import PREFIX, Received, Sent
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST, Manifest
 from jetrl_patch.sync.receive import Receiver, State
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, weights
 
 Q = "layers.0.self_attn.q_proj.weight"

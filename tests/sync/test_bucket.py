@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch.errors import SyncError
-from jetrl_patch.sync.bucket import Bucket, pack, unpack
+from jetrl_patch.sync.send import Bucket, pack, unpack
 
 CPU = torch.device("cpu")
 DTYPES = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8)

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jetrl_patch.errors import SyncError
-from jetrl_patch.sync import manifest
-from jetrl_patch.sync.bucket import unpack
-from jetrl_patch.sync.manifest import MANIFEST, Manifest, decode_json, encode_json
+from jetrl_patch.sync import protocol
+from jetrl_patch.sync.protocol import MANIFEST, Manifest, decode_json, encode_json
+from jetrl_patch.sync.send import unpack
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS
 
 WHOLE = Manifest(terms=TERMS, layers=LAYERS, tensors={name: (shape, "bfloat16") for name, shape in SHAPES.items()})
@@ -87,7 +87,7 @@ def test_a_message_is_bounded_in_size_and_depth(monkeypatch: pytest.MonkeyPatch)
         decode_json(deep, MANIFEST)
     with pytest.raises(SyncError, match="required at most"):
         decode_json(torch.zeros(4), MANIFEST)
-    monkeypatch.setattr(manifest, "MOST_BYTES", 100)
+    monkeypatch.setattr(protocol, "MOST_BYTES", 100)
     with pytest.raises(SyncError, match="required at most 100 bytes"):
         decode_json(torch.zeros(101, dtype=torch.uint8), MANIFEST)
 

@@ -9,9 +9,9 @@ import torch
 
 from jetrl_patch.errors import AuditError, NotPatchedError, SyncError
 from jetrl_patch.sync.digest import digest
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, PROTOCOL, Manifest, encode_json
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST, PROTOCOL, Manifest, encode_json
 from jetrl_patch.sync.receive import Receiver, State
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, weights
 
 Q = "layers.0.self_attn.q_proj.weight"

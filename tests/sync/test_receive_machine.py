@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from jetrl_patch.errors import JetrlError, SyncError
 from jetrl_patch.sync.receive import Receiver, State
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, Engine, weights
 
 VERSIONS = 3

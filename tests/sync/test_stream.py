@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 
+from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.errors import SyncError
-from jetrl_patch.fp8.quantize import quantize_weight
-from jetrl_patch.sync import stream as stream_module
+from jetrl_patch.sync import send as stream_module
 from jetrl_patch.sync.digest import digest, formula, read
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Manifest, decode_json
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST, Manifest, decode_json
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 from tests.sync.fake_engine import LAYERS, SHAPES, TERMS, weights
 
 

@@ -5,7 +5,7 @@ import torch
 
 from jetrl_patch.errors import SyncError
 from jetrl_patch.sync.digest import Rect, digest
-from jetrl_patch.sync.tiling import check_tiling
+from jetrl_patch.sync.receive import check_tiling
 
 W = torch.arange(48, dtype=torch.uint8).view(6, 8)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from jetrl_patch.config import Config
-from jetrl_patch.correction.mismatch import mismatch
 from jetrl_patch.errors import AuditError
+from jetrl_patch.measure.mismatch import mismatch
 from jetrl_patch.trainer.audit import Audit, audited_metrics, sample
 
 STOP = Config(old_log_probs="rollout")

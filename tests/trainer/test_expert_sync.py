@@ -9,11 +9,11 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8.gathered_layers import gather_in_fp8
+from jetrl_patch.fp8.convert import gather_in_fp8
 from jetrl_patch.sync.digest import digest
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, Manifest, decode_json
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST, Manifest, decode_json
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 from tests.models import build
 
 
@@ -47,7 +47,7 @@ def test_names_bytes_and_digests() -> None:
 
 
 def test_a_framework_that_sends_experts_one_by_one_sends_the_same() -> None:
-    from jetrl_patch.fp8.expert_layers import per_expert
+    from jetrl_patch.fp8.convert import per_expert
 
     model, source = trainer()
     apart = [pair for name, weight in weights(model) for pair in per_expert(name, weight)]

@@ -13,14 +13,14 @@ from torch import nn
 import jetrl_patch
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from jetrl_patch.families import FAMILIES
 from jetrl_patch.fp8.convert import select_layers
-from jetrl_patch.fp8.layers import is_quantized
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.parity.modes import check_model
-from jetrl_patch.sync.source import convert
+from jetrl_patch.measure.parity import check_model
+from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.models.layers import is_quantized
+from jetrl_patch.models.structure import unit_of
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
-from jetrl_patch.units import unit_of
+from jetrl_patch.trainer.source import convert
 from tests import seeing
 
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")

@@ -8,41 +8,40 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import active
+from jetrl_patch import session
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, differences
-from jetrl_patch.sync.stream import SyncStats
-from jetrl_patch.trainer import marks
-from jetrl_patch.trainer.guard import Followers, begin_sync
-from jetrl_patch.trainer.report import sync_metrics, sync_report
-from jetrl_patch.trainer.state import Driver, Worker, reset
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer import rules
+from jetrl_patch.trainer.audit import sync_metrics, sync_report
+from jetrl_patch.trainer.source import Driver, Followers, Worker, begin_sync, reset
 
 LINEAR, EXACT = Config(align="linear").resolved(), Config(align="exact").resolved()
 
 
 def test_one_differing_setting_is_told_alone() -> None:
     with pytest.raises(ConflictError) as caught:
-        marks.require_same("a vLLM worker", required=LINEAR.to_env(), found=EXACT.to_env())
+        rules.require_same("a vLLM worker", required=LINEAR.to_env(), found=EXACT.to_env())
     assert str(caught.value) == (
         "settings of a vLLM worker: required align='linear', found align='exact'. "
         "Give every process of the run the same settings."
     )
-    marks.require_same("a vLLM worker", required=EXACT.to_env(), found=EXACT.to_env())
+    rules.require_same("a vLLM worker", required=EXACT.to_env(), found=EXACT.to_env())
 
 
 def test_a_mark_that_is_missing_and_a_variable_that_only_one_side_has() -> None:
     with pytest.raises(NotPatchedError, match="the driver is not patched"):
-        marks.check(None, EXACT, "an actor", "the driver is not patched")
-    marks.check(EXACT.to_env(), EXACT, "an actor", "")
+        rules.check(None, EXACT, "an actor", "the driver is not patched")
+    rules.check(EXACT.to_env(), EXACT, "an actor", "")
     found = {name: value for name, value in EXACT.to_env().items() if name != "JETRL_ALIGN"}
     with pytest.raises(ConflictError, match="found no align"):
-        marks.require_same("an actor", required=EXACT.to_env(), found=found)
+        rules.require_same("an actor", required=EXACT.to_env(), found=found)
 
 
 def test_configs_that_differ_in_one_field_take_a_short_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(active, "_config", EXACT)
+    monkeypatch.setattr(session, "_config", EXACT)
     with pytest.raises(ConflictError, match="required align='linear', found align='exact'") as caught:
-        active.require_active("the worker", LINEAR)
+        session.require_active("the worker", LINEAR)
     assert len(str(caught.value)) < 300
     texts = [
         differences("x", required=dataclasses.asdict(EXACT), found=dataclasses.asdict(other), fix="choose one")
@@ -54,8 +53,8 @@ def test_configs_that_differ_in_one_field_take_a_short_message(monkeypatch: pyte
 
 def test_layers_that_a_split_leaves_in_bf16_are_a_metric(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "cut_layers" not in sync_report(SyncStats(), 0.0)
-    monkeypatch.setattr(active, "_notes", active.Notes())
-    active.register_cut(["layers.0.o_proj", "layers.1.o_proj", "layers.0.o_proj"])
+    monkeypatch.setattr(session, "_notes", session.Notes())
+    session.register_cut(["layers.0.o_proj", "layers.1.o_proj", "layers.0.o_proj"])
     assert sync_metrics([{**sync_report(SyncStats(), 0.0), "monitor": {}}])["jetrl/cut_layers"] == 2
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from jetrl_patch.fp8.convert import select_layers
-from jetrl_patch.structure import EXPERTS, check_structure
-from jetrl_patch.sync.source import convert
+from jetrl_patch.models.structure import EXPERTS, check_structure
 from jetrl_patch.trainer.preflight import check_checkpoint
+from jetrl_patch.trainer.source import convert
 from tests.models import config_of
 
 EXACT, LINEAR = Config(precision="fp8-unified"), Config(precision="fp8-unified", align="linear")

@@ -13,10 +13,10 @@ import jetrl_patch
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from jetrl_patch.exact.coverage import check_family
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.exact.modules import check_family
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.structure import check_structure
+from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.models.structure import check_structure
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 
 from ..fp8.thresholds import SQNR_MIXTURE, sqnr

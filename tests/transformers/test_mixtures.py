@@ -10,7 +10,7 @@ import jetrl_patch
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from jetrl_patch.families import FAMILIES
+from jetrl_patch.models.families import FAMILIES
 
 from ..fp8.thresholds import SQNR_MIXTURE, sqnr
 from ..models import VARIANTS, build, corrections

@@ -12,13 +12,13 @@ from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, NotPatchedError
 from jetrl_patch.exact.ops import token_log_probs
-from jetrl_patch.families import covering
-from jetrl_patch.family import DROPOUTS
-from jetrl_patch.fp8.expert_layers import experts_of
+from jetrl_patch.fp8.convert import experts_of
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.fp8.ranks import WHOLE, ExpertSplit
-from jetrl_patch.sync.manifest import Terms
-from jetrl_patch.sync.source import convert
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
+from jetrl_patch.models.families import covering
+from jetrl_patch.models.family import DROPOUTS
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.trainer.source import convert
 
 from ..fp8.thresholds import GRADIENT_COSINE, sqnr
 from ..models import VARIANTS, build

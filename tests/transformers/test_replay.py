@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.fp8.expert_layers import expert_modules
-from jetrl_patch.monitor.routes import Recorder
+from jetrl_patch.fp8.convert import expert_modules
+from jetrl_patch.measure.observe import Recorder
+from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.trainer.replay import Replay
 from tests import seeing
 from tests.models import build

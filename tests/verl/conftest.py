@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import state
 from jetrl_patch.config import Config
 
@@ -15,8 +15,8 @@ from jetrl_patch.config import Config
 @pytest.fixture
 def exact_driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A driver in exact mode, with nothing noted before or after."""
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config().resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: Config().resolved())
     state.reset()
     yield
     state.reset()

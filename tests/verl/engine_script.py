@@ -19,10 +19,10 @@ if __name__ == "__main__":
     from fsdp_engine import batch_of, build  # beside this script
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
+    from jetrl_patch.backends.quantize import quantize_weight
     from jetrl_patch.fp8.gather import Fp8Shard
     from jetrl_patch.fp8.linear import Fp8Linear
-    from jetrl_patch.fp8.quantize import quantize_weight
-    from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
+    from jetrl_patch.sync.protocol import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()

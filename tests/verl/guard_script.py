@@ -18,7 +18,7 @@ if __name__ == "__main__":
     from fsdp_engine import batch_of, build  # beside this script
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.sync.manifest import MANIFEST, Manifest
+    from jetrl_patch.sync.protocol import MANIFEST, Manifest
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()

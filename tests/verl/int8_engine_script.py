@@ -21,8 +21,8 @@ if __name__ == "__main__":
     from transformers import AutoModelForCausalLM
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.int8.quantize import quantize_rows
-    from jetrl_patch.sync.manifest import COMMIT, SCALE_SUFFIX, decode_json
+    from jetrl_patch.backends.rowwise import quantize_int8_rows
+    from jetrl_patch.sync.protocol import COMMIT, SCALE_SUFFIX, decode_json
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
@@ -85,11 +85,11 @@ if __name__ == "__main__":
         assert len(f.unique()) > 1
         assert torch.equal(sent[norm].float(), weights.pop(norm) / f), norm
         for name in names:
-            q, s = quantize_rows(weights.pop(name) * f)
+            q, s = quantize_int8_rows(weights.pop(name) * f)
             assert torch.equal(sent[name], q) and torch.equal(sent[name + SCALE_SUFFIX], s), name
     for name, weight in weights.items():
         quantized = name.removesuffix(".weight") in actor._jetrl.layers
-        assert torch.equal(sent[name], quantize_rows(weight)[0] if quantized else weight.to(torch.bfloat16)), name
+        assert torch.equal(sent[name], quantize_int8_rows(weight)[0] if quantized else weight.to(torch.bfloat16)), name
     digests = decode_json(sent[COMMIT], COMMIT)["digests"]
     everybody = [None] * world
     torch.distributed.all_gather_object(everybody, digests)

@@ -25,9 +25,9 @@ if __name__ == "__main__":
     from verl.trainer.config import CheckpointConfig
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from jetrl_patch.adapters.verl.optimizer import wanted
-    from jetrl_patch.runtime import active_config
-    from jetrl_patch.sync.manifest import COMMIT, decode_json
+    from jetrl_patch.adapters.verl.precision import optimizer_wanted
+    from jetrl_patch.session import active_config
+    from jetrl_patch.sync.protocol import COMMIT, decode_json
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -36,7 +36,7 @@ if __name__ == "__main__":
     if adapter:
         lora["lora_adapter_path"] = adapter[0]
 
-    optimizer = wanted({"actor_rollout_ref.actor.strategy": strategy}.get, active_config())
+    optimizer = optimizer_wanted({"actor_rollout_ref.actor.strategy": strategy}.get, active_config())
     optimizer = {path.rpartition(".")[2]: value for path, value in optimizer.items()}
 
     def engine(path, **model):

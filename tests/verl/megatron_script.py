@@ -159,7 +159,7 @@ def main(scale_format, wrong):
     stream, peft = engine.get_per_tensor_param()
     sent = dict(stream)
     from jetrl_patch.adapters.verl.state import WORKER
-    from jetrl_patch.sync.manifest import Manifest
+    from jetrl_patch.sync.protocol import Manifest
 
     manifest = Manifest.decode(sent["jetrl.manifest"])
     weights = hf.bfloat16().state_dict()

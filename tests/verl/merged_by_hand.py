@@ -6,9 +6,9 @@ from collections.abc import Collection, Mapping
 
 import torch
 
+from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.fp8.lora import merged_weight
-from jetrl_patch.fp8.quantize import quantize_weight
-from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX
+from jetrl_patch.sync.protocol import COMMIT, MANIFEST, SCALE_SUFFIX
 
 SCALING = 2.0
 

@@ -6,7 +6,7 @@ import re
 import sys
 from pathlib import Path
 
-from jetrl_patch.adapters.cpu.verl_overrides import cpu_overrides
+from jetrl_patch.adapters.cpu.verl import cpu_overrides
 from tests.process_run import ProcessRun
 
 R, A, M = "actor_rollout_ref.rollout", "actor_rollout_ref.actor", "actor_rollout_ref.model"

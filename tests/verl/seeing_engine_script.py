@@ -52,7 +52,7 @@ def stand_in_for_flash_attention(family: str) -> None:
 if __name__ == "__main__":
     strategy, family, model_dir, *more = sys.argv[1:]
     fused, shared = "fused" in more, "shared" in more
-    jetrl_patch.enable(precision="bf16")
+    jetrl_patch.enable(precision="bf16", upstream_fixes=True)
 
     import torch
     from fsdp_engine import batch_of, build  # beside this script

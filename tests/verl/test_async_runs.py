@@ -106,6 +106,25 @@ def _(module):
     module.PPOTrainer._compute_old_log_prob = _compute_old_log_prob
 """
 
+#: writes a digest of the policy's weights when an update of it begins and when it ends
+CHAIN = """
+@wrapt.when_imported("verl.workers.engine_workers")
+def _(module):
+    import functools
+    original = module.ActorRolloutRefWorker.update_actor
+    def digest(self):
+        from jetrl_patch.sync.digest import add, digest
+        return add(*(digest(p._local_tensor) for p in self.actor.engine.module.parameters()))
+    @functools.wraps(original)
+    def update_actor(self, data):
+        before = digest(self)
+        result = original(self, data)
+        with open(os.path.join(os.environ["SAMPLES"], "chain.txt"), "a") as out:
+            print(before, digest(self), file=out)
+        return result
+    module.ActorRolloutRefWorker.update_actor = update_actor
+"""
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT)]
 
 
@@ -113,7 +132,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(2 * TIMEOUT
 def task(tmp_path_factory):
     folder = make_task(tmp_path_factory.mktemp("task"), fill=True)
     (folder / "hook").mkdir()
-    (folder / "hook" / "sitecustomize.py").write_text(DUMPER)
+    (folder / "hook" / "sitecustomize.py").write_text(DUMPER + CHAIN)
     return folder
 
 
@@ -139,6 +158,45 @@ def test_samples_are_equal_under_the_version_that_made_them(task, tmp_path, mode
         assert step["jetrl/sync_bytes"] > 0
     stale = [step["jetrl/stale_fraction"] for step in steps if "jetrl/stale_fraction" in step]  # which a line may be ahead of
     assert len(stale) >= STEPS - 3 and all(0.0 <= share <= 1.0 for share in stale) and any(stale)
+
+
+#: name -> the program, its settings for this many updates between two syncs, and all updates
+CYCLES = {
+    "separate_async": lambda n: (
+        MAIN,
+        [
+            *APART, f"trainer.v1.separate_async.parameter_sync_step={n}", f"data.train_batch_size={2 * n}",
+            f"{A}.ppo_mini_batch_size=2",
+        ],
+        3 * n,
+    ),
+    "fully_async": lambda n: (
+        MODES["fully_async"][0],
+        [*FULLY, f"async_training.trigger_parameter_sync_step={n}", f"rollout.total_rollout_steps={4 * 3 * n}"],
+        3 * n,
+    ),
+}  # fmt: skip
+PLACES = {
+    "plain": (),
+    "offload": (f"{A}.fsdp_config.param_offload=True", f"{A}.fsdp_config.optimizer_offload=True"),
+    "policy": (f"{A}.fsdp_config.offload_policy=True",),
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("updates", [2, 4])
+@pytest.mark.parametrize("mode", CYCLES)
+def test_no_update_between_two_syncs_is_lost(task, tmp_path, mode, updates, place):
+    """Each update begins with the bits at which the last one ended, and the old weights have the rollout's log-probs."""
+    program, extra, expected = CYCLES[mode](updates)
+    steps = run(task, tmp_path, *extra, *PLACES[place], program=program, steps=3).metrics()
+    chain = [line.split() for line in (tmp_path / "chain.txt").read_text().splitlines()]
+    print(f"{mode}, {updates} updates a sync: {len(chain)} updates, {len({before for before, _ in chain})} different weights")
+    assert len(chain) == expected
+    assert [before for before, _ in chain[1:]] == [after for _, after in chain[:-1]]
+    assert all(before != after for before, after in chain)
+    current = [step["jetrl/bit_equal_fraction_current"] for step in steps if "jetrl/bit_equal_fraction_current" in step]
+    assert current and set(current) == {1.0}
 
 
 def _youngest(title: str, mark: str) -> int:

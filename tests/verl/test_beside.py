@@ -8,7 +8,7 @@ import pickle
 import pytest
 
 import jetrl_patch
-from jetrl_patch.adapters.verl import beside
+from jetrl_patch.adapters.verl import reward_engines
 
 
 @pytest.fixture
@@ -48,7 +48,7 @@ def test_a_server_that_stands_aside_travels_by_value_and_passes_its_settings_on(
     def server_init(self, **kwargs):
         seen.update(kwargs, precision=jetrl_patch.status().config.precision, variable=os.environ["JETRL_PRECISION"])
 
-    found = pickle.loads(ray.cloudpickle.dumps(beside.beside_server()))
+    found = pickle.loads(ray.cloudpickle.dumps(reward_engines.beside_server()))
     monkeypatch.setattr(vLLMHttpServer, "__init__", server_init)
     found(replica_rank=3)
     assert seen == {"replica_rank": 3, "precision": "bf16", "variable": "bf16"}
@@ -61,14 +61,14 @@ def test_an_engine_that_stands_aside_is_left_as_it_is(tmp_path):
     from tests.models import save
 
     jetrl_patch.enable(precision="fp8-unified")
-    beside.stand_aside()
+    reward_engines.stand_aside()
     args = EngineArgs(model=save(tmp_path / "model", "qwen3", steps=0), enforce_eager=False, skip_tokenizer_init=True)
     config = args.create_engine_config()
     assert args.quantization is None and config.quant_config is None and args.enforce_eager is False
-    beside.stand_aside()
+    reward_engines.stand_aside()
     assert jetrl_patch.status().config.precision == "bf16"
 
 
 def test_an_unpatched_process_stays_unpatched():
-    beside.stand_aside()
+    reward_engines.stand_aside()
     assert not jetrl_patch.status().enabled

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import correction, settings
 from jetrl_patch.config import Config
-from jetrl_patch.correction.kinds import KINDS, interval
-from jetrl_patch.correction.weights import correct
+from jetrl_patch.config.corrections import KINDS, interval
 from jetrl_patch.errors import ConfigError
+from jetrl_patch.measure.corrections import correct
 from tests.correction.batches import batches
 from tests.verl.run_verl import A
 
@@ -208,12 +208,12 @@ def test_a_batch_of_which_nothing_is_left_is_measured(level) -> None:
     arguments = (torch.full((2, 3), 2.0), mask, level, "1e-09_2.0")
     with pytest.raises(ZeroDivisionError):  # if it no longer raises, remove the patch
         rollout_corr_helper.compute_rollout_correction_weights(*arguments)
-    runtime.enable(Config(precision="bf16", correction="seq-mis"))
+    session.enable(Config(precision="bf16", correction="seq-mis"))
     weights, found = rollout_corr_helper.compute_rollout_correction_weights(*arguments)
     assert not weights.any()
     assert found["rollout_is_mean"] == found["rollout_is_eff_sample_size"] == found["rollout_is_seq_max"] == 0.0
     assert found["rollout_is_ratio_fraction_high"] > 0
-    runtime.disable()
+    session.disable()
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS_ON if kind != "geo-mis"])

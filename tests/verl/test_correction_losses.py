@@ -9,10 +9,10 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import correction, correction_acr, correction_bypass, metrics, state
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import correction, metrics, old_log_probs, state
 from jetrl_patch.config import Config
-from jetrl_patch.correction.weights import correct
+from jetrl_patch.measure.corrections import correct
 
 
 def actor(**changes: Any) -> Any:
@@ -32,13 +32,13 @@ def random_batch(seed: int = 0) -> tuple[torch.Tensor, ...]:
 def test_acrs_loss_in_verl_is_the_formula_and_its_gradient() -> None:
     from verl.trainer.ppo.core_algos import agg_loss
 
-    from jetrl_patch.correction.objectives import acr_loss
+    from jetrl_patch.measure.corrections import acr_loss
 
     old, log_prob, rollout, advantages, mask = random_batch()
     rho = (old - rollout).exp() * mask
-    runtime.enable(Config(precision="bf16", correction="tis", correction_bounds=1.5, acr=True))
+    session.enable(Config(precision="bf16", correction="tis", correction_bounds=1.5, acr=True))
     ours, theirs = log_prob.clone().requires_grad_(), log_prob.clone().requires_grad_()
-    found, logged = correction_acr.policy_loss(old, ours, advantages, mask, config=actor(), rollout_is_weights=rho)
+    found, logged = correction.policy_loss(old, ours, advantages, mask, config=actor(), rollout_is_weights=rho)
     per_token, _ = acr_loss(theirs, old, advantages, rho, 1.5, 0.2, 0.28, 3.0)
     expected = agg_loss(per_token, mask, "token-mean")
     found.backward()
@@ -51,9 +51,9 @@ def test_acr_without_a_mismatch_is_verls_own_loss_bit_for_bit() -> None:
     from verl.trainer.ppo.core_algos import compute_policy_loss_vanilla
 
     old, log_prob, _, advantages, mask = random_batch(1)
-    runtime.enable(Config(precision="bf16", correction="tis", acr=True))
+    session.enable(Config(precision="bf16", correction="tis", acr=True))
     arguments = (old, log_prob, advantages, mask, "token-mean", actor())
-    ours, logged = correction_acr.policy_loss(*arguments, mask.float())
+    ours, logged = correction.policy_loss(*arguments, mask.float())
     theirs, expected = compute_policy_loss_vanilla(*arguments, mask.float())
     assert torch.equal(ours, theirs) and logged == pytest.approx(expected)
 
@@ -67,8 +67,8 @@ def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one(module) -> Non
     from verl.trainer.ppo import core_algos
 
     before = dict(core_algos.POLICY_LOSS_REGISTRY)
-    runtime.enable(Config(precision="bf16", correction="tis", acr=True))
-    assert core_algos.get_policy_loss_fn(correction.ACR_LOSS) is correction_acr.policy_loss
+    session.enable(Config(precision="bf16", correction="tis", acr=True))
+    assert core_algos.get_policy_loss_fn(correction.ACR_LOSS) is correction.policy_loss
     trainer = importlib.import_module(f"verl.trainer.ppo.{module}")
     old, _, rollout, _, mask = random_batch(2)
     there = OmegaConf.create({"rollout_is": "token", "rollout_is_threshold": 2.0})
@@ -80,7 +80,7 @@ def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one(module) -> Non
 
     found, logged = weights_and_figures()
     torch.testing.assert_close(found, (old - rollout).exp() * mask)
-    runtime.disable()
+    session.disable()
     truncated, expected = weights_and_figures()
     torch.testing.assert_close(truncated, correct("tis", old - rollout, mask, (2.0,)).weights)
     assert not torch.equal(found, truncated) and logged == expected
@@ -93,10 +93,9 @@ def test_acr_gets_the_plain_ratio_and_verl_logs_the_truncated_one(module) -> Non
 def test_in_bypass_mode_the_first_mini_batch_after_a_sync_is_measured() -> None:
     from verl.trainer.ppo import core_algos
 
-    from jetrl_patch.correction.figures import applied
-    from jetrl_patch.correction.mismatch import mismatch
+    from jetrl_patch.measure.mismatch import applied, mismatch
 
-    runtime.enable(Config(precision="bf16"))
+    session.enable(Config(precision="bf16"))
     there = OmegaConf.create({"rollout_is": "sequence", "rollout_is_threshold": 3.0, "loss_type": "reinforce"})
     config = actor(policy_loss={"rollout_correction": there})
     loss = core_algos.get_policy_loss_fn("bypass_mode")
@@ -109,24 +108,24 @@ def test_in_bypass_mode_the_first_mini_batch_after_a_sync_is_measured() -> None:
                 response_mask=mask[part], loss_agg_mode="token-mean", config=config, rollout_is_weights=None,
             )  # fmt: skip
 
-    train_batch = correction_bypass.train_batch(lambda self, parts: mini_batch(parts))
-    assert correction_bypass.hand_over() == []
+    train_batch = old_log_probs.train_batch(lambda self, parts: mini_batch(parts))
+    assert old_log_probs.hand_over() == []
     train_batch(None, [])  # a critic's
     train_batch(None, [slice(0, 2), slice(3, 6)])
     train_batch(None, [slice(0, 6)])  # the weights have changed
-    rank = {correction_bypass.LOSS: correction_bypass.hand_over()}
-    assert correction_bypass.hand_over() == []
-    found, logged = correction_bypass.figures([rank, {correction_bypass.LOSS: []}])
+    rank = {old_log_probs.LOSS: old_log_probs.hand_over()}
+    assert old_log_probs.hand_over() == []
+    found, logged = old_log_probs.bypass_figures([rank, {old_log_probs.LOSS: []}])
     seen = torch.tensor([0, 1, 3, 4, 5])
     expected = mismatch(log_prob[seen], rollout[seen], mask[seen])
     assert found.as_metrics() == pytest.approx(expected.as_metrics(), rel=1e-9)
     weights = applied("seq-tis", (log_prob - rollout)[seen], mask[seen], (3.0,))
     assert logged == pytest.approx(weights.as_metrics(), rel=1e-9)
-    assert correction_bypass.figures([{correction_bypass.LOSS: []}]) is None
+    assert old_log_probs.bypass_figures([{old_log_probs.LOSS: []}]) is None
 
 
 def test_in_bypass_mode_v1_compares_no_tensor_with_itself() -> None:
-    runtime.enable(Config(precision="bf16"))
+    session.enable(Config(precision="bf16"))
     wrapped = metrics.v1_old_log_prob(lambda self, batch, found: "done")
     trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {"rollout_correction": {"bypass_mode": True}}}))
     assert wrapped(trainer, SimpleNamespace(tags=[]), {}) == "done" and state.DRIVER.metrics == {}

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from jetrl_patch.correction.kinds import KINDS
+from jetrl_patch.config.corrections import KINDS
 from tests.verl.run_verl import A, Run, assert_identity, make_task
 
 KINDS_ON = [kind for kind in KINDS if kind != "none"]

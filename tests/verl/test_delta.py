@@ -10,12 +10,13 @@ import pytest
 
 pytest.importorskip("verl")
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import delta, metrics, state, transport
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import metrics, state, transport
+from jetrl_patch.adapters.verl import sync as delta
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import SyncError
-from jetrl_patch.sync.base import Sent
+from jetrl_patch.sync.delta import Sent
 
 DELTA = Config(sync="delta", sync_timeout=1.0)
 
@@ -67,8 +68,8 @@ def test_every_training_worker_is_told_what_all_engines_hold(replicas, common, m
 
 @pytest.mark.parametrize(("method", "answer"), [("jetrl_report", ["the engine's"]), ("sleep", None)])
 def test_the_server_returns_what_the_workers_answer(method, answer, monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: DELTA)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: DELTA)
 
     async def original(self, method, timeout=None, args=(), kwargs=None):
         await self.engine.collective_rpc(method, timeout, args, kwargs)
@@ -94,8 +95,8 @@ def test_an_engine_that_does_not_answer_stops_the_sync(monkeypatch):
 
 @pytest.mark.parametrize(("sync", "backend", "asked"), [("delta", "nccl", 1), ("full", "nccl", 0), ("delta", "naive", 0)])
 def test_engines_are_asked_before_a_delta_sync_over_a_checkpoint_engine(sync, backend, asked, monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(sync=sync).resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: Config(sync=sync).resolved())
     calls = []
 
     async def announce(manager, config):

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import delta_nets, settings
-from jetrl_patch.adapters.verl.seeing import check_worker
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import settings, vision
+from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from tests import models, seeing
@@ -27,8 +27,8 @@ SLICES = (f"{A}.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2", 
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="bf16").resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: Config(precision="bf16").resolved())
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_sequence_in_a_packed_row_begins_with_an_empty_state(monkeypatch: pyte
             return float((found - alone).abs().max() / alone.abs().max())
 
         assert off() > 1e-2  # fails once verl asks another question: then the patch can go
-        monkeypatch.setattr(qwen3_5, "_call_accepts_kwarg", delta_nets.accepts(qwen3_5._call_accepts_kwarg))
+        monkeypatch.setattr(qwen3_5, "_call_accepts_kwarg", vision.accepts(qwen3_5._call_accepts_kwarg))
         assert off() < 1e-5
 
 
@@ -110,7 +110,7 @@ def test_a_sequence_in_a_packed_row_begins_with_an_empty_state(monkeypatch: pyte
 def test_a_rule_that_names_boundaries_gets_them() -> None:
     def rule(q: Any, cu_seqlens: Any = None, **kwargs: Any) -> None: ...
 
-    accepts = delta_nets.accepts(lambda fn, name: True)
+    accepts = vision.accepts(lambda fn, name: True)
     assert accepts(rule, "cu_seqlens") and not accepts(rule, "cp_context")
 
 

@@ -24,7 +24,7 @@ import os, wrapt
 
 @wrapt.when_imported("jetrl_patch.sync.receive")
 def _(module):
-    from jetrl_patch.sync.base import PREFIX, Received
+    from jetrl_patch.sync.delta import PREFIX, Received
 
     numbers = lambda name: [int(word) for word in os.environ.get(name, "").split(",") if word]
     restarts, damaged, lost = (numbers(name) for name in ("RESTARTS", "DAMAGED", "LOST"))

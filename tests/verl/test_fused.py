@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.adapters.verl import fused, logprob
+from jetrl_patch.adapters.verl import logprob
 from jetrl_patch.adapters.verl.settings import complete
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
@@ -31,7 +31,7 @@ def model(monkeypatch):
     patch_forward_with_backends(found, use_fused_kernels=True, fused_kernels_backend="torch")
     prepare_model(found, EXACT)
     engine = SimpleNamespace(model_config=SimpleNamespace(use_fused_kernels=True))
-    fused.attach(engine, found, SimpleNamespace(vocabulary=300, banned=[5, 9]))  # type: ignore[arg-type]
+    logprob.attach(engine, found, SimpleNamespace(vocabulary=300, banned=[5, 9]))  # type: ignore[arg-type]
     return found, unfused
 
 
@@ -52,7 +52,7 @@ def test_equals_the_unfused_path(model, temperature):
 
 def test_fp16_uses_the_plain_head_in_fp16():
     hidden, weight = torch.randn(4, 8), torch.randn(16, 8)
-    logits = fused.product_of(Config(precision="fp16"))(hidden, weight)
+    logits = logprob.product_of(Config(precision="fp16"))(hidden, weight)
     assert torch.equal(logits, torch.nn.functional.linear(hidden.half(), weight.half()))
 
 
@@ -83,5 +83,5 @@ def test_the_driver_selects_the_replaced_class_and_says_so():
 def test_a_model_that_scales_its_logits_is_refused(family, model):
     found = config_of(family)
     with pytest.raises(ModelError, match=r"use_fused_kernels.*logits_scaling=1\.2.*Set it to false"):
-        fused.check_model(found)
-    fused.check_model(config_of("qwen3"))
+        logprob.check_model(found)
+    logprob.check_model(config_of("qwen3"))

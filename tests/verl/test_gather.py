@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch.adapters.verl import gather
+from jetrl_patch.adapters.verl import lora
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.fp8.convert import swap_linears
@@ -22,13 +22,13 @@ STRATEGY = "actor_rollout_ref.{}.strategy"
 @pytest.mark.parametrize("strategies", [("fsdp2", "fsdp"), ("fsdp", "fsdp2"), ("megatron", "megatron")])
 def test_other_strategies_are_refused_with_their_path(strategies):
     found = dict(zip((STRATEGY.format("actor"), STRATEGY.format("ref")), strategies))
-    errors = list(gather.problems(found.get, ON))
+    errors = list(lora.gather_problems(found.get, ON))
     wrong = [path for path, strategy in found.items() if strategy != "fsdp2"]
     assert len(errors) == len(wrong)
     for error, path in zip(errors, wrong):
         assert isinstance(error, ConfigError) and path in str(error) and "fsdp2 for fp8_all_gather" in str(error)
-    assert not list(gather.problems(found.get, Config()))
-    assert not list(gather.problems(dict.fromkeys(found, "fsdp2").get, ON))
+    assert not list(lora.gather_problems(found.get, Config()))
+    assert not list(lora.gather_problems(dict.fromkeys(found, "fsdp2").get, ON))
 
 
 def engine(strategy, sizes):
@@ -42,11 +42,11 @@ def test_layers_are_marked_for_the_shards_of_the_last_dimension():
     )
     names = swap_linears(model, backend="native")
     before = copy.deepcopy(model.state_dict())
-    gather.mark_layers(engine("fsdp2", (4, 2)), model, names, Config())
+    lora.mark_layers(engine("fsdp2", (4, 2)), model, names, Config())
     assert not any(isinstance(p, Fp8Shard) for p in model.parameters())
     with pytest.raises(ConfigError, match="required strategy fsdp2, found 'fsdp'"):
-        gather.mark_layers(engine("fsdp", (2,)), model, names, ON)
-    gather.mark_layers(engine("fsdp2", (4, 2)), model, names, ON)
+        lora.mark_layers(engine("fsdp", (2,)), model, names, ON)
+    lora.mark_layers(engine("fsdp2", (4, 2)), model, names, ON)
     assert [isinstance(model.get_submodule(n).weight, Fp8Shard) for n in names] == [True, False]
     after = model.state_dict()
     assert list(after) == list(before) and all(torch.equal(after[k] + 0, v) for k, v in before.items())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jetrl_patch.adapters.verl import megatron, settings
-from jetrl_patch.adapters.verl.seeing import check_worker
+from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.errors import ModelError
 from tests import models
 from tests.fp8.thresholds import MISMATCH

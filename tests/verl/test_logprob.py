@@ -10,7 +10,7 @@ import pytest
 import torch
 from verl.utils import tensordict_utils as tu
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import adapter, compat, logprob
 from jetrl_patch.config import Config
 
@@ -20,8 +20,8 @@ from ..waits import NothingIsReadBack
 @pytest.fixture
 def mode(monkeypatch):
     def set_mode(config):
-        monkeypatch.setattr(runtime, "is_active", lambda: config is not None)
-        monkeypatch.setattr(runtime, "active_config", lambda: config)
+        monkeypatch.setattr(session, "is_active", lambda: config is not None)
+        monkeypatch.setattr(session, "active_config", lambda: config)
 
     return set_mode
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import lora
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError
@@ -68,7 +68,7 @@ def test_critics_and_modes_that_quantize_nothing_keep_verls_layers_and_sync(monk
     build_module = lora.build_lora_module(lambda self, module: module)
     send = lora.merged_lora_per_tensor_param(lambda self: "verl's own")
     for precision, engine in (("fp8-unified", SimpleNamespace()), ("bf16", policy := SimpleNamespace(_jetrl=Prepared()))):
-        monkeypatch.setattr(runtime, "active_config", lambda precision=precision: Config(precision=precision))
+        monkeypatch.setattr(session, "active_config", lambda precision=precision: Config(precision=precision))
         assert build_module(engine, "module") == "module" and send(engine) == "verl's own"
     assert policy._jetrl.adapters is None
 

@@ -18,12 +18,12 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
 import jetrl_patch
-from jetrl_patch.adapters.base import Journal
 from jetrl_patch.adapters.verl import adapter, megatron, megatron_engine, settings
 from jetrl_patch.adapters.verl.adapter import ADAPTER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.registry import Journal
+from jetrl_patch.sync.send import SyncStats
 from tests.fp8 import te_fakes as te
 from tests.models import build, config_of
 
@@ -380,7 +380,7 @@ def test_the_real_packages():
     from megatron.core.transformer import TransformerConfig
 
     from jetrl_patch.adapters.verl.megatron_engine import BUILT
-    from jetrl_patch.fp8 import transformer_engine
+    from jetrl_patch.backends import transformer_engine
 
     assert callable(fp8_utils.get_fp8_recipe)
     assert set(BUILT) <= {field.name for field in dataclasses.fields(TransformerConfig)}

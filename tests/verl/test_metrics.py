@@ -10,11 +10,11 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import correction_bypass, metrics, state, sync
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import metrics, old_log_probs, state, sync
 from jetrl_patch.config import Config
-from jetrl_patch.correction import mismatch
 from jetrl_patch.errors import AuditError, ConfigError, ConflictError, NotPatchedError
+from jetrl_patch.measure import mismatch
 
 pytestmark = pytest.mark.usefixtures("exact_driver")
 
@@ -51,7 +51,7 @@ def bypassed(step):
     """Run a step of bypass mode whose losses report ``sums`` at the sync after it; return its line and what it printed."""
     parts = [(mismatch.sums(LOGP, LOGP, torch.ones(2, 5)), None)] if step else []
     state.DRIVER.current.append((CURRENT, [5, 5]))
-    metrics.note_sync([{"jetrl.0": {**REPORT, "lines": [], correction_bypass.LOSS: parts}}])
+    metrics.note_sync([{"jetrl.0": {**REPORT, "lines": [], old_log_probs.LOSS: parts}}])
     return logged({"training/global_step": 1})
 
 
@@ -74,13 +74,13 @@ def test_a_step_whose_losses_compared_nothing_is_not_silent(capsys):
 @pytest.mark.parametrize("on_mismatch", ["stop", "recompute"])
 def test_an_inexact_step_in_exact_mode_is_not_silent(monkeypatch, caplog, on_mismatch):
     config = Config(old_log_probs="recompute", on_mismatch=on_mismatch).resolved()
-    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    monkeypatch.setattr(session, "active_config", lambda: config)
     logp, verl_config = -torch.rand(1, 4), OmegaConf.create({"algorithm": {}})
     expected = r"log-prob of response token 0 of sample 0: required the rollout's .* \(4 of 4 tokens differ\)"
     with pytest.raises(AuditError, match=expected) if on_mismatch == "stop" else contextlib.nullcontext():
         metrics.note_mismatch(verl_config, logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
     assert ("exact mode is not exact: log-prob of response token 0" in caplog.text) == (on_mismatch == "recompute")
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(align="linear", on_mismatch=on_mismatch).resolved())
+    monkeypatch.setattr(session, "active_config", lambda: Config(align="linear", on_mismatch=on_mismatch).resolved())
     metrics.note_mismatch(verl_config, logp + 1e-3, logp, torch.ones(1, 4), CURRENT[:1])
 
 
@@ -114,7 +114,7 @@ def test_lora_stops_the_sync():
 
 
 def test_bf16_is_counted_and_passed_on(monkeypatch):
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="bf16"))
+    monkeypatch.setattr(session, "active_config", lambda: Config(precision="bf16"))
     source = [("a", torch.ones(3)), ("b", torch.ones(2, dtype=torch.bfloat16))]
     weights, peft = sync.get_per_tensor_param(lambda self: (iter(source), "peft"))(SimpleNamespace())
     assert [name for name, _ in weights] == ["a", "b"] and peft == "peft"
@@ -129,7 +129,7 @@ def test_an_agent_loop_without_log_probs(precision, monkeypatch, capsys):
     compute = metrics.v0_old_log_prob(lambda self, batch: result)
     trainer = SimpleNamespace(config=OmegaConf.create({"algorithm": {}}))
     config = Config(precision=precision).resolved()
-    monkeypatch.setattr(runtime, "active_config", lambda: config)
+    monkeypatch.setattr(session, "active_config", lambda: config)
     batch = SimpleNamespace(non_tensor_batch={}, batch={"response_mask": mask})
     if config.exact:
         with pytest.raises(ConfigError, match=r"required response_logprobs .*found none\. Return response_logprobs"):

@@ -11,7 +11,7 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 from jetrl_patch.adapters.verl import metrics, old_log_probs, state
 from jetrl_patch.adapters.verl.state import DRIVER
 from jetrl_patch.config import Config
@@ -26,10 +26,10 @@ WIDTH = 6
 def mode(monkeypatch):
     """Settings of this process, with everything fresh."""
     state.reset()
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
+    monkeypatch.setattr(session, "is_active", lambda: True)
 
     def set_mode(config: Config) -> None:
-        monkeypatch.setattr(runtime, "active_config", lambda: config)
+        monkeypatch.setattr(session, "active_config", lambda: config)
 
     set_mode(STOP)
     yield set_mode

@@ -8,8 +8,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import correction_bypass, state
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import old_log_probs, state
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.errors import AuditError
@@ -74,10 +74,10 @@ def patched():
     state.reset()
 
     def enable(config: Config) -> None:
-        runtime.enable(config)
+        session.enable(config)
 
     yield enable
-    runtime.disable()
+    session.disable()
     state.reset()
 
 
@@ -90,7 +90,7 @@ def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, sh
     expected.backward()
     patched(STOP)
     for padding in (0.0, float("nan"), -1e30):
-        correction_bypass.hand_over()
+        old_log_probs.hand_over()
         WORKER.measuring = not shift
         old = torch.where(batch.mask.bool(), batch.rollout, padding)
         found, ours, logged = batch.loss(old, loss_mode, shift)
@@ -104,7 +104,7 @@ def test_each_loss_and_its_gradient_are_those_of_the_pass(patched, loss_mode, sh
 def test_one_ulp_stops_before_the_backward_pass(patched):
     patched(STOP)
     batch = MicroBatch()
-    correction_bypass.hand_over()
+    old_log_probs.hand_over()
     with pytest.raises(AuditError, match=r"response token 1 of sample 2: .*1 of 12 tokens differ"):
         batch.loss(one_ulp_off(batch.rollout, 2, 1))
     assert state.WORKER.audit.report()["differed"]
@@ -115,7 +115,7 @@ def test_or_the_micro_batch_takes_its_own(patched):
     expected, weights, _ = batch.loss(batch.pass_)
     expected.backward()
     patched(GO_ON)
-    correction_bypass.hand_over()
+    old_log_probs.hand_over()
     wrong = batch.rollout - 0.5  # far outside the clip range
     found, ours, _ = batch.loss(wrong)
     found.backward()
@@ -126,16 +126,16 @@ def test_or_the_micro_batch_takes_its_own(patched):
 def test_only_the_mini_batch_of_the_weights_that_sampled_is_compared(patched):
     patched(STOP)
     batch = MicroBatch()
-    train_batch = correction_bypass.train_batch(lambda self, *calls: [batch.loss(*call) for call in calls])
+    train_batch = old_log_probs.train_batch(lambda self, *calls: [batch.loss(*call) for call in calls])
     same, moved = (batch.rollout,), (batch.rollout, "vanilla", 0.1)
     train_batch(None, moved)  # before the first sync
     assert state.WORKER.audit.report()["sums"] is None
-    correction_bypass.hand_over()
+    old_log_probs.hand_over()
     train_batch(None)  # a critic's
     train_batch(None, same, same)
     train_batch(None, moved)
     assert state.WORKER.audit.report()["sums"]["tokens"] == 24
-    correction_bypass.hand_over()
+    old_log_probs.hand_over()
     with pytest.raises(AuditError):
         train_batch(None, moved)
 
@@ -148,6 +148,6 @@ def test_bypass_mode_and_other_settings_keep_verls_loss(patched):
     assert losses.get_policy_loss_fn("bypass_mode") is POLICY_LOSS_REGISTRY["bypass_mode"]
     assert losses.get_policy_loss_fn("vanilla") is not POLICY_LOSS_REGISTRY["vanilla"]
     held = losses.get_policy_loss_fn
-    runtime.disable()
-    runtime.enable(RECOMPUTE)
+    session.disable()
+    session.enable(RECOMPUTE)
     assert losses.get_policy_loss_fn("vanilla") is held("vanilla") is POLICY_LOSS_REGISTRY["vanilla"]

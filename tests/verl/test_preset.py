@@ -16,9 +16,9 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-from jetrl_patch import env, runtime
-from jetrl_patch.adapters.verl import preset, section, settings
-from jetrl_patch.config import Config
+from jetrl_patch import session as runtime
+from jetrl_patch.adapters.verl import preset, settings, yaml_settings
+from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError
 from tests.models import config_of
 
@@ -110,18 +110,18 @@ def test_the_environment_fills_in_and_may_not_contradict(monkeypatch: pytest.Mon
 
 def test_a_section_that_contradicts_the_running_process() -> None:
     verl_config = composed("+jetrl=linear")
-    found = section.disagreement(verl_config, UNIFIED)
+    found = yaml_settings.disagreement(verl_config, UNIFIED)
     assert isinstance(found, ConflictError)
     assert "required align='linear', found align='exact'" in str(found)
-    assert section.disagreement(verl_config, Config(align="linear", backend="torch")) is None
-    assert section.disagreement(composed("+jetrl=unified"), UNIFIED) is None
-    assert section.disagreement(composed(), UNIFIED) is None
+    assert yaml_settings.disagreement(verl_config, Config(align="linear", backend="torch")) is None
+    assert yaml_settings.disagreement(composed("+jetrl=unified"), UNIFIED) is None
+    assert yaml_settings.disagreement(composed(), UNIFIED) is None
     with pytest.raises(ConflictError, match="jetrl in verl's configuration"):
         settings.check(verl_config, UNIFIED)
 
 
 def settings_in_environment() -> dict[str, str]:
-    return dict(os.environ.items() - env.without_settings().items())
+    return dict(os.environ.items() - environment.without_settings().items())
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import jetrl_patch
 from jetrl_patch.adapters.verl import routes, settings
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, ModelError
+from jetrl_patch.errors import ConfigError, ModelError, VersionError
 from tests import models
 
 LENGTHS, LAYERS, K = (3, 5), 4, 2
@@ -175,6 +175,16 @@ def test_what_is_not_comparable_is_refused(base, override, path, asked):
     config, verl_config = Config(precision="fp8-rollout", **ASKED[asked]), base(*override.split())
     found = [str(problem) for problem in settings.problems(verl_config, config) if isinstance(problem, ConfigError)]
     assert any(path in text and "required" in text and ("mode" in text or asked in text) for text in found), found
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_a_vllm_that_returns_no_routes_stops_the_driver(base, asked, monkeypatch):
+    """The version that verl pins; with ``bf16`` vLLM's own routers choose and return."""
+    monkeypatch.setattr("jetrl_patch.adapters.vllm.compat.installed_version", lambda _: "0.24.0")
+    with pytest.raises(VersionError, match=rf"^{asked}: required vllm>=0\.28,<0\.31, found 0\.24\.0\. Install vllm>="):
+        settings.check(base(), Config(precision="fp8-rollout", **ASKED[asked]))
+    settings.check(base(), Config(precision="bf16", measure_routes=True))
+    settings.check(base(), Config(precision="fp8-rollout"))
 
 
 @pytest.mark.parametrize("asked", ASKED)

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import seeing
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import vision
 from jetrl_patch.config import Config
 from tests import seeing as models
 
@@ -30,8 +30,8 @@ ROWS = [2, 3, 4]
 
 @pytest.fixture
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(precision="bf16").resolved())
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: Config(precision="bf16").resolved())
 
 
 def batch_of(lengths: list[tuple[int, int]], rows: int) -> tuple[Any, list[torch.Tensor]]:
@@ -67,7 +67,7 @@ def received(data: Any) -> Any:
 def fix(data: Any) -> None:
     from verl.utils.tensordict_utils import maybe_fix_3d_position_ids
 
-    seeing.fix_position_ids(maybe_fix_3d_position_ids)(data)
+    vision.fix_position_ids(maybe_fix_3d_position_ids)(data)
 
 
 def assert_are(data: Any, expected: list[torch.Tensor]) -> None:
@@ -152,7 +152,7 @@ def test_positions_of_other_tokens_are_an_error() -> None:
     offsets = torch.tensor([0, 3, 8])
     for values in (torch.zeros(4, 7), torch.zeros(8, 4), torch.zeros(7, 4)):
         with pytest.raises(ValueError, match=r"position ids \(\d, \d\) fit no batch with offsets \[0, 3, 8\]"):
-            seeing.along_tokens(values, offsets)
+            vision.along_tokens(values, offsets)
 
 
 @pytest.mark.usefixtures("active")
@@ -163,11 +163,11 @@ def test_a_batch_without_an_image_is_embedded_as_text_and_uses_the_tower() -> No
     ids = torch.tensor([[5, 6, 7]])
     with pytest.raises(AttributeError, match="mean"):  # fails once verl unpacks the output: then the patch can go
         qwen2_vl._get_input_embeds(model, ids)
-    embeds, mask = seeing.input_embeds(qwen2_vl._get_input_embeds)(model, ids, torch.ones(1, 3))
+    embeds, mask = vision.input_embeds(qwen2_vl._get_input_embeds)(model, ids, torch.ones(1, 3))
     assert torch.equal(embeds, model.get_input_embeddings()(ids)) and torch.equal(mask, torch.ones(1, 3))
     embeds.sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in model.visual.parameters())
-    with_image = seeing.input_embeds(lambda *args: args)(model, ids, None, "pixels", None, "grid", None)
+    with_image = vision.input_embeds(lambda *args: args)(model, ids, None, "pixels", None, "grid", None)
     assert with_image == (model, ids, None, "pixels", None, "grid", None)
 
 
@@ -179,7 +179,7 @@ def test_a_tower_whose_output_is_no_tensor_is_unpacked() -> None:
     place, pixels = models.FIRST + 2, torch.randn(16, 3 * 2 * 14 * 14, dtype=torch.bfloat16)
     seen = {"pixel_values": pixels, "image_grid_thw": torch.tensor([[1, 4, 4]])}
     ids = torch.tensor([[5, *[place] * 4, 6, 7]])
-    fixed = seeing.image_embeds(glm4v._get_input_embeds)
+    fixed = vision.image_embeds(glm4v._get_input_embeds)
     for call, what in ((lambda: glm4v._get_input_embeds(model, ids, **seen), "shape"), (lambda: without(model), "mean")):
         with pytest.raises(AttributeError, match=what):  # fails once verl unpacks the output: then the patch can go
             call()
@@ -212,7 +212,7 @@ def test_vllm_gets_one_token_for_each_image(family: str) -> None:
     before, after, image, film = (models.FIRST + i for i in range(4))
     prompt = [before, *[image] * 5, after, 7, 7, before, *[image] * 3, after, film, film, 9]
     short = [before, image, after, 7, 7, before, image, after, film, 9]
-    fixed = seeing.one_for_each(qwen2_5_vl_dedup_image_tokens)
+    fixed = vision.one_for_each(qwen2_5_vl_dedup_image_tokens)
     assert fixed(prompt, processor) == short
     # fails once verl does so for every processor: then the patch can go
     assert (qwen2_5_vl_dedup_image_tokens(prompt, processor) == short) is (family != "glm4v")

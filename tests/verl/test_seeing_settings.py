@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from jetrl_patch.adapters.verl import settings
-from jetrl_patch.adapters.verl.seeing import check_worker
+from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
 from tests import seeing

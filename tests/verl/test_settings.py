@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 
 from jetrl_patch.adapters.verl import settings
 from jetrl_patch.config import Config
-from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
+from jetrl_patch.patching.guards import file_of
 from tests.models import config_of
 
 R, M = "actor_rollout_ref.rollout", "actor_rollout_ref.model"

@@ -128,7 +128,7 @@ def test_a_worker_of_an_earlier_sync_takes_no_message_of_the_next():
     """It was frozen: it answers when its sender has gone, and connects to whoever listens at that name now."""
     run("""
         import threading, types, zmq
-        from jetrl_patch.adapters.verl import address
+        from jetrl_patch.adapters.verl import reward_engines as address
         adapter, base = types.SimpleNamespace(), HANDLE
         HANDLE = address.own(base, address.sync_id(adapter, 1))
         frozen = zmq.Context.instance().socket(zmq.REP)

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import jetrl_patch
-from jetrl_patch.adapters.transformers.packed import PACKED, packed_sdpa
+from jetrl_patch.adapters.transformers.attention import PACKED, packed_sdpa
 from jetrl_patch.adapters.verl import settings, ulysses
 from jetrl_patch.errors import ConfigError, ModelError
 from tests.fp8.thresholds import SQNR_ATTENTION, sqnr

@@ -13,12 +13,13 @@ from hydra import compose, initialize_config_dir, initialize_config_module
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
-from jetrl_patch.adapters.verl import asynchronous, programs, settings
+from jetrl_patch.adapters.verl import asynchronous, settings
+from jetrl_patch.adapters.verl import settings as programs
 from jetrl_patch.adapters.verl.adapter import ADAPTER
+from jetrl_patch.cli.run import program_problem
 from jetrl_patch.config import Config
-from jetrl_patch.doctor.folders import file_of
 from jetrl_patch.errors import ConfigError, JetrlError, split_fix
-from jetrl_patch.launch.supported import program_problem
+from jetrl_patch.patching.guards import file_of
 from tests.models import config_of
 
 A, F, R, M = (f"actor_rollout_ref.{part}" for part in ("actor", "ref", "rollout", "model"))

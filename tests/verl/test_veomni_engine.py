@@ -14,7 +14,7 @@ from torch import nn
 
 from jetrl_patch.adapters.verl import veomni_engine
 from jetrl_patch.errors import ModelError
-from jetrl_patch.families import covering
+from jetrl_patch.models.families import covering
 from tests import models, seeing
 from tests.veomni import environ, needs_veomni
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import metrics, sync, transport, versions
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import metrics, state, sync, transport
 from jetrl_patch.adapters.verl.state import DRIVER, WORKER, report_key
 from jetrl_patch.config import Config
-from jetrl_patch.correction.mismatch import mismatch
 from jetrl_patch.errors import AuditError, NotPatchedError
+from jetrl_patch.measure.mismatch import mismatch
 from tests.verl.test_metrics import REPORT
 
 pytestmark = pytest.mark.usefixtures("exact_driver")
@@ -30,18 +30,18 @@ def column(*values: object) -> np.ndarray:
 def test_a_sample_is_current_if_the_last_sync_alone_made_it():
     DRIVER.version = 4
     made = [(4, 4), (3, 4), (4, 5), (3, 3)]
-    assert versions.are_current(made, unknown=True).tolist() == [True, False, False, False]
-    assert versions.are_current([(None, 4), (4, None)], unknown=True).tolist() == [True, True]
-    assert versions.are_current([(None, 4), (4, None)], unknown=False).tolist() == [False, False]
+    assert state.are_current(made, unknown=True).tolist() == [True, False, False, False]
+    assert state.are_current([(None, 4), (4, None)], unknown=True).tolist() == [True, True]
+    assert state.are_current([(None, 4), (4, None)], unknown=False).tolist() == [False, False]
 
 
 def test_both_trainers_say_what_made_a_sample():
     DRIVER.version = 7
     both = {"min_global_steps": column(1, 2), "max_global_steps": column(2, 2)}
     for named, made in ((both, [(1, 2), (2, 2)]), ({}, [(None, None)] * 2)):
-        assert versions.of_batch(SimpleNamespace(non_tensor_batch=named, batch={"response_mask": torch.ones(2, 3)})) == made
+        assert state.of_batch(SimpleNamespace(non_tensor_batch=named, batch={"response_mask": torch.ones(2, 3)})) == made
     tags = [{"min_global_steps": 3, "max_global_steps": 4}, {"is_padding": True, "min_global_steps": 3}, {}]
-    assert versions.of_tags(tags) == [(3, 4), (7, 7), (None, None)]
+    assert state.of_tags(tags) == [(3, 4), (7, 7), (None, None)]
 
 
 def test_only_tokens_of_the_current_weights_are_held_to_equality(caplog):
@@ -119,7 +119,7 @@ def test_losses_promise_nothing_for_a_step_with_older_samples(current, stale, mo
         metrics.note(found, {})
     assert DRIVER.metrics["jetrl/stale_fraction"] == stale and DRIVER.current == []
     assert ("jetrl/bit_equal_fraction_current" in DRIVER.metrics) == (stale == 0.0) and not caplog.text
-    monkeypatch.setattr(runtime, "active_config", lambda: Config(on_mismatch="recompute").resolved())
+    monkeypatch.setattr(session, "active_config", lambda: Config(on_mismatch="recompute").resolved())
     DRIVER.current.append((torch.tensor(current), [1, 3]))
     metrics.note(found, {})
     assert ("exact mode is not exact" in caplog.text) == (stale == 0.0)
@@ -138,7 +138,7 @@ def test_losses_promise_nothing_for_a_step_with_older_samples(current, stale, mo
 def test_a_sample_without_versions_is_held_to_equality_only_where_all_are_of_one(changes, synchronous):
     DRIVER.version = 4
     config = OmegaConf.create({"algorithm": {}, **changes})
-    assert versions.are_of_one(config) is synchronous
+    assert state.are_of_one(config) is synchronous
     logp, mask = -torch.rand(2, 3), torch.ones(2, 3)
     result = (SimpleNamespace(batch={"old_log_probs": logp + 1}), 0.0)
     compute = metrics.v0_old_log_prob(lambda self, batch: result)

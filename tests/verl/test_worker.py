@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from jetrl_patch import runtime
-from jetrl_patch.adapters.verl import address, worker
-from jetrl_patch.adapters.verl.address import own
+from jetrl_patch import session
+from jetrl_patch.adapters.verl import reward_engines, worker
+from jetrl_patch.adapters.verl.reward_engines import own
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError, SyncError
 
@@ -54,8 +54,8 @@ class Worker:
 
 @pytest.fixture
 def call(monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: True)
-    monkeypatch.setattr(runtime, "active_config", lambda: MINE)
+    monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: MINE)
 
     def run(transport, **kwargs):
         monkeypatch.setattr(worker, "_transport", lambda *_: transport)
@@ -92,12 +92,12 @@ def test_silence_and_breaks_are_sync_errors(call):
 
 def test_bf16_is_verls_own(call, monkeypatch):
     bf16 = Config(precision="bf16")
-    monkeypatch.setattr(runtime, "active_config", lambda: bf16)
+    monkeypatch.setattr(session, "active_config", lambda: bf16)
     assert call(Transport([]), jetrl=bf16.to_env()) == "verl's own"
 
 
 def test_a_worker_that_lost_its_patches(call, monkeypatch):
-    monkeypatch.setattr(runtime, "is_active", lambda: False)
+    monkeypatch.setattr(session, "is_active", lambda: False)
     with pytest.raises(NotPatchedError, match="disabled in this vLLM worker"):
         call(Transport([]), jetrl=MINE.to_env())
     assert call(Transport([])) == "verl's own"
@@ -115,8 +115,8 @@ def test_a_worker_listens_to_its_own_run_and_sync(call):
 
 
 def test_no_two_syncs_have_one_address(monkeypatch):
-    monkeypatch.setattr(address, "run_id", lambda: "0123")
+    monkeypatch.setattr(reward_engines, "run_id", lambda: "0123")
     ranks = [SimpleNamespace(), SimpleNamespace()]
-    found = [[address.sync_id(rank, step) for step in (None, 0, 1, 1, 1, 2, 1)] for rank in ranks]
+    found = [[reward_engines.sync_id(rank, step) for step in (None, 0, 1, 1, 1, 2, 1)] for rank in ranks]
     assert found[0] == found[1]  # ranks meet where the first of them says
     assert found[0][2:6] == ["0123.1.0", "0123.1.1", "0123.1.2", "0123.2.0"] and len(set(found[0][:6])) == 6

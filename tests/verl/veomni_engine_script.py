@@ -48,7 +48,7 @@ def stand_in_for_flash_attention() -> None:
 if __name__ == "__main__":
     family, model_dir, mode = sys.argv[1:]
     fp8, shared, fused = mode.startswith("fp8"), mode.endswith("shared"), mode == "fused"
-    settings = {"precision": "fp8-unified", "align": "linear"} if fp8 else {"precision": "bf16"}
+    settings = {"precision": "fp8-unified", "align": "linear"} if fp8 else {"precision": "bf16", "upstream_fixes": True}
     jetrl_patch.enable(**settings)
 
     import torch
@@ -102,7 +102,7 @@ if __name__ == "__main__":
 
     engine = build(forward_only=False)
     if fp8:  # transformers' model with the same layers in FP8
-        registry.models().prepare_model(reference, jetrl_patch.runtime.active_config(), device_type="cpu", rollout_tp=1)
+        registry.models().prepare_model(reference, jetrl_patch.session.active_config(), device_type="cpu", rollout_tp=1)
     generator = torch.Generator().manual_seed(3)
 
     def log_probs_of(ids, **inputs):
@@ -182,10 +182,10 @@ if __name__ == "__main__":
         engine.optimizer_step()
     print("WORST", worst, steepest)
     if fp8:
-        from jetrl_patch.fp8.expert_layers import per_expert
+        from jetrl_patch.backends.quantize import quantize_weight
+        from jetrl_patch.fp8.convert import per_expert
         from jetrl_patch.fp8.linear import Fp8Linear
-        from jetrl_patch.fp8.quantize import quantize_weight
-        from jetrl_patch.sync.manifest import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
+        from jetrl_patch.sync.protocol import COMMIT, MANIFEST, SCALE_SUFFIX, decode_json
 
         layers = set(engine._jetrl.layers)
         stream, peft = engine.get_per_tensor_param(layered_summon=True, base_sync_done=True)  # as verl's worker calls it

@@ -19,13 +19,13 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import AuditError, JetrlError, SyncError
-from jetrl_patch.adapters.vllm.names import hf_name
 from jetrl_patch.adapters.vllm.sample import build_engine
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.structure import has_delta_nets
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.adapters.vllm.shards import hf_name
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.models.structure import has_delta_nets
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 from tests import seeing
 from tests.fp8.thresholds import MISMATCH
 from tests.vllm.test_weights import in_engine, push, worker_of

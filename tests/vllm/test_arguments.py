@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from jetrl_patch import ConfigError, ConflictError, ModelError
+from jetrl_patch import ConfigError, ConflictError, ModelError, session
 from jetrl_patch.adapters.vllm.arguments import _VALUES, FREE, KERNELS, argument_problems
 from jetrl_patch.adapters.vllm.sample import sample
 from jetrl_patch.config import Config
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.structure import EXPERTS
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.structure import EXPERTS
 from jetrl_patch.trainer.rules import LEAST_TEMPERATURE
 from tests.models import config_of
 
@@ -127,16 +127,16 @@ def test_layers_that_vllm_transforms_after_loading() -> None:
         check_layers(Finishing())
 
 
-@pytest.mark.parametrize("config", [Config(align="linear"), Config(precision="bf16")])
+@pytest.mark.parametrize("config", [Config(align="linear"), Config(precision="bf16", upstream_fixes=True)])
 def test_pixels_are_normalized_by_the_processor(tmp_path: Any, config: Config) -> None:
     """In the model it is done by buffers that dummy weights overwrite and that no sync sends, in BF16 too."""
     from vllm.engine.arg_utils import EngineArgs
     from vllm.model_executor.models.vision import FusedInputNorm
 
-    from jetrl_patch.adapters.vllm.engine import prepare_arguments
+    from jetrl_patch.adapters.vllm.compat import normalize_in_processor
 
+    session.enable(config)
     assert {"weight", "bias"} <= set(FusedInputNorm([0.5] * 3, [0.5] * 3, 1 / 255).state_dict())
     for settings in ({}, {"mm_device_do_normalize": None}, {"mm_device_do_normalize": True}):
         args = EngineArgs(model=str(tmp_path), load_format="dummy", **settings)
-        prepare_arguments(args, config)
-        assert args.mm_device_do_normalize is False
+        assert normalize_in_processor(lambda args: args.mm_device_do_normalize)(args) is False

@@ -214,10 +214,10 @@ def test_a_worker_with_another_attention_does_not_serve() -> None:
 
 @pytest.mark.usefixtures("on_cuda")
 def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch.adapters.vllm import registries
+    from jetrl_patch.adapters.vllm import quant
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
-    monkeypatch.setattr(registries, "configure", lambda *_: "triton")
+    monkeypatch.setattr(quant, "configure", lambda *_: "triton")
     off = ("VLLM_USE_V2_MODEL_RUNNER", "VLLM_USE_FLASHINFER_SAMPLER")  # their defaults on CUDA have other log-probs
     for name in off:
         monkeypatch.delenv(name, raising=False)
@@ -233,10 +233,10 @@ def test_it_stands_in_vllms_registry(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_cuda")
 def test_flashinfers_sampler_is_refused_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its log-probs vary from about 44 sequences a batch on (vllm#51187)."""
-    from jetrl_patch.adapters.vllm import registries
+    from jetrl_patch.adapters.vllm import quant
     from jetrl_patch.adapters.vllm.adapter import ADAPTER
 
-    for module, name in ((registries, "configure"), (engine, "device_problems"), (engine, "sequence_parallel")):
+    for module, name in ((quant, "configure"), (engine, "device_problems"), (engine, "sequence_parallel")):
         monkeypatch.setattr(module, name, lambda *_: [])
     model = SimpleNamespace(head_dtype=torch.bfloat16, using_transformers_backend=lambda: False)
     config: Any = SimpleNamespace(model_config=model, use_v2_model_runner=False)

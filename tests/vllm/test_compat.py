@@ -9,7 +9,8 @@ import pytest
 
 import jetrl_patch
 from jetrl_patch import ModelError
-from jetrl_patch.adapters.vllm.compat import SEQUENCE_PARALLEL, backends_per_kind, returns_routes, sequence_parallel
+from jetrl_patch.adapters.vllm import compat
+from jetrl_patch.adapters.vllm.compat import SEQUENCE_PARALLEL, backends_per_kind, routes_error, sequence_parallel
 from jetrl_patch.adapters.vllm.engine import check_engine, prepare_arguments
 from jetrl_patch.config import Config
 from jetrl_patch.errors import VersionError
@@ -50,9 +51,25 @@ def test_a_version_that_asks_no_module_for_its_experts(
 
     args = EngineArgs(model=checkpoint("qwen3_moe"), skip_tokenizer_init=True, enable_return_routed_experts=True)
     config = Config(align="linear")
-    assert returns_routes()
     prepare_arguments(args, config)
-    monkeypatch.setattr("jetrl_patch.adapters.vllm.engine.returns_routes", lambda: False)
-    with pytest.raises(VersionError, match=r"enable_return_routed_experts .* required vLLM 0\.28 to 0\.30.*Set measure_routes"):
+    monkeypatch.setattr(compat, "installed_version", lambda _: "0.24.0")
+    with pytest.raises(VersionError, match=r"enable_return_routed_experts .* required vllm>=0\.28,<0\.31, found 0\.24\.0"):
         prepare_arguments(args, config)
     prepare_arguments(args, Config(precision="bf16"))
+
+
+@pytest.mark.parametrize(
+    ("version", "able"),
+    [("0.24.0", False), ("0.27.1", False), ("0.28.0", True), ("0.28.0rc1", True), ("0.30.0+cpu", True), ("0.31.0", False)],
+)
+def test_the_versions_that_return_experts(monkeypatch: pytest.MonkeyPatch, version: str, able: bool) -> None:
+    monkeypatch.setattr(compat, "installed_version", lambda _: version)
+    assert (routes_error() is None) == able
+
+
+def test_the_installed_version_has_what_the_table_says() -> None:
+    from vllm.config import ModelConfig
+    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
+
+    asks = hasattr(routed_experts_capturer, "RoutedExpertsCaptureSource")
+    assert (routes_error() is None) == (asks and hasattr(ModelConfig, "enable_return_routed_experts"))

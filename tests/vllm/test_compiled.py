@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from jetrl_patch import Config
+from jetrl_patch import Config, backends
 from jetrl_patch.adapters.vllm import formats
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends.gpu import GpuBackend
-from jetrl_patch.fp8.operands import check_fprop
-from jetrl_patch.fp8.reference import fprop
+from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.backends.quantize import fprop
+from jetrl_patch.kernels.formats import check_fprop
 
 
 class Untraceable(GpuBackend):
@@ -48,7 +47,7 @@ def test_it_is_one_operator(config: Config, operator: str, monkeypatch: pytest.M
     monkeypatch.setitem(backends._LOADED, "untraceable", Untraceable())
     monkeypatch.setattr(formats, "choose_backend", lambda *asked: (real(*asked), "untraceable")[1])
     method = QuantizedLinearMethod(
-        SimpleNamespace(config=config, packed_modules_mapping={}), "model.layers.0.mlp.down_proj"
+        config, "model.layers.0.mlp.down_proj", packed={}, cut=[]
     )
     g = torch.Generator().manual_seed(0)
     N, K = 128, 256

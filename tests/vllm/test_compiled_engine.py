@@ -15,12 +15,12 @@ import torch
 from vllm.compilation.counter import compilation_counter
 
 import jetrl_patch
+from jetrl_patch import backends
 from jetrl_patch.adapters.vllm import engine as engines
 from jetrl_patch.adapters.vllm import formats
 from jetrl_patch.adapters.vllm.sample import generate
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends import gpu
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.backends import gpu
+from jetrl_patch.measure.parity import Job
 
 from .test_fused import Producing
 

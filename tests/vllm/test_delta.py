@@ -11,11 +11,11 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
-from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.layers import is_quantized
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.sync.base import PREFIX, Received, Sent
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.fp8.convert import per_expert
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.layers import is_quantized
+from jetrl_patch.sync.delta import PREFIX, Received, Sent
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 from tests.vllm.test_weights import in_engine, push, weights_of, worker_of
 
 pytestmark = pytest.mark.e2e

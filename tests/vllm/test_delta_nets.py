@@ -12,14 +12,14 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
+from jetrl_patch.adapters.vllm.install import add_plain
 from jetrl_patch.adapters.vllm.live import keep_live_weight, unpacked
-from jetrl_patch.adapters.vllm.plain import add_plain
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.adapters.vllm.shards import Shard, shards_of
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.digest import Pieces, add, digest
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 from tests import models
 from tests.fp8.thresholds import MISMATCH
 from tests.vllm.test_weights import in_engine, push, worker_of
@@ -187,7 +187,7 @@ def test_an_engine_serves_what_it_was_sent(folders: list[str], engine: Callable[
 @pytest.mark.parametrize(("family", "found"), [("qwen3_next", "its gated delta nets"), ("qwen2_moe", "")])
 def test_exact_mode_is_refused_by_name(family: str, found: str) -> None:
     from jetrl_patch.errors import ModelError
-    from jetrl_patch.exact.coverage import check_family
+    from jetrl_patch.exact.modules import check_family
 
     if not found:
         assert check_family(models.config_of(family)).model_type == family

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from jetrl_patch import runtime
+from jetrl_patch import session
 
 
 def test_import_brings_no_framework() -> None:
@@ -22,21 +22,21 @@ def test_nothing_happens_unless_opted_in() -> None:
     from jetrl_patch.adapters.vllm.entry import register
 
     register()
-    assert not runtime.is_active()
+    assert not session.is_active()
 
 
 def test_register_twice_is_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch.adapters.vllm.entry import register
-    from jetrl_patch.adapters.vllm.filled import REGISTRIES
+    from jetrl_patch.adapters.vllm.shards import REGISTRIES
 
     monkeypatch.setenv("JETRL_PRECISION", "fp8-rollout")
     register()
-    assert runtime.is_active()
+    assert session.is_active()
     assert REGISTRIES.filled
-    records = len(runtime.status().patches)
+    records = len(session.status().patches)
     register()
-    assert len(runtime.status().patches) == records
-    runtime.disable()
+    assert len(session.status().patches) == records
+    session.disable()
     assert not REGISTRIES.filled
 
 

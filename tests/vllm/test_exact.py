@@ -14,10 +14,9 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.correction.mismatch import Mismatch, mismatch
-from jetrl_patch.monitor.routes import Routes
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.sample import Sample
+from jetrl_patch.measure.mismatch import Mismatch, mismatch
+from jetrl_patch.measure.observe import Routes
+from jetrl_patch.measure.parity import Job, Sample
 
 from .. import models
 

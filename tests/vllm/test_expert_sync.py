@@ -11,9 +11,9 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 
 from ..models import corrections
 from .test_exact import assert_equal, prompts_of

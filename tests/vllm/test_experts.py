@@ -12,10 +12,10 @@ import torch
 import jetrl_patch
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.exact import ops
-from jetrl_patch.families import FAMILIES
-from jetrl_patch.fp8.expert_layers import per_expert
+from jetrl_patch.fp8.convert import per_expert
 from jetrl_patch.fp8.experts import Experts, experts_forward, run_experts
-from jetrl_patch.fp8.ranks import added
+from jetrl_patch.fp8.mixture import added
+from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.sync.digest import Pieces, digest
 from tests.fp8.mixture import operands_of
 from tests.models import config_of
@@ -143,6 +143,50 @@ def test_experts_in_bf16_compute_the_trainers_bits(guarded: bool) -> None:
         load(layer, f"{NAME}.4.up_proj.weight", torch.full((I, H), float("inf")))
 
 
+def every_expert_of_vllm_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.model_executor.layers.fused_moe import fused_moe, modular_kernel
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise AssertionError("vLLM's experts ran")
+
+    for name in ("fused_experts", "fused_experts_impl", "dispatch_fused_moe_kernel", "invoke_fused_moe_triton_kernel"):
+        monkeypatch.setattr(fused_moe, name, never)
+    kernels = (kind for kind in vars(modular_kernel).values() if isinstance(kind, type) and hasattr(kind, "apply"))
+    for kind in (*kernels, modular_kernel.FusedMoEKernel):
+        monkeypatch.setattr(kind, "__init__", never)
+
+
+@pytest.mark.parametrize("excluded", [False, True], ids=["FP8", "excluded"])
+@pytest.mark.parametrize("align", ["exact", "linear"])
+def test_vllms_own_experts_are_never_run(monkeypatch: pytest.MonkeyPatch, align: str, excluded: bool) -> None:
+    """They depend on the batch on an H100, without a warning (vllm#57016)."""
+    from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts
+
+    from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
+    from jetrl_patch.adapters.vllm.quant import JetrlQuantConfig
+    from jetrl_patch.adapters.vllm.shards import REGISTRIES
+
+    jetrl_patch.disable()
+    jetrl_patch.enable(align=align, exclude=("experts",) if excluded else ())
+    monkeypatch.setattr(REGISTRIES, "filled", True)
+    every_expert_of_vllm_raises(monkeypatch)
+    layer = empty_layer()
+    layer.__class__ = RoutedExperts  # as vLLM asks the quantization for the method of each
+    method: Any = JetrlQuantConfig().get_quant_method(layer, NAME)
+    assert type(method) is QuantizedExpertsMethod and (method.plain is not None) is excluded
+    assert method.get_fused_moe_quant_config(layer) is None  # of which vLLM makes a kernel
+    layer.__class__ = torch.nn.Module
+    method.create_weights(layer, E, H, I, torch.bfloat16)
+    for name, weight in per_matrix().items():
+        load(layer, name, weight)
+    method.process_weights_after_loading(layer)
+    x, logits = torch.randn(3, H).to(torch.bfloat16), torch.randn(3, E)
+    chosen, ids = ops.route(logits, K, True)
+    run = method.apply_monolithic(layer, x, logits) if method.is_monolithic else method.apply(layer, x, chosen, ids, None, None)
+    assert run.shape == x.shape and method.is_monolithic is (align == "exact")
+    assert method.moe_kernel is None
+
+
 def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch.adapters.vllm import experts as module
 
@@ -159,8 +203,8 @@ def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.Monke
 def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are tested elsewhere: here the loop multiplies the matrices that they would get."""
     from jetrl_patch.adapters.vllm import experts
-    from jetrl_patch.fp8.backends.native import NativeBackend
-    from jetrl_patch.kernels import grouped
+    from jetrl_patch.backends.cpu import NativeBackend
+    from jetrl_patch.kernels import gemm_grouped
 
     layer = empty_layer()
     method, own = method_of(layer), Experts(E, "pow2", "native")
@@ -172,11 +216,11 @@ def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.Monkey
     storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
 
     def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: Any) -> Any:
-        assert kernels is grouped and part is None and stacks.turned == (None, None)
+        assert kernels is gemm_grouped and part is None and stacks.turned == (None, None)
         assert {t.untyped_storage().data_ptr() for pair in stacks[:2] for t in pair} == storages  # views, renewed by every sync
         return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
 
-    monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: grouped)
+    monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: gemm_grouped)
     monkeypatch.setattr(experts, "run_grouped", run)
     method.process_weights_after_loading(layer)
     assert torch.equal(method.apply_monolithic(layer, x, logits), expected)
@@ -324,8 +368,8 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypat
     """Two ranks without an engine: their rectangles tile what the trainer sends, their sums added are the trainer's bits."""
     from jetrl_patch.adapters.vllm import experts as module
     from jetrl_patch.adapters.vllm.install import _add_weight
-    from jetrl_patch.fp8.ranks import ExpertSplit, added
-    from jetrl_patch.sync.tiling import check_tiling
+    from jetrl_patch.fp8.mixture import ExpertSplit, added
+    from jetrl_patch.sync.receive import check_tiling
 
     count, width = (E, 256) if kind == "tp" else (6, 256)
     own = Experts(count, "pow2", "native", ExpertSplit.of(2, 2 if kind == "ep" else 1))

@@ -14,13 +14,13 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.adapters.vllm import formats, guard, linear
+from jetrl_patch import backends
+from jetrl_patch.adapters.vllm import formats, install, ranks
 from jetrl_patch.adapters.vllm.fused import FusedNorm, FusedSiluAndMul, keep_equal
+from jetrl_patch.backends.cpu import NativeBackend
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8 import backends
-from jetrl_patch.fp8.backends.native import NativeBackend
-from jetrl_patch.fp8.carried import Rows
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.fp8.producers import Rows
+from jetrl_patch.measure.parity import Job
 
 from .test_exact import assert_equal, run
 from .test_weights import worker_of
@@ -123,7 +123,7 @@ def test_a_layer_that_leaves_fp8_gets_a_tensor_again(
     norm, x = block.input_layernorm, torch.randn(5, 256).bfloat16()
     with torch.inference_mode():
         assert isinstance(norm(x), Rows)
-        guard.to_bf16(model, [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"])
+        install.to_bf16(model, [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"])
         assert torch.equal(norm(x), ops.rms_norm(x, norm.weight, norm.variance_epsilon))
         y, total = norm(x, x)
         assert torch.equal(y, ops.rms_norm(x + x, norm.weight, norm.variance_epsilon)) and torch.equal(total, x + x)
@@ -182,7 +182,7 @@ def test_ranks_add_the_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
     """A row-parallel layer on two ranks gets this rank's columns, quantized, and adds up FP32 sums as before."""
     seen: list[Any] = []
 
-    class Method(linear.QuantizedLinearMethod):
+    class Method(ranks.QuantizedLinearMethod):
         def __init__(self) -> None:
             pass
 
@@ -194,17 +194,17 @@ def test_ranks_add_the_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
             seen.append(x)
             return torch.full((3, 4), 1.5).bfloat16()
 
-    monkeypatch.setattr(linear, "sum_over_ranks", lambda partial: (2 * partial).bfloat16())
+    monkeypatch.setattr(ranks, "sum_over_ranks", lambda partial: (2 * partial).bfloat16())
     layer: Any = SimpleNamespace(
         quant_method=Method(), tp_size=2, tp_rank=0, reduce_results=True, input_is_parallel=True, bias=None,
         skip_bias_add=False, return_bias=True,
     )  # fmt: skip
     rows = Rows(torch.zeros(3, 128, dtype=torch.float8_e4m3fn), torch.ones(3, 1))
     for given in (rows, torch.zeros(1, 3, 128).bfloat16()):
-        output, bias = linear.ExactRowParallelLinear.forward(layer, given)
+        output, bias = ranks.ExactRowParallelLinear.forward(layer, given)
         assert bias is None and output.shape == (*([] if given is rows else [1]), 3, 4) and (output == 3).all()
     assert seen[0] is rows and seen[1].shape == (3, 128)
     # without exact mode vLLM's own layer hands them on, and adds in BF16
     monkeypatch.setattr("vllm.model_executor.layers.linear.tensor_model_parallel_all_reduce", lambda partial: 2 * partial)
-    output, _ = linear.RowParallelLinear.forward(layer, rows)
+    output, _ = ranks.RowParallelLinear.forward(layer, rows)
     assert seen[2] is rows and output.dtype == torch.bfloat16 and (output == 3).all()

@@ -10,9 +10,9 @@ from vllm.config import VllmConfig
 
 import jetrl_patch
 from jetrl_patch import Config
-from jetrl_patch.adapters.vllm.graphs import KEY, mark_settings
+from jetrl_patch.adapters.vllm.worker import KEY, mark_settings
 from jetrl_patch.errors import ConflictError
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.measure.parity import Job
 
 #: what vLLM's own hash does not see, beside the first of them
 OTHERS: tuple[dict[str, Any], ...] = (

@@ -12,11 +12,11 @@ import torch
 import jetrl_patch
 from jetrl_patch import AuditError, SyncError
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8.expert_layers import per_expert
-from jetrl_patch.fp8.layers import is_quantized
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.fp8.convert import per_expert
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.layers import is_quantized
 from jetrl_patch.sync.digest import digest
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 from tests.vllm.test_exact import assert_equal, prompts_of
 from tests.vllm.test_weights import in_engine, push, weights_of, worker_of
 

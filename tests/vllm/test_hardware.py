@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from jetrl_patch.adapters.transformers.prepare import prepare_model
+from jetrl_patch.backends import capability, get_backend
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.fp8.backends import capability, get_backend
 
 from ..models import build
 

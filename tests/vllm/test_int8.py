@@ -11,14 +11,13 @@ from transformers import AutoModelForCausalLM
 
 import jetrl_patch
 from jetrl_patch import ConfigError, ModelError, SyncError
-from jetrl_patch.fp8 import channel
-from jetrl_patch.fp8.layers import is_quantized
-from jetrl_patch.int8.product import MAX_K
-from jetrl_patch.int8.quantize import quantize_rows
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.backends import rowwise
+from jetrl_patch.backends.rowwise import MAX_K, quantize_int8_rows
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.layers import is_quantized
 from jetrl_patch.sync.digest import digest
-from jetrl_patch.sync.source import Source, convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import Source, convert
 
 from .test_settings import build
 from .test_weights import in_engine, push, weights_of, worker_of
@@ -31,7 +30,7 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def by_hand(mode: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return channel.quantize_rows(weight, "fp32") if mode == "fp8" else quantize_rows(weight)
+    return rowwise.quantize_fp8_rows(weight, "fp32") if mode == "fp8" else quantize_int8_rows(weight)
 
 
 def expected(mode: str, weights: dict[str, torch.Tensor], exclude: tuple[str, ...] = ()) -> dict[str, int]:
@@ -84,7 +83,7 @@ def test_bytes_in_the_engine(checkpoint: Callable[..., str], engine: Callable[..
 
 @pytest.mark.e2e
 def test_an_int8_layer_computes_the_reference(checkpoint: Callable[..., str], engine: Callable[..., Any]) -> None:
-    from jetrl_patch.int8.product import fprop
+    from jetrl_patch.backends.rowwise import int8_fprop
 
     path = checkpoint("qwen2-odd")
     jetrl_patch.enable(precision="int8-rollout")
@@ -95,7 +94,7 @@ def test_an_int8_layer_computes_the_reference(checkpoint: Callable[..., str], en
     parts = []
     for part in ("q", "k", "v"):
         name = f"model.layers.0.self_attn.{part}_proj"
-        y = fprop(x, *quantize_rows(weights[name + ".weight"]))  # the reference product, in FP64
+        y = int8_fprop(x, *quantize_int8_rows(weights[name + ".weight"]))  # the reference product, in FP64
         parts.append(y + weights[name + ".bias"])
     assert torch.equal(layer(x)[0], torch.cat(parts, 1))
 
@@ -159,10 +158,10 @@ def test_vllm_knows_it_by_its_own_name(checkpoint: Callable[..., str]) -> None:
 
 def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
     """Two column-parallel ranks hold different rows; two row-parallel ranks hold the same rows."""
-    from jetrl_patch.adapters.vllm.scales import RowScales
+    from jetrl_patch.adapters.vllm.formats import RowScales
     from jetrl_patch.adapters.vllm.shards import Shard
     from jetrl_patch.sync.digest import Pieces, Rect
-    from jetrl_patch.sync.tiling import check_tiling
+    from jetrl_patch.sync.receive import check_tiling
 
     def row_scales(shard: Shard, scale: torch.Tensor) -> list[Rect]:
         pieces = Pieces()
@@ -181,7 +180,7 @@ def test_pieces_of_a_row_wise_scale_tile_the_whole() -> None:
 
 
 def test_what_int8_cannot_take() -> None:
-    from jetrl_patch.int8.product import check_width
+    from jetrl_patch.backends.rowwise import check_width
 
     with pytest.raises(ConfigError, match=r"align='exact' contradicts precision='int8-rollout'"):
         jetrl_patch.enable(precision="int8-rollout", align="exact")

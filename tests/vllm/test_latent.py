@@ -13,13 +13,13 @@ import torch
 from torch import nn
 
 import jetrl_patch
-from jetrl_patch.adapters.vllm import install, latent
+from jetrl_patch.adapters.vllm import install, postload
 from jetrl_patch.adapters.vllm.live import keep_latent_weight
 from jetrl_patch.adapters.vllm.sample import generate
 from jetrl_patch.errors import ModelError
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.digest import add
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.send import SyncStats
 from tests import models
 from tests.fp8.thresholds import MISMATCH
 from tests.vllm.test_delta_nets import MODES, off, trainer
@@ -72,13 +72,13 @@ def add_block(folder: Path) -> None:
 
 def made(llm: Any) -> list[torch.Tensor]:
     """Copies of what the engine's latent attention decodes with, block by block."""
-    found = latent.latent_modules(worker_of(llm).model_runner.get_model())
+    found = postload.latent_modules(worker_of(llm).model_runner.get_model())
     return [getattr(module, name).detach().clone() for module in found for name in ("W_UK_T", "W_UV")]
 
 
 def part(llm: Any) -> None:
     """Let decoding steps have copies of the weight in the place of views, as with packed weights."""
-    for module in latent.latent_modules(worker_of(llm).model_runner.get_model()):
+    for module in postload.latent_modules(worker_of(llm).model_runner.get_model()):
         for name in ("W_UK_T", "W_UV"):
             setattr(module, name, nn.Parameter(getattr(module, name).detach().clone(), requires_grad=False))
 
@@ -169,10 +169,10 @@ def test_what_is_made_keeps_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
         attention.W_UV = nn.Parameter(torch.ones(2, 3), requires_grad=False)
 
     attention.process_weights_after_loading = process_weights_after_loading
-    monkeypatch.setattr(latent, "latent_modules", lambda model: [attention])
-    latent.absorb(nn.Module())
+    monkeypatch.setattr(postload, "latent_modules", lambda model: [attention])
+    postload.absorb(nn.Module())
     assert attention.W_UV is place and bool((place == 1).all())
-    assert latent.made(nn.Module()) == {id(place)}
+    assert postload.made(nn.Module()) == {id(place)}
 
 
 def test_norms_inside_have_the_trainers_epsilon() -> None:
@@ -180,7 +180,7 @@ def test_norms_inside_have_the_trainers_epsilon() -> None:
     config = models.config_of("deepseek_v3", rms_norm_eps=1e-5)
     block = nn.Module()
     block.q_a_layernorm, block.kv_a_layernorm = None, SimpleNamespace(variance_epsilon=1e-5)
-    latent.follow_norms(nn.ModuleList([block]), config)
+    postload.follow_norms(nn.ModuleList([block]), config)
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -209,7 +209,7 @@ def test_angles_that_both_sides_share_are_accepted_and_no_others(change: dict[st
     from vllm.config import VllmConfig, set_current_vllm_config
     from vllm.model_executor.layers.rotary_embedding import get_rope
 
-    from jetrl_patch.structure import check_structure
+    from jetrl_patch.models.structure import check_structure
 
     rope = {key: value for key, value in (YARN | change).items() if value is not None}
     config = models.config_of("deepseek_v3", rope_parameters=rope)

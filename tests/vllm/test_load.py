@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 import jetrl_patch
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.parity.sample import Sample
+from jetrl_patch.measure.parity import Job, Sample
 
 from .test_delta import Trainer
 from .test_exact import assert_equal, prompts_of

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import jetrl_patch
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.measure.parity import Job
 
 from ..fp8.thresholds import MISMATCH
 from .test_exact import apart, assert_equal, prompts_of, run
@@ -54,7 +54,7 @@ def test_bytes_on_all_ranks(
 ) -> None:
     import torch
 
-    from jetrl_patch.sync.manifest import Terms
+    from jetrl_patch.sync.protocol import Terms
 
     first, second = checkpoint(variant), checkpoint(variant, seed=1)
     jetrl_patch.enable(precision="fp8-unified")

@@ -9,8 +9,8 @@ import torch
 from vllm.config import SchedulerConfig, VllmConfig, set_current_vllm_config
 
 from jetrl_patch import Config
+from jetrl_patch.backends import get_backend, row_equality
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8.backends import get_backend, row_equality
 
 
 @pytest.mark.parametrize("precision", ["fp8-unified", "fp8-rollout"])

@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
-from jetrl_patch.adapters.vllm.scales import BlockScales, RowScales
+from jetrl_patch.adapters.vllm.formats import BlockScales, RowScales
 from jetrl_patch.adapters.vllm.shards import Shard
+from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.errors import SyncError
-from jetrl_patch.fp8.quantize import expand_weight_scale
 from jetrl_patch.sync.digest import Pieces, digest
-from jetrl_patch.sync.tiling import check_tiling
+from jetrl_patch.sync.receive import check_tiling
 
 ROWS, COLS = 700, 512  # 6 blocks of rows, the last one of 60
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch import families
-from jetrl_patch.adapters.vllm.names import hf_name
+from jetrl_patch.adapters.vllm.shards import hf_name
+from jetrl_patch.models import families
 from tests import seeing
 
 FAMILIES = list(seeing.FAMILIES)
@@ -72,7 +72,7 @@ def classes(family: str) -> Any:
     from transformers import AutoConfig
     from vllm.model_executor.models.registry import ModelRegistry
 
-    from jetrl_patch.families import FAMILIES as RECORDS
+    from jetrl_patch.models.families import FAMILIES as RECORDS
 
     record = RECORDS[family]
     assert AutoConfig.for_model(family).model_type == family

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.measure.parity import Job
 from jetrl_patch.sync.digest import digest
-from jetrl_patch.sync.source import convert
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.sync.send import SyncStats
+from jetrl_patch.trainer.source import convert
 
 from .test_exact import apart, assert_equal, prompts_of, run
 from .test_expert_sync import step

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import jetrl_patch
-from jetrl_patch.parity.modes import Job
-from jetrl_patch.sync.stream import SyncStats
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.sync.send import SyncStats
 from tests import models
 from tests.fp8.thresholds import MISMATCH
 from tests.vllm.test_delta_nets import MODES, off, trainer

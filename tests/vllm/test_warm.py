@@ -9,14 +9,13 @@ import pytest
 import torch
 
 from jetrl_patch import Config
-from jetrl_patch.adapters.vllm import warm
+from jetrl_patch.adapters.vllm import worker
 from jetrl_patch.adapters.vllm.formats import BLOCKS
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, layout_of
 from jetrl_patch.adapters.vllm.shards import Shard
-from jetrl_patch.fp8 import quantize
-from jetrl_patch.fp8.backends import deep_gemm, get_backend
-from jetrl_patch.fp8.backends.deep_gemm import DeepGemmBackend
-from jetrl_patch.fp8.backends.row_equality import Layout, Part
+from jetrl_patch.backends import deep_gemm, get_backend, quantize
+from jetrl_patch.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends.row_equality import Layout, Part
 from tests.fp8.deep_gemm_double import DeepGemm
 
 WHOLE = Layout((Part(256, 0, 256, 0),))
@@ -30,8 +29,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> DeepGemm:
 
 
 def linear(N: int, K: int, layout: Layout | None, backend: Any = None) -> tuple[Any, QuantizedLinearMethod]:
-    config = SimpleNamespace(config=Config(precision="fp8-rollout"), packed_modules_mapping={}, cut=[])
-    method = QuantizedLinearMethod(config, "model.layers.0.mlp.down_proj")  # type: ignore[arg-type]
+    method = QuantizedLinearMethod(Config(precision="fp8-rollout"), "model.layers.0.mlp.down_proj", packed={}, cut=[])
     method.format._backend = backend or DeepGemmBackend()
     layer: Any = torch.nn.Module()
     weight = torch.randn(N, K, generator=torch.Generator().manual_seed(N))
@@ -45,10 +43,10 @@ def test_every_kernel_is_compiled_before_the_first_request(
     library: DeepGemm, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = [linear(256, 128, WHOLE), linear(256, 128, WHOLE), linear(64, 256, None)]
-    monkeypatch.setattr(warm, "quantized_modules", lambda model: layers)
-    monkeypatch.setattr(warm.logger, "propagate", True, raising=False)
-    with caplog.at_level("INFO", logger=warm.logger.name):
-        done = warm.warm_up(torch.nn.Module(), 300)
+    monkeypatch.setattr(worker, "quantized_modules", lambda model: layers)
+    monkeypatch.setattr(worker.logger, "propagate", True, raising=False)
+    with caplog.at_level("INFO", logger=worker.logger.name):
+        done = worker.warm_up(torch.nn.Module(), 300)
     assert done == 2 * len(DeepGemmBackend().compiled_rows(300))  # two shapes
     compiled = set(library.compiled)
     assert {kernel[:3] for kernel in compiled} == {("1d2d", 256, 128), ("1d1d", 64, 256)}
@@ -60,8 +58,8 @@ def test_every_kernel_is_compiled_before_the_first_request(
 
 def test_a_backend_that_compiles_nothing_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
     layers = [linear(256, 128, WHOLE, get_backend("torch")), linear(64, 256, None, get_backend("native"))]
-    monkeypatch.setattr(warm, "quantized_modules", lambda model: layers)
-    assert warm.warm_up(torch.nn.Module(), 300) == 0
+    monkeypatch.setattr(worker, "quantized_modules", lambda model: layers)
+    assert worker.warm_up(torch.nn.Module(), 300) == 0
 
 
 def test_block_scales_follow_the_weight(library: DeepGemm) -> None:
@@ -122,16 +120,16 @@ def test_the_layout_of_a_layer() -> None:
 def test_vllm_waits_until_the_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from vllm.v1.engine import core_client
 
-    from jetrl_patch.adapters.vllm import registries
+    from jetrl_patch.adapters.vllm import quant
     from jetrl_patch.patching.journal import Journal
 
     name = "VLLM_ENGINE_READY_TIMEOUT_S"
     monkeypatch.delenv(name, raising=False)
     before, journal = core_client.VLLM_ENGINE_READY_TIMEOUT_S, Journal()
-    registries._wait_for_kernels(journal)
-    assert core_client.VLLM_ENGINE_READY_TIMEOUT_S == registries.FIRST_START > before
+    quant._wait_for_kernels(journal)
+    assert core_client.VLLM_ENGINE_READY_TIMEOUT_S == quant.FIRST_START > before
     journal.rollback()
     assert before == core_client.VLLM_ENGINE_READY_TIMEOUT_S
     monkeypatch.setenv(name, "30")  # the user's own
-    registries._wait_for_kernels(journal)
+    quant._wait_for_kernels(journal)
     assert before == core_client.VLLM_ENGINE_READY_TIMEOUT_S

@@ -10,12 +10,12 @@ import torch
 
 import jetrl_patch
 from jetrl_patch import SyncError
-from jetrl_patch.fp8.layers import is_quantized
-from jetrl_patch.fp8.quantize import quantize_weight
-from jetrl_patch.parity.modes import Job
+from jetrl_patch.backends.quantize import quantize_weight
+from jetrl_patch.measure.parity import Job
+from jetrl_patch.models.layers import is_quantized
 from jetrl_patch.sync.digest import add, digest
-from jetrl_patch.sync.manifest import Terms
-from jetrl_patch.sync.stream import SyncStats, quantized_stream
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import SyncStats, quantized_stream
 
 
 def weights_of(path: str) -> dict[str, torch.Tensor]:

@@ -1,30 +1,37 @@
 # What the scripts of this folder share. A script sets NAME, MODEL and RESPONSE and sources this file.
 #
-# GRPO in unified FP8 on one node of 8 H100, trainer and vLLM on the same GPUs, as in Jet-RL (arXiv 2601.14243). The models
-# and rollout lengths are the paper's. It does not publish learning rates and batch sizes; those here are common values.
-# align=linear, because the exact ops have not run on a GPU yet. Packed samples need flash-attn.
+# GRPO on GSM8K and MATH in unified FP8 on one node of 8 H100, trainer and vLLM on the same GPUs. The models and rollout lengths
+# are those of Jet-RL (arXiv 2601.14243), which does not publish learning rates and batch sizes; those here are common values. The
+# settings are the recommended ones (docs/configuration.md). No script of this folder has run on a GPU yet: do
+# docs/ten-minutes.md first. Packed samples need flash-attn.
 #
-#   PROMPTS    JSON lines with "input" (the question) and "label" (the answer), such as GSM8K and MATH
+#   DATA       folder with gsm8k/ and math/; `python -m examples.gsm8k` and `python -m examples.competition_math` write it
+#   PROMPTS    instead of DATA: files of JSON lines with "input" (the question) and "label" (the answer), joined by commas
 #   MODEL      folder of the model
 #   REWARD     Python file with reward_func(queries, prompts, labels)
-#   OUTPUT     folder for checkpoints
+#   OUTPUT     folder for checkpoints; by default one for each precision and alignment
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
+#   ALIGN      linear, for a model family without exact mode
 #   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
 #
 # The script's arguments go to OpenRLHF after those set here, and override them.
 set -euo pipefail
 
-PROMPTS=${PROMPTS:-$HOME/data/math/prompts.jsonl}
+DATA=${DATA:-$HOME/data}
+PROMPTS=${PROMPTS:-$DATA/gsm8k/train.jsonl,$DATA/math/train.jsonl}
 REWARD=${REWARD:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/reward.py}
-OUTPUT=${OUTPUT:-outputs/$NAME}
+RUN=$NAME-${PRECISION:-fp8-unified${ALIGN:+-$ALIGN}}
+OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
 TP=${TP:-1}
 LENGTH=$((1024 + RESPONSE))
 
-mode=(--fp8-unified --align linear)
+mode=(--fp8-unified --set decode_graphs=true)
 if [[ -n ${PRECISION:-} ]]; then
   mode=(--precision "$PRECISION")
+elif [[ -n ${ALIGN:-} ]]; then
+  mode=(--fp8-unified --align "$ALIGN")
 fi
 
 exec ${JETRL:-jetrl} openrlhf "${mode[@]}" \

@@ -17,16 +17,25 @@ def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence
 
 
 def answer(response: str) -> str:
-    """The content of the last ``\\boxed{…}``, including nested braces; else the last number; else an empty string."""
-    start = response.rfind("\\boxed{")
-    if start >= 0:
-        depth, begin = 0, start + len("\\boxed")
-        for end in range(begin, len(response)):
-            depth += {"{": 1, "}": -1}.get(response[end], 0)
-            if depth == 0:
-                return response[begin + 1 : end]
+    """The content of the last ``\\boxed{…}``; else the last number; else an empty string."""
+    found = boxed(response)
+    if found is not None:
+        return found
     numbers = NUMBER.findall(response)
     return numbers[-1] if numbers else ""
+
+
+def boxed(text: str) -> str | None:
+    """The content of the last ``\\boxed{…}``, including nested braces; None if there is none, or if it does not end."""
+    start = text.rfind("\\boxed{")
+    if start < 0:
+        return None
+    depth, begin = 0, start + len("\\boxed")
+    for end in range(begin, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[begin + 1 : end]
+    return None
 
 
 def plain(text: str) -> str:

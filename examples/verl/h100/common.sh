@@ -1,29 +1,36 @@
 # What the scripts of this folder share. A script sets NAME, MODEL and RESPONSE and sources this file.
 #
-# GRPO on GSM8K and MATH in unified FP8 on one node of 8 H100, as in Jet-RL (arXiv 2601.14243). The models and rollout
-# lengths are the paper's. It does not publish learning rates and batch sizes; those here are common values.
-# align=linear, because the exact ops have not run on a GPU yet.
+# GRPO on GSM8K and MATH in unified FP8 on one node of 8 H100. The models and rollout lengths are those of Jet-RL
+# (arXiv 2601.14243), which does not publish learning rates and batch sizes; those here are common values. The settings are the
+# recommended ones (docs/configuration.md). No script of this folder has run on a GPU yet: do docs/ten-minutes.md first.
 #
-#   DATA       folder with gsm8k/ and math/, each train.parquet and test.parquet in verl's form
+#   DATA       folder with gsm8k/ and math/; `python -m examples.gsm8k` and `python -m examples.competition_math` write it
 #   MODEL      folder of the model
-#   OUTPUT     folder for checkpoints
+#   OUTPUT     folder for checkpoints; by default one for each precision and alignment, because a run resumes what is in it
 #   GPUS, TP   GPUs of the node; GPUs of one vLLM engine
 #   PRECISION  another mode for comparison: bf16 or fp8-rollout
+#   ALIGN      linear, for a model family without exact mode
+#   LOGGER     verl's loggers, such as '["console","wandb"]'
 #   JETRL      the command to start; "jetrl doctor -- jetrl" checks instead of running
 #
 # The script's arguments are hydra overrides for verl; they follow those set here and win.
 set -euo pipefail
 
 DATA=${DATA:-$HOME/data}
-OUTPUT=${OUTPUT:-outputs/$NAME}
+RUN=$NAME-${PRECISION:-fp8-unified${ALIGN:+-$ALIGN}}
+OUTPUT=${OUTPUT:-outputs/$RUN}
 GPUS=${GPUS:-8}
 TP=${TP:-1}
 PROMPT=1024
 LENGTH=$((PROMPT + RESPONSE))
 
-mode=(--fp8-unified --align linear)
+LOGGER=${LOGGER:-'["console"]'}
+
+mode=(--fp8-unified --set decode_graphs=true)
 if [[ -n ${PRECISION:-} ]]; then
   mode=(--precision "$PRECISION")
+elif [[ -n ${ALIGN:-} ]]; then
+  mode=(--fp8-unified --align "$ALIGN")
 fi
 
 exec ${JETRL:-jetrl} verl "${mode[@]}" \
@@ -57,8 +64,8 @@ exec ${JETRL:-jetrl} verl "${mode[@]}" \
   trainer.total_epochs=2 \
   trainer.save_freq=50 \
   trainer.test_freq=10 \
-  trainer.logger=[console] \
+  trainer.logger="$LOGGER" \
   trainer.project_name=jetrl_patch \
-  trainer.experiment_name="$NAME" \
+  trainer.experiment_name="$RUN" \
   trainer.default_local_dir="$OUTPUT" \
   "$@"

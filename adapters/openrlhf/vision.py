@@ -1,0 +1,131 @@
+"""Vision-language models in OpenRLHF: what is refused, and what OpenRLHF lacks to train them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from jetrl_patch.adapters.openrlhf.transport import decode
+from jetrl_patch.config import Config
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.models.structure import sees
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Patch
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
+
+__all__ = ["RULES", "SEEING", "forget_images", "never_samples", "placeholders", "problems", "synced"]
+
+
+# ---- Models that see in OpenRLHF: what no run of them has shown to be right, and what OpenRLHF lacks to train them
+# OpenRLHF processes an image once, for the trainer, and hands the picture itself to vLLM with one token in its place. The trainer
+# finds an image's tokens again by their number, wherever they are in a sample. So a response must not have such a token.
+#
+# vLLM keeps what its vision tower made of an image and takes it again for the same image. A weight sync changes the tower, unless
+# it is frozen, so what was kept is of the old weights.
+
+_REMOVE = "remove the flag"
+_IMAGES = "data.max_images_per_prompt"
+
+#: for models that see
+RULES: tuple[Rule, ...] = (
+    Rule("ds.packing_samples", is_set, "one sample a row for a model that sees (packed rows have not run)", _REMOVE, "quantized"),
+    Rule(
+        "train.partial_rollout_enable",
+        is_set,
+        "whole rollouts for a model that sees (a sync drops what vLLM holds of the images of paused requests)",
+        _REMOVE,
+        "quantized",
+    ),
+)
+#: for all others
+TEXT_RULES: tuple[Rule, ...] = (
+    Rule(_IMAGES, positive, "0 for a model without a vision tower", "set it to 0", "quantized"),
+)
+
+#: what vLLM adds to the logit of a token that is never sampled: its log-prob is then below any other's
+_NEVER = -100.0
+
+
+def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> Iterator[JetrlError]:
+    """Yield an error for each argument that a model of this kind does not support.
+
+    Args:
+        select: returns the argument at a dotted path.
+        hf_config: the Hugging Face config of the whole model.
+    """
+    rules = RULES if sees(hf_config) else TEXT_RULES
+    beside = f"model_type={getattr(hf_config, 'model_type', None)!r}"
+    yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}", beside)
+
+
+def placeholders(hf_config: Any) -> list[int]:
+    """Return the tokens that stand in place of images and films in a prompt; none for a model without a known vision tower."""
+    ids = (getattr(hf_config, name, None) for name in ("image_token_id", "video_token_id") if sees(hf_config))
+    return [int(token) for token in ids if token is not None]
+
+
+@while_active
+def never_samples(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.generate``: no response has a token that stands in place of an image or a film."""
+
+    def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
+        banned = placeholders(self.model_config.hf_config)
+        if banned:  # OpenRLHF makes a copy for each request
+            sampling_params.logit_bias = {**(sampling_params.logit_bias or {}), **dict.fromkeys(banned, _NEVER)}
+        return original(self, prompt, sampling_params, *args, **kwargs)
+
+    return generate
+
+
+@while_active
+def forget_images(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``AsyncLLM.collective_rpc``: after a weight sync vLLM drops what its tower made of images with the old weights."""
+
+    async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
+        result = await original(self, method, timeout, args, kwargs)
+        if _ends_sync(method, args) and sees(self.model_config.hf_config):
+            await self.reset_encoder_cache()
+        return result
+
+    return collective_rpc
+
+
+def _ends_sync(method: Any, args: Any) -> bool:
+    """Whether this is the last call of a weight sync: the plugin's, or OpenRLHF's own, which then has the cache emptied."""
+    if method not in ("update_weight", "update_weight_cuda_ipc") or not args:
+        return False
+    order = decode(args[0])
+    return bool(args[-1]) if order is None else order["op"] == "end"
+
+
+def synced(actor: Any) -> list[Any]:
+    """Return the parameters that OpenRLHF's own sync sends: those of a model that sees only where they are trained."""
+    return [p for p in actor.model.module.parameters() if p.requires_grad or not getattr(actor, "is_vlm", False)]
+
+
+# ---- Fixes for OpenRLHF's bugs with models that see ----------------------------------------------
+
+#: models without a record are not changed
+SEEING: tuple[Patch, ...] = (
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        attr="AsyncLLM.generate",
+        make=never_samples,
+        reason="a model that sees may answer with the token in place of an image or a film, which the trainer then takes for "
+        "one: the step ends in get_rope_index or get_placeholder_mask. Not banned in the trainer, whose log-probs leave it in",
+        upstream=NO_REPORT,
+        remove_when="OpenRLHF bans these tokens in its sampling parameters, as verl has since verl#7038",
+        fixes="openrlhf",
+    ),
+    Patch(
+        module="vllm.v1.engine.async_llm",
+        attr="AsyncLLM.collective_rpc",
+        make=forget_images,
+        reason="vLLM answers to an image that it has seen before by what its tower made of it with the old weights; OpenRLHF's "
+        "sync resets the prefix cache alone",
+        upstream="https://github.com/vllm-project/vllm/issues/44910",
+        remove_when="OpenRLHF calls reset_encoder_cache after a weight sync, or vLLM does so itself (vllm#48762)",
+        fixes="openrlhf",
+    ),
+)

@@ -1,0 +1,335 @@
+"""What verl 0.9 lacks to train vision-language models and models with gated delta nets, in every mode."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.adapters.verl import logprob, ulysses
+from jetrl_patch.adapters.verl.yaml_settings import MODEL, named
+from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
+from jetrl_patch.models.structure import has_delta_nets, sees
+from jetrl_patch.patching.patch import NO_REPORT
+from jetrl_patch.registry import Patch
+from jetrl_patch.session import while_active
+from jetrl_patch.trainer.rules import raised
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "SEEING", "accepts", "along_tokens", "check_packing", "check_worker", "counts_text", "delta_net_problems",
+    "fix_position_ids", "image_embeds", "input_embeds", "one_for_each", "problems",
+]  # fmt: skip
+
+
+# ---- Gated delta nets in verl: a token's output depends on a state that the tokens before it have left
+# So a packed row needs its boundaries, or a sequence begins with the state of the one before it, and no error says so. verl
+# passes
+# them to its own forward of models that see, which splits a row for a delta rule that does not know them. To find out it asks
+# whether the rule takes an argument of that name; transformers' own rule, which stands in where flash-linear-attention is not
+# installed, takes any name, and drops it. Models of text with delta nets get no boundaries from verl at all.
+
+_REMOVE = f"{MODEL}.use_remove_padding"
+
+
+def delta_net_problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for packed rows whose boundaries the model would not see."""
+    yield from raised(lambda: check_packing(hf_config, bool(select(_REMOVE)), named(_REMOVE)))
+
+
+def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding") -> None:
+    """Raise ModelError for a model with delta nets to which verl passes no boundaries, if its rows are packed."""
+    if packed and has_delta_nets(hf_config) and not sees(hf_config):
+        required = "one sequence in a row (in a packed one each delta net would begin with the state of the sequence before)"
+        found = f"True, with model_type={hf_config.model_type!r}"
+        raise ModelError(explain(what, required=required, found=found, fix="set it to false"))
+
+
+@while_active
+def accepts(original: Callable[..., bool]) -> Callable[..., bool]:
+    """Replace ``_call_accepts_kwarg``: whether a function names this parameter. One that it would only swallow has no effect."""
+
+    def _call_accepts_kwarg(fn: Any, name: str) -> bool:
+        return name in signature(fn).parameters
+
+    return _call_accepts_kwarg
+
+
+# ---- What verl 0.9 lacks to train models that see: position ids of one length, micro-batches without an image, and
+# images in other families than Qwen's.
+#
+# A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl carries a batch of them
+# as a jagged tensor [B, R, j] whose values are [R, sum of lengths] and whose offsets count tokens. It builds that tensor by
+# ``torch.nested.as_nested_tensor``, which takes the first dimension that differs between the samples for the jagged one: with
+# samples of one length, or a single sample, none differs, and it takes R. Then the values are [B * R, length], and the offsets
+# count rows. verl, which loses the number of the jagged dimension between processes, sets it to the last one in both cases.
+
+#: false in the one-step-off and the fully asynchronous program; a choice in V1's separate_async
+_HYBRID = "actor_rollout_ref.hybrid_engine"
+
+
+def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
+    """Yield an error for each setting that no run of a model that sees has shown to be right."""
+    yield from delta_net_problems(select, hf_config)
+    yield from raised(lambda: logprob.check_setting(select, hf_config))
+    if sees(hf_config) and select(_HYBRID) is False:
+        required = "True for a model that sees (the one-step-off and the fully asynchronous program have not run with one)"
+        fix = "set it to true and start verl.trainer.main_ppo"
+        yield ConfigError(explain(named(_HYBRID), required=required, found="False", fix=fix))
+
+
+def check_worker(hf_config: Any, engine: Any) -> None:
+    """Raise ModelError as ``problems``, for a model that the driver could not read."""
+    ulysses.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
+    check_packing(hf_config, bool(engine.model_config.use_remove_padding))
+    if engine.model_config.use_fused_kernels:
+        logprob.check_seeing(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
+
+
+def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
+    """Return the position ids of a batch as a jagged tensor [B, R, j], jagged along the tokens.
+
+    Args:
+        values: int64 [R, sum of lengths], or [B * R, length] from samples of one length, one after the other.
+        offsets: int64 [B + 1], where each sample's tokens begin in the batch, and where the last one's end.
+
+    Raises:
+        ValueError: ``values`` are neither.
+    """
+    import torch
+
+    batch, total, length = offsets.numel() - 1, int(offsets[-1]), values.shape[-1]
+    if length != total:
+        rows, rest = divmod(values.shape[0], batch)
+        if values.dim() != 2 or rest or not bool((offsets.diff() == length).all()):
+            raise ValueError(f"position ids {tuple(values.shape)} fit no batch with offsets {offsets.tolist()}")
+        values = values.view(batch, rows, length).transpose(0, 1).reshape(rows, total)
+    return torch.nested.nested_tensor_from_jagged(values, offsets, jagged_dim=2)
+
+
+@while_active
+def fix_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``maybe_fix_3d_position_ids``, which every worker calls on a batch before it splits it or computes with it."""
+
+    def maybe_fix_3d_position_ids(data: Any) -> None:
+        positions, tokens = (data.get(name, None) for name in ("position_ids", "input_ids"))
+        if positions is None or not positions.is_nested or positions.dim() != 3:
+            return
+        if tokens is None or not tokens.is_nested:
+            original(data)
+            return
+        data["position_ids"] = along_tokens(positions._values, tokens.offsets())
+
+    return maybe_fix_3d_position_ids
+
+
+@while_active
+def input_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``qwen2_vl._get_input_embeds``: the dummy image of a micro-batch without one."""
+
+    def _get_input_embeds(
+        model: Any,
+        input_ids: Any,
+        attention_mask: Any = None,
+        pixel_values: Any = None,
+        pixel_values_videos: Any = None,
+        image_grid_thw: Any = None,
+        video_grid_thw: Any = None,
+    ) -> Any:
+        if pixel_values is not None or pixel_values_videos is not None:
+            grids = (image_grid_thw, video_grid_thw)
+            return original(model, input_ids, attention_mask, pixel_values, pixel_values_videos, *grids)
+        embeds = model.get_input_embeddings()(input_ids)
+        return embeds + 0.0 * _of_nothing(model, embeds), attention_mask
+
+    return _get_input_embeds
+
+
+class _Unpacked:
+    """A model whose tower returns what it makes of the images as a tensor; in transformers 5 it returns an output with more.
+
+    The tower's table of positions is gathered for it where FSDP2 has sharded it.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    @property
+    def visual(self) -> Any:
+        return _Tower(self._model.visual)
+
+
+class _Tower:
+    def __init__(self, tower: Any) -> None:
+        self._tower, self.dtype = tower, tower.dtype
+
+    def __call__(self, pixels: Tensor, **kwargs: Any) -> Tensor:
+        from torch import nn
+        from verl.utils.transformers_compat import unpack_visual_output
+
+        with contextlib.ExitStack() as stack:
+            for module in self._tower.modules():  # verl makes each embedding an FSDP2 unit, and the tower reads the table itself
+                if isinstance(module, nn.Embedding):
+                    stack.enter_context(logprob.gathered(module))
+            seen: Tensor = unpack_visual_output(self._tower(pixels, **kwargs))[0]
+        return seen
+
+
+@while_active
+def image_embeds(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a ``_get_input_embeds`` that takes the tower's output for a tensor, with an image and without one."""
+    embeds = input_embeds(original)
+
+    def _get_input_embeds(model: Any, *args: Any, **kwargs: Any) -> Any:
+        return embeds(_Unpacked(model), *args, **kwargs)
+
+    return _get_input_embeds
+
+
+@while_active
+def counts_text(original: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``FlopsCounter.__init__``: what is counted as a text model has the language model's configuration."""
+
+    def __init__(self: Any, config: Any) -> None:
+        from verl.utils import flops_counter
+
+        original(self, config)
+        as_text = flops_counter.ESTIMATE_FUNC.get(config.model_type) is flops_counter._estimate_qwen2_flops
+        if as_text and not hasattr(config, "hidden_size"):
+            self.config = copy.copy(config.get_text_config())
+            self.config.model_type = config.model_type
+
+    return __init__
+
+
+@while_active
+def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap ``qwen2_5_vl_dedup_image_tokens``: one token for each image of a prompt, which vLLM replaces by the image's."""
+
+    def dedup(prompt_ids: list[int], processor: Any) -> list[int]:
+        if not sees(getattr(processor, "config", None)):
+            kept: list[int] = original(prompt_ids, processor)
+            return kept
+        from verl.workers.rollout.utils import get_vision_placeholder_token_ids
+
+        places = set(get_vision_placeholder_token_ids(processor))
+        before = [None, *prompt_ids[:-1]]
+        return [token for token, last in zip(prompt_ids, before, strict=True) if token != last or token not in places]
+
+    return dedup
+
+
+def _of_nothing(model: Any, embeds: Tensor) -> Tensor:
+    """The mean of what the tower makes of a black image: a scalar through which every rank of FSDP uses the tower."""
+    import torch
+    from verl.utils.transformers_compat import unpack_visual_output
+
+    tower = model.config.vision_config
+    width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
+    pixels = torch.zeros((16, width), dtype=embeds.dtype, device=embeds.device)
+    seen, _ = unpack_visual_output(model.visual(pixels, grid_thw=torch.tensor([[1, 4, 4]], device=embeds.device)))
+    return seen.mean()
+
+
+# ---- Fixes for verl's bugs with models that see --------------------------------------------------
+
+_EQUAL_LENGTHS = (
+    "verl lays out the position ids of models that see by the first dimension in which samples differ, and then names another: "
+    "samples of one length, or a single one, end the step in split_with_sizes or get other positions. The layout is made "
+    "right where a worker receives a batch. Megatron's packing is not covered"
+)
+_VERL_7901 = "https://github.com/verl-project/verl/pull/7901"
+_VERL_6814 = "https://github.com/verl-project/verl/issues/6814"
+_VERL_6659 = "https://github.com/verl-project/verl/pull/6659"
+_TRANSFORMERS_46093 = "https://github.com/huggingface/transformers/issues/46093"
+_GLM = "training GLM-4.1V in verl"
+
+SEEING: tuple[Patch, ...] = (
+    *(
+        Patch(
+            module=module,
+            attr="maybe_fix_3d_position_ids",
+            make=fix_position_ids,
+            reason=_EQUAL_LENGTHS,
+            remove_when="verl has verl#7901, or lays out position ids by their tokens wherever it makes a jagged tensor",
+            upstream=_VERL_7901,
+            fixes="verl",
+        )
+        for module in ("verl.workers.engine_workers", "verl.workers.engine.base")
+    ),
+    Patch(
+        module="verl.models.transformers.qwen2_vl",
+        attr="_get_input_embeds",
+        make=input_embeds,
+        reason="verl asks the tower's output for its mean; in transformers 5 it is no tensor, and a micro-batch without an image "
+        "ends the step. Micro-batches with one are not changed",
+        upstream=NO_REPORT,
+        remove_when="verl unpacks the tower's output for the dummy image too, as in its other models",
+        fixes="verl",
+    ),
+    Patch(
+        module="verl.models.transformers.glm4v",
+        attr="_get_input_embeds",
+        make=image_embeds,
+        reason="verl asks the tower's output for its shape and its mean; in transformers 5 it is no tensor, and every "
+        "micro-batch ends the step. Under FSDP2 it ends there too, because the tower reads a table of positions that verl "
+        "shards as a unit of its own. Films have not been tried",
+        upstream=_VERL_6814,
+        remove_when="verl unpacks the tower's output, as in its other models, and does not shard the table by itself",
+        fixes="verl",
+        needed_by=_GLM,
+    ),
+    Patch(
+        module="verl.workers.rollout.vllm_rollout.vllm_async_server",
+        attr="qwen2_5_vl_dedup_image_tokens",
+        make=one_for_each,
+        reason="verl hands vLLM a prompt with all tokens of an image, of which vLLM replaces the first by all: without an "
+        "error the rollout sees an image's tokens nearly twice, the trainer once. Only for Qwen's image processor does verl "
+        "leave one. Families without a record are not changed",
+        upstream=NO_REPORT,
+        remove_when="verl leaves one token for each image whatever the processor",
+        fixes="verl",
+    ),
+    Patch(
+        module="verl.utils.flops_counter",
+        attr="FlopsCounter.__init__",
+        make=counts_text,
+        reason="verl counts GLM-4.1V's FLOPs by fields of the whole configuration, which transformers 5 keeps in that of the "
+        "language model: the first update ends the run, in every mode. The tower is not counted, as before",
+        upstream=NO_REPORT,
+        remove_when="verl reads the fields of the language model's configuration for every family",
+        fixes="verl",
+        needed_by=_GLM,
+    ),
+    *(
+        Patch(
+            module=f"verl.models.transformers.{name}",
+            attr="forward_with_torch_backend",
+            make=logprob.forward_with_gathered_head,
+            reason="verl's fused forward of a model that sees multiplies with a head that FSDP2 has sharded: the step ends, or "
+            "the head's gradient is each rank's own. Its Triton forward is not covered; the driver refuses it",
+            upstream=_VERL_6659,
+            remove_when="verl's fused forward leaves the head to FSDP2; what verl#6659 gathers has each rank's own gradient",
+            fixes="verl",
+        )
+        for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
+    ),
+    Patch(
+        module="verl.models.transformers.qwen3_5",
+        attr="_call_accepts_kwarg",
+        make=accepts,
+        reason="verl hands the boundaries of a packed row to a delta rule that drops them (transformers' own, without "
+        "flash-linear-attention): each sequence begins with the state of the one before it. Models of text get none, and "
+        "are refused in packed rows",
+        upstream=_TRANSFORMERS_46093,
+        remove_when="verl asks for a parameter of that name, or transformers' rule takes boundaries",
+        fixes="verl",
+    ),
+)

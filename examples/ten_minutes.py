@@ -1,0 +1,60 @@
+"""The toy run of ``docs/ten-minutes.md`` on a CPU, as lines for a shell: ``eval "$(python -m examples.ten_minutes verl)"``.
+
+They set the array ``RUN`` to the arguments of a five-step run of the framework, which ``jetrl verl`` or ``jetrl openrlhf`` takes,
+and the variables that a run on few cores needs. The data is written to ``outputs/ten-minutes/data``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+from pathlib import Path
+
+from examples.common.recipe import Arm, environment
+from examples.openrlhf import data as openrlhf_data
+from examples.openrlhf import recipe as openrlhf
+from examples.verl import recipe as verl
+from examples.words import data as verl_data
+
+#: held-out questions, which OpenRLHF's last step answers
+HELD_OUT = 64
+STEPS = 5
+#: of verl's recipe: what each run sets for itself, and the validation, which five steps do not need
+_OWN = ("trainer.experiment_name=", "trainer.validation_data_dir=", "trainer.val_before_train=", "trainer.logger=", "hydra.run")
+
+
+def arguments(framework: str, out: Path) -> list[str]:
+    """The framework's arguments; writes the data below ``out``."""
+    arm = Arm(precision="bf16")
+    if framework == "verl":
+        train, held_out = verl_data.write(out / "data", HELD_OUT)
+        recipe = verl.Recipe(steps=STEPS, validate_every=-1)
+        found = [word for word in verl.overrides(recipe, arm, train, held_out, out) if not word.startswith(_OWN)]
+        return [*found, "trainer.val_before_train=False", 'trainer.logger=["console"]', f"hydra.run.dir={out / 'hydra'}"]
+    train, held_out = openrlhf_data.write(out / "data", HELD_OUT, arm.seed)
+    return openrlhf.arguments(openrlhf.Recipe(steps=STEPS), arm, train, held_out, out)
+
+
+def variables(framework: str, out: Path) -> dict[str, str]:
+    """What the run's environment needs on a CPU, without the folders for temporary files."""
+    found = environment(verl.Recipe(), out)
+    if framework == "openrlhf":
+        found["VLLM_CPU_KVCACHE_SPACE"] = "1"
+    return {name: value for name, value in found.items() if os.environ.get(name) != value and not name.endswith("TMPDIR")}
+
+
+def lines(framework: str, out: Path) -> str:
+    """The lines for the shell."""
+    exported = " ".join(f"{name}={shlex.quote(value)}" for name, value in sorted(variables(framework, out).items()))
+    return f"export {exported}\nRUN=({shlex.join(arguments(framework, out))})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("framework", choices=("verl", "openrlhf"))
+    print(lines(parser.parse_args().framework, Path("outputs/ten-minutes").resolve()))
+
+
+if __name__ == "__main__":
+    main()

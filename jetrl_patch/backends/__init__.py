@@ -1,0 +1,102 @@
+"""GEMM backends. A run chooses one by name and uses it on both sides."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+
+from jetrl_patch.backends.base import Backend
+from jetrl_patch.errors import ConfigError, explain
+
+__all__ = ["Backend", "choose_backend", "get_backend"]
+
+logger = logging.getLogger(__name__)
+
+_LOADED: dict[str, Backend] = {}
+
+#: name -> module and class
+_CLASSES = {
+    "native": ("cpu", "NativeBackend"),
+    "torch": ("cpu", "TorchBackend"),
+    "triton": ("triton", "TritonBackend"),
+    "deep_gemm": ("deep_gemm", "DeepGemmBackend"),
+    "cublaslt": ("cublaslt", "CublasLtBackend"),
+    "te": ("cublaslt", "TeBackend"),
+}
+#: what "auto" tries on a GPU, best first; cuBLASLt and TransformerEngine are used only if named
+_PREFERRED = ("deep_gemm", "triton")
+
+
+def choose_backend(name: str, device_type: str) -> str:
+    """Resolve ``Config.backend`` to a backend's name for this device type.
+
+    "auto" chooses the C kernels on a CPU with a compiler, DeepGEMM on Hopper if it is installed and can compile, otherwise the
+    Triton kernels on Hopper, and the torch reference everywhere else. Every weight sync's manifest contains the choice, so
+    processes that chose differently stop.
+
+    Raises:
+        ConfigError: the name is unknown, or the backend cannot run here.
+    """
+    from jetrl_patch.backends.capability import CHECKS
+    from jetrl_patch.native import build
+
+    if name not in ("auto", "native", "torch", *CHECKS):
+        raise ConfigError(f"backend={name!r} is unknown. Choose one of auto, native, torch, {', '.join(CHECKS)}.")
+    if name == "torch":
+        return name
+    if device_type != "cpu":
+        if name == "native":
+            found = f"device type {device_type!r}"
+            raise ConfigError(explain(f"backend={name!r}", required="a CPU", found=found, fix='use "auto" or "torch"'))
+        return _on_gpu(name)
+    if name in CHECKS:
+        found = f"device type {device_type!r}"
+        raise ConfigError(explain(f"backend={name!r}", required="a CUDA device", found=found, fix='use "native" or "torch"'))
+    ok, reason = build.available()
+    if not ok and name == "native":
+        raise ConfigError(f"backend={name!r} cannot run here: {reason}")
+    if not ok:
+        _say_slow(f"native: {reason}")
+    return "native" if ok else "torch"
+
+
+def _on_gpu(name: str) -> str:
+    from jetrl_patch.backends.capability import CHECKS, deep_gemm_installed
+
+    if name == "auto":
+        checked = {candidate: CHECKS[candidate]() for candidate in _PREFERRED}
+        served = next((candidate for candidate, (ok, _) in checked.items() if ok), None)
+        if served is None:
+            _say_slow("; ".join(f"{candidate}: {reason}" for candidate, (_, reason) in checked.items()))
+        elif served != _PREFERRED[0]:
+            _say_next(_PREFERRED[0], checked[_PREFERRED[0]][1], served, deep_gemm_installed())
+        return served or "torch"
+    ok, reason = CHECKS[name]()
+    if not ok:
+        fix = 'use backend="auto" or "torch"'
+        raise ConfigError(explain(f"backend={name!r}", required="a backend that runs on this device", found=reason, fix=fix))
+    return name
+
+
+@functools.cache
+def _say_slow(reasons: str) -> None:
+    """Warn once per process: results are correct, but slower than BF16."""
+    logger.warning('backend="auto": no fast FP8 backend runs here (%s); the slow FP64 torch reference is used instead', reasons)
+
+
+@functools.cache
+def _say_next(first: str, reason: str, served: str, installed: bool) -> None:
+    """Say once per process that the best backend is not used; a warning if it is there but cannot run."""
+    level = logging.WARNING if installed else logging.INFO
+    logger.log(level, 'backend="auto": %s is not used (%s); %s serves', first, reason, served)
+
+
+def get_backend(name: str) -> Backend:
+    """The backend ``name``, as returned by ``choose_backend``; one instance per process."""
+    if name not in _LOADED:
+        if name not in _CLASSES:
+            raise ConfigError(f"no GEMM backend is called {name!r}. Choose one of {', '.join(_CLASSES)}.")
+        module, kind = _CLASSES[name]
+        _LOADED[name] = getattr(importlib.import_module(f"jetrl_patch.backends.{module}"), kind)()
+    return _LOADED[name]

@@ -1,0 +1,149 @@
+"""Requirements of each GPU backend and of the exact ops: ``check_*() -> (ok, reason)``, as in ``native.machine``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from jetrl_patch.native.machine import Check, check_hopper, check_nvcc
+from jetrl_patch.patching.guards import installed_version
+
+# ---- Requirements of each GPU backend: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.native.machine``
+# The reason describes what was found if ok, and what is missing otherwise. No check launches a kernel.
+
+#: the first cuBLASLt with block scales
+CUDA_OF_CUBLASLT = (12, 9)
+#: the first TransformerEngine with the recipe Float8BlockScaling (Megatron requires the same)
+TE_OF_BLOCKWISE = (2, 3)
+#: DeepGEMM as a package of its own and as bundled with CUDA builds of vLLM, in vLLM's search order
+DEEP_GEMM = ("deep_gemm", "vllm.third_party.deep_gemm")
+#: the end of a reason that needs no warning
+ABSENT = "is not installed"
+
+
+def check_triton() -> Check:
+    """Whether the project's own kernels run here."""
+    ok, reason = check_hopper()
+    missing = _missing("triton") if ok else None
+    return (ok, reason) if missing is None else (False, missing)
+
+
+def check_cublaslt() -> Check:
+    """Whether ``torch.nn.functional.scaled_mm`` accepts block scales here."""
+    ok, reason = check_hopper()
+    if not ok:
+        return ok, reason
+    version = torch.version.cuda or "0.0"
+    if tuple(int(part) for part in version.split(".")[:2]) < CUDA_OF_CUBLASLT:
+        return False, f"block scales need CUDA 12.9 or newer, and this torch was built with CUDA {version}"
+    if not hasattr(torch.nn.functional, "scaled_mm"):
+        return False, f"torch {torch.__version__} has no torch.nn.functional.scaled_mm"
+    return True, f"CUDA {version}"
+
+
+def check_deep_gemm() -> Check:
+    """Whether a DeepGEMM can be imported here and compile its kernels."""
+    ok, reason = check_hopper()
+    if not ok:
+        return ok, reason
+    compiler = ""
+    if any(_missing(name) is None for name in DEEP_GEMM):
+        # first: some versions fail at import, without a word, where there is no toolkit
+        ok, compiler = check_nvcc(deep_gemm_version())
+        if not ok:
+            return ok, compiler
+    module, found = find_deep_gemm()
+    return module is not None, f"{found}, {compiler}" if module is not None else found
+
+
+def deep_gemm_installed() -> bool:
+    """Whether there is a DeepGEMM, or may be one inside a package that is broken: then it is missed, not absent."""
+    return any((missing := _missing(name)) is None or not missing.endswith(ABSENT) for name in DEEP_GEMM)
+
+
+def deep_gemm_version() -> str | None:
+    """The version that will be imported, read without importing it; None if its file does not say."""
+    spec = next((importlib.util.find_spec(name) for name in DEEP_GEMM if _missing(name) is None), None)
+    if spec is None or spec.origin is None:
+        return None
+    said = re.search(r"^__version__ = ['\"]([\d.]+)", Path(spec.origin).read_text(errors="replace"), re.MULTILINE)
+    return None if said is None else said[1]
+
+
+def check_te() -> Check:
+    """Whether TransformerEngine has block scaling, and cuBLASLt, which computes its products, is usable."""
+    version = installed_version("transformer_engine")
+    if version is None:
+        return False, "transformer_engine is not installed"
+    if Version(version).release < TE_OF_BLOCKWISE:
+        return False, f"recipe Float8BlockScaling needs transformer_engine 2.3 or newer, and {version} is installed"
+    ok, reason = check_cublaslt()
+    return ok, f"transformer_engine {version}, {reason}" if ok else reason
+
+
+CHECKS: dict[str, Callable[[], Check]] = {
+    "deep_gemm": check_deep_gemm,
+    "triton": check_triton,
+    "cublaslt": check_cublaslt,
+    "te": check_te,
+}
+
+
+def find_deep_gemm() -> tuple[Any, str]:
+    """The DeepGEMM module and its name, or None and why. The PyPI package of that name contains no kernels."""
+    reasons = []
+    for name in DEEP_GEMM:
+        if (missing := _missing(name)) is not None:
+            reasons.append(missing)
+            continue
+        try:
+            module = importlib.import_module(name)
+        except Exception as error:  # a broken installation may raise anything
+            reasons.append(_broken(name, error))
+            continue
+        if callable(getattr(module, "fp8_gemm_nt", None)):
+            return module, name
+        reasons.append(f"{name} has no fp8_gemm_nt")
+    return None, ", ".join(reasons)
+
+
+def _missing(name: str) -> str | None:
+    """Why there is no module ``name`` to import, or None if there is one. To look for it imports the packages that it is in."""
+    try:
+        return f"{name} {ABSENT}" if importlib.util.find_spec(name) is None else None
+    except ModuleNotFoundError as error:
+        parent = error.name is not None and f"{name}.".startswith(f"{error.name}.")
+        return f"{name} {ABSENT}" if parent else _broken(name, error)
+    except Exception as error:  # a CUDA library that cannot be loaded, for example, raises OSError
+        return _broken(name, error)
+
+
+def _broken(name: str, error: Exception) -> str:
+    return f"{name} cannot be imported ({type(error).__name__}: {error})"
+
+
+# ---- GPU requirements of the exact ops: ``check_*() -> (ok, reason)``, as in ``jetrl_patch.native.machine``
+
+#: the oldest capability with BF16 tensor cores that Triton compiles for
+LEAST = (8, 0)
+
+
+def check_exact_cuda() -> tuple[bool, str]:
+    """Whether the Triton kernels that trainer and rollout share can run here. Launches none."""
+    if not torch.cuda.is_available():
+        return False, f"torch {torch.__version__} sees no CUDA device"
+    if torch.version.hip is not None:
+        return False, f"a torch built for ROCm {torch.version.hip}"
+    found = torch.cuda.get_device_capability()
+    if found < LEAST:
+        return False, f"compute capability {found[0]}.{found[1]}, below 8.0"
+    if importlib.util.find_spec("triton") is None:
+        return False, "the triton package is not installed"
+    return True, torch.cuda.get_device_name()

@@ -1,0 +1,108 @@
+"""cuBLASLt's block-scaled GEMM, with the project's quantizers or with TransformerEngine's."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.backends.gpu import GpuBackend, check_widths
+from jetrl_patch.backends.transformer_engine import quantize_rows
+from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, check_fprop, split_width
+
+# ---- cuBLASLt's block-scaled GEMM through ``torch.nn.functional.scaled_mm`` (CUDA 12.9 or newer, Hopper)
+# ``scaled_mm(a [M, K] row-major, b [K, N] column-major)`` with FP32 scales, the outer dimension contiguous:
+#
+# | recipe  | scale of a               | scale of b                                                               |
+# | 1x128   | [M, K/128], strides (1, M) | [N, K/128], strides (1, N)                                             |
+# | 128x128 |                          | [L, N/128], strides (1, L), L = K/128 rounded up to 4 (older torch reads past less) |
+#
+# FProp uses 1x128 for the weight too: the interface has per-row scales, so any slice of rows stays correct. cuBLASLt chooses
+# its kernel by shape and does not guarantee that rows are independent; ``row_equality`` tests it on the machine.
+
+#: ``scaled_mm`` requires a's row count to be a multiple of this
+HEIGHT = 8
+
+
+class CublasLtBackend(GpuBackend):
+    """Refuses widths that are not multiples of 16, and pads rows to a multiple of 8."""
+
+    name = "cublaslt"
+    columns = True
+
+    def gemm(
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
+    ) -> Tensor:
+        check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
+        step = split_width(q_MK.shape[1], splits)
+        total: Tensor | None = None
+        for k in range(0, q_MK.shape[1], step):
+            q, w = q_MK[:, k : k + step], w_NK[:, k : k + step]
+            g = slice(k // BLOCK, -(-(k + step) // BLOCK))
+            part = row_product(q, s_MG[:, g], w, s_NG[:, g], out_dtype if splits == 1 else torch.float32)
+            total = part if total is None else total + part
+        assert total is not None
+        return total.to(out_dtype)
+
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
+        check_widths(self.name, *w_NK.shape)
+        s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
+        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        return _scaled_mm(g_MN, s_MG, w_KN, s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
+
+    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        return row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
+
+
+def row_product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
+    """a b^T with 1x128 scales on both sides."""
+    check_widths(CublasLtBackend.name, a_MK.shape[1], b_NK.shape[0])
+    return _scaled_mm(a_MK, sa_MG, b_NK, _columns(sb_NG), F.ScalingType.BlockWise1x128, out_dtype)
+
+
+def _scaled_mm(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb: Tensor, recipe_b: F.ScalingType, out_dtype: torch.dtype) -> Tensor:
+    M = a_MK.shape[0]
+    if M == 0:
+        return a_MK.new_empty(0, b_NK.shape[0], dtype=out_dtype)
+    if M % HEIGHT:
+        a_MK = F.pad(a_MK.view(torch.uint8), (0, 0, 0, -M % HEIGHT)).view(FP8)
+        sa_MG = F.pad(sa_MG, (0, 0, 0, -M % HEIGHT))
+    recipe = F.ScalingType.BlockWise1x128
+    y = F.scaled_mm(a_MK, b_NK.t(), _columns(sa_MG), recipe, sb, recipe_b, output_dtype=out_dtype)
+    return y[:M]
+
+
+def _columns(s: Tensor) -> Tensor:
+    """The scales [R, G] with adjacent rows, strides (1, R); no copy if they already have this layout."""
+    return s.t().contiguous().t()
+
+
+# ---- The rollout's counterpart of TransformerEngine's layers: TransformerEngine's quantizer and cuBLASLt
+# The trainer keeps TransformerEngine's own layers. The rollout uses this backend under the same name, so both sides report
+# equal settings. TransformerEngine's GEMM for ``Float8BlockScaling`` is cuBLASLt's with block scales. With power-of-two
+# scales this project's quantizers give the same bytes; with FP32 scales this backend calls TransformerEngine's quantizer.
+
+class TeBackend(CublasLtBackend):
+    """For the rollout only; ``swap_linears`` refuses it for ``nn.Linear``."""
+
+    name = "te"
+
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+        if scale_format == "fp32" and x_MK.shape[0]:
+            return quantize_rows(x_MK, scale_format)
+        return super().quantize_activation(x_MK, scale_format)

@@ -1,0 +1,190 @@
+"""DeepGEMM on Hopper, installed separately or bundled with a CUDA build of vLLM.
+
+``fp8_gemm_nt((a [M, K], sa [M, K/128]), (b [N, K], sb), d [M, N], c)`` computes ``a b^T``, all row-major:
+
+| recipe        | kernel | sb               | d    | c            | used for                                         |
+| (1, 128, 128) | 1D2D   | [N/128, K/128]   | BF16 | none         | FProp with block scales, DGrad                   |
+| (1, 1, 128)   | 1D1D   | [N, K/128]       | FP32 | d, added to  | FP32 partial sums, scales per row, WGrad in FP32 |
+
+Some of its requirements are not checked, or only where nvcc compiles a kernel, so this module sees to them:
+
+- 1D1D reads rows at a distance of K, whatever the strides say: a range of columns has to be copied first;
+- for M <= 32, 1D1D's heuristic may take a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
+- 1D1D adds to d in memory. A main gradient is handed over as it is; a new d starts as zeros;
+- TMA wants addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4: ``outputs.new_rows``
+  writes them so, and other layouts are copied here rather than by a further kernel of DeepGEMM's, compiled for each K.
+
+A dW in BF16 would cost zeros, the sum and a cast: 18 bytes an element where 2 do. cuBLASLt has the same product, one scale
+per row and group on both sides, and rounds in it. Where torch offers it, it computes that dW, which no other process shares.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.backends import cublaslt
+from jetrl_patch.backends.capability import check_cublaslt, find_deep_gemm
+from jetrl_patch.backends.gpu import GpuBackend, check_widths
+from jetrl_patch.backends.quantize import QuantizedWeight
+from jetrl_patch.errors import ConfigError
+from jetrl_patch.kernels.formats import BLOCK, FP8, check_fprop, split_width
+
+BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
+#: up to this many rows 1D1D is handed ``TILE`` rows
+FEW, TILE = 32, 64
+#: TMA's alignment in bytes, and in FP32 scales
+ALIGN, PITCH = 16, 4
+
+
+class DeepGemmBackend(GpuBackend):
+    """Looks for the module on construction."""
+
+    name = "deep_gemm"
+    columns = True
+    blocks = True
+    #: whether cuBLASLt computes weight gradients in BF16
+    rounds = False
+
+    def __init__(self) -> None:
+        module, reason = find_deep_gemm()
+        if module is None:
+            raise ConfigError(f'backend="deep_gemm" cannot run here: {reason}. Use a CUDA build of vLLM, or backend="triton".')
+        self._module: Any = module
+        self.rounds = check_cublaslt()[0]
+
+    def gemm(
+        self,
+        q_MK: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_NG: Tensor,
+        out_dtype: torch.dtype,
+        splits: int = 1,
+        s_blocks: Tensor | None = None,
+    ) -> Tensor:
+        check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
+        N, K = w_NK.shape
+        step = split_width(K, splits)
+        check_widths(self.name, K, N)
+        if splits == 1 and out_dtype == torch.bfloat16 and s_blocks is not None:
+            return self._blocks(q_MK, s_MG, w_NK, s_blocks)
+        total: Tensor | None = None
+        for k in range(0, K, step):
+            g = slice(k // BLOCK, -(-(k + step) // BLOCK))
+            part = self._rows(q_MK[:, k : k + step], s_MG[:, g], w_NK[:, k : k + step], s_NG[:, g])
+            total = part if total is None else total + part
+        assert total is not None
+        return total.to(out_dtype)
+
+    def product(
+        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
+    ) -> Tensor:
+        if splits > 1 or out_dtype != torch.bfloat16:
+            return super().product(q_MK, s_MG, w, out_dtype, splits)
+        check_fprop(q_MK, s_MG, w.q, w.s_blocks, out_dtype, blocks=True)
+        check_widths(self.name, *reversed(w.q.shape))
+        return self._blocks(q_MK, s_MG, w.q, w.s_blocks)
+
+    def block_scales(self, s_NG: Tensor) -> Tensor:
+        """One launch; NaN for a block whose rows differ."""
+        if self.quantizers(s_NG) is None:
+            return block_scales(s_NG)
+        from jetrl_patch.kernels.gemm_common import block_scales as in_one_launch
+
+        return in_one_launch(s_NG)
+
+    def compiled_rows(self, most: int) -> Sequence[int]:
+        """A kernel is compiled for each [N, K] and tile.
+
+        The tile follows from M only through ceil(M / height), for heights of 64, 128 and 256, and of 16 and 32 where M is not
+        above them; older versions also compare M with the heights and with 512. So all M of one range (64 j, 64 j + 64] share
+        a tile, but for those bounds.
+        """
+        rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
+        return sorted({most, *(row for row in rows if row < most)})
+
+    def dgrad_product(
+        self,
+        g_MN: Tensor,
+        s_MG: Tensor,
+        w_NK: Tensor,
+        s_blocks: Tensor,
+        out_dtype: torch.dtype,
+        w_KN: Tensor | None = None,
+    ) -> Tensor:
+        check_widths(self.name, *w_NK.shape)
+        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        return self._blocks(g_MN, s_MG, w_KN, s_blocks.t()).to(out_dtype)
+
+    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
+        check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
+        if self.rounds and out_dtype == torch.bfloat16 and g_NM.numel():
+            return cublaslt.row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
+        return self._rows(g_NM, sg.t(), x_KM, sx.t()).to(out_dtype)
+
+    def add_wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, main: Tensor) -> None:
+        """1D1D adds to a main gradient that TMA can write and that is high enough for its tile."""
+        check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
+        if g_NM.shape[0] <= FEW or not main.is_contiguous() or main.data_ptr() % ALIGN:
+            return super().add_wgrad_product(g_NM, sg, x_KM, sx, main)
+        self._rows(g_NM, sg.t(), x_KM, sx.t(), main)
+
+    def _blocks(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
+        """The BF16 product; b [N, K] has one scale per 128x128 block."""
+        d = a.new_empty(a.shape[0], b.shape[0], dtype=torch.bfloat16)
+        if d.numel():
+            self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), row_major(sb)), d, recipe=BLOCKS)
+        return d
+
+    def _rows(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor, main: Tensor | None = None) -> Tensor:
+        """The FP32 product, added to ``main`` if given; both operands have one scale per row and group."""
+        M = a.shape[0]
+        if 0 < M <= FEW:
+            a = F.pad(packed(a).view(torch.uint8), (0, 0, 0, TILE - M)).view(FP8)
+            sa = F.pad(sa.t(), (0, TILE - M)).t()
+        d = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device) if main is None else main
+        if d.numel():
+            self._module.fp8_gemm_nt((packed(a), pitched(sa)), (packed(b), pitched(sb)), d, c=d, recipe=ROWS)
+        return d[:M]
+
+
+def packed(q: Tensor) -> Tensor:
+    """An e4m3 matrix [R, K] with strides (K, 1) at a multiple of 16 bytes, copied if it is not one."""
+    if q.stride() == (q.shape[1], 1) and q.data_ptr() % ALIGN == 0:
+        return q
+    return q.view(torch.uint8).clone(memory_format=torch.contiguous_format).view(FP8)
+
+
+def pitched(s: Tensor) -> Tensor:
+    """Row scales [R, G] with strides (1, R rounded up to 4) at a multiple of 16 bytes, copied if they are not."""
+    R, G = s.shape
+    pitch = -(-R // PITCH) * PITCH
+    if s.stride() == (1, pitch) and s.data_ptr() % ALIGN == 0:
+        return s
+    copy = s.new_empty(G, pitch)[:, :R].t()
+    return copy.copy_(s)
+
+
+def row_major(s: Tensor) -> Tensor:
+    """Scales [R, G] with strides (G, 1), copied if they have others, also in a dimension of 1, which torch calls contiguous."""
+    return s if s.stride() == (s.shape[1], 1) else torch.empty_like(s, memory_format=torch.contiguous_format).copy_(s)
+
+
+def block_scales(s_NG: Tensor) -> Tensor:
+    """Convert per-row scales [N, G] to block scales [ceil(N/128), G].
+
+    A block whose rows have different scales (a slice of rows that starts inside a block) has no block scale. It gets NaN,
+    which stays visible, rather than a wrong number, and needs no read-back to the host.
+    """
+    N, G = s_NG.shape
+    whole = N // BLOCK * BLOCK
+    low, high = s_NG[:whole].view(N // BLOCK, BLOCK, G).aminmax(dim=1)
+    if whole < N:
+        rest = s_NG[whole:].aminmax(dim=0)
+        low, high = torch.cat((low, rest.min[None])), torch.cat((high, rest.max[None]))
+    return torch.where(low == high, low, torch.nan)

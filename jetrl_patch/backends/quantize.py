@@ -1,0 +1,152 @@
+"""The reference quantizers, a quantized weight, and the oracle of the three products in FP64."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8, FP8_MAX, ScaleFormat, check_fprop, groups, split_width
+
+# ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
+# Shape legend: M tokens, N output features, K input features, G = ceil(K / 128).
+# For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
+# With scale format "pow2", s is rounded up to a power of two; then q * s is exact in BF16.
+# A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
+
+def scale_from_amax(amax: Tensor, scale_format: ScaleFormat) -> Tensor:
+    """FP32 scales of groups, in the shape of ``amax``.
+
+    "pow2" rounds the exponent bits up, because ``exp2(ceil(log2(s)))`` is wrong next to powers of two.
+    """
+    scale = amax.float().clamp(min=AMAX_FLOOR)
+    scale = scale / scale.new_full((), FP8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
+    if scale_format == "fp32":
+        return scale
+    bits = scale.view(torch.int32)
+    rounded = ((bits + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return torch.where(torch.isfinite(scale), rounded, scale)
+
+
+def _to_fp8(scaled: Tensor) -> Tensor:
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN, so always clamp
+
+
+def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """Quantize in 1x128 groups along the last dimension: x along K for FProp, output gradients along N for DGrad.
+
+    Args:
+        x_MK: BF16 [M, K], any K.
+
+    Returns:
+        e4m3fn [M, K] and FP32 scales [M, G].
+    """
+    M, K = x_MK.shape
+    x = F.pad(x_MK.float(), (0, groups(K) * BLOCK - K)).view(M, groups(K), BLOCK)
+    s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
+    return _to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous(), s_MG
+
+
+def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """Quantize in 128x1 groups along M: the operands of WGrad, which contracts over tokens.
+
+    Returns:
+        e4m3fn [M, K] and FP32 scales [ceil(M / 128), K].
+    """
+    q_KM, s_KG = quantize_activation(x_MK.t(), scale_format)
+    return q_KM.t().contiguous(), s_KG.t().contiguous()
+
+
+def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    """Quantize in 128x128 blocks. An FP32 master is rounded to BF16 first, so its bytes are those of the BF16 weight.
+
+    Returns:
+        e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
+    """
+    N, K = w_NK.shape
+    w = w_NK.to(torch.bfloat16).float()
+    w = F.pad(w, (0, groups(K) * BLOCK - K, 0, groups(N) * BLOCK - N)).view(groups(N), BLOCK, groups(K), BLOCK)
+    s_blocks = scale_from_amax(w.abs().amax(dim=(1, 3)), scale_format)
+    q = _to_fp8(w / s_blocks[:, None, :, None]).view(groups(N) * BLOCK, groups(K) * BLOCK)
+    return q[:N, :K].contiguous(), s_blocks
+
+
+def expand_weight_scale(s_blocks: Tensor, rows: int) -> Tensor:
+    """Expand block scales [ceil(N / 128), G] to per-row scales [N, G], so that any slice of rows keeps its scales."""
+    return s_blocks.repeat_interleave(BLOCK, 0)[:rows].contiguous()
+
+
+def dequantize_activation(q_MK: Tensor, s_MG: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * s of 1x128 groups, [M, K]."""
+    return (q_MK.float() * s_MG.repeat_interleave(BLOCK, 1)[:, : q_MK.shape[1]]).to(dtype)
+
+
+def dequantize_tokens(q_MK: Tensor, s_GK: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * s of 128x1 groups, [M, K]."""
+    return (q_MK.float() * s_GK.repeat_interleave(BLOCK, 0)[: q_MK.shape[0]]).to(dtype)
+
+
+def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """q * s of 128x128 blocks, [N, K]."""
+    return dequantize_activation(q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), dtype)
+
+
+# ---- A quantized weight, as the products of a layer read it --------------------------------------
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """e4m3 [N, K] and its block scales [ceil(N/128), G]; of a weight that is held, also W^T [K, N] if the backend reads it."""
+
+    q: Tensor
+    s_blocks: Tensor
+    turned: Tensor | None = None
+
+    @functools.cached_property
+    def s_rows(self) -> Tensor:
+        """The same scales per row, [N, G], made when a product first reads them."""
+        return expand_weight_scale(self.s_blocks, self.q.shape[0])
+
+
+# ---- The oracle: the three GEMMs of a linear layer in FP64, slow and independent of summation order
+# A product of two e4m3fn values needs 8 bits, and a dot product of 128 of them fewer than FP64 holds. The dot product
+# of a block is therefore exact in any order. Shape legend as in ``quantize``.
+
+def fprop(
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
+) -> Tensor:
+    """Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc)).
+
+    ``s_NG`` holds per-row weight scales [N, G]. ``splits`` > 1 adds the FP32 partial sums of that many equal
+    ranges of K in ascending order, as a tensor-parallel rollout's all-reduce does.
+    """
+    check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
+    (M, K), N = q_MK.shape, w_NK.shape[0]
+    step = split_width(K, splits)
+    x, w = q_MK.double(), w_NK.double()
+    out: Tensor | None = None
+    for start in range(0, K, step):
+        acc = torch.zeros(M, N, dtype=torch.float64, device=q_MK.device)
+        for k in range(start, min(start + step, K), BLOCK):
+            dot = x[:, k : k + BLOCK] @ w[:, k : k + BLOCK].t()
+            scale = (s_MG[:, k // BLOCK, None] * s_NG[None, :, k // BLOCK]).double()
+            acc = (acc + dot * scale).float().double()  # FP32 accumulator, one rounding per block: an fma
+        partial = acc.float()
+        out = partial if out is None else out + partial
+    assert out is not None
+    return out.to(out_dtype)
+
+
+def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:
+    """dX [M, K] FP64 = dY W from quantized operands: dY in 1x128 groups along N, W in its 128x128 blocks."""
+
+    return dequantize_activation(g_MN, s_MG, torch.float64) @ dequantize_weight(w_NK, s_blocks, torch.float64)
+
+
+def wgrad(g_MN: Tensor, gs: Tensor, x_MK: Tensor, xs: Tensor) -> Tensor:
+    """dW [N, K] FP64 = dY^T X from operands quantized in groups of 128 tokens (scales [ceil(M / 128), .])."""
+
+    assert gs.shape[0] == xs.shape[0] == groups(x_MK.shape[0])
+    return dequantize_tokens(g_MN, gs, torch.float64).t() @ dequantize_tokens(x_MK, xs, torch.float64)

@@ -1,0 +1,192 @@
+"""Checks of the installation: versions, the machine, and the patches that ``enable()`` would apply."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from jetrl_patch import registry, session
+from jetrl_patch._versions import SUPPORTED
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, JetrlError, VersionError, split_fix
+from jetrl_patch.native import machine
+from jetrl_patch.native.machine import check_framework, check_python
+from jetrl_patch.patching import guards
+from jetrl_patch.session import PatchStatus
+from jetrl_patch.trainer.rules import Check, from_error
+
+__all__ = ["FRAMEWORKS", "check_flash_attn", "check_machine", "check_patches", "check_versions", "is_cpu_run"]
+
+
+# ---- Check installed versions against the table of supported ones, and advise what the framework in use pins. Imports nothing
+
+#: framework -> what its runs need besides torch, transformers and vllm
+FRAMEWORKS = {"verl": ("verl", "ray"), "openrlhf": ("openrlhf", "ray", "deepspeed")}
+_ALWAYS = ("torch", "transformers", "vllm")
+
+
+def check_versions(framework: str | None) -> Iterator[Check]:
+    """Check Python and each package. ``framework`` is that of the command, None without a command.
+
+    An unsupported version stops every ``enable()``; a missing package stops only the runs that need it.
+    """
+    ok, found = check_python()
+    yield Check("python", "ok" if ok else "problem", found, "" if ok else "use a newer Python")
+    here = [name for name in FRAMEWORKS if guards.is_installed(name)]
+    used = [framework] if framework else here
+    needed = {*_ALWAYS, *(package for name in used for package in FRAMEWORKS[name])} if used else {*_ALWAYS, *FRAMEWORKS}
+    only = used[0] if len(used) == 1 else ""
+    for name in SUPPORTED:
+        pin = _pin(name, only, here)
+        ok, found = check_framework(name)
+        if ok:
+            yield _supported(name, found, only, pin)
+        elif name in needed or guards.is_installed(name):
+            finding, fix = split_fix(found)
+            if not used and name in FRAMEWORKS:
+                fix = f"install the framework that you train with: {' or '.join(FRAMEWORKS)}"
+            yield Check(name, "problem", finding, pin or fix)
+        else:
+            yield Check(name, "skipped", f"not installed; only runs of {name} need it")
+    yield _deepspeed("deepspeed" in needed, _pin("deepspeed", only, here))
+
+
+def _supported(name: str, found: str, framework: str, pin: str) -> Check:
+    """A supported version. It is a warning where the framework in use requires another one and can have it."""
+    finding = f"{found}, supported {SUPPORTED[name][0]}"
+    required = _required(framework, name)
+    if pin and not required.contains(found, prereleases=True):
+        finding += f", but {framework} {guards.installed_version(framework)} requires {required}"
+        return Check(name, "warning", finding, pin)
+    return Check(name, "ok", finding)
+
+
+def _pin(name: str, framework: str, here: Collection[str]) -> str:
+    """Advice to install what a framework pins; empty if it pins no version that the plugin and all that is installed accept."""
+    pinned = next((spec.version for spec in _required(framework, name, "vllm") if spec.operator == "=="), "")
+    accepted = [SpecifierSet(SUPPORTED[name][0] if name in SUPPORTED else ""), *(_required(other, name) for other in here)]
+    if not pinned or not all(versions.contains(pinned) for versions in accepted):
+        return ""
+    return f"install {name}=={pinned}, which {framework} {guards.installed_version(framework)} pins"
+
+
+def _required(framework: str, name: str, extra: str = "") -> SpecifierSet:
+    """The versions of a package that an installed framework requires, by itself or with an extra; all if it does not say."""
+    found = SpecifierSet()
+    try:
+        texts = importlib.metadata.requires(framework) if framework else None
+    except importlib.metadata.PackageNotFoundError:
+        texts = None
+    for requirement in map(Requirement, texts or ()):
+        if requirement.name == name and (requirement.marker is None or requirement.marker.evaluate({"extra": extra})):
+            found &= requirement.specifier
+    return found
+
+
+def _deepspeed(needed: bool, pin: str) -> Check:
+    """Check DeepSpeed, for which jetrl_patch has no range: OpenRLHF's version decides."""
+    found = guards.installed_version("deepspeed")
+    if found is not None:
+        return Check("deepspeed", "ok", found)
+    if not needed:
+        return Check("deepspeed", "skipped", "not installed; only OpenRLHF needs it")
+    return Check("deepspeed", "problem", "not installed, but OpenRLHF trains with it", pin or "install deepspeed")
+
+
+# ---- Check this machine: accelerator, compiler, GEMM backend, flash-attn -------------------------
+
+def is_cpu_run(config: Config) -> bool:
+    """Whether the run computes on the CPU, by setting or because the installed vLLM is a CPU build."""
+    return registry.platform().is_cpu_run(config)
+
+
+def check_machine(config: Config) -> Iterator[Check]:
+    """Check the device, the compiler, the backend, and whether exact alignment works on the device."""
+    if guards.installed_version("torch") is None:
+        yield Check("device", "skipped", "torch is not installed")
+        return
+    ok, found = machine.check_torch()
+    if not ok:
+        yield Check("device", "problem", found, "install torch anew, in a build for this machine")
+        return
+    on_cpu = is_cpu_run(config)
+    yield _device(on_cpu)
+    if on_cpu:
+        yield _compiler()
+    yield _backend(config, on_cpu)
+    if config.exact and not on_cpu:
+        try:
+            registry.rollout().refuse_exact_on("cuda")
+            yield Check("exact alignment", "ok", "the kernels can run here; every engine tests them before it serves")
+        except JetrlError as error:
+            yield from_error("exact alignment", error)
+
+
+def _device(on_cpu: bool) -> Check:
+    if on_cpu:
+        return Check("device", "ok", "CPU (the installed vLLM is a CPU build, or platform='cpu')")
+    ok, found = machine.check_cuda()
+    if not ok:
+        return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
+    fast, why = machine.check_hopper()
+    if not fast:
+        finding = f"{found} has no fast FP8 kernel: {why}"
+        return Check("device", "warning", finding, "use an H100 or H200; on this GPU FP8 saves memory but no time")
+    return Check("device", "ok", found)
+
+
+def _compiler() -> Check:
+    ok, found = machine.check_compiler()
+    if ok:
+        return Check("compiler", "ok", found)
+    what, fix = split_fix(found)
+    finding = f"{what}; without it FP8 products run in plain torch, many times slower"
+    return Check("compiler", "warning", finding, fix or "install a C compiler (gcc or clang)")
+
+
+def _backend(config: Config, on_cpu: bool) -> Check:
+    if not config.fp8_rollout:
+        return Check("GEMM backend", "skipped", f"precision={config.precision!r} has no FP8 products")
+    from jetrl_patch.backends import choose_backend
+
+    try:
+        name = choose_backend(config.backend, "cpu" if on_cpu else "cuda")
+    except ConfigError as error:
+        return from_error("GEMM backend", error)
+    if name == "torch":
+        return Check("GEMM backend", "warning", "torch: the reference formulas, correct but slow")
+    return Check("GEMM backend", "ok", name)
+
+
+def check_flash_attn(on_cpu: bool, needed_by: str | None) -> Check:
+    """Check flash-attn. ``needed_by`` names what in the command needs it; empty if nothing does, None if that is unknown."""
+    if guards.is_installed("flash_attn"):
+        return Check("flash-attn", "ok", guards.installed_version("flash-attn") or "installed")
+    if on_cpu or needed_by == "":
+        return Check("flash-attn", "skipped", f"not installed; {'a CPU run' if on_cpu else 'the command'} works without it")
+    if needed_by:
+        return Check("flash-attn", "problem", f"not installed, but {needed_by} needs it", "install flash-attn")
+    finding = "not installed; on CUDA OpenRLHF needs it, and verl with its default attention or packed samples"
+    return Check("flash-attn", "warning", finding, "install flash-attn, or check the command (`jetrl doctor -- …`)")
+
+
+# ---- List the patches that ``enable()`` would apply, without applying them -----------------------
+
+def check_patches(config: Config) -> tuple[Check, list[PatchStatus]]:
+    """Run the checks of ``enable()`` on versions, settings and targets. Imports no framework and changes nothing."""
+    if not machine.check_torch()[0]:
+        return Check("patches", "skipped", "they need torch (see above)"), []
+    try:
+        planned = session.preview(config)
+    except VersionError:
+        return Check("patches", "skipped", "a version is not supported (see above)"), []
+    except JetrlError as error:
+        return from_error("patches", error), []
+    counts = Counter(re.split("[.:]", patch.target)[0] for patch in planned)
+    parts = ", ".join(f"{number} in {name}" for name, number in counts.items())
+    return Check("patches", "ok", f"{len(planned)} would be applied: {parts}"), planned

@@ -1,0 +1,195 @@
+"""Run all checks in order and show the result. A problem does not end the examination."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from jetrl_patch import registry
+from jetrl_patch.cli.doctor import checks
+from jetrl_patch.cli.doctor.checks import check_patches, check_versions
+from jetrl_patch.cli.doctor.launch import Started, check_launch, check_settings, recognise, usable
+from jetrl_patch.cli.doctor.surroundings import check_command
+from jetrl_patch.cli.run import program_problem
+from jetrl_patch.config import Config, environment
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.native import machine as support
+from jetrl_patch.patching.guards import is_installed
+from jetrl_patch.progress import SILENT, Progress
+from jetrl_patch.trainer.rules import Check, Report, from_error
+
+__all__ = ["examine", "show"]
+
+
+# ---- Print a report as a table in the terminal ---------------------------------------------------
+
+_STYLES = {"ok": "green", "warning": "yellow", "unknown": "magenta", "problem": "bold red", "skipped": "dim"}
+
+
+def show(report: Report, console: Console | None = None) -> None:
+    """Print the checks, what to do about them, and the verdict."""
+    console = console or Console()
+    table = Table(box=box.SIMPLE, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    table.add_column("finding", overflow="fold")
+    for check in report.checks:
+        style = _STYLES[check.state]
+        to_do = f"\n[bold]→[/] {escape(check.to_do)}" if check.to_do else ""
+        table.add_row(check.name, f"[{style}]{check.state}[/]", escape(check.finding) + to_do)
+    console.print(table)
+    colour = {True: "green", False: "red", None: "magenta"}[report.starts]
+    console.print(f"[bold {colour}]{report.verdict}[/]")
+
+
+# ---- Run all checks in order: versions, settings, machine, patches, and the command. A problem does not end the examination
+
+_START = {"verl": "jetrl verl --fp8-unified …", "openrlhf": "jetrl openrlhf --fp8-unified …"}
+
+
+def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Progress = SILENT) -> Report:
+    """Check everything and change nothing.
+
+    Args:
+        overrides: fields of ``Config`` given to ``jetrl doctor``; they override the command and the environment.
+        command: the launch command; if empty, only machine and installation are checked.
+    """
+    report = Report()
+    progress.stage("checking the installation")
+    started: Started | None = None
+    try:
+        started = recognise(command) if command else None
+    except JetrlError as error:
+        report.checks.append(from_error("command", error))
+        return report
+    report.checks += check_versions(started.framework if started else None)
+    if started is not None:
+        report.checks += check_command(started.before)
+        if not support.check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
+            report.checks.append(Check("command", "skipped", "its arguments cannot be read without torch (see below)"))
+            started = None
+    progress.stage("reading the settings")
+    arguments, config = _settings(report, overrides, started)
+    report.config = config
+    progress.stage("checking the machine")
+    report.checks += checks.check_machine(config)
+    framework = started.framework if started is not None and arguments is not None else None
+    needs = registry.trainer(framework).needs_flash_attn(arguments) if framework is not None else None
+    report.checks.append(checks.check_flash_attn(checks.is_cpu_run(config), needs))
+    progress.stage("checking the patches")
+    check, report.patches = check_patches(config)
+    report.checks.append(check)
+    if started is not None and framework is not None:
+        progress.stage("checking the command")
+        environ = {**os.environ, **started.environ}
+        report.checks += check_launch(framework, arguments, config, environ)
+        said = {check.finding for check in report.checks}  # a wrong section of verl's stands among its settings as well
+        report.checks += [found for found in check_settings(framework, arguments, config) if found.finding not in said]
+    return report
+
+
+def _settings(report: Report, overrides: dict[str, Any], started: Started | None) -> tuple[Any, Config]:
+    """The framework's own settings (None if unknown), and the plugin's from options, environment or command.
+
+    A wrong setting is a problem and is then left out, so that everything else is checked as well.
+    """
+    environ = {**os.environ, **(started.environ if started else {})}
+    given = {**(started.overrides if started else {}), **overrides}
+    arguments: Any = None
+    config, wrong = usable(environ, given)
+    report.checks += [from_error("settings", error) for error in wrong]
+    known = environment.VARIABLES
+    environ = {name: value for name, value in environ.items() if not name.startswith(environment.PREFIX) or name in known}
+    source = "options, then the environment" if given else "the environment" if _opted_in(environ) else "the defaults"
+    if started is not None:
+        arguments = _arguments(report, started)
+        by_settings = False
+        if started.framework and arguments is not None and not _opted_in(environ) and not given:
+            try:
+                section = registry.trainer(started.framework).asked_for(arguments, environ)
+                if section is not None:
+                    by_settings, config, source = True, section, f"{started.framework}'s configuration"
+            except JetrlError as error:
+                by_settings = True
+                report.checks.append(from_error("settings", error))
+        report.checks.append(_switched_on(started, environ, by_settings))
+        if started.framework and arguments is not None:
+            config = registry.trainer(started.framework).chosen(arguments, config)
+    name = "judged with" if any(check.name == "settings" for check in report.checks) else "settings"
+    report.checks.append(Check(name, "ok", f"{_words(config)} (from {source})"))
+    return arguments, config.resolved()
+
+
+def _arguments(report: Report, started: Started) -> Any:
+    """The framework's own configuration; None if it cannot be read, which a check then explains."""
+    problem = program_problem(started.target)
+    if problem is not None:
+        report.checks.append(from_error("command", problem))
+        return None
+    if started.framework is None:
+        finding = f"{started.target or 'the command'} is neither verl nor OpenRLHF, so its arguments were not checked"
+        report.checks.append(Check("command", "unknown", finding))
+        return None
+    known = registry.trainer(started.framework).programs
+    if started.target not in known:
+        only = " and ".join(known)
+        finding = f"{started.target} belongs to {started.framework}, but only the arguments of {only} can be checked"
+        report.checks.append(Check("command", "unknown", finding))
+        return None
+    if not is_installed(started.framework):
+        report.checks.append(Check("command", "skipped", f"{started.target}: {started.framework} is not installed"))
+        return None
+    try:
+        arguments = registry.trainer(started.framework).read(started.arguments, started.target)
+    except JetrlError as error:
+        report.checks.append(from_error("command", error))
+        return None
+    report.checks.append(Check("command", "ok", f"{started.target}, {len(started.arguments)} arguments read"))
+    return arguments
+
+
+def _switched_on(started: Started, environ: Mapping[str, str], by_settings: bool) -> Check:
+    """Whether the command would run patched at all."""
+    name, by_environment, by_option = "switched on", _opted_in(environ), "precision" in started.overrides
+    if by_option and not by_environment and environ.get(environment.SWITCH, "").strip():
+        return Check(
+            name,
+            "problem",
+            f"the command sets a precision, but {environment.SWITCH}=0 disables the plugin",
+            "drop one of the two",
+        )
+    if started.overrides and not by_option and not by_environment:
+        finding = f"{', '.join(started.overrides)} without a precision, so nothing would be patched"
+        return Check(name, "problem", finding, "add --fp8-unified or --precision NAME")
+    if by_settings or (started.by_us and (by_environment or by_option)):
+        return Check(name, "ok", "the command enables jetrl_patch")
+    if by_environment and started.framework == "verl":
+        return Check(name, "ok", "the environment enables jetrl_patch")
+    if by_environment:
+        finding = "the environment enables jetrl_patch, but only vLLM and verl load it: half of the run would be unpatched"
+        return Check(name, "problem", finding, f"start it with `{_START.get(started.framework or '', 'jetrl run …')}`")
+    way = _START.get(started.framework or "", "jetrl run --fp8-unified …")
+    return Check(
+        name,
+        "warning",
+        "nothing enables jetrl_patch: the command would run unpatched",
+        f"use `{way}`" + (", JETRL_PRECISION or +jetrl=unified" if started.framework == "verl" else ""),
+    )
+
+
+def _opted_in(environ: Mapping[str, str]) -> bool:
+    """As ``env.opted_in``; a malformed switch, which is a problem of its own, counts as off."""
+    try:
+        return environment.opted_in(environ)
+    except JetrlError:
+        return False
+
+
+def _words(config: Config) -> str:
+    return f"precision {config.precision}, align {config.resolved_align}, scales {config.scale_format}"

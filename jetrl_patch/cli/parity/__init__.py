@@ -1,0 +1,1 @@
+"""``jetrl parity``: log-probs of rollout and trainer, token by token."""

@@ -1,0 +1,240 @@
+"""The ``jetrl parity`` command: parse arguments, print a table, write a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch.cli.parity.run import run_mode
+from jetrl_patch.config import SETTINGS
+from jetrl_patch.config.modes import PRECISIONS
+from jetrl_patch.errors import ConfigError, JetrlError, check_target, writing
+from jetrl_patch.measure.parity import BY_DEFAULT, STOCK, Job, check_model, choose, chosen
+from jetrl_patch.native.machine import require_torch
+from jetrl_patch.progress import Display
+from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
+
+__all__ = ["main"]
+
+#: what ``--engine`` takes to compile no engine
+_EAGER = '{"enforce_eager": true}'
+#: vLLM's argument for whole experts on each of its tensor-parallel ranks
+_EP = "enable_expert_parallel"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print. Returns 1 if a mode that promises equality is not equal, else 0. Errors are raised."""
+    options = _parser().parse_args(arguments)
+    # with --verbose the frameworks write to the terminal as well
+    with Display("parity", live=not options.verbose) as progress:
+        progress.stage("checking the model and the settings")
+        jobs = _jobs(options)
+        results, lacking = _measure(jobs, options.verbose, not options.stock, progress)
+    _show(jobs[0], results, lacking)
+    if options.json:
+        with writing(options.json):
+            Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+    promised = {job.label for job in jobs if job.promises_equality}
+    broken = [r for r in results if (r["precision"], r["align"]) in promised and r["bit_equal_fraction"] != 1.0]
+    for result in broken:
+        print(
+            f"{result['precision']} with align={result['align']} promises equal log-probs, but "
+            f"{1 - result['bit_equal_fraction']:.2%} of the tokens differ, by up to {result['logp_abs_diff_max']:.3g}"
+        )
+    return 1 if broken else 0
+
+
+def _jobs(options: argparse.Namespace) -> list[Job]:
+    """The modes that the options select, after every check that needs no engine."""
+    require_torch("jetrl parity")
+    common = {
+        "scale_format": options.scale_format,
+        "exclude": tuple(options.exclude),
+        "on_cut": options.on_cut,
+        "backend": options.backend,
+    }
+    stock = chosen(options.stock)
+    only_stock = stock and not options.precision and not options.align
+    configs = [] if only_stock else choose(options.precision, options.align, options.rollout_granularity, **common)
+    if options.json:
+        check_target(Path(options.json), folder=False)  # measuring takes minutes
+    check_model(options.model, configs, options.tp)
+    jobs = [
+        Job(
+            model=options.model,
+            config=config,
+            stock=way,
+            cost=options.cost,
+            tp=options.tp,
+            batch=options.batch,
+            tokens=options.tokens,
+            length=options.length,
+            temperature=options.temperature,
+            seed=options.seed,
+            prompts=options.prompts,
+            engine=_engine(options.engine),
+        )
+        for way, config in [*((way, STOCK[way].config()) for way in stock), *((None, config) for config in configs)]
+    ]
+    if any(_splits_experts(job) for job in jobs):
+        print(f"{_EP}: tensor parallel size {options.tp} would cut a block of the experts, which now stay whole")
+        jobs = [replace(job, engine=(*job.engine, (_EP, True))) for job in jobs]
+    for job in jobs if options.tp > 1 else ():
+        if not job.stock:
+            check_checkpoint(job.model, job.config, job.tp, job.ep)
+    return jobs
+
+
+def _splits_experts(job: Job) -> bool:
+    """Whether a mode needs whole experts on each rank and the user has not said how to split them."""
+    return not job.stock and _EP not in dict(job.engine) and needed_ep(job.model, job.config, job.tp) > 1
+
+
+def _measure(
+    jobs: list[Job], verbose: bool, may_lack: bool, progress: Display
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Measure. With ``may_lack``, a stock way that this machine does not run is a line in the second list."""
+    results, lacking = [], []
+    for number, job in enumerate(jobs, 1):
+        precision, align = job.label
+        mode = job.name if job.stock else _mode(precision, align)
+        progress.part = f"{mode}, {number} of {len(jobs)}"
+        try:
+            results.append(run_mode(job, verbose, progress))
+        except JetrlError as error:
+            if not (job.stock and may_lack):
+                raise
+            lacking.append(f"{job.name} does not run here: {error}")
+    if not results:
+        raise JetrlError(lacking[0])
+    return results, lacking
+
+
+def _show(job: Job, results: list[dict[str, Any]], lacking: list[str]) -> None:
+    """Print the tables and what is said under them. ``job`` holds what all modes have in common."""
+    from rich.console import Console
+
+    from jetrl_patch.models.layers import cut_words
+
+    console = Console()
+    console.print(_table(job, results))
+    if routes := _routes(results):
+        console.print(routes, highlight=False, soft_wrap=True)
+    if job.cost:
+        console.print(_costs(results))
+    for line in lacking:
+        console.print(line, markup=False, highlight=False)
+    for cut in dict.fromkeys(tuple(r["cut_layers"]) for r in results if r["cut_layers"]):
+        console.print(cut_words(cut, job.tp))
+
+
+def _mode(precision: str, align: str) -> str:
+    return precision if align == "none" else f"{precision}/{align}"
+
+
+def _table(job: Job, results: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    title = f"rollout vs. trainer: {Path(job.model).name}, tensor parallel size {job.tp}, batch size {job.batch}"
+    table = Table(title=title, caption="Δ: log-prob of a sampled token, trainer minus rollout")
+    for column in ("precision", "align", "tokens", "mean |Δ|", "max |Δ|", "k3 KL", "bit-equal"):
+        table.add_column(column, justify="left" if column in ("precision", "align") else "right", no_wrap=True)
+    for r in results:
+        figures = [f"{r[key]:.2g}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+        table.add_row(r["precision"], r["align"], f"{r['tokens']:,}", *figures, f"{r['bit_equal_fraction']:.2%}")
+    return table
+
+
+def _routes(results: list[dict[str, Any]]) -> str:
+    """A line with each mode's share of different routes, if the model is a mixture; "" else."""
+    shares = [
+        f"{_mode(r['precision'], r['align'])} {r['route_mismatch']:.3%}"
+        for r in results
+        if r["route_mismatch"] is not None
+    ]
+    return f"other experts in trainer and rollout, of all tokens and blocks: {', '.join(shares)}" if shares else ""
+
+
+def _costs(results: list[dict[str, Any]]) -> Any:
+    from rich.table import Table
+
+    caption = "rollout: sampled; trainer: forward and backward; ×: against the first row"
+    if len({r["execution"] for r in results}) > 1:
+        caption += f". Each engine runs as in training; all alike, not compiled: --engine '{_EAGER}'"
+    table = Table(title="tokens per second", caption=caption)
+    for column in ("precision", "align", "engine", "rollout", "×", "trainer", "×"):
+        table.add_column(column, justify="left" if column in ("precision", "align", "engine") else "right", no_wrap=True)
+    for r in results:
+        pairs = [(r[key], results[0][key]) for key in ("rollout_tokens_per_second", "trainer_tokens_per_second")]
+        figures = (text for a, b in pairs for text in (f"{a:,.0f}", f"{a / b:.2f}"))
+        table.add_row(r["precision"], r["align"], r["execution"], *figures)
+    return table
+
+
+def _engine(text: str | None) -> tuple[tuple[str, Any], ...]:
+    if text is None:
+        return ()
+    try:
+        settings = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"--engine {text} is not valid JSON: {error}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"--engine {text} must be a JSON object of vllm.LLM arguments")
+    return tuple(settings.items())
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jetrl parity",
+        description="Sample from a local model in vLLM, score the samples with the trainer's model, and compare the log-probs.",
+    )
+    names: dict[str, Any] = {"metavar": "NAME", "action": "extend", "nargs": "+", "default": []}
+    parser.add_argument("--model", required=True, metavar="DIR", help="directory of a Hugging Face checkpoint")
+    parser.add_argument(
+        "--precision", **names, help=f"{', '.join(PRECISIONS)}; default: {', '.join(BY_DEFAULT)}"
+    )
+    parser.add_argument("--align", **names, help="linear or exact, for fp8-unified; default: both")
+    parser.add_argument(
+        "--stock", nargs="*", metavar="NAME",
+        help=f"the installation without the plugin, in one way or more: {', '.join(STOCK)} (default: all that run here)",
+    )
+    parser.add_argument(
+        "--cost", action="store_true", help="time both sides, in tokens per second, with engines that compile as in training"
+    )
+    parser.add_argument("--scale-format", default=SETTINGS["scale_format"].default, help=_choices("scale_format"))
+    parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
+    parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")
+    parser.add_argument(
+        "--on-cut", default=SETTINGS["on_cut"].default,
+        help=f"what to do where --tp cuts a block of 128; bf16 leaves the layers in BF16: {_choices('on_cut')}",
+    )
+    parser.add_argument("--backend", default=SETTINGS["backend"].default, help=_choices("backend"))
+    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line")
+    parser.add_argument("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
+    parser.add_argument("--batch", type=_positive, default=32, help="requests per batch")
+    parser.add_argument("--tokens", type=_positive, default=2048, help="minimum number of response tokens")
+    parser.add_argument("--length", type=_positive, default=64, help="tokens per response")
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--engine", metavar="JSON", help='further vllm.LLM arguments, e.g. {"enable_prefix_caching": false}'
+    )
+    parser.add_argument("--json", metavar="FILE", help="write the results, one object per mode")
+    parser.add_argument("--verbose", action="store_true", help="show the output of the frameworks")
+    return parser
+
+
+def _choices(name: str) -> str:
+    """The values of a setting, as a line of help."""
+    return f"{', '.join(SETTINGS[name].choices)} (default: {SETTINGS[name].default})"
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value

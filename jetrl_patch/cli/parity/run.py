@@ -1,0 +1,212 @@
+"""Measure each mode in a process of its own, so that patches, caches and memory do not carry over to the next."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TextIO
+
+from jetrl_patch import errors, registry, session
+from jetrl_patch.config.environment import without_settings
+from jetrl_patch.errors import JetrlError
+from jetrl_patch.measure.parity import STOCK, Job
+from jetrl_patch.progress import SILENT, Progress
+
+__all__ = ["Sender", "environment", "measure", "relayed", "run_mode"]
+
+
+# ---- Progress of a process that measures, shown by the process that started it: calls travel as lines of a file
+# A pipe would do too, but the engine's own processes would inherit it, and one that stays behind would keep it open.
+
+#: seconds between two looks at the file
+_EVERY = 0.2
+
+
+class Sender:
+    """A ``Progress`` that writes each call to a file, in the process that measures. The file buffers no more than a line."""
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def stage(self, name: str, total: int = 0, unit: str = "") -> None:
+        self._send([name, total, unit])
+
+    def done(self, count: int) -> None:
+        self._send([count])
+
+    def _send(self, call: list[str | int]) -> None:
+        with contextlib.suppress(OSError):
+            self._file.write(json.dumps(call) + "\n")
+
+
+@contextlib.contextmanager
+def relayed(file: Path, progress: Progress) -> Iterator[None]:
+    """While the block runs, repeat on ``progress`` every call that a ``Sender`` writes to the file."""
+    ended = threading.Event()
+    thread = threading.Thread(target=_follow, args=(file, progress, ended), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _follow(file: Path, progress: Progress, ended: threading.Event) -> None:
+    at, last = 0, False
+    while not last:
+        last = ended.wait(_EVERY)  # what was written until the end is read too
+        content = file.read_bytes()[at:] if file.exists() else b""
+        whole = content[: content.rfind(b"\n") + 1]
+        at += len(whole)
+        for line in whole.splitlines():
+            match json.loads(line):
+                case [str(name), int(total), str(unit)]:
+                    progress.stage(name, total, unit)
+                case [int(count)]:
+                    progress.done(count)
+
+
+# ---- Measure one mode in one process: sample with the rollout engine, score with the trainer's model, compare
+# Frameworks are reached through their adapters, by name. ``python -m jetrl_patch.cli.parity.run`` reads a pickled ``Job``
+# from standard input and writes its progress and a pickled result to the two files given as its arguments.
+
+def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
+    """Enable the mode (a stock one needs nothing enabled), sample, score and compare; the process stays enabled.
+
+    Returns:
+        ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``route_mismatch`` (the
+        share of token and block with other experts on the two sides; None without a mixture) and, for reference,
+        ``scale_format``, ``tp``, ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see
+        ``on_cut``). With ``job.cost`` also ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
+        ("compiled", "graphs" or "eager": how the engine ran the model).
+    """
+    progress.stage("loading torch")
+    import torch
+
+    from jetrl_patch.measure.mismatch import mismatch
+
+    if job.stock is None:
+        progress.stage("enabling the mode")
+        session.enable(job.config)
+    sampled = registry.rollout().sample(job, progress)
+    scored = registry.models().score(job, sampled.samples, progress)
+    rollout = torch.tensor([value for sample in sampled.samples for value in sample.log_probs], dtype=torch.float32)
+    found = mismatch(scored.log_probs, rollout, torch.ones_like(rollout))
+    status = session.status()
+    backend, attention = (status.backend, status.attention) if job.config.quantized_rollout else ("", "")
+    precision, align = job.label
+    cost = {
+        "execution": sampled.execution,
+        "rollout_tokens_per_second": sampled.tokens_per_second,
+        "trainer_tokens_per_second": scored.tokens_per_second,
+    }
+    return {
+        "precision": precision,
+        "align": align,
+        "tokens": found.tokens,
+        "logp_abs_diff_mean": found.logp_abs_diff_mean,
+        "logp_abs_diff_max": found.logp_abs_diff_max,
+        "k3_kl": found.k3_kl,
+        "bit_equal_fraction": found.bit_equal_fraction,
+        "route_mismatch": None if scored.routes is None else scored.routes.mismatch,
+        "scale_format": job.config.scale_format,
+        "tp": job.tp,
+        "backend": backend,
+        "attention": attention,
+        "cut_layers": list(status.cut),
+        **(cost if job.cost else {}),
+    }
+
+
+def main() -> None:
+    """The child process of ``run.run_mode``."""
+    stages, answer = map(Path, sys.argv[1:])
+    job: Job = pickle.loads(sys.stdin.buffer.read())
+    result: dict[str, Any]
+    try:
+        with stages.open("a", buffering=1, encoding="utf-8") as file:
+            result = {"result": measure(job, Sender(file))}
+    except JetrlError as error:
+        result = {"error": (type(error).__name__, str(error), "")}
+    except Exception as error:
+        result = {"error": (type(error).__name__, str(error), traceback.format_exc())}
+    answer.write_bytes(pickle.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
+
+
+# ---- Run each mode in its own process, so that patches, caches and memory do not carry over to the next
+
+#: the child's defaults; the user's environment takes precedence
+_ENVIRONMENT = {
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def run_mode(job: Job, verbose: bool = False, progress: Progress = SILENT) -> dict[str, Any]:
+    """Measure one mode in a child process; see ``measure.measure`` for the result. The child's progress is shown here.
+
+    Raises the child's JetrlError if the mode cannot be measured. For any other error, the message names it (with ``verbose``
+    it holds the traceback), or holds the end of the child's output if it died.
+    """
+    with tempfile.TemporaryDirectory(prefix="jetrl-parity-") as folder:
+        answer, stages = Path(folder) / "result", Path(folder) / "stages"
+        progress.stage("starting a process")
+        with relayed(stages, progress):
+            child = subprocess.run(
+                [sys.executable, "-m", "jetrl_patch.cli.parity.run", str(stages), str(answer)],
+                input=pickle.dumps(job),
+                env=environment(job),
+                stdout=None if verbose else subprocess.PIPE,
+                stderr=None if verbose else subprocess.STDOUT,
+                check=False,
+            )
+        if not answer.exists():
+            tail = b"" if child.stdout is None else child.stdout[-2000:]
+            raise JetrlError(
+                f"the process measuring {job.name} exited with status {child.returncode} and without a "
+                f"result. Run again with --verbose. {tail.decode(errors='replace')}"
+            )
+        found: dict[str, Any] = pickle.loads(answer.read_bytes())
+    if "error" in found:
+        kind, text, trace = found["error"]
+        error: type[JetrlError] = JetrlError if trace else getattr(errors, kind)
+        raise error(_unforeseen(job, f"{kind}: {text}", trace, verbose) if trace else text)
+    result: dict[str, Any] = found["result"]
+    return result
+
+
+def environment(job: Job) -> dict[str, str]:
+    """The environment of a process that measures: this one's without ``JETRL_*``, quiet and offline, with what the way sets."""
+    found = without_settings()
+    found.update(STOCK[job.stock].environment if job.stock else ())
+    for name, value in _ENVIRONMENT.items():
+        found.setdefault(name, value)
+    if job.tp == 1:
+        found.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    return found
+
+
+def _unforeseen(job: Job, line: str, trace: str, verbose: bool) -> str:
+    """The message for an error of a framework: with ``--verbose`` its whole traceback, else the error alone."""
+    if verbose:
+        return f"measuring {job.name} failed:\n{trace}"
+    words = " ".join(line.split())
+    words = words if len(words) <= 240 else f"{words[:237]}..."
+    return f"measuring {job.name} failed: {words.rstrip('.')}. Run again with --verbose for the traceback."

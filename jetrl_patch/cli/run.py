@@ -1,0 +1,201 @@
+"""``jetrl run``, ``jetrl verl`` and ``jetrl openrlhf``: parse the command line, enable the plugin, run the program."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import runpy
+import sys
+import zipfile
+from collections.abc import Sequence
+from importlib.machinery import SourceFileLoader
+from types import ModuleType
+from typing import Any
+
+from jetrl_patch import registry
+from jetrl_patch.config import SETTINGS, environment
+from jetrl_patch.config.arguments import FLAG, PROGRAMS, Launch, split
+from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch.patching.guards import module_exists
+
+__all__ = ["COMMANDS", "main", "prepare", "program_problem", "run"]
+
+
+# ---- Refuse programs of a training framework that the plugin does not support, before they start -
+
+def program_problem(target: str) -> JetrlError | None:
+    """Return the error for a program inside a framework's package that is not supported; None for any other.
+
+    Args:
+        target: dotted name of a module, or path of a script. Nothing is imported but the framework's adapter.
+    """
+    parts = re.split(r"[./\\\\]", target)
+    for framework in PROGRAMS:
+        if framework in parts:
+            return registry.trainer(framework).program_problem(target)
+    return None
+
+
+# ---- Run a program in this process, as ``python SCRIPT`` or ``python -m MODULE`` would -----------
+# Staying in this process keeps exit status, signals, standard streams and process id the program's own.
+
+def prepare(target: str, is_module: bool) -> None:
+    """Put the program's folder first on ``sys.path``. Raises ConfigError if there is no such program.
+
+    The check imports nothing.
+    """
+    if not getattr(sys.flags, "safe_path", False):  # with safe_path Python adds no folder
+        folder = os.getcwd() if is_module else os.path.dirname(os.path.realpath(target))
+        sys.path[0] = folder  # replaces the folder of the `jetrl` command
+    if not is_module and not os.path.exists(target):
+        raise ConfigError(explain("jetrl run", required=target, found="no such file", fix="give a script, or -m MODULE"))
+    if is_module and not _module_exists(target):
+        fix = "install it, or start from the folder that contains it"
+        raise ConfigError(explain("jetrl run", required=f"-m {target}", found="no such module", fix=fix))
+
+
+def run(target: str, is_module: bool, arguments: Sequence[str]) -> None:
+    """Run the program as ``__main__``. Its exceptions, SystemExit included, propagate unchanged."""
+    sys.argv[:] = [target, *arguments]
+    if is_module:
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
+    elif os.path.isdir(target) or target.endswith(".pyc") or zipfile.is_zipfile(target):
+        runpy.run_path(target, run_name="__main__")
+    else:
+        _run_script(target)
+
+
+def _run_script(path: str) -> None:
+    """Like ``runpy.run_path``, but with an absolute ``__file__``, as under ``python SCRIPT``; ``sys.argv[0]`` is as given."""
+    main = ModuleType("__main__")
+    main.__file__ = os.path.abspath(path)
+    main.__loader__ = SourceFileLoader("__main__", main.__file__)
+    main.__dict__.update(__builtins__=__builtins__, __cached__=None)
+    with io.open_code(main.__file__) as file:
+        code = compile(file.read(), main.__file__, "exec", dont_inherit=True)
+    sys.modules["__main__"] = main
+    exec(code, main.__dict__)
+
+
+def _module_exists(name: str) -> bool:
+    try:
+        return module_exists(name)
+    except (ImportError, ValueError):  # a name with empty parts
+        return False
+
+
+# ---- ``jetrl run``, ``jetrl verl`` and ``jetrl openrlhf``: parse the command line, enable the plugin, run the program
+
+COMMANDS = ("run", *PROGRAMS)
+
+
+def _options() -> str:
+    """The usage text's lines on options: one for each setting with an option of its own, and one for ``--set``."""
+    lines = [(FLAG, "FP8 on both sides; can also be given among ARGS, before a lone --")]
+    for found in SETTINGS.values():
+        if found.option is not None:
+            lines.append((f"{found.flag} {found.option}".strip(), found.help))
+    lines.append(("--set KEY=VALUE", f"any setting: {', '.join(SETTINGS)}"))
+    return "\n".join(f"  {option:28} {text}" for option, text in lines)
+
+
+USAGE = f"""\
+usage: jetrl run [OPTIONS] (-m MODULE | SCRIPT) ARGS...
+       jetrl verl [OPTIONS] ARGS...          the same as: jetrl run -m {PROGRAMS["verl"]}
+       jetrl openrlhf [OPTIONS] ARGS...      the same as: jetrl run -m {PROGRAMS["openrlhf"]}
+
+Run a program with the plugin enabled in all its processes. Without a precision the program runs unpatched.
+
+{_options()}
+  -h, --help                   show this text (after `jetrl verl` or `jetrl openrlhf`: the program's help)
+
+ARGS reach the program byte for byte. Options override JETRL_* variables.
+"""
+
+
+def main(command: str, words: Sequence[str]) -> None:
+    """Run the program of a command line; ``command`` is one of ``COMMANDS``.
+
+    An error before the program starts is printed on one line, with exit status 2. After that, output and exit status are
+    the program's own.
+    """
+    try:
+        launch = split(command, words)
+        if launch.help:
+            print(USAGE, end="")
+            return
+        prepare(launch.target, launch.is_module)
+        if _wanted(launch):
+            problem = program_problem(launch.target)
+            if problem is not None:
+                raise problem
+            _enable(launch.overrides)
+        else:
+            _say_unpatched(launch)
+    except JetrlError as error:
+        print(f"jetrl: {type(error).__name__}: {error}", file=sys.stderr)
+        sys.exit(2)
+    run(launch.target, launch.is_module, launch.arguments)
+
+
+def _wanted(launch: Launch) -> bool:
+    """Whether the plugin is requested. Raises ConfigError for settings without a precision, and for unknown variables."""
+    if "precision" in launch.overrides:
+        if environment.switched_off():
+            raise ConfigError(
+                explain(
+                    "jetrl",
+                    required=f"precision {launch.overrides['precision']}",
+                    found=f"{environment.SWITCH}=0 in the environment, which disables the plugin",
+                    fix="drop one of the two",
+                )
+            )
+        return True
+    if not environment.switched_off():
+        environment.check_names()
+    if environment.opted_in():
+        return True
+    if launch.overrides:
+        raise ConfigError(
+            explain(
+                "jetrl",
+                required=", ".join(f"{name}={value!r}" for name, value in launch.overrides.items()),
+                found="no precision, so nothing would be patched",
+                fix="add --fp8-unified or --precision NAME",
+            )
+        )
+    return False
+
+
+def _say_unpatched(launch: Launch) -> None:
+    """Print that nothing is patched, and why. Of several ranks only rank 0 prints."""
+    if not _is_first():
+        return
+    missing = f"no {FLAG}, no --precision and no {SETTINGS['precision'].variable}"
+    why = f"{environment.SWITCH}=0" if environment.switched_off() else missing
+    # verl loads the plugin, which patches if verl's own configuration asks for it
+    unless = ", unless verl's configuration has a jetrl section" if launch.target == PROGRAMS["verl"] else ""
+    print(f"jetrl: {why}, so nothing is patched{unless}", file=sys.stderr, flush=True)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _enable(overrides: dict[str, Any]) -> None:
+    """Patch this process and list the patches on stderr, one per line. Of several ranks only rank 0 prints."""
+    from jetrl_patch import session
+
+    status = session.enable(**overrides)
+    if not _is_first():
+        return
+    assert status.config is not None
+    waiting = sum(patch.state == "waiting" for patch in status.patches)
+    correction = "" if status.config.correction == "none" else f"correction {status.config.correction}, "
+    lines = [
+        f"jetrl: precision {status.config.precision}, align {status.config.resolved_align}, {correction}"
+        f"{len(status.patches)} changes in process {status.pid}, of which {waiting} wait for an import"
+    ]
+    lines += [f"jetrl:   {patch.state:7}  {patch.target}" for patch in status.patches]
+    print("\n".join(lines), file=sys.stderr, flush=True)

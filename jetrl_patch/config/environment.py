@@ -1,0 +1,90 @@
+"""The only reader of ``JETRL_*`` environment variables. Nothing is read at import.
+
+The variables are derived from the table of settings (``jetrl_patch/config/fields.py``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+from jetrl_patch.config.fields import PREFIX, SETTINGS, read_switch
+from jetrl_patch.errors import ConfigError, unknown
+
+__all__ = [
+    "FIELDS", "MACHINE", "PREFIX", "SWITCH", "VARIABLES", "by_field", "check_names", "opted_in", "read_fields",
+    "read_variable", "switched_off", "without_settings",
+]  # fmt: skip
+
+SWITCH = f"{PREFIX}ENABLED"
+
+#: environment variable -> field of ``Config``
+FIELDS = {found.variable: name for name, found in SETTINGS.items()}
+
+#: the variables that concern the machine, not the run
+MACHINE = {
+    "JETRL_CACHE_DIR": "folder for the compiled CPU kernels (default: the user's cache folder)",
+    "JETRL_CPU_ISA": "what the CPU kernels use: avx512_bf16, avx512, avx2 or portable (default: the most the processor has)",
+}
+#: every variable with its meaning; any other name that starts with ``JETRL_`` is treated as a typo
+VARIABLES = {
+    SWITCH: "1: the plugins patch this process and its children; 0: they do nothing, whatever other variables say",
+    **{found.variable: f"Config.{name}{found.note}" for name, found in SETTINGS.items()},
+    **MACHINE,
+}
+
+
+def by_field(variables: Mapping[str, str]) -> dict[str, str]:
+    """Rename variables to the fields they set, for messages. A variable that sets no field keeps its name."""
+    return {FIELDS.get(name, name): value for name, value in variables.items()}
+
+
+def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """The environment for a process that is configured anew: without ``JETRL_*``, except for ``MACHINE``."""
+    env = os.environ if environ is None else environ
+    return {name: value for name, value in env.items() if not name.startswith(PREFIX) or name in MACHINE}
+
+
+def opted_in(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether the environment asks to patch this process: ``JETRL_ENABLED=1``, or ``JETRL_PRECISION`` is set.
+
+    ``JETRL_ENABLED=0`` overrides ``JETRL_PRECISION``. Raises ConfigError for a value that is neither on nor off.
+    """
+    env = os.environ if environ is None else environ
+    if env.get(SWITCH, "").strip():
+        return read_switch(SWITCH, env[SWITCH])
+    return bool(env.get(SETTINGS["precision"].variable, "").strip())
+
+
+def switched_off(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether ``JETRL_ENABLED`` is set and off. Raises ConfigError for a value that is neither on nor off."""
+    env = os.environ if environ is None else environ
+    return bool(env.get(SWITCH, "").strip()) and not opted_in(environ)
+
+
+def check_names(environ: Mapping[str, str] | None = None) -> None:
+    """Raise ConfigError for unknown ``JETRL_*`` names: a misspelt variable must not be ignored, least of all the one that
+    would have enabled the plugin.
+    """
+    env = os.environ if environ is None else environ
+    wrong = sorted(name for name in env if name.startswith(PREFIX) and name not in VARIABLES)
+    if wrong:
+        raise ConfigError(unknown(f"environment variable {', '.join(wrong)}", wrong, VARIABLES))
+
+
+def read_fields(environ: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Field name -> text, for every variable that is set. An empty variable counts as not set.
+
+    Raises ConfigError for an unknown ``JETRL_*`` name.
+    """
+    env = os.environ if environ is None else environ
+    check_names(env)
+    return {field: env[name].strip() for name, field in FIELDS.items() if env.get(name, "").strip()}
+
+
+def read_variable(name: str, default: str = "", environ: Mapping[str, str] | None = None) -> str:
+    """The value of a variable in ``VARIABLES`` that is not a field of ``Config``, or the default."""
+    if name not in VARIABLES:
+        raise ConfigError(f"{name} is not a variable of jetrl_patch. To read it, add it to config/environment.py first.")
+    env = os.environ if environ is None else environ
+    return env.get(name, "").strip() or default

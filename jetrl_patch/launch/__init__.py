@@ -1,1 +1,0 @@
-"""``jetrl run``: run an unmodified program in this process, with the plugin enabled if requested."""

@@ -1,0 +1,221 @@
+"""Corrections as pure functions of tensors: importance weights, and objectives that are more than a weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from jetrl_patch.config.corrections import CORRECTIONS, interval
+
+__all__ = ["Corrected", "acr_loss", "correct", "gspo_loss", "policy_gradient_loss", "ppo_loss", "ratio", "seq_ratio"]
+
+
+# ---- Importance weights that correct the mismatch between trainer and rollout, as pure functions of tensors
+# The rollout samples with μ; π_old is the trainer's policy with the same weights. Legend for every function here:
+#
+#     log_ratio [B, T]   Δ_t = log π_old(y_t) − log μ(y_t)        mask [B, T]   non-zero at response tokens
+#     ρ_t = exp(Δ_t)     ρ = ∏ρ_t over the tokens of a row        C             cap
+#
+# Weights are computed in log space in float64 and detached: no gradient flows through them. Padding and rows without a token
+# get weight 0. Where Δ = 0 every weight is exactly 1. A NaN at a response token propagates.
+
+@dataclass(frozen=True)
+class Corrected:
+    """What a correction does to a batch.
+
+    Attributes:
+        weights: [B, T], in the dtype of the log-ratios; 0 at padding and at dropped tokens.
+        kept: bool [B, T], the response tokens that still count. A truncating correction keeps all of them.
+        outside: bool [B, T], the response tokens whose ratio, or whose sequence's ratio, is outside the bounds.
+    """
+
+    weights: torch.Tensor
+    kept: torch.Tensor
+    outside: torch.Tensor
+
+
+def ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The uncorrected ρ_t, [B, T]; 0 at padding, at most the largest finite value of the dtype."""
+    return _cast(_tokens(log_ratio, mask).exp() * mask.bool(), log_ratio.dtype)
+
+
+def seq_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The uncorrected ρ at every token of its row, [B, T]; 0 at padding, at most the largest finite value of the dtype."""
+    found = _cast(_products(log_ratio, mask).exp(), log_ratio.dtype)
+    return torch.where(mask.bool(), found, 0.0)
+
+
+def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Corrected:
+    """Apply a correction. ``kinds.CORRECTIONS`` has its formula.
+
+    Args:
+        kind: the name of the correction; ``"none"`` gives weight 1 to every response token.
+        log_ratio: Δ_t, [B, T].
+        mask: [B, T], non-zero at response tokens.
+        bounds: the cap, or low and high; None for the correction's defaults.
+
+    Raises:
+        ValueError: the shapes differ or are not [B, T].
+        KeyError: there is no correction of this name.
+    """
+    if log_ratio.shape != mask.shape or log_ratio.dim() != 2:
+        raise ValueError(
+            f"Log-ratios and mask must both be [B, T], found {tuple(log_ratio.shape)} and {tuple(mask.shape)}."
+        )
+    if kind == "none":
+        kept = mask.bool()
+        return Corrected(kept.to(log_ratio.dtype), kept, torch.zeros_like(kept))
+    correction, (low, high) = CORRECTIONS[kind], interval(kind, bounds)
+    log = _LEVELS[correction.level](log_ratio, mask)
+    if correction.truncates:
+        return _truncated(log, mask, high, log_ratio.dtype)
+    found = _dropped(log, mask, low, high, log_ratio.dtype)
+    return _as_mask(found) if correction.level == "geometric" else found
+
+
+def _tokens(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Δ_t in float64, [B, T]; 0 at padding."""
+    return log_ratio.detach().double().masked_fill(~mask.bool(), 0.0)
+
+
+def _products(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """ΣΔ_t of the row, at each of its tokens. [B, T]"""
+    return _tokens(log_ratio, mask).sum(-1, keepdim=True).expand(log_ratio.shape)
+
+
+def _means(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """ΣΔ_t / n of the row, at each of its tokens. [B, T]"""
+    return _products(log_ratio, mask) / mask.bool().sum(-1, keepdim=True).clamp(min=1)
+
+
+_LEVELS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "token": _tokens,
+    "sequence": _products,
+    "geometric": _means,
+}
+
+
+def _truncated(log: torch.Tensor, mask: torch.Tensor, cap: float, dtype: torch.dtype) -> Corrected:
+    found, kept = log.exp(), mask.bool()
+    weights = torch.where(kept, found.clamp(max=cap), 0.0)
+    return Corrected(weights.to(dtype), kept, kept & (found > cap))
+
+
+def _dropped(log: torch.Tensor, mask: torch.Tensor, low: float, high: float, dtype: torch.dtype) -> Corrected:
+    found, counted = log.exp(), mask.bool()
+    outside = counted & ((found < low) | (found > high))  # false for NaN, so a NaN is kept and propagates
+    kept = counted & ~outside
+    return Corrected(torch.where(kept, found, 0.0).to(dtype), kept, outside)
+
+
+def _as_mask(found: Corrected) -> Corrected:
+    """Set the weight of kept tokens to 1; NaN stays NaN."""
+    ones = torch.where(found.weights.isnan(), found.weights, 1.0)
+    return Corrected(torch.where(found.kept, ones, 0.0).to(found.weights.dtype), found.kept, found.outside)
+
+
+def _cast(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return found.clamp(max=torch.finfo(dtype).max).to(dtype)
+
+
+# ---- Objectives that are more than a weight on the framework's loss: QuRL's ACR, Precision-RL's policy gradients, GSPO
+# Each function returns the loss of every token, [B, T], which the framework aggregates over the mask. π_θ is the policy in
+# training, π_old the policy that sampled, in the trainer's arithmetic, μ the rollout's; R_t = π_θ(y_t) / π_old(y_t).
+
+#: policy log-ratios are clamped to ±20, as in verl and OpenRLHF
+_SAFE = 20.0
+
+
+def ppo_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+    upper: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """−min(R·A, clip(R, 1−ε_low, 1+ε_high)·A) (PPO, arXiv 1707.06347), for A < 0 at most −c·A (arXiv 1912.09729).
+
+    Args:
+        log_prob: log π_θ. old_log_prob: log π_old. advantages: A. All [B, T].
+        dual_clip: c; None for no dual clip.
+        upper: upper limits of the clip, [B, T], instead of 1 + ε_high.
+
+    Returns:
+        The loss of each token, and whether the clip blocks its gradient (bool), both [B, T].
+    """
+    ratio = (log_prob - old_log_prob).clamp(-_SAFE, _SAFE).exp()
+    high = torch.full_like(ratio, 1 + clip_high) if upper is None else upper
+    free = -advantages * ratio
+    clipped = -advantages * torch.minimum(ratio.clamp(min=1 - clip_low), high)
+    loss = torch.maximum(free, clipped)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -advantages * dual_clip), loss)
+    return loss, clipped > free
+
+
+def acr_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    ratio: torch.Tensor,
+    cap: float,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """−min(ρ, C)·min(R·A, clip(R, 1−ε, (1+ε)/r)·A), r = min(1, C/ρ): QuRL's J_ACR (arXiv 2602.13953).
+
+    Where TIS truncates ρ to C, it scales the update of a token down by r, so the upper clip is widened by 1/r. Elsewhere
+    r = 1, and the loss is bit-equal to ``tis`` on top of ``ppo_loss``, whose arguments the others are.
+
+    Args:
+        ratio: ρ_t before truncation, [B, T].
+        cap: C.
+    """
+    rho = ratio.detach()
+    r = (cap / rho).clamp(max=1.0)  # rho = 0 gives 1
+    loss, clipped = ppo_loss(
+        log_prob, old_log_prob, advantages, clip_low, clip_high, dual_clip, upper=(1 + clip_high) / r
+    )
+    return loss * rho.clamp(max=cap), clipped
+
+
+def policy_gradient_loss(
+    log_prob: torch.Tensor,
+    rollout_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    kind: Literal["seq-is", "seq-tis", "seq-mis"],
+    cap: float = 3.0,
+) -> torch.Tensor:
+    """−w·A·log π_θ(y_t), with w from the sequence ratio ρ_θ = π_θ(y)/μ(y), detached (Precision-RL, arXiv 2510.26788).
+
+    "PG-Seq-IS" w = ρ_θ, "PG-Seq-TIS" w = min(ρ_θ, C), "PG-Seq-MIS" w = ρ_θ·1{ρ_θ ≤ C}. All tensors [B, T].
+    verl offers them as ``rollout_correction.bypass_mode`` with ``loss_type=reinforce``.
+    """
+    log_ratio = (log_prob - rollout_log_prob).detach()
+    weights = seq_ratio(log_ratio, mask) if kind == "seq-is" else correct(kind, log_ratio, mask, (cap,)).weights
+    return -weights * advantages * log_prob
+
+
+def gspo_loss(
+    log_prob: torch.Tensor,
+    old_log_prob: torch.Tensor,
+    advantages: torch.Tensor,
+    mask: torch.Tensor,
+    clip_low: float,
+    clip_high: float,
+) -> torch.Tensor:
+    """−min(s·A, clip(s, 1−ε_low, 1+ε_high)·A), s = (π_θ(y)/π_old(y))^(1/n) (GSPO, arXiv 2507.18071, eq. 5–7).
+
+    Every token of a row carries the row's s and so the row's gradient. μ is not used. All tensors [B, T].
+    """
+    counted = mask.bool()
+    length = counted.sum(-1, keepdim=True).clamp(min=1)
+    s = (((log_prob - old_log_prob) * counted).sum(-1, keepdim=True) / length).exp()
+    return -torch.minimum(s * advantages, s.clamp(1 - clip_low, 1 + clip_high) * advantages) * counted

@@ -1,0 +1,328 @@
+"""One comparison of ``jetrl parity`` as data: the modes, the prompts, what the rollout sampled and what the trainer scored."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jetrl_patch.config import SETTINGS, Config
+from jetrl_patch.config.modes import MODES
+from jetrl_patch.errors import ConfigError, ModelError, explain, reading
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from jetrl_patch.measure.observe import Routes
+
+__all__ = [
+    "BY_DEFAULT",
+    "SAMPLES",
+    "STOCK",
+    "Job",
+    "Sample",
+    "Sampled",
+    "Scored",
+    "Stock",
+    "check_model",
+    "choose",
+    "chosen",
+    "make_prompts",
+]  # fmt: skip
+
+
+# ---- What the two sides return: samples from the rollout, scores from the trainer ----------------
+
+@dataclass(frozen=True)
+class Sample:
+    """One request: token ids of prompt and response, and the response's log-probs as the rollout returned them.
+
+    ``routes`` are the experts of a mixture, [tokens, layers, k] int64, of every token but the last, which the rollout never
+    computed with; None if the engine did not return them. Samples are equal by the rest.
+    """
+
+    prompt: list[int]
+    response: list[int]
+    log_probs: list[float]
+    routes: Tensor | None = field(default=None, compare=False)
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """Samples, response tokens per second if the job asks for the cost, and how the engine ran its model."""
+
+    samples: list[Sample]
+    tokens_per_second: float | None = None
+    execution: str = "eager"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """FP32 log-probs [tokens] of all responses, and tokens per second of a training step if the job asks for the cost.
+
+    ``routes`` compares the experts that the trainer chose with the samples'; None if there are none to compare.
+    """
+
+    log_probs: Tensor
+    tokens_per_second: float | None = None
+    routes: Routes | None = None
+
+
+# ---- Prompts as token ids: the user's, built-in samples, or random ones --------------------------
+
+SAMPLES = (
+    "The capital of France is",
+    "Question: a train travels 120 km in 2 hours. What is its average speed? Answer:",
+    "def fibonacci(n):",
+    "Once upon a time there was a mathematician who",
+    "List three prime numbers greater than 50:",
+    "In 1687 Isaac Newton published",
+    "Explain in one sentence why the sky is blue.",
+    "12 + 7 * 3 =",
+)
+
+#: text -> token ids
+Tokenize = Callable[[str], list[int]]
+
+
+def make_prompts(
+    file: str | None, tokenize: Tokenize | None, *, count: int, vocabulary: int, longest: int, seed: int
+) -> list[list[int]]:
+    """Return ``count`` prompts of 1 to ``longest`` token ids, repeating them if there are fewer.
+
+    Args:
+        file: text file with one prompt per line; blank lines are skipped.
+        tokenize: None if the model has no usable tokenizer; prompts are then random.
+
+    Raises:
+        ConfigError: the file is missing, empty or given without a tokenizer, or the tokenizer is another model's.
+    """
+    texts: list[str] = list(SAMPLES)
+    if file is not None:
+        if tokenize is None:
+            raise ConfigError(
+                f"--prompts {file} needs a tokenizer, but none loads from the model's directory; "
+                f"add the tokenizer files or remove --prompts"
+            )
+        try:
+            texts = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
+        except OSError as error:
+            raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from None
+        if not texts:
+            raise ConfigError(f"--prompts {file} contains no prompts. Write one per line.")
+    if tokenize is not None:
+        prompts = [ids for ids in (tokenize(text)[:longest] for text in texts) if ids]
+        strange = max((token for ids in prompts for token in ids), default=-1)
+        if strange >= vocabulary:
+            raise ConfigError(
+                f"the tokenizer returns token {strange}, but the model has {vocabulary} tokens, so it is another model's; "
+                f"copy the model's own tokenizer files into its directory"
+            )
+        if prompts:
+            return [prompts[i % len(prompts)] for i in range(count)]
+    generator = random.Random(seed)
+    lengths = [generator.randint(1, min(24, longest)) for _ in range(count)]
+    return [[generator.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+# ---- Untouched installations to compare: vLLM samples and Hugging Face scores, each with its own kernels, and no patch is active
+
+@dataclass(frozen=True, kw_only=True)
+class Stock:
+    """One way in which people run both sides without the plugin.
+
+    Attributes:
+        dtype: torch's name of the dtype of both sides.
+        engine: arguments of vLLM's ``LLM`` beyond those of every measurement.
+        environment: variables of the process.
+    """
+
+    dtype: str = "bfloat16"
+    engine: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...] = ()
+
+    def config(self) -> Config:
+        """Settings with this dtype, for the measurement. They are never enabled."""
+        precision = next(name for name, mode in MODES.items() if mode.dtype == self.dtype and not mode.quantizes)
+        return Config(precision=precision).resolved()  # type: ignore[arg-type]
+
+
+#: name -> what it sets. Like verl's FP8 rollout, vLLM's online quantization scales each weight in blocks of 128.
+STOCK: dict[str, Stock] = {
+    **{mode.dtype: Stock(dtype=mode.dtype) for mode in MODES.values() if not mode.quantizes},
+    "fp8-online": Stock(engine=(("quantization", "fp8_per_block"),)),
+    "batch-invariant": Stock(environment=(("VLLM_BATCH_INVARIANT", "1"),)),
+}
+
+
+def chosen(names: Sequence[str] | None) -> tuple[str, ...]:
+    """The ways that ``--stock`` selects: none without it, all if it names none. Raises ConfigError for an unknown name."""
+    if names is None:
+        return ()
+    for name in names:
+        if name not in STOCK:
+            what, required = f"--stock {name}", f"one of {', '.join(STOCK)}"
+            raise ConfigError(explain(what, required=required, found=repr(name), fix="choose one, or name none to measure all"))
+    return tuple(dict.fromkeys(names)) or tuple(STOCK)
+
+
+# ---- Choose the modes to compare, and check the model before anything is loaded ------------------
+
+#: compared by default: from no FP8 to FP8 on both sides
+BY_DEFAULT = ("bf16", "fp8-rollout", "fp8-unified")
+UNIFIED = SETTINGS["precision"].default
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One mode of one model, as sent to the process that measures it.
+
+    Attributes:
+        model: directory of a Hugging Face checkpoint.
+        config: settings of the mode.
+        tp: tensor parallel size of the rollout.
+        batch: requests per batch.
+        tokens: minimum number of response tokens.
+        length: tokens per response.
+        temperature: sampling temperature, also applied to the log-probs.
+        seed: seed of prompts and sampling.
+        prompts: text file with one prompt per line, or None.
+        engine: further arguments of vLLM's ``LLM``.
+        stock: name in ``STOCK``: nothing is enabled, and ``config`` gives the dtype alone.
+        cost: whether both sides are timed.
+    """
+
+    model: str
+    config: Config
+    tp: int = 1
+    batch: int = 32
+    tokens: int = 2048
+    length: int = 64
+    temperature: float = 1.0
+    seed: int = 0
+    prompts: str | None = None
+    engine: tuple[tuple[str, Any], ...] = ()
+    stock: str | None = None
+    cost: bool = False
+
+    @property
+    def ep(self) -> int:
+        """Expert parallel size of the rollout: vLLM's ranks either share every expert or have their own."""
+        return self.tp if dict(self.engine).get("enable_expert_parallel") else 1
+
+    @property
+    def label(self) -> tuple[str, str]:
+        """What the table calls the mode: precision and align."""
+        return (self.stock, "stock") if self.stock else (self.config.precision, self.config.resolved_align)
+
+    @property
+    def name(self) -> str:
+        """What messages call the mode."""
+        return f"stock {self.stock}" if self.stock else self.config.precision
+
+    @property
+    def promises_equality(self) -> bool:
+        """Whether a difference in this mode is a failure."""
+        return self.config.exact
+
+    def with_config(self, config: Config) -> Job:
+        """The same job in another mode."""
+        return replace(self, config=config)
+
+
+def choose(precisions: list[str], aligns: list[str], granularity: str = "block", **common: Any) -> list[Config]:
+    """The modes that the command line selects, or the default ones if it names none.
+
+    ``aligns`` apply to fp8-unified, and select it if no precision is named. ``granularity`` applies to the modes that
+    support more than one. Raises ConfigError for unknown or contradictory values.
+    """
+    if not precisions and not aligns:
+        precisions, aligns = [*BY_DEFAULT], ["linear", "exact"]
+    elif not precisions:
+        precisions = [UNIFIED]
+    elif aligns and UNIFIED not in precisions:
+        raise ConfigError(
+            f"--align {', '.join(aligns)} applies to precision {UNIFIED}, but --precision is {', '.join(precisions)}; "
+            f"add {UNIFIED} or remove --align"
+        )
+    configs = []
+    for precision in dict.fromkeys(precisions):
+        choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
+        for align in choices:
+            scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
+            # the same fixes in every row, so that rows differ by their modes alone
+            wanted = Config(precision=precision, align=align, upstream_fixes=True, **scales, **common)  # type: ignore[arg-type]
+            configs.append(wanted.resolved())
+    return configs
+
+
+def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
+    """Check what can be checked without loading the model.
+
+    Raises:
+        ModelError: there is no checkpoint, the model has a vision tower, exact mode does not support its family, or ``tp`` does
+            not divide its heads.
+    """
+    import json
+    from types import SimpleNamespace
+
+    file = Path(path) / "config.json"
+    if not file.is_file():
+        raise ModelError(
+            explain(
+                f"--model {path}",
+                required="the directory of a Hugging Face checkpoint",
+                found=f"no {file.name} in it",
+                fix="give the path of a local model; nothing is downloaded",
+            )
+        )
+    try:
+        with reading(file):
+            settings = json.loads(file.read_text())
+        if not isinstance(settings, dict):
+            raise ValueError("not an object")
+    except ValueError as error:
+        raise ModelError(f"--model {path}: {file.name} is not valid JSON ({error})") from None
+    if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
+        raise ModelError(
+            explain(
+                f"--model {path}",
+                required="weights (*.safetensors or *.bin)",
+                found=f"only {file.name}",
+                fix="give a complete checkpoint",
+            )
+        )
+    if "vision_config" in settings:
+        raise ModelError(
+            explain(
+                f"--model {path}",
+                required="a text model, whose log-probs are compared on text alone",
+                found=f"model_type={settings.get('model_type')!r}, which has a vision_config",
+                fix="compare the text model that it is built on",
+            )
+        )
+    _check_heads(path, settings, tp)
+    if any(config.exact for config in configs):
+        from jetrl_patch.exact.modules import check_family
+
+        check_family(SimpleNamespace(**settings))
+
+
+def _check_heads(path: str, settings: dict[str, Any], tp: int) -> None:
+    """vLLM gives each rank the same number of attention heads, and whole key/value heads or one copy each."""
+    heads = settings.get("num_attention_heads")
+    groups = settings.get("num_key_value_heads") or heads
+    if not isinstance(heads, int) or not isinstance(groups, int):
+        return
+    sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
+    if tp not in sizes:
+        raise ModelError(
+            explain(
+                f"--tp {tp} with {path}",
+                required=f"a size that divides its {heads} attention and {groups} key/value heads",
+                found=str(tp),
+                fix=f"use one of {', '.join(map(str, sizes))}",
+            )
+        )

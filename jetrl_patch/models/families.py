@@ -1,0 +1,298 @@
+"""The table of model families: one record for each ``model_type`` of a Hugging Face config.
+
+A family built like Llama needs one short record, whose fields say where it differs. Code that depends on the family asks
+the record, so no other file names a family. This module imports neither torch nor a framework.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from jetrl_patch.models.family import GATE_UP, QKV, READERS, SETTINGS, WINDOW, Family, Mixture, Part, Setting
+
+__all__ = [
+    "ABSORBED",
+    "DENSE_BLOCKS",
+    "FAMILIES",
+    "LLAMA_LIKE",
+    "MERGED",
+    "ROW_PARALLEL",
+    "TOWERS",
+    "Family",
+    "Part",
+    "Setting",
+    "covering",
+    "family_of",
+    "titles",
+]  # fmt: skip
+
+_DENSE = "vLLM does not say which layers it merges in a dense block"
+#: keys of config.json by which some blocks of a mixture have no experts -> values by which all have
+DENSE_BLOCKS: dict[str, tuple[Any, ...]] = {"decoder_sparse_step": (1,), "mlp_only_layers": (None,)}
+_NO_BIAS = "the model in transformers has no such bias"
+_NOT_VEOMNI: dict[Part, str] = {"veomni": "its VeOmni layers have not been compared with transformers'"}
+_NOT_MEGATRON: dict[Part, str] = {"megatron": "its Megatron layers have not been compared with the rollout's"}
+_ONLY_TRANSFORMERS: dict[Part, str] = {**_NOT_MEGATRON, **_NOT_VEOMNI}
+_NOT_TIED = "vLLM gives lm_head a weight of its own"
+_ONE_WEIGHT = "its gate and up share one weight, which the fused MLP does not split"
+#: for every family with experts
+_BEFORE_ATTENTION = {"input_layernorm": READERS["input_layernorm"]}
+_OUTPUT = {"self_attn.o_proj": "attention"}
+_EXPERTS: dict[Part, str] = {
+    "scaling": "the readers of a norm before experts are not linear layers",
+    "fused": "its experts quantize their tokens themselves",
+    **_NOT_MEGATRON,
+}
+#: for every family with a vision tower
+_SEEING: dict[Part, str] = {
+    "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
+    "scaling": "moving factors has not been tested beside a vision tower",
+    **_NOT_MEGATRON,
+}
+
+#: for every family with gated delta nets
+_STATE = "its gated delta nets, whose states pass from token to token, have no ops that both sides share"
+_ONE_PLUS = "its norms multiply by 1 + weight"
+_DELTA_NET: dict[Part, str] = {"exact": _STATE, "scaling": _ONE_PLUS, "fused": _ONE_PLUS, **_ONLY_TRANSFORMERS}
+#: for the family with latent attention
+_always = functools.partial(Setting, everywhere=True)
+_NO_SUCH_NUMBER = "vLLM's YaRN of this family has no such number"
+_LATENT = (
+    _always("scoring_func", ("sigmoid",), "vLLM's default is a softmax", "set it in config.json", needed=True),
+    _always("topk_method", ("noaux_tc",), "vLLM corrects no scores otherwise", "set it in config.json", needed=True),
+    _always("moe_layer_freq", (1,), "in the trainer all blocks after the first dense ones have experts"),
+    _always("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+    _always("tie_word_embeddings", (False,), _NOT_TIED),
+    _always("rope_interleave", (True,), "vLLM always rotates neighbouring numbers of a head"),
+    _always("rope_parameters.rope_type", ("default", "yarn"), "vLLM takes every other type for YaRN"),
+    _always("rope_parameters.attention_factor", (None,), _NO_SUCH_NUMBER),
+    _always("rope_parameters.truncate", (True,), _NO_SUCH_NUMBER),
+    _always("rope_parameters.apply_yarn_scaling", (True,), "the trainer always scales"),
+    _always("index_topk", (None,), "the trainer's attention is not sparse"),
+    _always("llama_4_scaling", (None,), "the trainer does not scale queries"),
+    _always("quantization_config", (None, {}), "the run quantizes BF16 weights itself", "use a BF16 checkpoint"),
+)
+#: linear layers that read a delta net's input, where each is apart, and those of them that vLLM merges
+_IN = ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z", "linear_attn.in_proj_b", "linear_attn.in_proj_a")
+_IN_MERGED = (("in_proj_qkv", "in_proj_z"), ("in_proj_b", "in_proj_a"))
+_OUT = {"linear_attn.out_proj": "delta net"}
+
+#: stand-in for a family without a record, where only the layout of its layers matters
+LLAMA_LIKE = Family("", "", "", uncovered=dict.fromkeys(("exact", "scaling", "fused", "megatron", "veomni"), "it has no record"))
+
+
+def _with_experts(model_type: str, classes: str, title: str, *settings: Setting, **fields: Any) -> Family:
+    common: dict[str, Any] = {"readers": _BEFORE_ATTENTION, "row_parallel": _OUTPUT, "mixture": Mixture()}
+    common |= {"uncovered": _EXPERTS | _NOT_VEOMNI, "settings": (*SETTINGS, *settings)}
+    return Family(model_type, classes, title, **common | fields)
+
+
+_RECORDS = (
+    Family("qwen2", "Qwen2", "Qwen2/2.5"),
+    Family(
+        "qwen3",
+        "Qwen3",
+        "Qwen3",
+        settings=(*SETTINGS, Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj")),
+    ),
+    Family("llama", "Llama", "Llama"),
+    Family(
+        "mistral",
+        "Mistral",
+        "Mistral",
+        uncovered=_ONLY_TRANSFORMERS,
+        settings=(
+            *SETTINGS,
+            Setting("sliding_window", (None,), WINDOW),
+            *(Setting(key, (False,), _NO_BIAS) for key in ("attention_bias", "bias", "mlp_bias")),
+            Setting("llama_4_scaling", (None,), "the trainer does not scale queries"),
+        ),
+    ),
+    Family(
+        "phi3",
+        "Phi3",
+        "Phi-3",
+        readers={"input_layernorm": ("self_attn.qkv_proj",), "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        merged=(),
+        uncovered={
+            "exact": "its q, k and v share one weight, and so do gate and up; the shared ops do not split them",
+            "fused": _ONE_WEIGHT,
+            **_ONLY_TRANSFORMERS,
+        },
+    ),
+    Family(
+        "seed_oss",
+        "SeedOss",
+        "Seed-OSS",
+        uncovered={"fused": "its MLP can have dropout, which the fused MLP does not apply", **_ONLY_TRANSFORMERS},
+        settings=(
+            *SETTINGS,
+            Setting("attention_bias", (True,), "vLLM always has a bias in q, k and v"),
+            Setting("attention_out_bias", (False,), "vLLM leaves out the bias of o_proj"),
+            Setting("mlp_bias", (False,), "vLLM leaves out the biases of the MLP"),
+            Setting("is_causal", (True,), "the shared attention is causal"),
+        ),
+    ),
+    Family("smollm3", "SmolLM3", "SmolLM3", uncovered=_ONLY_TRANSFORMERS, rollout="transformers"),
+    Family(
+        "granite",
+        "Granite",
+        "Granite",
+        uncovered=_ONLY_TRANSFORMERS,
+        settings=(
+            *SETTINGS,
+            Setting("layer_types", (None,), "vLLM reads it as a sign of attention sinks", "leave it out of config.json"),
+            Setting("attention_sinks", (False,), "the shared attention has no sinks"),
+            Setting("layer_rope_theta", (None,), "all layers share one table of rotary angles"),
+            Setting("logit_scale", (1,), "the trainer divides by logits_scaling alone"),
+            Setting("bias", (False,), _NO_BIAS),
+        ),
+        logits_divisor="logits_scaling",
+    ),
+    _with_experts(
+        "qwen3_moe",
+        "Qwen3Moe",
+        "Qwen3-MoE",
+        Setting("attention_bias", (False,), "vLLM leaves out the bias of o_proj"),
+        *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
+        merged=(QKV,),
+        uncovered=_EXPERTS,
+    ),
+    _with_experts(
+        "olmoe",
+        "Olmoe",
+        "OLMoE",
+        Setting("attention_bias", (False,), "vLLM leaves out the biases of attention"),
+        Setting("clip_qkv", (None,), "vLLM does not clip q, k and v"),
+        Setting("norm_topk_prob", (False,), "vLLM never makes routing weights add up to 1"),
+        Setting("rms_norm_eps", (1e-5,), "vLLM has this number in its code"),
+        Setting("tie_word_embeddings", (False,), _NOT_TIED),
+        merged=(QKV,),
+    ),
+    _with_experts(
+        "qwen2_moe",
+        "Qwen2Moe",
+        "Qwen2-MoE",
+        Setting("qkv_bias", (True,), "vLLM always has a bias in q, k and v"),
+        row_parallel={**_OUTPUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+    ),
+    _with_experts(
+        "mixtral",
+        "Mixtral",
+        "Mixtral",
+        Setting("sliding_window", (None,), WINDOW),
+        Setting("router_jitter_noise", (0,), "the rollout has no noise", "set router_jitter_noise=0 in config.json"),
+        merged=(QKV,),
+        stored={"mlp": "block_sparse_moe", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"},
+    ),
+    _with_experts(
+        "glm4_moe",
+        "Glm4Moe",
+        "GLM-4-MoE",
+        Setting("tie_word_embeddings", (False,), _NOT_TIED),
+        row_parallel={**_OUTPUT, "mlp.down_proj": "intermediate_size"},
+        mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
+        partial_rotary=True,
+    ),
+    _with_experts(
+        "deepseek_v3",
+        "DeepseekV3",
+        "DeepSeek-V3",
+        *_LATENT,
+        readers={
+            "input_layernorm": ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"),
+            "self_attn.q_a_layernorm": ("self_attn.q_b_proj",),
+            "self_attn.kv_a_layernorm": ("self_attn.kv_b_proj",),
+        },
+        merged=(("q_a_proj", "kv_a_proj_with_mqa"), GATE_UP),
+        row_parallel={"self_attn.o_proj": "latent attention", "mlp.down_proj": "intermediate_size"},
+        uncovered={
+            **_EXPERTS,
+            **_NOT_VEOMNI,
+            "exact": "its latent attention: where vLLM multiplies by kv_b_proj in parts, no op is shared",
+        },
+        mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
+        absorbed="kv_b_proj",
+    ),
+    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING | _NOT_VEOMNI, tower="visual"),
+    Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
+    Family(
+        "qwen3_5",
+        "Qwen3_5",
+        "Qwen3.5",
+        readers={**READERS, "input_layernorm": (*READERS["input_layernorm"], *_IN)},
+        merged=(QKV, GATE_UP, *_IN_MERGED),
+        row_parallel={**_OUTPUT, **_OUT, "mlp.down_proj": "intermediate_size"},
+        uncovered=_DELTA_NET,
+        tower="visual",
+        delta_net=True,
+    ),
+    _with_experts(
+        "qwen3_5_moe",
+        "Qwen3_5Moe",
+        "Qwen3.5-MoE",
+        readers={"input_layernorm": (*READERS["input_layernorm"], *_IN)},
+        merged=(QKV, GATE_UP, *_IN_MERGED),
+        row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+        uncovered=_DELTA_NET,
+        tower="visual",
+        delta_net=True,
+    ),
+    _with_experts(
+        "qwen3_next",
+        "Qwen3Next",
+        "Qwen3-Next",
+        readers={"input_layernorm": (*READERS["input_layernorm"], "linear_attn.in_proj_qkvz", "linear_attn.in_proj_ba")},
+        row_parallel={**_OUTPUT, **_OUT, "mlp.shared_expert.down_proj": "shared_expert_intermediate_size"},
+        uncovered=_DELTA_NET,
+        delta_net=True,
+    ),
+    _with_experts(
+        "qwen3_vl_moe",
+        "Qwen3VLMoe",
+        "Qwen3-VL-MoE",
+        *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
+        merged=(QKV,),
+        uncovered=_EXPERTS | _SEEING,
+        text="Text",
+        tower="visual",
+    ),
+    Family(
+        "glm4v",
+        "Glm4v",
+        "GLM-4.1V",
+        readers={**_BEFORE_ATTENTION, "post_attention_layernorm": ("mlp.gate_up_proj",)},
+        merged=(QKV,),
+        uncovered={**_SEEING, **_NOT_VEOMNI, "fused": _ONE_WEIGHT},
+        tower="visual",
+    ),
+)
+FAMILIES: dict[str, Family] = {family.model_type: family for family in _RECORDS}
+
+#: for all families: sibling layers that vLLM merges into one, in its order
+MERGED = tuple(dict.fromkeys(group for family in (LLAMA_LIKE, *_RECORDS) for group in family.merged))
+#: for all families: last name parts of the layers that a tensor-parallel rollout splits along K
+ROW_PARALLEL = frozenset(name.rpartition(".")[2] for family in (LLAMA_LIKE, *_RECORDS) for name in family.row_parallel)
+#: for all families: the parts of a layer's name that place it in a vision tower
+TOWERS = frozenset(family.tower for family in _RECORDS) - {""}
+#: for all families: last name parts of the layers that the rollout's attention multiplies with itself
+ABSORBED = frozenset(family.absorbed for family in _RECORDS) - {""}
+
+
+def covering(part: Part) -> dict[str, Family]:
+    """``model_type`` -> family, for the families covered for ``part``."""
+    return {name: family for name, family in FAMILIES.items() if family.covers(part)}
+
+
+def family_of(hf_config: Any) -> Family | None:
+    """The family of a model, from its configuration or from that of its language model; None without a record."""
+    model_type = getattr(hf_config, "model_type", None) or ""
+    return FAMILIES.get(model_type) or FAMILIES.get(model_type.removesuffix("_text"))
+
+
+def titles(families: Iterable[Family]) -> str:
+    """The titles of at least one family, as a list in a sentence: "A, B and C"."""
+    *most, last = (family.title for family in families)
+    return f"{', '.join(most)} and {last}" if most else last

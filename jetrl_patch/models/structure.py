@@ -1,0 +1,237 @@
+"""How a model is built: layers that share one precision, and structures that no mode handles."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
+from jetrl_patch.models.families import FAMILIES, family_of
+
+if TYPE_CHECKING:
+    from jetrl_patch.config import Config
+
+__all__ = [
+    "EXPERTS", "PARTS", "Part", "check_code", "check_device", "check_structure", "expert_sizes", "has_delta_nets",
+    "has_latent_attention", "matrices_of", "matrix_expert", "matrix_name", "matrix_number", "require_attention", "sees",
+    "unit_of", "units",
+]  # fmt: skip
+
+
+# ---- Layers that have one precision together: the experts of a block, which one operation computes
+# Checkpoints, exclude patterns and the weight sync name an expert's matrices one by one:
+# ``model.layers.3.mlp.experts.17.up_proj``.
+# Who counts, watches or moves layers takes the experts of a block as one, by their module's name: ``model.layers.3.mlp.experts``.
+#
+# This module imports neither torch nor a framework.
+
+Part = Literal["gate_proj", "up_proj", "down_proj"]
+#: the matrices of an expert, as transformers names them
+PARTS: tuple[Part, ...] = ("gate_proj", "up_proj", "down_proj")
+_MATRIX = re.compile(rf"(.*\.experts)\.(\d+)\.({'|'.join(PARTS)})")
+
+
+def unit_of(layer: str) -> str:
+    """The module of experts that a layer is a matrix of; any other layer is itself."""
+    found = _MATRIX.fullmatch(layer)
+    return found[1] if found else layer
+
+
+def units(layers: Iterable[str]) -> dict[str, list[str]]:
+    """The units of these layers, in their order, each with its layers."""
+    found: dict[str, list[str]] = {}
+    for layer in layers:
+        found.setdefault(unit_of(layer), []).append(layer)
+    return found
+
+
+def matrices_of(unit: str, experts: int) -> list[str]:
+    """The layers of a unit of so many experts."""
+    return [f"{unit}.{expert}.{part}" for expert in range(experts) for part in PARTS]
+
+
+def matrix_number(layer: str) -> int | None:
+    """The place of an expert's matrix among those of its unit, expert by expert; None for any other layer."""
+    found = _MATRIX.fullmatch(layer)
+    return len(PARTS) * int(found[2]) + PARTS.index(found[3]) if found else None
+
+
+def matrix_name(number: int) -> str:
+    """The reverse of ``matrix_number``, without the unit: ``17.up_proj``."""
+    expert, part = divmod(number, len(PARTS))
+    return f"{expert}.{PARTS[part]}"
+
+
+def matrix_expert(number: int) -> int:
+    """The expert that the matrix of this number belongs to."""
+    return number // len(PARTS)
+
+
+# ---- Models that no quantizing mode handles because of how they are built, recognised by their config.json
+# Importing this imports no torch, so that a driver can refuse such a model before anything is loaded.
+
+#: keys that hold the number of a mixture's experts, as vLLM looks them up
+EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_experts")
+#: the width to which latent attention (MLA) compresses keys and values
+_LATENT = "kv_lora_rank"
+
+
+def sees(hf_config: Any) -> bool:
+    """Whether the model has a vision tower that its family's record knows."""
+    family = FAMILIES.get(getattr(hf_config, "model_type", ""))
+    return family is not None and bool(family.tower)
+
+
+def has_delta_nets(hf_config: Any) -> bool:
+    """Whether some blocks have a gated delta net in the place of attention."""
+    family = family_of(hf_config)
+    return family is not None and family.delta_net
+
+
+def has_latent_attention(hf_config: Any) -> bool:
+    """Whether the model has latent attention (MLA) that its family's record knows."""
+    family = family_of(hf_config)
+    return family is not None and bool(family.absorbed)
+
+
+def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
+    """Return how many experts a block has and their intermediate size; None if the model is no mixture that is handled.
+
+    Args:
+        hf_config: the Hugging Face config of the whole model.
+    """
+    if not _mixes(hf_config):
+        return None
+    text = _text(hf_config)
+    count = next((int(count) for name in EXPERTS if (count := getattr(text, name, None))), 0)
+    return (count, int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)) if count else None
+
+
+def _text(hf_config: Any) -> Any:
+    """The config of the language model. Its ``model_type`` is no key of the families' table where there is a tower beside it."""
+    return hf_config.get_text_config() if sees(hf_config) else hf_config
+
+
+def _mixes(hf_config: Any) -> bool:
+    """Whether the model has experts that its family's record knows."""
+    family = family_of(hf_config)
+    return family is not None and family.mixture is not None
+
+
+def require_attention(hf_config: Any, what: str, fix: str) -> None:
+    """Raise ModelError for a model with gated delta nets or latent attention. ``what`` and ``fix`` are those of ``explain``."""
+    required = ""
+    if has_delta_nets(hf_config):
+        required = "attention in all blocks (gated delta nets have not run so)"
+    if has_latent_attention(hf_config):
+        required = "attention that is not latent (MLA has not run so)"
+    if required:
+        raise ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
+
+
+def check_structure(hf_config: Any, config: Config) -> None:
+    """Raise ModelError for a model that nothing makes the same on both sides.
+
+    That is one with parts beside the language model, experts that this mode lacks, latent attention without a record, or a
+    setting by which one side would compute something else.
+
+    Args:
+        hf_config: the Hugging Face config of the whole model.
+        config: of a mode with a quantized rollout.
+    """
+    what = f"model_type={getattr(hf_config, 'model_type', None)!r} with a quantized rollout"
+    for required, found in _unhandled(hf_config, config):
+        raise ModelError(explain(what, required=required, found=found, fix=f"use a dense text model, or {UNQUANTIZED}"))
+    for required, found, fix in _other_settings(hf_config):
+        raise ModelError(explain(what, required=required, found=found, fix=f"{fix} {UNQUANTIZED}"))
+
+
+def check_device(hf_config: Any, device_type: str) -> None:
+    """Raise ModelError for a mixture of experts on a device without a product for its experts. ``device_type`` is torch's."""
+    family = family_of(hf_config)
+    if family is not None and family.mixture and device_type not in ("cpu", "cuda"):
+        raise ModelError(
+            explain(
+                f"experts of {family.title}",
+                required="a CPU or a CUDA device (no other has grouped FP8 products)",
+                found=device_type,
+                fix=f"use a dense model on this device, or {UNQUANTIZED}",
+            )
+        )
+
+
+def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
+    """Yield what is required, and what was found instead."""
+    parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
+    if parts and not (sees(hf_config) and config.fp8_rollout):
+        seeing = [family.model_type for family in FAMILIES.values() if family.tower]
+        why = "of other models the vision tower would become FP8, and the two sides name layers differently"
+        yield f"one text model, or with an FP8 rollout one of {', '.join(seeing)} ({why})", " and ".join(sorted(parts))
+    latent = has_latent_attention(hf_config)
+    handled, hf_config = _mixes(hf_config), _text(hf_config)
+    experts = {name: getattr(hf_config, name, None) for name in EXPERTS}
+    mixtures = [family.model_type for family in FAMILIES.values() if family.mixture]
+    in_blocks = config.fp8_rollout and not config.channelwise
+    why = "others would stay in BF16, and the weight sync would fail"
+    if handled and not in_blocks:
+        why = f"precision={config.precision!r} with scales per {config.granularity} does not quantize experts"
+    if not handled or not in_blocks:
+        others = f", or with an FP8 rollout in blocks one of {', '.join(mixtures)}"
+        yield from (
+            (f"a dense model{others} ({why})", f"{name}={value}") for name, value in experts.items() if _counts(value)
+        )
+    if _counts(getattr(hf_config, _LATENT, None)) and not latent:
+        known = ", ".join(family.model_type for family in FAMILIES.values() if family.absorbed)
+        why = "vLLM transforms MLA's once, so that a weight sync would miss them"
+        yield f"attention that reads its weights as they are, or {known}'s ({why})", f"{_LATENT}={getattr(hf_config, _LATENT)}"
+
+
+def _other_settings(hf_config: Any) -> Iterator[tuple[str, str, str]]:
+    """Yield what is required of a setting, what was found instead, and the first words of what to do."""
+    family = family_of(hf_config)
+    if family is None:
+        return
+    text = _text(hf_config)
+    for setting in family.settings:
+        if setting.everywhere and (found := setting.found(text)):
+            fix = f"{setting.fix}, or use" if setting.fix else "use another model, or"
+            yield f"{setting.key}={setting.values} ({setting.reason})", found, fix
+    if family.absorbed and not _one_magnitude(getattr(text, "rope_parameters", None) or {}):
+        required = "mscale and mscale_all_dim together (of one alone, trainer and vLLM scale rotary angles otherwise)"
+        yield required, f"rope_parameters={text.rope_parameters}", "use another model, or"
+
+
+def _one_magnitude(rope: Mapping[str, Any]) -> bool:
+    """Whether both sides multiply cosines and sines of latent attention by one number.
+
+    vLLM takes ``m(mscale or 1) / m(mscale_all_dim or 0)``, with m(x) = 0.1 x ln(factor) + 1, transformers m(1) unless both are
+    there.
+    """
+    alone, whole = rope.get("mscale"), rope.get("mscale_all_dim")
+    return bool(alone and whole) or (not whole and alone in (None, 1))
+
+
+def _counts(value: Any) -> bool:
+    """Whether a number, or one of a list, is above zero."""
+    items = value if isinstance(value, (list, tuple)) else [value]
+    return any(isinstance(item, int) and item > 0 for item in items)
+
+
+def check_code(settings: dict[str, Any], folder: str) -> None:
+    """Raise ModelError if a checkpoint brings modelling code of its own, which the trainer would run.
+
+    Args:
+        settings: the content of its config.json.
+        folder: where it is, for the message.
+    """
+    own = sorted(name for name in settings.get("auto_map") or {} if name.startswith(("AutoConfig", "AutoModel")))
+    if own:
+        raise ModelError(
+            explain(
+                f"{folder} with trust_remote_code=True",
+                required="a model that transformers itself implements (nothing compares a checkpoint's own code with vLLM's)",
+                found=f"auto_map for {', '.join(own)} in config.json",
+                fix=f"take auto_map out of config.json if transformers knows the model, or use {UNQUANTIZED}",
+            )
+        )

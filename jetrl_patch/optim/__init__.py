@@ -1,1 +1,0 @@
-"""AdamW with 8-bit or FP8 moments by torchao. A framework imports the class by its dotted path."""

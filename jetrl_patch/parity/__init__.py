@@ -1,1 +1,0 @@
-"""``jetrl parity``: run one model as rollout and as trainer, and compare the log-probs of the same tokens."""

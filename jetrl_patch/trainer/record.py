@@ -1,0 +1,102 @@
+"""``jetrl.json``: the settings that a training checkpoint was saved with, compared before it is loaded.
+
+Master weights are FP32 in every precision, so a checkpoint of one precision loads silently into a run of another: training
+continues, with an unexplained kink in its curve. A checkpoint without the file comes from an unpatched framework, which
+means BF16 with FP32 optimizer states. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from jetrl_patch._versions import VERSION
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, differences, explain
+
+__all__ = ["ADAPTERS", "FILE", "check", "read", "write"]
+
+FILE = "jetrl.json"
+#: verl writes it beside the shards of a model with LoRA: rank and alpha
+ADAPTERS = "lora_train_meta.json"
+
+
+def write(folder: str | os.PathLike[str], config: Config) -> None:
+    """Write the settings into a checkpoint's folder, atomically; create the folder if it is missing."""
+    place = Path(folder)
+    place.mkdir(parents=True, exist_ok=True)
+    record = {"jetrl_patch": VERSION, "settings": dataclasses.asdict(config.resolved())}
+    unfinished = place / f"{FILE}.{os.getpid()}"
+    unfinished.write_text(json.dumps(record, indent=2) + "\n")
+    unfinished.replace(place / FILE)
+
+
+def read(folder: str | os.PathLike[str]) -> Config | None:
+    """The settings of a checkpoint, or None if it has no record. Raises ConfigError if the record cannot be read."""
+    file = Path(folder) / FILE
+    if not file.is_file():
+        return None
+    known = {field.name for field in dataclasses.fields(Config)}
+    try:
+        settings = json.loads(file.read_text())["settings"]
+        return Config(**{name: value for name, value in settings.items() if name in known})
+    except (ValueError, KeyError, TypeError, AttributeError) as error:  # ConfigError is a ValueError
+        raise ConfigError(
+            explain(
+                f"{file}",
+                required="the settings that the checkpoint was saved with",
+                found=f"{type(error).__name__}: {error}",
+                fix="restore the file from a copy of the checkpoint, or remove it and set resume_any=True",
+            )
+        ) from error
+
+
+def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = True, elsewhere: str = "") -> None:
+    """Raise ConfigError if a checkpoint was saved with settings that do not match this run's.
+
+    Args:
+        optimizer: whether the optimizer states are loaded too; ``resume_any`` does not permit another kind of states.
+        elsewhere: the framework's setting for the folder, where a run that did not mean to resume can still choose another.
+    """
+    found = read(folder)
+    where = f"resuming {folder}"
+    before = Config(precision="bf16") if found is None else found
+    origin = " (no jetrl.json: saved without jetrl_patch)" if found is None else ""
+    anew = f"start anew with another {elsewhere}, " if elsewhere else ""
+    if optimizer and before.optimizer_states != config.optimizer_states:
+        raise ConfigError(
+            explain(
+                where,
+                required=f"optimizer_states={config.optimizer_states!r}",
+                found=f"{before.optimizer_states!r}{origin}",
+                fix=f"set optimizer_states={before.optimizer_states!r}, {anew}or load the checkpoint without its optimizer",
+            )
+        )
+    if config.resume_any:
+        return
+    wanted = _numbers(config)
+    saved = {**wanted, **{name: value for name, value in _numbers(before).items() if name in wanted}}
+    if saved != wanted:
+        raise ConfigError(
+            differences(
+                where,
+                required=wanted,
+                found=saved,
+                origin=origin,
+                fix=f"use the checkpoint's settings, {anew}or set resume_any=True if the change is intended",
+            )
+        )
+
+
+def _numbers(config: Config) -> dict[str, Any]:
+    """The settings that determine a run's numbers. ``invariant_scale`` is part of the weights and is checked with them."""
+    names = ["precision", "kv_cache", "head_dtype"]
+    if config.quantized_rollout:
+        names += ["align", "exclude", "on_cut", "rollout_granularity"]
+    if config.fp8_rollout:
+        names.append("scale_format")
+    found = {name: getattr(config.resolved(), name) for name in names}
+    return found | {"smoothing": config.resolved_smoothing}

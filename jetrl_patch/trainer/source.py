@@ -1,0 +1,298 @@
+"""The trainer's end of a weight sync: what it records of a model, the state of a training process, and the precision guard."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+
+from jetrl_patch import registry, session
+from jetrl_patch.backends.transformer_engine import is_te_linear
+from jetrl_patch.backends.transformer_engine import quantize_weight as te_weight
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, SyncError, explain
+from jetrl_patch.exact.dispatch import chosen_attention
+from jetrl_patch.fp8.convert import expert_matrices, expert_modules, per_expert, shapes_per_expert, stored_buffers
+from jetrl_patch.fp8.linear import Fp8State
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
+from jetrl_patch.fp8.scaling import Smoother, scale_once
+from jetrl_patch.measure.monitor import Monitor, check_guard, show
+from jetrl_patch.models.structure import check_structure, unit_of, units
+from jetrl_patch.sync.delta import Sent
+from jetrl_patch.sync.protocol import Terms
+from jetrl_patch.sync.send import NamedTensor, SyncStats, quantized_stream
+from jetrl_patch.trainer.precision import LossScale
+
+__all__ = ["Driver", "Followers", "Source", "Worker", "begin_sync", "convert", "reset"]
+
+
+# ---- The precision guard around a weight sync: the policy decides, other models of the process follow
+
+class Followers:
+    """Models of this process that move layers to BF16 with the policy. Holds weak references only."""
+
+    def __init__(self) -> None:
+        self._sources: list[weakref.ref[Source]] = []
+
+    def add(self, source: Source) -> None:
+        """Let ``source`` follow from now on."""
+        self._sources.append(weakref.ref(source))
+
+    def to_bf16(self, names: Iterable[str]) -> None:
+        """Move these layers to BF16 in every follower that has them in FP8. Raises SyncError."""
+        names = list(names)
+        for reference in self._sources:
+            source = reference()
+            if source is not None:
+                source.to_bf16(names)
+
+
+def begin_sync(
+    source: Source, weights: Callable[[], Iterable[NamedTensor]], followers: Followers, quantizes: bool = True
+) -> None:
+    """Agree across ranks and carry out the guard's decision, before the first byte of a sync. Collective.
+
+    Args:
+        weights: yields the full weights; called only if the guard decides at this sync.
+        quantizes: whether this rank quantizes them.
+
+    Raises SyncError if a layer cannot be moved; no engine has been told then.
+    """
+    source.agree()
+    followers.to_bf16(source.begin_sync(weights, quantizes))
+
+
+# ---- State that the patches of one process share, in every framework -----------------------------
+
+@dataclass(kw_only=True)
+class Worker:
+    """State of a training process: the loss scale of the policy's optimizer, and the models that follow the guard."""
+
+    loss_scale: LossScale = field(default_factory=LossScale)
+    followers: Followers = field(default_factory=Followers)
+
+
+@dataclass(kw_only=True)
+class Driver:
+    """State of the trainer loop: metrics that wait for its next log line."""
+
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def take(self) -> dict[str, Any]:
+        """Return the metrics, each once."""
+        found, self.metrics = self.metrics, {}
+        return found
+
+
+def reset(*states: object) -> None:
+    """Reset each to its initial state."""
+    for state in states:
+        state.__init__()  # type: ignore[misc]
+
+
+# ---- The trainer's end of a weight sync: what it records of a model before the model is sharded --
+
+@dataclass(kw_only=True)
+class Source:
+    """A converted model.
+
+    Attributes:
+        layers: Hugging Face names of the quantized layers, also if only the rollout quantizes them.
+        modules: the converted layers, and the matrices of experts; sharding keeps the objects.
+        experts: the modules of experts, by name.
+        shapes: name -> shape of every tensor that a weight sync sends.
+        terms: how this side computes.
+        smoother: moves activation outliers into the weights that are sent, or None.
+        monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
+        guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
+        base: what the last sync sent, with ``sync="delta"``; else None.
+        buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, also where the
+            framework yields parameters alone.
+    """
+
+    layers: list[str]
+    modules: dict[str, Any]
+    shapes: Mapping[str, tuple[int, ...]]
+    terms: Terms
+    smoother: Smoother | None = None
+    monitor: Monitor | None = None
+    guarded: list[str] = field(default_factory=list)
+    experts: Mapping[str, Any] = field(default_factory=dict)
+    base: Sent | None = None
+    buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
+
+    def agree(self) -> None:
+        """Make all training ranks agree before a sync, so that the weights sent do not depend on a rank's samples."""
+        if self.smoother is not None:
+            self.smoother.observer.agree()
+
+    def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
+        """Carry out the guard's decision before the first byte of a sync, on every rank. Returns the units it moved.
+
+        Args:
+            weights: yields the full weights once more; called only if the guard decides at this sync.
+            quantizes: whether this rank sees the weights; other ranks only take part in the all-gather.
+
+        Raises:
+            SyncError: a layer could not be moved to BF16; no engine has been told.
+        """
+        if self.monitor is None:
+            return []
+        if self.monitor.decides:
+            show(self.monitor, self._apart(weights()), self.quantize if quantizes else None)
+        new = self.monitor.begin()
+        self.to_bf16(new)
+        return new
+
+    def end_sync(self) -> dict[str, float]:
+        """Return the metrics of the step after a sync, on every rank. Raises PrecisionError if they must stop the run."""
+        return {} if self.monitor is None else self.monitor.end()
+
+    def take_lines(self) -> list[str]:
+        """Return log lines on guard decisions and exceeded thresholds, each line once."""
+        return [] if self.monitor is None else self.monitor.take_lines()
+
+    def to_bf16(self, names: Iterable[str]) -> None:
+        """Move layers to BF16 for good, experts with all others of their block: all of them, or none and raise SyncError.
+
+        Args:
+            names: of layers, or of units.
+        """
+        have = units(self.modules)
+        new = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit in have]
+        if not new:
+            return
+        try:
+            modules = {unit: self.experts[unit] if unit in self.experts else self.modules[unit] for unit in new}
+            registry.models().to_bf16(modules, exact=self.terms.align == "exact")
+        except Exception as error:
+            raise SyncError(
+                f"the precision guard could not take {', '.join(new)} out of FP8: {type(error).__name__}: {error}; "
+                f"nothing was synced. Exclude these layers, or leave guard_sqnr unset"
+            ) from error
+        moved = [layer for unit in new for layer in have[unit]]
+        for layer in moved:
+            del self.modules[layer]
+        gone = set(moved)
+        self.layers = [name for name in self.layers if name not in gone]
+        self.guarded += moved
+        session.register_guarded(moved)
+
+    def _apart(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
+        """The weights with stacked experts one by one."""
+        return chain.from_iterable(per_expert(name, weight) for name, weight in weights) if self.experts else weights
+
+    def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
+        """Yield the protocol of one sync over full weights; see ``quantized_stream``. Stacked experts are sent one by one."""
+        weights = self._apart(weights)
+        if self.buffers:
+            own = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
+            weights = chain((item for item in weights if item[0] not in self.buffers), own)
+        return quantized_stream(
+            weights if self.monitor is None else self.monitor.watching(weights),
+            terms=self.terms,
+            layers=self.layers,
+            shapes=self.shapes,
+            stats=stats,
+            quantize=self.quantize if self.modules else None,
+            transform=None if self.smoother is None else self.smoother.apply,
+            guarded=self.guarded,
+            base=self.base,
+            fp32=self.buffers,
+        )
+
+    def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the bytes and scales that this layer computes with: (q [N, K], scales [ceil(N/128), ceil(K/128)])."""
+        if is_te_linear(self.modules[layer]):
+            return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
+        own = self.modules[layer].fp8.quantized(weight)
+        if self.monitor is not None:
+            self.monitor.see_weight(layer, weight, own.q, own.s_blocks)
+        return own.q, own.s_blocks
+
+
+def convert(
+    model: Any,
+    config: Config,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    rollout_tp: int,
+    device_type: str,
+    reference: bool = False,
+    rollout_ep: int = 1,
+) -> Source:
+    """Convert a loaded Hugging Face model in place, before it is wrapped, and record what a sync needs.
+
+    Args:
+        shapes: shape of every tensor that the framework yields, by Hugging Face name.
+        rollout_tp: tensor-parallel size of the rollout.
+        reference: whether the model is never trained; ``invariant_scale`` then does not apply.
+        rollout_ep: expert-parallel size of the rollout.
+
+    Raises:
+        ModelError, ConfigError: as ``check_structure``, ``prepare_model`` and ``scale_once``, or the family does not support
+            smoothing.
+    """
+    from jetrl_patch.backends import choose_backend
+
+    if config.quantized_rollout:
+        check_structure(model.config, config)  # the driver has checked a local folder; a remote one is first seen here
+    check_guard(config, rollout_tp)
+    sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
+    layers = registry.models().prepare_model(model, config, device_type=device_type, **sizes)
+    smoother = Smoother.of(model, shapes, config.resolved_smoothing) if config.resolved_smoothing else None
+    if config.invariant_scale is not None and not reference:
+        scale_once(model, config.invariant_scale)
+    session.register_layers(layers)
+    backend = choose_backend(config.backend, device_type) if config.fp8_train else ""
+    attention = chosen_attention(device_type) if config.exact else ""
+    if backend:
+        session.register_backend(backend, attention)
+    experts = expert_modules(model)
+    buffers = stored_buffers(model) if experts else {}
+    shapes = {**shapes, **{name: tuple(getattr(*place).shape) for name, place in buffers.items()}}
+    named = dict(model.named_modules())
+    modules = {name: named[name] for name in layers if name in named} if config.fp8_train else {}
+    return Source(
+        layers=layers,
+        modules=modules | expert_matrices(model),
+        experts=experts,
+        monitor=make_monitor(config, layers, named, device_type),
+        shapes=shapes_per_expert(shapes) if experts else shapes,
+        terms=Terms.of(config, backend, ExpertSplit.of(rollout_tp, rollout_ep) if experts else WHOLE, attention),
+        smoother=smoother,
+        base=Sent() if config.sync == "delta" else None,
+        buffers=buffers,
+    )
+
+
+def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], device_type: str) -> Monitor | None:
+    """Return the monitor of a model's layers.
+
+    None if it is off, if no layer is block FP8, or if the layers are TransformerEngine's.
+
+    Raises:
+        ConfigError: a guard is set, but TransformerEngine layers cannot leave FP8 one by one.
+    """
+    theirs = [name for name in layers if name in modules and is_te_linear(modules[name])]
+    if theirs and config.guard_sqnr is not None:
+        raise ConfigError(
+            explain(
+                "guard_sqnr",
+                required="layers that can leave FP8 one by one",
+                found=f"TransformerEngine layers ({theirs[0]} and {len(theirs) - 1} more)",
+                fix="leave guard_sqnr unset, or name layers in exclude",
+            )
+        )
+    in_blocks = config.fp8_rollout and not config.channelwise
+    if theirs or not config.monitor_every or not in_blocks:
+        return None
+    if config.fp8_train:
+        return Monitor(config, layers, modules)
+    from jetrl_patch.backends import choose_backend
+
+    return Monitor(config, layers, modules, Fp8State(config.scale_format, choose_backend(config.backend, device_type)))

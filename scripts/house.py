@@ -1,0 +1,85 @@
+"""Count the house: files, lines, functions, layers and import circles of the product. ``python -m scripts.house [ROOT]``"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import re
+import statistics
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PRODUCT = ("jetrl_patch", "adapters")
+
+
+def lines_of(path: Path) -> int:
+    """Number of lines of a file."""
+    return len(path.read_text().splitlines())
+
+
+def functions(path: Path) -> Iterator[int]:
+    """Lengths of a file's functions, in lines."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def graph(root: Path) -> dict[str, set[str]]:
+    """Module -> modules of the product that it imports, in functions and under TYPE_CHECKING too."""
+    files = {}
+    for folder in PRODUCT:
+        for path in (root / folder).rglob("*.py"):
+            name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+            files[name if folder == "jetrl_patch" else f"jetrl_patch.{name}"] = path
+    found: dict[str, set[str]] = {}
+    for module, path in files.items():
+        names = set()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        found[module] = ({name if name in files else name.rpartition(".")[0] for name in names} & set(files)) - {module}
+    return found
+
+
+def circles(edges: dict[str, set[str]]) -> int:
+    """How many imports must go until no two modules import each other: each is cut where the sort finds a circle."""
+    edges, count = {module: set(others) for module, others in edges.items()}, 0
+    while True:
+        try:
+            graphlib.TopologicalSorter(edges).prepare()
+        except graphlib.CycleError as error:
+            first, second = error.args[1][:2]
+            edges[second].discard(first)
+            count += 1
+        else:
+            return count
+
+
+def main() -> None:
+    root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
+    files = [path for folder in PRODUCT for path in (root / folder).rglob("*.py")]
+    sizes = [lines_of(path) for path in files]
+    lengths = [length for path in files for length in functions(path)]
+    table = (root / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
+    layers = [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
+    for name, value in {
+        "product files": len(files),
+        "product lines": sum(sizes),
+        "median file": statistics.median(sizes),
+        "files under 60 lines": sum(size < 60 for size in sizes),
+        "files over 400 lines": sum(size > 400 for size in sizes),
+        "median function": statistics.median(lengths),
+        "functions over 60 lines": sum(length > 60 for length in lengths),
+        "import circles": circles(graph(root)),
+        "names in the list of layers": len(layers),
+        "lines of benchmarks": sum(map(lines_of, (root / "benchmarks").rglob("*.py"))),
+    }.items():
+        print(f"{name:30} {value:,}")
+
+
+if __name__ == "__main__":
+    main()
