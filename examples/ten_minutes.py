@@ -14,8 +14,9 @@ from pathlib import Path
 from examples.common.recipe import Arm, environment
 from examples.openrlhf import data as openrlhf_data
 from examples.openrlhf import recipe as openrlhf
+from examples.verl import data as verl_data
 from examples.verl import recipe as verl
-from examples.words import data as verl_data
+from examples.words import TASK
 
 #: held-out questions, which OpenRLHF's last step answers
 HELD_OUT = 64
@@ -28,11 +29,11 @@ def arguments(framework: str, out: Path) -> list[str]:
     """The framework's arguments; writes the data below ``out``."""
     arm = Arm(precision="bf16")
     if framework == "verl":
-        train, held_out = verl_data.write(out / "data", HELD_OUT)
+        train, held_out = verl_data.write(out / "data", TASK, HELD_OUT)
         recipe = verl.Recipe(steps=STEPS, validate_every=-1)
         found = [word for word in verl.overrides(recipe, arm, train, held_out, out) if not word.startswith(_OWN)]
         return [*found, "trainer.val_before_train=False", 'trainer.logger=["console"]', f"hydra.run.dir={out / 'hydra'}"]
-    train, held_out = openrlhf_data.write(out / "data", HELD_OUT, arm.seed)
+    train, held_out = openrlhf_data.write(out / "data", TASK, HELD_OUT, arm.seed)
     return openrlhf.arguments(openrlhf.Recipe(steps=STEPS), arm, train, held_out, out)
 
 
