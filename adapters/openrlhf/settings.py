@@ -96,8 +96,9 @@ def _maker(states: str, options: dict[str, Any]) -> Callable[[Any], Any]:
     return make
 
 
-# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in OpenRLHF: check and complete the arguments, and watch the loss
-# scale
+# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in OpenRLHF ---------------------------
+# Check and complete the arguments, and watch the loss scale.
+#
 # OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and enables DeepSpeed's mixed precision: FP32 masters in its
 # optimizer, and a dynamic loss scale that starts at 2^16, doubles after 1000 good steps and halves at every overflow but the
 # first. OpenRLHF hard-codes BF16 for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that

@@ -41,10 +41,9 @@ def copied(function: FunctionType, names: Mapping[str, Any], code: CodeType | No
 
 # ---- Fuse the norms and activations that feed FP8 layers with the quantization, for the trainer's speed on a GPU
 # With ``align="linear"`` both are fused. With ``align="exact"`` only the activation (``fuse_exact``): each of its values
-# depends on
-# one gate and one up, and equals the rollout's bit for bit. A fused norm may sum its squares in another order than the rollout's
-# kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not support an input
-# (FP32 masters under autocast), the original forward runs.
+# depends on one gate and one up, and equals the rollout's bit for bit. A fused norm may sum its squares in another order than
+# the rollout's kernel, so exact norms are left alone. A fused module keeps its parameters and its name. If its kernel does not
+# support an input (FP32 masters under autocast), the original forward runs.
 
 class FusedNorm:
     """RMSNorm whose output is quantized for the layers that read it."""
@@ -151,8 +150,7 @@ def _is_silu(activation: object) -> bool:
 #
 # The values are the same, and so are the bits of the gradients. Nothing of transformers is written, and no table says which
 # families this serves: every block is served whose source has these two statements, one after the other. The class keeps its
-# name,
-# by which FSDP and the frameworks find blocks.
+# name, by which FSDP and the frameworks find blocks.
 
 _PASSED = "jetrl_passed"
 

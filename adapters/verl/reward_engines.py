@@ -22,8 +22,7 @@ __all__ = ["meet", "own", "problems", "replica_init", "run_id", "stand_aside", "
 # mode. On a machine without an accelerator the CPU platform stays. The engine's own processes inherit these settings.
 #
 # verl starts each engine in a ``vLLMHttpServer`` actor, and only the replica in the trainer loop knows whose engine that is. So
-# the
-# replica of a reward model or teacher starts a subclass of the server that changes the settings first.
+# the replica of a reward model or teacher starts a subclass of the server that changes the settings first.
 
 _REWARD = "reward.reward_model"
 _TEACHERS = "distillation.teacher_models"
@@ -88,13 +87,11 @@ def _dtypes(select: Callable[[str], Any], config: Config) -> dict[str, Any]:
 # ---- Where a trainer and a vLLM worker on one machine meet for a weight sync: a socket of this sync alone
 # verl names the socket in /tmp by the number of Ray's job, of the replica and of the rank. That keeps runs apart that share a Ray
 # (https://github.com/verl-project/verl/issues/6233). But each run that starts a Ray of its own has job 1: of two on one machine
-# the
-# second takes the first one's socket, one waits for weights that never come, and the other's worker may load them.
+# the second takes the first one's socket, one waits for weights that never come, and the other's worker may load them.
 #
 # Within a run verl takes the same name again and again. A worker that was frozen, or given up, may still have a reply for the
 # sender of an earlier sync: ZeroMQ delivers it, even of a closed socket, to whoever listens at that name now. The new sender
-# takes
-# this for its worker, its first message is lost, and both wait until their time-out.
+# takes this for its worker, its first message is lost, and both wait until their time-out.
 
 _ATTRIBUTE = "_jetrl_synced"
 

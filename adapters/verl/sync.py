@@ -28,8 +28,7 @@ __all__ = ["announce", "attach", "collective_rpc", "greeted", "prepare"]
 
 # ---- What the engines hold, before a delta sync (``sync="delta"``): from it the trainer decides what to send
 # A colocated engine says it in its first reply (``transport``). A checkpoint engine has no way back to the trainer, so the
-# trainer
-# loop asks the engines and tells the training workers.
+# trainer loop asks the engines and tells the training workers.
 
 _OFFER = "jetrl_offer"
 _REPORT = "jetrl_report"

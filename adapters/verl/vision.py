@@ -28,10 +28,9 @@ __all__ = [
 
 # ---- Gated delta nets in verl: a token's output depends on a state that the tokens before it have left
 # So a packed row needs its boundaries, or a sequence begins with the state of the one before it, and no error says so. verl
-# passes
-# them to its own forward of models that see, which splits a row for a delta rule that does not know them. To find out it asks
-# whether the rule takes an argument of that name; transformers' own rule, which stands in where flash-linear-attention is not
-# installed, takes any name, and drops it. Models of text with delta nets get no boundaries from verl at all.
+# passes them to its own forward of models that see, which splits a row for a delta rule that does not know them. To find out it
+# asks whether the rule takes an argument of that name; transformers' own rule, which stands in where flash-linear-attention is
+# not installed, takes any name, and drops it. Models of text with delta nets get no boundaries from verl at all.
 
 _REMOVE = f"{MODEL}.use_remove_padding"
 

@@ -19,8 +19,7 @@ __all__ = ["ADAPTER", "VllmAdapter", "in_two_dimensions"]
 
 # ---- vLLM's rotary embedding on a CPU, for queries that have a dimension for their heads, as in latent attention
 # The kernel takes the row of a query [T, heads, width] for as long as that of one head, and rotates other numbers (seen in
-# 0.30; no
-# error says so). In two dimensions, [T, heads * width], it is right.
+# 0.30; no error says so). In two dimensions, [T, heads * width], it is right.
 
 def in_two_dimensions(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``RotaryEmbedding.forward_cpu``. What it returns counts: of a query in slices it rotates a copy."""

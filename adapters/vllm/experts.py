@@ -88,10 +88,8 @@ def finish(model: torch.nn.Module) -> None:
 # ---- The experts method: it loads, routes and multiplies a mixture's experts as the trainer does, in FP8 or in BF16
 # vLLM keeps the experts of a block in ``w13_weight [E, 2I, H]`` (gate, then up) and ``w2_weight [E, H, I]``; the trainer sends
 # each expert's three matrices by the names of its checkpoint. Scales are kept per row, as in the linears; experts that
-# ``exclude``
-# names, or that the precision guard moved, are BF16 and have none. Of several ranks each holds either a range of the experts,
-# or a
-# range of every expert's intermediate size: rows of gate and up, columns of down.
+# ``exclude`` names, or that the precision guard moved, are BF16 and have none. Of several ranks each holds either a range of
+# the experts, or a range of every expert's intermediate size: rows of gate and up, columns of down.
 
 #: vLLM's names of an expert's matrices: w1 and w3 lie in ``w13``, one below the other
 _SHARDS = dict(zip(("w1", "w3", "w2"), PARTS, strict=True))

@@ -34,8 +34,7 @@ __all__ = ["VllmInstaller", "add_plain", "guarded_modules", "to_bf16"]
 
 # ---- Digests of what a weight sync sends as it is: embeddings, ``lm_head``, norms, biases, routers, layers left in BF16
 # A parameter is compared only if this rank holds it as it was sent: in the announced dtype or in FP32, and whole or as a
-# rectangle
-# that a ``Shard`` describes. The others (casts, transformed towers) are checked for completeness alone.
+# rectangle that a ``Shard`` describes. The others (casts, transformed towers) are checked for completeness alone.
 
 #: shape and dtype of each tensor that a sync announced, by Hugging Face name
 Sent = Mapping[str, tuple[tuple[int, ...], str]]

@@ -27,8 +27,7 @@ __all__ = ["AFTER_LOADING", "absorb", "check_layers", "follow_norms", "is_handle
 # ``W_UK_T [H, P, L]`` and what attention returns by its ``W_UV [H, L, V]``, in BF16. ``process_weights_after_loading`` of its
 # ``MLAAttention`` makes both of that weight: views where it is BF16 (vLLM 0.24 to 0.32), copies of what FP8 means, or packed ones
 # for AMX. A sync that wrote a weight and not its copies would leave decoding steps with the attention of older weights, without
-# an
-# error.
+# an error.
 #
 # The layer stays in BF16 on both sides (``families.ABSORBED``): in FP8 its input would be quantized in prefills and in the
 # trainer, and not in decoding steps.

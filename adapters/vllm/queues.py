@@ -46,10 +46,8 @@ def _in_words(status: int) -> str:
 
 # ---- The shared memory of vLLM's processes: nothing of it is left behind -------------------------
 # A queue between an engine and its workers has a name in ``/dev/shm`` that its writer removes when it ends, which a killed
-# process
-# never does. The name is needed only until every reader has mapped the memory. So it is with the memory over which
-# tensor-parallel
-# workers on a CPU reduce (4 MB a worker).
+# process never does. The name is needed only until every reader has mapped the memory. So it is with the memory over which
+# tensor-parallel workers on a CPU reduce (4 MB a worker).
 #
 # A worker that loads a checkpoint draws a progress bar. tqdm then makes a lock for bars of several processes, which in a spawned
 # process is a semaphore with such a name (32 bytes). No other process can have that lock, so none is made there.

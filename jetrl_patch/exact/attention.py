@@ -70,8 +70,7 @@ def boundaries(begins: Tensor, at_most: int) -> Boundaries:
 # Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
 # online softmax over fixed blocks and chunks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same
 # bits in a packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper ``exact.flash3`` may compute the
-# forward in their place.
-# Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
+# forward in their place. Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 
 #: Up to this many scores, the backward pads all sequences into one batch; above, it processes them one by one.
 _BATCHED_SCORES = 1 << 26

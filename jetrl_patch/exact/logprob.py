@@ -117,8 +117,7 @@ def head_linear(x_MK: Tensor, w_VK: Tensor) -> Tensor:
 # backward pass runs autograd over the same formula, block by block, so that no bit differs from a single pass over all rows.
 #
 # On a GPU the gradient is one kernel's, without FP32 copies: it reads the logits once and writes their gradient once. For that
-# the
-# forward pass keeps the largest logit of each row and its log-prob. Only an edit of the logits still needs FP32 copies of a
+# the forward pass keeps the largest logit of each row and its log-prob. Only an edit of the logits still needs FP32 copies of a
 # block.
 
 #: bytes of one FP32 copy of a block, of which the backward pass in torch's operations holds about four

@@ -148,8 +148,7 @@ def _ones(like: Any, *shape: int) -> Tensor:
 #     down     e4m3 [E, H, I],  scales [E, ceil(H / 128), ceil(I / 128)]
 #
 # A row's bits are those of the dense Triton product, and the sum over experts is that of ``mixture``. A pair is a token and one
-# of
-# its experts; pairs are sorted by expert (``kernels.mixture``). Shape legend as in ``experts``; F = 2I.
+# of its experts; pairs are sorted by expert (``kernels.mixture``). Shape legend as in ``experts``; F = 2I.
 
 class Stacks(NamedTuple):
     """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block; if held, also turned, [S, K, N]."""

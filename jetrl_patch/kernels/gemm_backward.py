@@ -30,11 +30,9 @@ from jetrl_patch.kernels.gemm_common import (
 #     dY e4m3 [M, N] row-major, s [M, ceil(N/128)];  W e4m3 [N, K] row-major, s blocks [ceil(N/128), ceil(K/128)]
 #
 # ``wgmma`` needs the contraction dimension contiguous, but W has K contiguous. So W^T [K, N] is written first, 2 bytes an
-# element,
-# unless the quantizer wrote it beside W, and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that the
-# compiler
-# turns each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte stores a thread in a loop of 320
-# instructions, where FProp's has 200.
+# element, unless the quantizer wrote it beside W, and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that
+# the compiler turns each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte stores a thread in a
+# loop of 320 instructions, where FProp's has 200.
 
 #: the tile, whatever K: a training batch has many rows
 TILE = WIDE

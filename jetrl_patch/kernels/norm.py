@@ -32,9 +32,8 @@ __all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_rows"
 
 # ---- Fused producers, which compute and quantize in one kernel: RMSNorm here, SiLU * up in ``silu``
 # The RMSNorm values are those of ``exact.elementwise`` on a GPU (its FP64 formula). Exact squares are summed in FP64, and the
-# root is
-# FP64 too; only the order of the sum differs, by a few 2^-53. Rounding to FP32 hides the difference unless the exact root is
-# that close to the midpoint of two FP32 numbers (one row in 10^8).
+# root is FP64 too; only the order of the sum differs, by a few 2^-53. Rounding to FP32 hides the difference unless the exact
+# root is that close to the midpoint of two FP32 numbers (one row in 10^8).
 
 #: the widest row that a program can hold
 WIDEST = 16384
@@ -292,9 +291,9 @@ KERNELS += tuple(
 )  # fmt: skip
 
 
-# ---- The gradients of RMSNorm in one pass over its rows: x and dy are read, dx is written, 6 bytes an element of memory. With
-# the
-# gradient of the residual, which is added to dx, they are 8.
+# ---- The gradients of RMSNorm in one pass over its rows ---------------------------------------------
+# X and dy are read, dx is written, 6 bytes an element of memory. With the gradient of the residual, which is added to dx, they
+# are 8.
 #
 #     h = x * rstd      dx = rstd * (w * dy - h * mean(w * dy * h))      dw = sum over rows of dy * h
 #

@@ -158,8 +158,7 @@ KERNELS: tuple[Spec, ...] = _specs()
 #     s = 1 / (1 + e^-gate)      dgate = dy * up * s * (1 + gate * (1 - s))      dup = dy * (gate * s)
 #
 # In FP32, each rounded once. In torch's operations the same formula takes fourteen kernels and 126 bytes an element. A gradient
-# is
-# the trainer's own, so that its last bit may be a GPU's: the exponential is the hardware's.
+# is the trainer's own, so that its last bit may be a GPU's: the exponential is the hardware's.
 #
 # Where the layers before it compute in FP8, the same pass also quantizes both gradients, each in the two layouts that DGrad and
 # WGrad read: 4 bytes an element more, and those layers need not read the gradients again, which would be 4 and a launch for each.

@@ -244,8 +244,7 @@ def everybody(mine: Any) -> list[Any]:
 #     sync n ends:   the statistics of all ranks become metrics and warnings, or stop the run
 #
 # The experts of a block count as one layer (``units``): every matrix is measured, and the worst of each statistic is kept, with
-# the
-# matrix that it is of. All of them reach the host in one transfer.
+# the matrix that it is of. All of them reach the host in one transfer.
 #
 # Every rank calls ``begin`` and ``end``. Both are collective in sampled syncs and reach the same decision on every rank.
 

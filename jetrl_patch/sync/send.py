@@ -61,8 +61,7 @@ QUANTIZERS: dict[str, Callable[[torch.Tensor, ScaleFormat], tuple[torch.Tensor, 
 # Each weight is cast to BF16 (every process that sees the BF16 value then gets the same bytes) and quantized once. Its digest
 # also tells whether it is finite: NaN or Inf in a block of weights makes the block's scale NaN or Inf. The stream holds one
 # tensor at a time, besides what the framework's own transfer holds. With a base (``base.py``), what has changed since the last
-# sync
-# takes a tensor's place.
+# sync takes a tensor's place.
 
 #: (layer name, BF16 weight [N, K]) -> the bytes to send and install: (q [N, K], scales in FP32)
 Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
