@@ -33,10 +33,10 @@ __all__ = [
 # This package holds what every framework shares; the adapter calls it:
 #
 # 1. settings: ``problems`` checks the framework's settings against a table of ``rules.Rule``, ``complete`` completes them;
-# 2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``marks.check``;
+# 2. driver: writes ``Config.to_env()`` into the framework's settings; every other process calls ``rules.check``;
 # 3. model: ``prepare`` converts it before it is wrapped, through ``trainer.source.convert``;
-# 4. sync: ``guard.begin_sync``, then ``Source.stream`` over full weights, then ``report.sync_report``;
-# 5. log: ``report.sync_metrics`` and ``mismatch.step_metrics`` go into ``state.Driver``, and from there into the step's log.
+# 4. sync: ``source.begin_sync``, then ``Source.stream`` over full weights, then ``audit.sync_report``;
+# 5. log: ``audit.sync_metrics`` and ``audit.step_metrics`` go into ``source.Driver``, and from there into the step's log.
 
 class Pool(NamedTuple):
     """GPUs that a launch asks Ray for."""

@@ -33,8 +33,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- The state of this process: its active settings, and what a run reports for ``status()``. ``runtime.py`` sets it
-# This module sits below all its readers, so a weight sync can report its layers without importing the patch engine.
+# ---- The state of this process: its active settings, and what a run reports for ``status()`` -----
 
 @dataclass
 class Notes:
@@ -259,7 +258,7 @@ class Status:
         return "\n".join(lines)
 
 
-# ---- The plan of one ``enable()``: check it, apply it, undo it. ``runtime.py`` holds the active session
+# ---- The plan of one ``enable()``: check it, apply it, undo it.
 
 #: called with the session and the error when a patch fails, before the import of its module fails
 OnFailure = Callable[["Session", BaseException], None]

@@ -52,7 +52,7 @@ def tell(trainer: Any, guarded: Sequence[str]) -> None:
 
 
 # ---- The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported
-# ``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``wire.py`` → ``worker.py`` in the vLLM worker. A
+# ``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``transport.py`` → ``worker.py`` in the vLLM worker. A
 # first sync runs when the trainer is built, so that both sides are compared before the first rollout.
 
 @while_active
