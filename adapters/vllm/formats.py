@@ -322,7 +322,7 @@ class ChannelFp8(LinearFormat):
 _CLASSES = {
     "fp8-block": "formats:BlockFp8",
     "fp8-channel": "formats:ChannelFp8",
-    "int8-channel": "int8:ChannelInt8",
+    "int8-channel": "head:ChannelInt8",
 }
 
 

@@ -256,7 +256,7 @@ def _specs() -> tuple[Spec, ...]:
     return tuple(found)
 
 
-KERNELS: tuple[Spec, ...] = _specs()
+ATTENTION_KERNELS = _specs()
 
 
 # ---- The merged weight of ``fp8.lora``, W' = bf16(W + scaling * Σ_j B_j A_j), in one pass over W -
@@ -296,10 +296,12 @@ def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> T
     return y
 
 
-KERNELS += (
+MERGE_KERNELS = (
     Spec(
         "merge", merge_kernel, dict.fromkeys(("w", "a", "b", "y"), "*bf16")
         | dict.fromkeys(("N", "K", "R"), "i32") | {"scaling": "fp32"},
         {"ROWS": ROWS, "HARDWARE": True}, {"num_warps": WARPS, **PINNED}, ("N", "K"),
     ),
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = ATTENTION_KERNELS + MERGE_KERNELS

@@ -113,7 +113,7 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
 
 
 _TYPES = {"out": "*i64", "rows": "i32", "cols": "i32", "ld": "i32", "row0": "i32", "col0": "i32"}
-KERNELS: tuple[Spec, ...] = (
+DIGEST_KERNELS = (
     Spec(
         "digest_bytes", digest_kernel, {"x": "*u8", **_TYPES}, {"HALVES": False, "SPECIAL": 0, **FIXED},
         {"num_warps": 4}, ("cols", "ld"),
@@ -160,10 +160,12 @@ def rank_sum(parts_RMN: Tensor) -> Tensor:
     return y
 
 
-KERNELS += tuple(
+RANK_SUM_KERNELS = tuple(
     Spec(
         f"rank_sum{ranks}", rank_sum_kernel, {"parts": "*fp32", "y": "*bf16", "M": "i32", "N": "i32"},
         {"RANKS": ranks, "SIZE": SIZE}, {"num_warps": WARPS, **PINNED}, ("N",),
     )
     for ranks in (2, 8)
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = DIGEST_KERNELS + RANK_SUM_KERNELS

@@ -86,7 +86,7 @@ def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
     return y
 
 
-KERNELS: tuple[Spec, ...] = (
+ELEMENTWISE_KERNELS = (
     Spec(
         "silu_mul", silu_mul_kernel, dict.fromkeys(("gate", "up", "y"), "*bf16")
         | dict.fromkeys(("M", "K", "gate_m", "up_m"), "i32"),
@@ -221,4 +221,6 @@ def _spec(D: int, R: int, backward: bool) -> Spec:
     )  # fmt: skip
 
 
-KERNELS += tuple(_spec(D, R, backward) for D, R in ((64, 64), (BLOCK, BLOCK), (BLOCK, 64)) for backward in (False, True))
+ROTARY_KERNELS = tuple(_spec(D, R, backward) for D, R in ((64, 64), (BLOCK, BLOCK), (BLOCK, 64)) for backward in (False, True))
+
+KERNELS: tuple[Spec, ...] = ELEMENTWISE_KERNELS + ROTARY_KERNELS

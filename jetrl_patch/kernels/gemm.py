@@ -147,7 +147,7 @@ def _spec(tile: Tile, out: str, splits: int, blocks: bool) -> Spec:
     )  # fmt: skip
 
 
-KERNELS: tuple[Spec, ...] = tuple(
+GEMM_KERNELS = tuple(
     _spec(tile, out, splits, blocks)
     for blocks in (False, True)
     for tile in (NARROW, WIDE)
@@ -262,10 +262,12 @@ def _few_spec(tile: Tile, out: str, scale: str, blocks: bool) -> Spec:
     )  # fmt: skip
 
 
-KERNELS += tuple(
+GEMM_DECODE_KERNELS = tuple(
     _few_spec(tile, out, scale, blocks)
     for blocks in (False, True)
     for scale in ("pow2", "fp32")
     for tile in TILES[blocks]
     for out in ("bf16", "fp32")
 )
+
+KERNELS: tuple[Spec, ...] = GEMM_KERNELS + GEMM_DECODE_KERNELS

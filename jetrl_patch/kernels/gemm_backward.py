@@ -96,7 +96,7 @@ def dgrad(
     return dx
 
 
-KERNELS: tuple[Spec, ...] = (
+GEMM_DGRAD_KERNELS = (
     Spec(
         "turn", turn_kernel, {"w": "*u8", "turned": "*u8"} | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"), {},
         {"num_warps": WARPS, **PINNED}, ("N", "K", "w_n", "pitch"),
@@ -186,7 +186,7 @@ def wgrad(
     return dw
 
 
-KERNELS += tuple(
+GEMM_WGRAD_KERNELS = tuple(
     Spec(
         name=f"wgrad_{SIDE}x{SIDE}_{out}" + ("_add" if add else ""),
         kernel=wgrad_kernel,
@@ -200,3 +200,5 @@ KERNELS += tuple(
     )
     for out, add in (("bf16", False), ("fp32", False), ("fp32", True))
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = GEMM_DGRAD_KERNELS + GEMM_WGRAD_KERNELS

@@ -61,7 +61,7 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     return y
 
 
-KERNELS: tuple[Spec, ...] = tuple(
+HEAD_KERNELS = tuple(
     Spec(
         f"bf16_gemm_{out}", bf16_gemm_kernel,
         {"x": "*bf16", "w": "*bf16", "y": f"*{out}"} | dict.fromkeys(("M", "N", "K", "x_m", "w_n"), "i32"),
@@ -122,7 +122,7 @@ def log_prob_backward(
         )  # fmt: skip
 
 
-KERNELS += tuple(
+LOGPROB_BACKWARD_KERNELS = tuple(
     Spec(
         f"log_prob_backward_{name}", log_prob_backward_kernel,
         {"x": f"*{name}", "labels": "*i64", **dict.fromkeys(("dy", "top", "top_log_prob", "temperature"), "*fp32"),
@@ -131,3 +131,5 @@ KERNELS += tuple(
     )
     for name in ("bf16", "fp32")
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = HEAD_KERNELS + LOGPROB_BACKWARD_KERNELS

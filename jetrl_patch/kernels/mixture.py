@@ -153,7 +153,7 @@ def plan(ids_Tk: Tensor, experts: int) -> Plan:
 
 
 _OUTPUTS = ("order", "place", "offsets", "tiles", "tile_first", "groups", "group_first")
-KERNELS: tuple[Spec, ...] = (
+PLAN_KERNELS = (
     Spec(
         "expert_counts", count_kernel, {"ids": "*i64", "counts": "*i32", "P": "i32"}, {"STEP": STEP},
         {"num_warps": WARPS, **PINNED},
@@ -290,7 +290,7 @@ def pair_backward(
     return dab, dweights
 
 
-KERNELS += (
+COMBINE_KERNELS = (
     *(
         Spec(
             f"combine_{out}{'_weighted' * weighted}{'_part' * part}", combine_kernel,
@@ -310,3 +310,5 @@ KERNELS += (
         {"ROWS": COMBINE_ROWS, "HARDWARE": True}, {"num_warps": COMBINE_WARPS, **PINNED}, ("I",),
     ),
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = PLAN_KERNELS + COMBINE_KERNELS

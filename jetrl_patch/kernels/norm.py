@@ -132,7 +132,7 @@ def warps_for(covering: int) -> int:
     return min(max(covering * 128 // (32 * 32), 1), 16)
 
 
-KERNELS: tuple[Spec, ...] = tuple(
+PRODUCERS_KERNELS = tuple(
     Spec(
         f"rmsnorm_rows{covering * 128}_{scale}", rmsnorm_rows_kernel,
         {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
@@ -187,7 +187,7 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
     return y, rstd
 
 
-KERNELS += tuple(
+NORM_KERNELS = tuple(
     Spec(
         f"rms_norm{covering * 128}", rms_norm_kernel,
         {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rstd": "*fp32", "K": "i32", "x_m": "i32"},
@@ -277,7 +277,7 @@ def norm_quantize_rows(
     return NormedRows(as_fp8(q), s, total)
 
 
-KERNELS += tuple(
+NORM_ROWS_KERNELS = tuple(
     Spec(
         f"norm_rows{covering * 128}{'_added' * add}_{scale}", norm_rows_kernel,
         dict.fromkeys(("x", "residual", "w"), "*bf16") | {"q": "*u8", "s": "*fp32", "total": "*bf16"}
@@ -399,4 +399,6 @@ def _spec(width: int, add: bool) -> Spec:
     )  # fmt: skip
 
 
-KERNELS += tuple(_spec(width, add) for add in (False, True) for width in (128, 1024, 2048, 4096, 8192, 16384))
+NORM_BACKWARD_KERNELS = tuple(_spec(width, add) for add in (False, True) for width in (128, 1024, 2048, 4096, 8192, 16384))
+
+KERNELS: tuple[Spec, ...] = PRODUCERS_KERNELS + NORM_KERNELS + NORM_ROWS_KERNELS + NORM_BACKWARD_KERNELS

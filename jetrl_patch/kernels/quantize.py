@@ -234,7 +234,7 @@ def _specs() -> tuple[Spec, ...]:
     return tuple(found)
 
 
-KERNELS: tuple[Spec, ...] = _specs()
+QUANTIZE_KERNELS = _specs()
 
 
 # ---- Requantize a saved FP8 activation in groups of 128 tokens, which makes WGrad's operand from bytes alone
@@ -291,7 +291,7 @@ def requantize_tokens(
     return as_fp8(qt), st
 
 
-KERNELS += tuple(
+REQUANTIZE_KERNELS = tuple(
     Spec(
         f"requantize_tokens_{scale}", requantize_kernel,
         {"q": "*u8", "s": "*fp32", "qt": "*u8", "st": "*fp32"} | dict.fromkeys(("M", "K", "q_m", "s_m", "s_g", "pitch"), "i32"),
@@ -300,3 +300,5 @@ KERNELS += tuple(
     )
     for scale in ("pow2", "fp32")
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = QUANTIZE_KERNELS + REQUANTIZE_KERNELS

@@ -151,7 +151,7 @@ def _specs() -> tuple[Spec, ...]:
     return tuple(found)
 
 
-KERNELS: tuple[Spec, ...] = _specs()
+SILU_KERNELS = _specs()
 
 
 # ---- The gradients of SiLU(gate) * up in one kernel, 10 bytes an element: gate, up and dy are read, dgate and dup written
@@ -286,7 +286,7 @@ _BYTES, _SCALES = dict.fromkeys(("qg", "qgt", "qu", "qut"), "*u8"), dict.fromkey
 _SIZES = dict.fromkeys(("M", "K", "gate_m", "up_m", "dy_m"), "i32")
 _ALIGNED = ("K", "gate_m", "up_m", "dy_m")
 
-KERNELS += (
+SILU_BACKWARD_KERNELS = (
     Spec(
         "silu_mul_backward", silu_mul_backward_kernel, _TENSORS | _SIZES, {"ROWS": BACKWARD_ROWS, "HARDWARE": True},
         {"num_warps": WARPS, **PINNED}, _ALIGNED,
@@ -300,3 +300,5 @@ KERNELS += (
         for scale in ("pow2", "fp32")
     ),
 )  # fmt: skip
+
+KERNELS: tuple[Spec, ...] = SILU_KERNELS + SILU_BACKWARD_KERNELS

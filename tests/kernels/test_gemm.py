@@ -28,7 +28,7 @@ REGISTERS, SHARED = 65536, 227 * 1024
 SPILLS = {"decode_64x128_fp32_blocks_pow2": 8, "decode_64x128_fp32_blocks_fp32": 48}
 if "sched4reg" not in common.COMPILER:  # an older triton, seen with 3.6.0: two sums, and scales per row
     SPILLS |= {f"fprop_128x128_{out}_splits{splits}": 200 for out in ("bf16", "fp32") for splits in (2, 4, 8)}
-SPECS = [*gemm.KERNELS, *gemm.KERNELS, *gemm_backward.KERNELS, *gemm_grouped.KERNELS]
+SPECS = [*gemm.GEMM_KERNELS, *gemm.GEMM_DECODE_KERNELS, *gemm_backward.GEMM_WGRAD_KERNELS, *gemm_grouped.KERNELS]
 SPECS += [spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" in spec.name]
 #: maximum instructions that a warp runs per block of 128, and asynchronous copies of scales and rows among them (weights and
 #: quantized rows come by TMA). A training step's products are bound by them; two thirds of decoding's quantize the rows
@@ -61,7 +61,7 @@ def test_in_the_interpreter(file: str):
 
 
 def programs_per_sm(spec: Spec) -> int:
-    if spec in gemm.KERNELS:
+    if spec in gemm.GEMM_DECODE_KERNELS:
         return gemm.PIPELINE[spec.constexprs["COLUMNS"]][1]
     if spec in gemm_grouped.KERNELS:
         return gemm_grouped.TILE.per_sm
@@ -94,7 +94,7 @@ def test_a_block_starts_from_zero_and_is_promoted_by_one_fma(spec: Spec):
     assert starts and starts == [True, False, False, False] * (len(starts) // 4)
     assert ptx.count("fma.rn.f32") == elements(spec)  # one loop, also over the ranges of a split K
     assert "mad.f32" not in ptx and ".ftz" not in ptx and ".approx" not in ptx
-    if spec in gemm.KERNELS:
+    if spec in gemm.GEMM_DECODE_KERNELS:
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and ("div.rn.f32" in ptx) == spec.name.endswith("_fp32")
 
 
@@ -116,7 +116,7 @@ def test_scales_per_row_cost_more():
 
 
 def test_the_weight_is_turned_16_bytes_at_a_time():
-    made = compile_one(gemm_backward.KERNELS[0])
+    made = compile_one(gemm_backward.GEMM_DGRAD_KERNELS[0])
     assert made.spills == 0 and "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx
     with pytest.raises(ValueError, match="no loop with GMMA"):
         inner_loop(made)

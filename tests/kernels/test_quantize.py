@@ -20,7 +20,7 @@ from jetrl_patch.kernels.aot import Spec, compile_one
 from jetrl_patch.kernels.common import COMPILER
 
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [*quantize.KERNELS, *quantize.KERNELS, *norm.KERNELS, *norm.KERNELS, *silu.KERNELS]
+SPECS = [*quantize.KERNELS, *norm.PRODUCERS_KERNELS, *norm.NORM_ROWS_KERNELS, *silu.SILU_KERNELS]
 
 #: maximum registers per thread and bytes of shared memory per program. An SM has 65,536 registers:
 #: the third column is how many of its 64 warps can then be active
@@ -86,10 +86,10 @@ def sum_of_squares(spec: Spec) -> list[str]:
     return [re.sub(r"#(?!ttg)\w+", lambda found: layouts[found[0]], tile) for tile in tiles]
 
 
-@pytest.mark.parametrize("spec", norm.KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", norm.NORM_ROWS_KERNELS, ids=lambda spec: spec.name)
 def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
     """Else one row in 10^8 would have another last bit, which no comparison of values would find."""
-    alone = next(s for s in norm.KERNELS if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
+    alone = next(s for s in norm.NORM_KERNELS if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
     assert alone.options["num_warps"] == spec.options["num_warps"]
     found = sum_of_squares(spec)
     assert len(found) == 2 and "sizePerThread = [1, 8]" in found[0] and found == sum_of_squares(alone)
@@ -97,7 +97,8 @@ def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
 
 def test_another_order_would_be_found():
     """The trainer's kernel for ``align="linear"`` spreads a row as its bytes are stored."""
-    alone, fused = (next(s for s in module.KERNELS if s.constexprs["GROUPS"] == 32) for module in (norm, norm))
+    kinds = norm.NORM_KERNELS, norm.PRODUCERS_KERNELS
+    alone, fused = (next(s for s in found if s.constexprs["GROUPS"] == 32) for found in kinds)
     assert sum_of_squares(fused) != sum_of_squares(alone)
 
 
@@ -119,7 +120,7 @@ def test_all_kernels_are_registered_once():
     assert {spec.name for spec in SPECS} <= set(found)
     folder = ROOT / "jetrl_patch" / "kernels"
     with_kernels = {path.stem for path in folder.glob("*.py") if re.search(r"^@triton.jit", path.read_text(), re.M)}
-    helpers = {"e4m3", "tiles", "gemm_common", "attention_rows"}  # device functions from other files
+    helpers = {"common", "gemm_common"}  # device functions for other files
     for name in with_kernels - helpers:
         assert importlib.import_module(f"jetrl_patch.kernels.{name}").KERNELS, name
 

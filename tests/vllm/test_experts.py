@@ -16,6 +16,7 @@ from jetrl_patch.fp8.convert import per_expert
 from jetrl_patch.fp8.experts import Experts, experts_forward, run_experts
 from jetrl_patch.fp8.mixture import added
 from jetrl_patch.models.families import FAMILIES
+from jetrl_patch.session import active_config
 from jetrl_patch.sync.digest import Pieces, digest
 from tests.fp8.mixture import operands_of
 from tests.models import config_of
@@ -60,8 +61,7 @@ def empty_layer(**changes: Any) -> Any:
 def method_of(layer: Any, quantized: bool = True) -> Any:
     from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 
-    config: Any = SimpleNamespace(config=jetrl_patch.status().config)
-    method = QuantizedExpertsMethod(config, layer, NAME, quantized)
+    method = QuantizedExpertsMethod(active_config(), layer, NAME, quantized)
     method.create_weights(layer, E, H, I, torch.bfloat16)
     return method
 
@@ -392,8 +392,7 @@ def test_ranks_load_route_and_add_as_the_trainer(kind: str, fp8: bool, monkeypat
     monkeypatch.setattr(module, "sum_over_ranks", lambda mine: sums.append(mine) or mine)
     for quantized, (changes, held, part) in itertools.product((True, False), RANKS[kind]):
         layer = empty_layer(**changes)
-        settings: Any = SimpleNamespace(config=jetrl_patch.status().config)
-        method = module.QuantizedExpertsMethod(settings, layer, NAME, fp8)
+        method = module.QuantizedExpertsMethod(active_config(), layer, NAME, fp8)
         method.create_weights(layer, len(held), H, part, torch.bfloat16)
         pieces = Pieces()
         for name, tensor in (sent if quantized else matrices).items():

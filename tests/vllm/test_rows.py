@@ -21,10 +21,9 @@ def test_the_rollout_asks_for_row_equality(precision, monkeypatch):
         return row_equality.Verdict(False, f"{backend.name} {shape} {scale_format} {most}")
 
     monkeypatch.setattr(row_equality, "compare_rows", compare)
-    config = SimpleNamespace(config=Config(precision=precision), packed_modules_mapping={})
     batches = SchedulerConfig(max_num_batched_tokens=300, max_num_seqs=8, max_model_len=300, is_encoder_decoder=False)
     with set_current_vllm_config(VllmConfig(scheduler_config=batches)):
-        method = QuantizedLinearMethod(config, "model.layers.0.mlp.down_proj")
+        method = QuantizedLinearMethod(Config(precision=precision), "model.layers.0.mlp.down_proj", packed={}, cut=[])
     method.format._backend = get_backend("torch")
     layer = SimpleNamespace(weight=torch.empty(64, 256, dtype=torch.float8_e4m3fn, device="meta"))  # stands for a GPU
     if precision == "fp8-rollout":
