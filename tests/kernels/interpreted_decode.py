@@ -79,7 +79,7 @@ def test_rows_may_have_a_stride_and_scales_any_layout():
 
 def test_the_backend_takes_it_for_few_rows_alone(monkeypatch):
     taken, original = [], gemm.fprop_few
-    monkeypatch.setattr(gemm, "fprop", lambda x, *a: taken.append(x.shape[0]) or original(x, *a))
+    monkeypatch.setattr(gemm, "fprop_few", lambda x, *a: taken.append(x.shape[0]) or original(x, *a))
     backend, (q, s) = get_backend("triton"), weight(64, 256, "pow2")
     x = data("wide", (gemm.FEW_TOKENS + 1, 256))
     whole = backend.fprop(x, q, s, "pow2")
@@ -97,7 +97,7 @@ def test_what_a_trial_refuses_is_given_up(monkeypatch):
     backend, (q, s), x = get_backend("triton"), weight(64, 256, "pow2"), data("wide", (3, 256))
     expected, taken = backend.fprop(x, q, s, "pow2"), []
     assert backend.give_up_few_rows() and not backend.give_up_few_rows() and backend.few() == 0
-    for module, name in ((gemm, "fprop"), (gemm, "few_tile_for")):
+    for module, name in ((gemm, "fprop_few"), (gemm, "few_tile_for")):
         monkeypatch.setattr(module, name, lambda *a: taken.append(a))
     assert same(backend.fprop(x, q, s, "pow2"), expected) and not taken
 
@@ -110,7 +110,7 @@ def test_the_trial_of_rows_covers_both_ways():
 
 def test_the_trial_sees_one_launch_that_rounds_otherwise(monkeypatch):
     original = gemm.fprop_few
-    monkeypatch.setattr(gemm, "fprop", lambda x, *a: original(x * 1.01, *a))
+    monkeypatch.setattr(gemm, "fprop_few", lambda x, *a: original(x * 1.01, *a))
     verdict = compare_rows(get_backend("triton"), (64, 256), "cpu", trained=140, decoded=(7,))
     assert not verdict.ok and "at M = 7 differ" in verdict.found
 
