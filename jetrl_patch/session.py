@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from jetrl_patch import registry
 from jetrl_patch.config import Config, environment
@@ -21,9 +21,6 @@ from jetrl_patch.patching.guards import installed_version, module_exists, requir
 from jetrl_patch.patching.hooks import ImportHook, watch
 from jetrl_patch.patching.journal import Journal
 from jetrl_patch.patching.patch import OnImport, Patch, apply_patch, find_target
-
-if TYPE_CHECKING:
-    from jetrl_patch.registry import Adapter
 
 __all__ = [
     "Notes", "PatchStatus", "Planned", "Session", "Status", "activate_from_env", "active_config", "active_with",
@@ -278,7 +275,7 @@ class Session:
     """The changes of one ``enable()``. ``error`` is what a patch raised, kept in case the importer swallows it."""
 
     config: Config
-    adapters: Sequence[Adapter]
+    adapters: Sequence[registry.Adapter]
     versions: dict[str, str]
     planned: list[Planned]
     journal: Journal = field(default_factory=Journal)
@@ -330,7 +327,7 @@ class Session:
         return on_import
 
 
-def plan(config: Config, adapters: Sequence[Adapter]) -> Session:
+def plan(config: Config, adapters: Sequence[registry.Adapter]) -> Session:
     """Check versions, settings and targets without changing anything, and return the session to apply.
 
     In an imported module the target must exist. For other targets the module's file must exist.

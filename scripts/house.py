@@ -26,23 +26,41 @@ def functions(path: Path) -> Iterator[int]:
             yield (node.end_lineno or node.lineno) - node.lineno + 1
 
 
-def graph(root: Path) -> dict[str, set[str]]:
-    """Module -> modules of the product that it imports, in functions and under TYPE_CHECKING too."""
-    files = {}
+def imports(path: Path) -> Iterator[str]:
+    """The dotted name of every import of a file, in functions and under TYPE_CHECKING too."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def sources(root: Path = ROOT) -> dict[str, Path]:
+    """Dotted name as installed -> file, for every module of the product."""
+    found = {}
     for folder in PRODUCT:
-        for path in (root / folder).rglob("*.py"):
+        for path in sorted((root / folder).rglob("*.py")):
             name = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-            files[name if folder == "jetrl_patch" else f"jetrl_patch.{name}"] = path
+            found[name if folder == "jetrl_patch" else f"jetrl_patch.{name}"] = path
+    return found
+
+
+def graph(root: Path = ROOT) -> dict[str, set[str]]:
+    """Module -> modules of the product that it imports, in functions and under TYPE_CHECKING too."""
+    files = sources(root)
     found: dict[str, set[str]] = {}
     for module, path in files.items():
-        names = set()
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Import):
-                names |= {alias.name for alias in node.names}
-            elif isinstance(node, ast.ImportFrom):
-                names |= {f"{node.module}.{alias.name}" for alias in node.names}
-        found[module] = ({name if name in files else name.rpartition(".")[0] for name in names} & set(files)) - {module}
+        names = {name for name in imports(path) if name.split(".")[0] == "jetrl_patch"}
+        # of "from a import b" either a.b is a module, or b is something in a
+        found[module] = {name if name in files else name.rpartition(".")[0] for name in names} - {module, ""}
     return found
+
+
+def layers(root: Path = ROOT) -> list[str]:
+    """Packages and modules from bottom to top, as the table in CONTRIBUTING.md lists them."""
+    table = (root / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
+    return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
 
 
 def circles(edges: dict[str, set[str]]) -> int:
@@ -61,11 +79,9 @@ def circles(edges: dict[str, set[str]]) -> int:
 
 def main() -> None:
     root = Path(sys.argv[1]) if len(sys.argv) > 1 else ROOT
-    files = [path for folder in PRODUCT for path in (root / folder).rglob("*.py")]
+    files = list(sources(root).values())
     sizes = [lines_of(path) for path in files]
     lengths = [length for path in files for length in functions(path)]
-    table = (root / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
-    layers = [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
     for name, value in {
         "product files": len(files),
         "product lines": sum(sizes),
@@ -75,7 +91,7 @@ def main() -> None:
         "median function": statistics.median(lengths),
         "functions over 60 lines": sum(length > 60 for length in lengths),
         "import circles": circles(graph(root)),
-        "names in the list of layers": len(layers),
+        "names in the list of layers": len(layers(root)),
         "lines of benchmarks": sum(map(lines_of, (root / "benchmarks").rglob("*.py"))),
     }.items():
         print(f"{name:30} {value:,}")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import ast
 import graphlib
 import os
-import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+
+from scripts.house import graph, imports, layers
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAMEWORKS = ("transformers", "vllm", "verl", "ray", "openrlhf", "deepspeed", "tensordict")
@@ -66,16 +67,6 @@ def test_an_entry_point_does_nothing_unless_opted_in(entry: str) -> None:
     assert not found & {"torch", *FRAMEWORKS}
 
 
-def imports(path: Path) -> Iterator[str]:
-    """The dotted name of every import of a file, in functions and under TYPE_CHECKING too."""
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path}: relative import"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-
-
 def python_files(folder: str) -> list[Path]:
     return sorted((ROOT / folder).rglob("*.py"))
 
@@ -90,33 +81,6 @@ def test_adapters_never_import_one_another() -> None:
                 assert parts[2] == own, f"{path} imports {name}; use jetrl_patch.registry"
 
 
-def order() -> list[str]:
-    """Packages and modules from bottom to top, as the table in CONTRIBUTING.md lists them."""
-    table = (ROOT / "CONTRIBUTING.md").read_text().split("| package or module, bottom first |")[1].split("\n\n")[0]
-    return [name for row in table.splitlines() if row.startswith("| `") for name in re.findall("`([^`]+)`", row.split("|")[1])]
-
-
-def sources() -> dict[str, Path]:
-    """Dotted name as installed -> file, for every module."""
-    found = {}
-    for folder in ("jetrl_patch", "adapters"):
-        for path in python_files(folder):
-            name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-            found[name if folder == "jetrl_patch" else f"jetrl_patch.{name}"] = path
-    return found
-
-
-def graph() -> dict[str, set[str]]:
-    """Module -> modules of the project that it imports, in functions and under TYPE_CHECKING too."""
-    files = sources()
-    found: dict[str, set[str]] = {}
-    for module, path in files.items():
-        names = {name for name in imports(path) if name.split(".")[0] == "jetrl_patch"}
-        # of "from a import b" either a.b is a module, or b is something in a
-        found[module] = {name if name in files else name.rpartition(".")[0] for name in names} - {module, ""}
-    return found
-
-
 def stand(module: str, names: Sequence[str]) -> int:
     """The layer of a module: that of the longest listed name that is the module or contains it; -1 if there is none."""
     short = module if module == "jetrl_patch" else module.removeprefix("jetrl_patch.")
@@ -125,7 +89,7 @@ def stand(module: str, names: Sequence[str]) -> int:
 
 
 def test_every_module_has_a_place_and_imports_nothing_above_it() -> None:
-    names = order()
+    names = layers()
     assert len(names) == len(set(names)) <= 20
     edges = graph()
     assert {module for module in edges if stand(module, names) < 0} == set()
@@ -144,10 +108,10 @@ def test_no_circle() -> None:
 
 
 def test_the_list_is_read_with_care() -> None:
-    assert stand("jetrl_patch.kernels.formats", order()) < stand("jetrl_patch.native.ops", order())
-    assert stand("jetrl_patch.kernels.gemm", order()) < stand("jetrl_patch.fp8.linear", order())
-    assert stand("jetrl_patch.registry", order()) < stand("jetrl_patch.adapters.verl.sync", order())
-    assert stand("jetrl_patch.nobody", order()) == -1
+    assert stand("jetrl_patch.kernels.formats", layers()) < stand("jetrl_patch.native.ops", layers())
+    assert stand("jetrl_patch.kernels.gemm", layers()) < stand("jetrl_patch.fp8.linear", layers())
+    assert stand("jetrl_patch.registry", layers()) < stand("jetrl_patch.adapters.verl.sync", layers())
+    assert stand("jetrl_patch.nobody", layers()) == -1
     edges = graph()
     assert "jetrl_patch.backends" in edges["jetrl_patch.trainer.source"], "an import inside a function"
     assert "jetrl_patch.measure.parity" in edges["jetrl_patch.registry"], "a type alone"
@@ -204,7 +168,7 @@ def test_public_names_are_pinned() -> None:
 
 
 def test_public_functions_stay_functions_whatever_is_imported_first() -> None:
-    for first in ("jetrl_patch.session", "jetrl_patch.session", "jetrl_patch.config"):
+    for first in ("jetrl_patch.session", "jetrl_patch.registry", "jetrl_patch.config"):
         loaded_by(f"import {first}, jetrl_patch\nassert callable(jetrl_patch.status) and callable(jetrl_patch.Config)")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.exact import attention as packing
+from jetrl_patch.exact import attention
 from jetrl_patch.session import while_active, while_config
 from jetrl_patch.trainer.audit import sample
 
@@ -167,7 +167,7 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
         _current.alone = not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY
         _current.temperature, self.temperature = self.temperature, 1.0
         try:
-            with packing.sequences(sequences.shape[0]):
+            with attention.sequences(sequences.shape[0]):
                 found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
             check_forward(found[0] if isinstance(found, tuple) else found)
             return found

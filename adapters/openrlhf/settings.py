@@ -18,7 +18,7 @@ from jetrl_patch.config.checks import CLASSES, MODULE, check_installed
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
 from jetrl_patch.models.structure import expert_sizes, require_attention, sees
 from jetrl_patch.session import while_active
-from jetrl_patch.trainer import rules as marks
+from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.precision import at_smallest, scales_loss
 from jetrl_patch.trainer.preflight import checkpoint_problems, cut_note, read_config, say_share
 from jetrl_patch.trainer.rules import (
@@ -368,7 +368,7 @@ def _without_rollout(where: str) -> ConfigError:
 def check_mark(args: Any, where: str) -> None:
     """Compare the settings that the driver stored in the arguments with those of this process."""
     unpatched = f"OpenRLHF's driver is not patched, but {where} is. {START}"
-    marks.check(getattr(args, MARK, None), session.active_config(), where, unpatched)
+    rules.check(getattr(args, MARK, None), session.active_config(), where, unpatched)
 
 
 @while_active

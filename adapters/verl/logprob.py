@@ -100,12 +100,12 @@ def prepare_model_inputs(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def prepare_model_inputs(self: Any, micro_batch: Any) -> Any:
-        from jetrl_patch.exact import attention as packed
+        from jetrl_patch.exact import attention
 
         inputs, arguments = original(self, micro_batch)
         positions = inputs.get("position_ids")
         if "pad_size" in arguments and positions is not None:  # verl pads packed rows only
-            packed.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
+            attention.mark(positions, micro_batch.batch_size[0] + int(arguments["pad_size"]) + 1)
         return inputs, arguments
 
     return prepare_model_inputs

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.adapters.verl.state import WORKER
 from jetrl_patch.errors import AuditError, explain
+from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Patch
 from jetrl_patch.session import while_active
 
@@ -93,7 +94,6 @@ def _arrived() -> None:
     get_torch_device().synchronize()
 
 
-_SOURCE = "verl/utils/fsdp_utils.py: fsdp2_sharded_save_to_cpu"
 _COPIES = "verl's fsdp2_sharded_save_to_cpu copies parameters on the CPU, after waiting for transfers to the host"
 
 PATCHES: tuple[Patch, ...] = (
@@ -104,7 +104,7 @@ PATCHES: tuple[Patch, ...] = (
         reason="verl's asynchronous trainers lose updates between two syncs: of FSDP2 or VeOmni parameters that lie on the CPU "
         "(param_offload, offload_policy, a run on a CPU) they save no copy. FSDP1's and Megatron's copies are their own",
         remove_when=_COPIES,
-        upstream=_SOURCE,
+        upstream=NO_REPORT,
     ),
     Patch(
         module=_WORKER,
@@ -113,6 +113,6 @@ PATCHES: tuple[Patch, ...] = (
         reason="nothing in verl notices updates that are lost, and it writes to parameters that param_offload may still be "
         "copying from the GPU. Megatron's are not compared",
         remove_when=_COPIES,
-        upstream=_SOURCE,
+        upstream=NO_REPORT,
     ),
 )

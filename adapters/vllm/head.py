@@ -10,7 +10,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod, register_
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
 from jetrl_patch.adapters.vllm.formats import LinearFormat, RowScales
-from jetrl_patch.backends import rowwise as product
+from jetrl_patch.backends import rowwise
 from jetrl_patch.backends.row_equality import TRAINED
 from jetrl_patch.backends.rowwise import quantize_int8_rows
 from jetrl_patch.exact import ops
@@ -31,15 +31,15 @@ class ChannelInt8(LinearFormat):
 
     dtype = torch.int8
     scales = RowScales()
-    _mm: product.IntMM | None = None
+    _mm: rowwise.IntMM | None = None
 
     def check_width(self, name: str, K: int) -> None:
         """Raise ModelError for a layer too wide for an int32 sum."""
-        product.check_width(name, K)
+        rowwise.check_width(name, K)
 
     def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Choose the integer product."""
-        self._mm = product.choose(self.config.backend, weight.device.type)
+        self._mm = rowwise.choose(self.config.backend, weight.device.type)
 
     def compiled_rows(self, device: torch.device, most: int) -> Sequence[int]:
         """Return nothing: vLLM's kernels are in its wheel."""
@@ -62,8 +62,8 @@ class ChannelInt8(LinearFormat):
         if x_MK.is_cuda and name != "torch" and out_dtype == torch.bfloat16:
             return _vllm_product(x_MK, w_NK, scale)
         if self._mm is None:
-            self._mm = product.choose(name, x_MK.device.type)
-        return product.int8_fprop(x_MK, w_NK, scale, out_dtype, self._mm)
+            self._mm = rowwise.choose(name, x_MK.device.type)
+        return rowwise.int8_fprop(x_MK, w_NK, scale, out_dtype, self._mm)
 
 
 def _vllm_product(x_MK: torch.Tensor, w_NK: torch.Tensor, s_N1: torch.Tensor) -> torch.Tensor:

@@ -52,10 +52,9 @@ class TritonBackend(GpuBackend):
 
     def few(self) -> int:
         """The largest M for which one launch quantizes and multiplies."""
-        from jetrl_patch.kernels import gemm as gemm_decode
-        from jetrl_patch.kernels import gemm_common
+        from jetrl_patch.kernels import gemm, gemm_common
 
-        return min(gemm_decode.FEW_TOKENS, gemm_common.few_rows())
+        return min(gemm.FEW_TOKENS, gemm_common.few_rows())
 
     def give_up_few_rows(self) -> bool:
         """One tile for every number of rows."""
@@ -82,9 +81,9 @@ class TritonBackend(GpuBackend):
         """As the base class. Few rows are quantized inside the product: one launch, the same bits (``kernels.gemm``)."""
         # Only the trainer has splits > 1: each rank of a rollout holds one range of K.
         if splits == 1 and not torch.compiler.is_compiling() and x_MK.shape[0] <= self.few():
-            from jetrl_patch.kernels import gemm as gemm_decode
+            from jetrl_patch.kernels import gemm
 
-            return gemm_decode.fprop_few(x_MK, w_NK, s_NG, scale_format, out_dtype, s_blocks)
+            return gemm.fprop_few(x_MK, w_NK, s_NG, scale_format, out_dtype, s_blocks)
         return super().fprop(x_MK, w_NK, s_NG, scale_format, out_dtype, splits, s_blocks)
 
     def dgrad_product(

@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from jetrl_patch.backends.quantize import quantize_weight
-from jetrl_patch.cli.export import INDEX, SINGLE, command, export
+from jetrl_patch.cli.checkpoint import INDEX, SINGLE
+from jetrl_patch.cli.export import command, export
 from jetrl_patch.config import Config
 from jetrl_patch.trainer import record
 from tests.checkpoint.exported import Lines, config, straightforward, tensors

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 
 from jetrl_patch.backends.quantize import quantize_weight
 from jetrl_patch.cli import export as module
-from jetrl_patch.cli.export import SINGLE, check_error, command, export
+from jetrl_patch.cli.checkpoint import SINGLE, check_error
+from jetrl_patch.cli.export import command, export
 from jetrl_patch.errors import ConfigError, ModelError
 from tests.checkpoint.exported import Lines, config, tensors
 from tests.models import save

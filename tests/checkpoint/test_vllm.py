@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from jetrl_patch.backends.quantize import dequantize_weight
-from jetrl_patch.cli.export import SCALE_SUFFIX, SINGLE, export
+from jetrl_patch.cli.checkpoint import SCALE_SUFFIX, SINGLE
+from jetrl_patch.cli.export import export
 from tests.checkpoint.exported import config, tensors
 from tests.models import save
 from tests.vllm.plain_fp8 import product

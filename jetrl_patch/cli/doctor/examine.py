@@ -19,7 +19,7 @@ from jetrl_patch.cli.doctor.surroundings import check_command
 from jetrl_patch.cli.run import program_problem
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.native import machine as support
+from jetrl_patch.native.machine import check_torch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.progress import SILENT, Progress
 from jetrl_patch.trainer.rules import Check, Report, from_error
@@ -71,7 +71,7 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
     report.checks += check_versions(started.framework if started else None)
     if started is not None:
         report.checks += check_command(started.before)
-        if not support.check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
+        if not check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
             report.checks.append(Check("command", "skipped", "its arguments cannot be read without torch (see below)"))
             started = None
     progress.stage("reading the settings")
