@@ -180,9 +180,6 @@ class Rollout(Protocol):
     ) -> Iterator[JetrlError]:
         """Yield an error for each engine argument that the mode does not handle; ``name`` returns the user's name of one."""
 
-    def refuse_exact_on(self, device_type: str, /) -> None:
-        """Raise ConfigError if the device lacks the ops of exact mode. Imports no framework."""
-
 
 class Platform(Protocol):
     """The kind of machine a run uses."""

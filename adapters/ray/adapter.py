@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from jetrl_patch import session
 from jetrl_patch._versions import VERSION
+from jetrl_patch.adapters.ray.hook import make_hook
 from jetrl_patch.adapters.ray.nodes import HOOK, HOOK_NAME, Hook, merge_runtime_env, require_nodes, take_ours
-from jetrl_patch.adapters.ray.worker import make_hook
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, NotPatchedError, explain
 from jetrl_patch.registry import Adapter, Patch

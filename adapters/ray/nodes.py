@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch._versions import VERSION
-from jetrl_patch.adapters.ray.worker import make_probe
+from jetrl_patch.adapters.ray.hook import make_probe
 from jetrl_patch.config import Config, environment
 from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatchedError, differences, explain
 

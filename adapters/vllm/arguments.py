@@ -2,7 +2,7 @@
 
 A training framework passes on arguments that it does not know itself. An argument is accepted only if somebody has thought
 about it; whatever is in no group is refused, also what a later vLLM adds. Names are those of ``EngineArgs`` and of
-``vllm serve``. Importing this imports no vLLM.
+``vllm serve``. Importing this file imports no vLLM: a driver and the doctor ask it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.modes import QUANTIZATIONS
 from jetrl_patch.errors import ConfigError, JetrlError, explain
 
-__all__ = ["FREE", "KERNELS", "argument_problems"]
+__all__ = ["FREE", "KERNELS", "argument_problems", "kv_cache_error"]
 
 
 @dataclass(frozen=True)
@@ -190,3 +190,34 @@ def argument_problems(
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) < 80 else f"{text[:77]}..."
+
+
+# ---- Whether this machine has an FP8 KV cache; vLLM is imported by the question only
+
+def kv_cache_error() -> ConfigError | None:
+    """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""
+    problem = kv_cache_problem()
+    if not problem:
+        return None
+    return ConfigError(
+        explain("kv_cache='fp8'", required="a device with an FP8 KV cache", found=problem, fix="drop kv_cache")
+    )
+
+
+def kv_cache_problem() -> str:
+    """Return why vLLM has no FP8 KV cache on this machine. Empty if it has one, or if this process sees no device."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_unspecified():
+        return ""  # a driver without a device: the engine's process checks again
+    if current_platform.is_cpu():
+        import torch
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+        if "fp8" not in CPUAttentionBackend.supported_kv_cache_dtypes:
+            return "vLLM's CPU attention, which has none in this version"
+        able = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
+        return "" if able else "a CPU without AVX-512 and AMX"
+    if current_platform.is_cuda():
+        return "" if current_platform.has_device_capability(89) else "a GPU below compute capability 8.9"
+    return f"the platform {current_platform.device_type!r}, which is untested"

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from jetrl_patch.adapters.vllm.arguments import kv_cache_error
 from jetrl_patch.adapters.vllm.compat import routes_error, sequence_parallel
 from jetrl_patch.adapters.vllm.exact import capture_decoding, choose_attention, device_problems
 from jetrl_patch.adapters.vllm.method import cut_error
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.engine.arg_utils import EngineArgs
 
-__all__ = ["check_engine", "check_resolved", "kv_cache_error", "prepare_arguments", "set_arguments"]
+__all__ = ["check_engine", "check_resolved", "prepare_arguments", "set_arguments"]
 
 
 # ---- The rollout's FP16 dtype, KV cache and head dtype: set before vLLM resolves its arguments, checked after
@@ -74,35 +75,6 @@ def _set_head(args: EngineArgs) -> None:
 
 def _conflict(what: str, asked: object, ours: str, name: str) -> ConflictError:
     return ConflictError(explain(f"vLLM {what}", required=ours, found=repr(asked), fix=f"leave {name} unset"))
-
-
-def kv_cache_error() -> ConfigError | None:
-    """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""
-    problem = kv_cache_problem()
-    if not problem:
-        return None
-    return ConfigError(
-        explain("kv_cache='fp8'", required="a device with an FP8 KV cache", found=problem, fix="drop kv_cache")
-    )
-
-
-def kv_cache_problem() -> str:
-    """Return why vLLM has no FP8 KV cache on this machine. Empty if it has one, or if this process sees no device."""
-    from vllm.platforms import current_platform
-
-    if current_platform.is_unspecified():
-        return ""  # a driver without a device: the engine's process checks again
-    if current_platform.is_cpu():
-        import torch
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-        if "fp8" not in CPUAttentionBackend.supported_kv_cache_dtypes:
-            return "vLLM's CPU attention, which has none in this version"
-        able = torch.cpu._is_avx512_supported() or torch.cpu._is_amx_tile_supported()
-        return "" if able else "a CPU without AVX-512 and AMX"
-    if current_platform.is_cuda():
-        return "" if current_platform.has_device_capability(89) else "a GPU below compute capability 8.9"
-    return f"the platform {current_platform.device_type!r}, which is untested"
 
 
 def check_resolved(vllm_config: VllmConfig, config: Config) -> None:

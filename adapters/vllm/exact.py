@@ -12,7 +12,8 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from jetrl_patch.adapters.vllm.compat import backends_per_kind
 from jetrl_patch.adapters.vllm.experts import QuantizedExpertsMethod
 from jetrl_patch.adapters.vllm.ops import ExactRMSNorm
-from jetrl_patch.errors import ConfigError, ConflictError, ModelError, explain
+from jetrl_patch.backends.capability import refuse_exact_on
+from jetrl_patch.errors import ConflictError, ModelError, explain
 from jetrl_patch.exact.modules import ExactRotary, ExactScores, swap
 from jetrl_patch.models.families import FAMILIES, Family
 
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "capture_decoding", "choose_attention", "device_problems", "finish_model", "finish_routing", "finish_transformers",
-    "rank_sizes", "refuse_exact_on", "require_attention", "try_ops",
+    "rank_sizes", "require_attention", "try_ops",
 ]  # fmt: skip
 
 
@@ -69,29 +70,6 @@ def finish_routing(model: nn.Module) -> None:
             method = module.routed_experts.quant_method
             assert isinstance(method, QuantizedExpertsMethod)
             method.scale, module.routed_scaling_factor = method.scale * module.routed_scaling_factor, 1.0
-
-
-# ---- Which devices support exact mode. Imports no vLLM, so it can be called early ----------------
-
-def refuse_exact_on(device_type: str) -> None:
-    """Raise ConfigError for a device without the ops that trainer and rollout share in exact mode.
-
-    On CUDA this checks that they can run. ``jetrl_patch.exact.trial`` checks that they are exact before an engine serves.
-    """
-    from jetrl_patch.backends.capability import check_exact_cuda
-
-    if device_type == "cpu":
-        return
-    ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
-    if not ok:
-        raise ConfigError(
-            explain(
-                f"align='exact' on {device_type.upper()}",
-                required="a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton",
-                found=reason,
-                fix=f"use align='linear' on {device_type.upper()}",
-            )
-        )
 
 
 # ---- Exact mode in the engine: choose the attention backend, and test the ops before they serve --

@@ -68,10 +68,10 @@ class ChannelInt8(LinearFormat):
 
 def _vllm_product(x_MK: torch.Tensor, w_NK: torch.Tensor, s_N1: torch.Tensor) -> torch.Tensor:
     """Use vLLM's quantizer and CUTLASS GEMM (Triton for widths CUTLASS does not support). Not yet run on a GPU."""
-    from vllm import _custom_ops as ops
+    from vllm import _custom_ops
 
-    q_MK, s_M1, _ = ops.scaled_int8_quant(x_MK.contiguous(), symmetric=True)
-    return ops.cutlass_scaled_mm(q_MK, w_NK.t(), scale_a=s_M1, scale_b=s_N1, out_dtype=torch.bfloat16)
+    q_MK, s_M1, _ = _custom_ops.scaled_int8_quant(x_MK.contiguous(), symmetric=True)
+    return _custom_ops.cutlass_scaled_mm(q_MK, w_NK.t(), scale_a=s_M1, scale_b=s_N1, out_dtype=torch.bfloat16)
 
 
 # ---- The BF16 GEMMs of exact mode: ``lm_head``, and the linears that ``exclude`` names -----------

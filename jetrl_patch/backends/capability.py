@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from packaging.version import Version
 
+from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.native.machine import Check, check_hopper, check_nvcc
 from jetrl_patch.patching.guards import installed_version
 
@@ -147,3 +148,22 @@ def check_exact_cuda() -> tuple[bool, str]:
     if importlib.util.find_spec("triton") is None:
         return False, "the triton package is not installed"
     return True, torch.cuda.get_device_name()
+
+
+def refuse_exact_on(device_type: str) -> None:
+    """Raise ConfigError for a device without the ops that trainer and rollout share in exact mode.
+
+    On CUDA this checks that they can run. ``jetrl_patch.exact.trial`` checks that they are exact before an engine serves.
+    """
+    if device_type == "cpu":
+        return
+    ok, reason = check_exact_cuda() if device_type == "cuda" else (False, f"device type {device_type!r}")
+    if not ok:
+        raise ConfigError(
+            explain(
+                f"align='exact' on {device_type.upper()}",
+                required="a CPU, or an NVIDIA GPU of compute capability 8.0 or newer with triton",
+                found=reason,
+                fix=f"use align='linear' on {device_type.upper()}",
+            )
+        )

@@ -119,7 +119,7 @@ def gpu(monkeypatch, library):
     chosen: dict[tuple[str, int], str] = {}
     monkeypatch.setattr(dispatch, "attentions", chosen)
     monkeypatch.setattr(dispatch, "_chosen", {"cuda": "triton", "cpu": "native"})
-    monkeypatch.setattr(trial, "_tried", {})
+    monkeypatch.setattr(trial, "_attention_tried", {})
     compare, trials = trial.compare_attention, []
 
     def here(heads, width, device, page):

@@ -27,7 +27,7 @@ def machine(monkeypatch):
     """A machine with this GPU, CUDA and these packages."""
 
     def make(sm=(9, 0), cuda="12.9", packages=("triton",), deep_gemm=None, hip=None, te=None, compiler=(True, "nvcc 12.9")):
-        monkeypatch.setattr(capability, "check_compiler", lambda version: compiler)
+        monkeypatch.setattr(capability, "check_nvcc", lambda version: compiler)
         monkeypatch.setattr(capability, "installed_version", lambda name: te)
         monkeypatch.setattr(torch.version, "hip", hip)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: sm is not None)

@@ -9,6 +9,7 @@ import torch
 
 from jetrl_patch.adapters.openrlhf import settings as openrlhf
 from jetrl_patch.adapters.verl import settings as verl
+from jetrl_patch.adapters.vllm import arguments as vllm_arguments
 from jetrl_patch.adapters.vllm import engine
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError
@@ -78,7 +79,7 @@ def test_openrlhf_arguments_that_are_refused(changes, config, says):
 
 
 def test_a_device_without_an_fp8_kv_cache_stops_the_driver(base, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(engine, "kv_cache_problem", lambda: "a GPU below compute capability 8.9")
+    monkeypatch.setattr(vllm_arguments, "kv_cache_problem", lambda: "a GPU below compute capability 8.9")
     for check in (lambda: verl.check(base(), KV), lambda: openrlhf.check(arguments(), KV), lambda: set_arguments(KV)):
         with pytest.raises(ConfigError, match=r"kv_cache='fp8': .*found a GPU below .* 8\.9. Drop kv_cache"):
             check()
@@ -91,7 +92,7 @@ def set_arguments(config: Config, **changes: object) -> SimpleNamespace:
 
 
 def test_vllm_arguments(monkeypatch):
-    monkeypatch.setattr(engine, "kv_cache_problem", lambda: "")
+    monkeypatch.setattr(vllm_arguments, "kv_cache_problem", lambda: "")
     assert vars(set_arguments(BF16)) == {"dtype": "bfloat16", "kv_cache_dtype": "auto", "hf_overrides": {}}
     assert set_arguments(FP16).dtype == "float16"
     assert set_arguments(KV).kv_cache_dtype == "fp8"

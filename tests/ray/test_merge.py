@@ -13,7 +13,7 @@ from ray.runtime_env import RuntimeEnv
 from ray.runtime_env.runtime_env import _merge_runtime_env
 
 from jetrl_patch.adapters.ray import nodes
-from jetrl_patch.adapters.ray.worker import make_hook
+from jetrl_patch.adapters.ray.hook import make_hook
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError
 

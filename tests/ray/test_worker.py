@@ -11,7 +11,7 @@ import ray.cloudpickle
 
 import jetrl_patch
 from jetrl_patch import session
-from jetrl_patch.adapters.ray import nodes, worker
+from jetrl_patch.adapters.ray import hook, nodes, worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError
 
@@ -29,7 +29,7 @@ def elsewhere(function, *, blocked: bool) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_hook_travels_by_value_and_says_what_is_missing():
-    done = elsewhere(worker.make_hook(VERSION, CONFIG.to_env(), None), blocked=True)
+    done = elsewhere(hook.make_hook(VERSION, CONFIG.to_env(), None), blocked=True)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("RuntimeError: jetrl_patch on node ") and f"required version {VERSION}" in last
@@ -37,7 +37,7 @@ def test_the_hook_travels_by_value_and_says_what_is_missing():
 
 
 def test_the_probe_travels_by_value_and_reports_what_is_missing():
-    done = elsewhere(worker.make_probe(VERSION, CONFIG.to_env(), attempt=True), blocked=True)
+    done = elsewhere(hook.make_probe(VERSION, CONFIG.to_env(), attempt=True), blocked=True)
     assert "'version': None" in done.stdout and "ModuleNotFoundError" in done.stdout
 
 
@@ -45,11 +45,11 @@ def test_the_hook_patches_then_runs_the_users_own(monkeypatch):
     for name, value in CONFIG.to_env().items():
         monkeypatch.setenv(name, value)
     seen = []
-    travelled = worker.make_hook(VERSION, CONFIG.to_env(), lambda: seen.append(session.is_active()))
+    travelled = hook.make_hook(VERSION, CONFIG.to_env(), lambda: seen.append(session.is_active()))
     travelled()
     travelled()  # the process is what it should be already
     assert seen == [True, True]
-    report = worker.make_probe(VERSION, CONFIG.to_env(), attempt=False)()
+    report = hook.make_probe(VERSION, CONFIG.to_env(), attempt=False)()
     assert report["enabled"] and report["settings"] == CONFIG.to_env() and report["error"] == ""
     pickle.dumps(report)
 
@@ -73,7 +73,7 @@ def test_another_version_or_other_settings_stop_the_worker(monkeypatch):
 
 
 def test_a_worker_that_is_not_patched_is_not_repaired_by_the_probe():
-    report = worker.make_probe(VERSION, CONFIG.to_env(), attempt=False)()
+    report = hook.make_probe(VERSION, CONFIG.to_env(), attempt=False)()
     assert not report["enabled"] and not session.is_active()
     status = nodes._status(NODE, report, None)
     assert "not patched" in str(nodes.judge(status, CONFIG))

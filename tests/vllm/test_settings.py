@@ -168,7 +168,7 @@ def test_somebody_elses_op_is_a_conflict(checkpoint: Callable[..., str], monkeyp
 
 
 def test_exact_mode_on_a_gpu_without_its_ops(monkeypatch: pytest.MonkeyPatch) -> None:
-    from jetrl_patch.adapters.vllm.exact import refuse_exact_on
+    from jetrl_patch.backends.capability import refuse_exact_on
 
     refuse_exact_on("cpu")
     with pytest.raises(ConfigError, match=r", found torch .* sees no CUDA device. Use align='linear' on CUDA"):

@@ -120,8 +120,10 @@ def check_machine(config: Config) -> Iterator[Check]:
         yield _compiler()
     yield _backend(config, on_cpu)
     if config.exact and not on_cpu:
+        from jetrl_patch.backends import capability
+
         try:
-            registry.rollout().refuse_exact_on("cuda")
+            capability.refuse_exact_on("cuda")
             yield Check("exact alignment", "ok", "the kernels can run here; every engine tests them before it serves")
         except JetrlError as error:
             yield from_error("exact alignment", error)

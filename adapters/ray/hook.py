@@ -1,0 +1,76 @@
+"""Functions that travel to Ray workers by value.
+
+A nested function is pickled with its code, so it runs even where ``jetrl_patch`` is missing, and can report that; by name,
+Ray could only report a failed import. So this file imports nothing of the package at its head: what the functions call there
+is in ``worker.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+__all__ = ["make_hook", "make_probe"]
+
+
+def make_hook(version: str, settings: Mapping[str, str], then: Callable[[], Any] | str | None) -> Callable[[], None]:
+    """Make the ``worker_process_setup_hook``: patch this process, then run the user's own hook ``then``.
+
+    Args:
+        version: of ``jetrl_patch`` in the driver.
+        settings: the driver's, as ``JETRL_*`` variables.
+        then: the user's hook: a function, a dotted path, or None.
+    """
+    expected = dict(settings)
+
+    def jetrl_patch_setup_hook() -> None:
+        import socket
+        import sys
+
+        try:
+            from jetrl_patch.adapters.ray.worker import run_hook, start
+        except ImportError as error:
+            found = getattr(sys.modules.get("jetrl_patch"), "__version__", "none")
+            raise RuntimeError(
+                f"jetrl_patch on node {socket.gethostname()} ({sys.executable}): required version {version}, as in "
+                f"the driver, found {found} ({type(error).__name__}: {error}). Install that version on the node."
+            ) from error
+        start(version, expected)
+        run_hook(then)
+
+    return jetrl_patch_setup_hook
+
+
+def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Callable[[], dict[str, Any]]:
+    """Make a task that reports the state of a worker as plain data: see ``worker.report``.
+
+    ``attempt`` is for a worker without the hook: the task does what the hook does, and reports what goes wrong.
+    """
+    expected = dict(settings)
+
+    def jetrl_patch_probe() -> dict[str, Any]:
+        import os
+        import socket
+        import sys
+
+        found: dict[str, Any] = {
+            "pid": os.getpid(),
+            "hostname": socket.gethostname(),
+            "python": sys.executable,
+            "version": None,
+            "error": "",
+        }
+        try:
+            import jetrl_patch
+
+            found["version"] = jetrl_patch.__version__
+            from jetrl_patch.adapters.ray.worker import report, start
+
+            if attempt:
+                start(version, expected)
+            found.update(report())
+        except Exception as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        return found
+
+    return jetrl_patch_probe
