@@ -18,6 +18,7 @@ from jetrl_patch.patching.patch import OnImport, Patch
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from jetrl_patch.measure.explain import Step
     from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored
     from jetrl_patch.progress import Progress
 
@@ -161,6 +162,9 @@ class Models(Protocol):
 
     def score(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> Scored:
         """The trainer's log-probs of the sampled tokens."""
+
+    def explain(self, job: Job, samples: Sequence[Sample], progress: Progress, /) -> list[Step]:
+        """What each op of the trainer adds to the mismatch with an exact rollout."""
 
 
 class Rollout(Protocol):

@@ -15,12 +15,12 @@ from jetrl_patch.measure.parity import Scored
 from jetrl_patch.progress import SILENT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from jetrl_patch.measure.parity import Job, Sample
     from jetrl_patch.progress import Progress
 
-__all__ = ["score"]
+__all__ = ["load", "log_probs", "micro_batches", "score"]
 
 _MICRO_BATCH = 8
 
@@ -32,6 +32,22 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
     forward and a backward pass over the same micro-batches.
     """
     progress.stage("loading the trainer's model")
+    model = load(job)
+    batches = micro_batches(samples)
+    recorder, routes, found = Recorder(model), Routes(), []
+    progress.stage("scoring", len(batches), "batches")
+    with torch.no_grad():
+        for batch in batches:
+            with recorder.recording() as chosen:
+                found.append(log_probs(model, batch, job.temperature))
+            routes += _compared(batch, chosen)
+            progress.done(len(found))
+    speed = _speed(model, batches, job.temperature, progress) if job.cost else None
+    return Scored(torch.cat(found).cpu(), speed, routes if routes.compared else None)
+
+
+def load(job: Job) -> Any:
+    """The trainer's model of a mode, converted for it."""
     from transformers import AutoModelForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -39,17 +55,12 @@ def score(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) -> S
     model: Any = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype).to(device).eval()
     if job.stock is None:
         prepare_model(model, job.config, job.tp, device, job.ep)
-    batches = [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
-    recorder, routes, found = Recorder(model), Routes(), []
-    progress.stage("scoring", len(batches), "batches")
-    with torch.no_grad():
-        for batch in batches:
-            with recorder.recording() as chosen:
-                found.append(_log_probs(model, batch, job.temperature))
-            routes += _compared(batch, chosen)
-            progress.done(len(found))
-    speed = _speed(model, batches, job.temperature, progress) if job.cost else None
-    return Scored(torch.cat(found).cpu(), speed, routes if routes.compared else None)
+    return model
+
+
+def micro_batches(samples: Sequence[Sample]) -> list[Sequence[Sample]]:
+    """The batches that are scored at once."""
+    return [samples[start : start + _MICRO_BATCH] for start in range(0, len(samples), _MICRO_BATCH)]
 
 
 def _compared(samples: Sequence[Sample], chosen: Mapping[int, Tensor]) -> Routes:
@@ -75,14 +86,16 @@ def _speed(model: Any, batches: Sequence[Sequence[Sample]], temperature: float, 
 
 
 def _train(model: Any, batch: Sequence[Sample], temperature: float) -> None:
-    _log_probs(model, batch, temperature).sum().backward()
+    log_probs(model, batch, temperature).sum().backward()
     model.zero_grad(set_to_none=True)
     if model.device.type == "cuda":
         torch.cuda.synchronize()  # the clock would not wait
 
 
-def _log_probs(model: Any, samples: Sequence[Sample], temperature: float) -> Tensor:
-    """Return FP32 log-probs [tokens] of the responses of one right-padded batch."""
+def log_probs(
+    model: Any, samples: Sequence[Sample], temperature: float, formula: Callable[..., Tensor] = token_log_probs
+) -> Tensor:
+    """Return FP32 log-probs [tokens] of the responses of one right-padded batch, from logits by ``formula``."""
     rows = [[*s.prompt, *s.response[:-1]] for s in samples]
     width = max(map(len, rows))
     ids = torch.tensor([row + [0] * (width - len(row)) for row in rows], device=model.device)
@@ -92,5 +105,5 @@ def _log_probs(model: Any, samples: Sequence[Sample], temperature: float) -> Ten
     for row, s in enumerate(samples):
         first = len(s.prompt) - 1
         labels = torch.tensor(s.response, device=model.device)
-        found.append(token_log_probs(logits[row, first : first + len(s.response)], labels, temperature))
+        found.append(formula(logits[row, first : first + len(s.response)], labels, temperature))
     return torch.cat(found)

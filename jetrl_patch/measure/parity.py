@@ -192,6 +192,7 @@ class Job:
         engine: further arguments of vLLM's ``LLM``.
         stock: name in ``STOCK``: nothing is enabled, and ``config`` gives the dtype alone.
         cost: whether both sides are timed.
+        explain: whether the mismatch of a stock trainer is told op by op.
     """
 
     model: str
@@ -206,6 +207,7 @@ class Job:
     engine: tuple[tuple[str, Any], ...] = ()
     stock: str | None = None
     cost: bool = False
+    explain: bool = False
 
     @property
     def ep(self) -> int:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from jetrl_patch.cli.parity.explained import draw, require_matplotlib, show
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
@@ -35,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         jobs = _jobs(options)
         results, lacking = _measure(jobs, options.verbose, not options.stock, progress)
     _show(jobs[0], results, lacking)
+    if options.picture:
+        draw(results[0], options.model, options.picture)
     if options.json:
         with writing(options.json):
             Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
@@ -57,11 +60,13 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         "on_cut": options.on_cut,
         "backend": options.backend,
     }
+    _check_explain(options)
     stock = chosen(options.stock)
     only_stock = stock and not options.precision and not options.align
-    configs = [] if only_stock else choose(options.precision, options.align, options.rollout_granularity, **common)
-    if options.json:
-        check_target(Path(options.json), folder=False)  # measuring takes minutes
+    aligns = ["exact"] if options.explain else options.align
+    configs = [] if only_stock else choose(options.precision, aligns, options.rollout_granularity, **common)
+    for target in filter(None, (options.json, options.picture)):
+        check_target(Path(target), folder=False)  # measuring takes minutes
     check_model(options.model, configs, options.tp)
     jobs = [
         Job(
@@ -69,6 +74,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             config=config,
             stock=way,
             cost=options.cost,
+            explain=options.explain,
             tp=options.tp,
             batch=options.batch,
             tokens=options.tokens,
@@ -87,6 +93,23 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
         if not job.stock:
             check_checkpoint(job.model, job.config, job.tp, job.ep)
     return jobs
+
+
+def _check_explain(options: argparse.Namespace) -> None:
+    """Raise ConfigError for options that ``--explain`` does not measure."""
+    if options.picture and not options.explain:
+        raise ConfigError("--picture shows what --explain measures. Add --explain, or use jetrl report for pictures of runs.")
+    if not options.explain:
+        return
+    stock = options.stock is not None
+    given = {"--precision": options.precision, "--align": options.align, "--stock": stock, "--cost": options.cost}
+    if other := [name for name, value in given.items() if value]:
+        raise ConfigError(
+            f"--explain samples from an exact rollout and measures trainers between stock and exact, found {', '.join(other)}. "
+            "Run it without them."
+        )
+    if options.picture:
+        require_matplotlib()
 
 
 def _splits_experts(job: Job) -> bool:
@@ -122,6 +145,8 @@ def _show(job: Job, results: list[dict[str, Any]], lacking: list[str]) -> None:
 
     console = Console()
     console.print(_table(job, results))
+    if job.explain:
+        show(results[0], job.model, console)
     if routes := _routes(results):
         console.print(routes, highlight=False, soft_wrap=True)
     if job.cost:
@@ -205,6 +230,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cost", action="store_true", help="time both sides, in tokens per second, with engines that compile as in training"
     )
+    parser.add_argument(
+        "--explain", action="store_true", help="where the mismatch comes from: make one op of the trainer after another exact"
+    )
+    parser.add_argument("--picture", metavar="FILE", help="with --explain: write a PNG picture of it")
     parser.add_argument("--scale-format", default=SETTINGS["scale_format"].default, help=_choices("scale_format"))
     parser.add_argument("--rollout-granularity", default="block", help="block (default) or channel, in modes that support both")
     parser.add_argument("--exclude", **{**names, "metavar": "PATTERN"}, help="layers that stay in BF16 on both sides")

@@ -11,6 +11,7 @@ import tempfile
 import threading
 import traceback
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -87,7 +88,8 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         share of token and block with other experts on the two sides; None without a mixture) and, for reference,
         ``scale_format``, ``tp``, ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see
         ``on_cut``). With ``job.cost`` also ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
-        ("compiled", "graphs" or "eager": how the engine ran the model).
+        ("compiled", "graphs" or "eager": how the engine ran the model). With ``job.explain`` also ``steps``, see
+        ``jetrl_patch.measure.explain.Step``.
     """
     progress.stage("loading torch")
     import torch
@@ -99,6 +101,7 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         session.enable(job.config)
     sampled = registry.rollout().sample(job, progress)
     scored = registry.models().score(job, sampled.samples, progress)
+    steps = registry.models().explain(job, sampled.samples, progress) if job.explain else []
     rollout = torch.tensor([value for sample in sampled.samples for value in sample.log_probs], dtype=torch.float32)
     found = mismatch(scored.log_probs, rollout, torch.ones_like(rollout))
     status = session.status()
@@ -124,6 +127,7 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         "attention": attention,
         "cut_layers": list(status.cut),
         **(cost if job.cost else {}),
+        **({"steps": [asdict(step) for step in steps]} if job.explain else {}),
     }
 
 
