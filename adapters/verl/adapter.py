@@ -44,17 +44,18 @@ _TRAIN_BATCH = Patch(
     module="verl.workers.engine_workers",
     attr="TrainingWorker.train_batch",
     make=old_log_probs.train_batch,
-    reason="later mini-batches run on updated weights and would count as mismatch in bypass mode, and where the rollout's "
-    "log-probs are the old ones",
-    remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+    reason="only a step's first mini-batch runs on the weights that sampled; later ones must not count as mismatch where the "
+    "loss compares",
+    remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of a "
+    "step only",
 )
 
 _WEIGHTS = Patch(
     module="verl.trainer.ppo.rollout_corr_helper",
     attr="compute_rollout_correction_and_rejection_mask",
     make=correction.weights_and_mask,
-    reason="ACR needs the ratio before truncation, and verl passes its losses only the truncated weights",
-    remove_when="verl passes rollout_log_probs to its policy losses",
+    reason="ACR needs the ratio before truncation, but verl passes only the truncated weights to its losses",
+    remove_when="verl.workers.utils.losses.ppo_loss passes rollout_log_probs to the function from POLICY_LOSS_REGISTRY",
 )
 
 _MEASURES = Patch(
@@ -63,7 +64,7 @@ _MEASURES = Patch(
     make=correction.compute_is_metrics,
     reason="verl 0.9.1 raises ZeroDivisionError when a correction drops every token of a batch (of a micro-batch in bypass mode)",
     upstream="https://github.com/verl-project/verl/pull/7559",
-    remove_when="verl has verl#7559",
+    remove_when="the oldest supported verl contains verl#7559",
     fixes="verl",
 )
 
@@ -71,9 +72,9 @@ _CHECKED_LOSS = Patch(
     module="verl.workers.utils.losses",
     attr="get_policy_loss_fn",
     make=old_log_probs.get_policy_loss_fn,
-    reason="where the rollout's log-probs are the old ones, the loss is the only place that sees the trainer's too, before the "
-    "backward pass. Distillation's losses are not covered and are refused",
-    remove_when="verl compares rollout and trainer log-probs in every policy loss",
+    reason="when the rollout's log-probs serve as the old ones, only the loss can compare them with the trainer's before the "
+    "backward pass. Distillation losses are refused",
+    remove_when="verl.workers.utils.losses.ppo_loss compares rollout and trainer log-probs before it returns the loss",
 )
 
 
@@ -90,15 +91,16 @@ def correction_hooks(config: Config) -> tuple[OnImport, ...]:
         module=_ALGORITHMS,
         name=f"POLICY_LOSS_REGISTRY[{old_log_probs.LOSS!r}]",
         apply=old_log_probs.register_bypass,
-        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
-        remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+        reason="in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch",
+        remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of "
+        "a step only",
     )
     acr = OnImport(
         module=_ALGORITHMS,
         name=f"POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
         apply=correction.register_acr,
-        reason="verl has no policy loss with QuRL's adaptive clipping range",
-        remove_when="verl has ACR",
+        reason="verl has no policy loss with QuRL's adaptive clipping range (ACR)",
+        remove_when="verl registers a policy loss with ACR in POLICY_LOSS_REGISTRY",
     )
     return (bypass, acr) if config.acr else (bypass,)
 
@@ -109,198 +111,209 @@ _ENGINE = "verl.workers.engine.fsdp.transformer_impl"
 _CHECKPOINT = "verl.utils.checkpoint.fsdp_checkpoint_manager"
 _MEGATRON = "verl.workers.engine.megatron.transformer_impl"
 _VEOMNI = "verl.workers.engine.veomni.transformer_impl"
-_HANDED = "verl hands its composed configuration to plugins (VERL_USE_EXTERNAL_PLUGINS) before Ray starts"
-_STATE = "verl's checkpoint manager saves and loads the state of plugins"
-_VEOMNI_CALLS = "verl's VeOmni engine calls a plugin between building and sharding a model"
+_HANDED = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
+_STATE = "verl's BaseCheckpointManager has callbacks in save_checkpoint and load_checkpoint for extra state such as jetrl.json"
+_VEOMNI_CALLS = "verl's VeOmniEngine._build_model_optimizer has a hook for the built model, before build_parallelize_model"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module="verl.utils.config",
         attr="validate_config",
         make=settings.validate_config,
-        reason="a setting that contradicts jetrl_patch would fail late or break equality unnoticed; it is refused before Ray "
-        "starts, and missing settings (calculate_log_probs, ...) are filled in",
+        reason="verl does not know which of its settings conflict with jetrl_patch; this check rejects them before Ray starts "
+        "and fills in missing ones",
         remove_when=_HANDED,
     ),
     Patch(
         module="verl.trainer.main_ppo",
         attr="run_ppo",
         make=settings.run_ppo,
-        reason="verl's asynchronous programs check their settings after Ray has started, or never",
+        reason="verl's asynchronous programs validate their settings after Ray has started, or not at all",
         remove_when=_HANDED,
     ),
     Patch(
         module="verl.experimental.separation.ray_trainer",
         attr="SeparateRayPPOTrainer._init_resource_pools",
         make=settings.separate_pools,
-        reason="the asynchronous trainers do not call RayPPOTrainer.__init__, so their workers would find no mark",
-        remove_when="verl's asynchronous trainers call RayPPOTrainer.__init__",
+        reason="the asynchronous trainers skip RayPPOTrainer.__init__, so the settings would not reach their workers",
+        remove_when="verl's SeparateRayPPOTrainer.__init__ calls RayPPOTrainer.__init__",
     ),
     Patch(
         module="verl.experimental.separation.ray_trainer",
         attr="SeparateRayPPOTrainer._fit_compute_log_prob",
         make=metrics.separate_log_prob,
-        reason="in bypass mode the loss measures the mismatch, and cannot tell samples of older weights from others",
-        remove_when="verl passes the versions of the samples to the policy loss",
+        reason="in bypass mode the loss measures the mismatch, but it cannot tell stale samples from current ones",
+        remove_when="verl.workers.utils.losses.ppo_loss receives the weight version of each sample",
     ),
     Patch(
         module="verl.trainer.ppo.ray_trainer",
         attr="RayPPOTrainer.__init__",
         make=settings.trainer_init,
-        reason="a driver that never calls validate_config would start unchecked (V0)",
-        remove_when="verl drops the V0 trainer",
+        reason="a driver that does not call validate_config would start unchecked (V0)",
+        remove_when="verl removes the V0 trainer (verl.trainer.ppo.ray_trainer.RayPPOTrainer)",
     ),
     Patch(
         module="verl.trainer.ppo.ray_trainer",
         attr="RayPPOTrainer._compute_old_log_prob",
         make=metrics.v0_old_log_prob,
-        reason="without a correction verl does not measure the mismatch between rollout and trainer log-probs (V0)",
-        remove_when="verl drops the V0 trainer",
+        reason="without a correction verl does not log how trainer and rollout log-probs differ, and outside bypass mode it "
+        "always recomputes them (V0)",
+        remove_when="verl removes the V0 trainer (verl.trainer.ppo.ray_trainer.RayPPOTrainer)",
+        upstream="https://github.com/verl-project/verl/issues/3996",
     ),
     Patch(
         module="verl.trainer.ppo.v1.trainer_base",
         attr="PPOTrainer.__init__",
         make=settings.trainer_init,
-        reason="a driver that never calls validate_config would start unchecked (V1)",
-        remove_when="verl calls validate_config in PPOTrainer.__init__",
+        reason="a driver that does not call validate_config would start unchecked (V1)",
+        remove_when="verl's PPOTrainer.__init__ (verl.trainer.ppo.v1) calls validate_config",
     ),
     Patch(
         module="verl.trainer.ppo.v1.trainer_base",
         attr="PPOTrainer._compute_old_log_prob",
         make=metrics.v1_old_log_prob,
-        reason="without a correction verl does not measure the mismatch between rollout and trainer log-probs (V1)",
-        remove_when="verl logs this mismatch without a correction too",
+        reason="without a correction verl does not log how trainer and rollout log-probs differ, and outside bypass mode it "
+        "always recomputes them (V1)",
+        remove_when="verl's PPOTrainer._compute_old_log_prob logs the mismatch without rollout_correction, and can take the "
+        "rollout's log-probs after a check",
+        upstream="https://github.com/verl-project/verl/issues/3996",
     ),
     Patch(
         module="verl.utils.tracking",
         attr="Tracking.log",
         make=metrics.log,
-        reason="jetrl_patch's metrics would miss the step's line in the user's loggers",
-        remove_when="verl logs what its workers return from update_weights, or lets a plugin add to a step's metrics",
+        reason="jetrl_patch's metrics would not reach the user's loggers",
+        remove_when="verl's CheckpointEngineManager.update_weights returns metrics that the trainers log, or Tracking.log "
+        "has a hook for extra metrics",
     ),
     Patch(
         module="verl.checkpoint_engine.base",
         attr="CheckpointEngineManager.update_weights",
         make=metrics.manager_update_weights,
-        reason="verl drops what workers return from a sync, so an unpatched worker and the sync's cost go unnoticed",
-        remove_when="verl returns the workers' results of a naive sync",
+        reason="verl discards what workers return from a sync, so neither an unpatched worker nor the sync's cost would show",
+        remove_when="verl's CheckpointEngineManager.update_weights returns the workers' results with the naive backend too",
     ),
     Patch(
         module="verl.workers.engine_workers",
         attr="ActorRolloutRefWorker.init_model",
         make=sync.init_model,
-        reason="a worker whose settings differ from the trainer loop's would build a different model unnoticed",
-        remove_when="verl compares the settings of plugins (VERL_USE_EXTERNAL_PLUGINS) between trainer loop and workers",
+        reason="a worker with settings other than the trainer loop's would silently build a different model",
+        remove_when="verl starts its plugins (entry points verl.plugins) in each worker with the driver's config, and fails if "
+        "a plugin does",
     ),
     Patch(
         module="verl.workers.engine_workers",
         attr="ActorRolloutRefWorker.update_weights",
         make=sync.worker_update_weights,
-        reason="verl does not report the seconds and bytes of a sync",
-        remove_when="verl's update_weights returns its seconds and bytes",
+        reason="verl does not report how long a sync took and how many bytes it sent",
+        remove_when="verl's ActorRolloutRefWorker.update_weights returns the seconds and bytes of the sync",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_module",
         make=model.build_module,
-        reason="verl trains in BF16; the model is converted after loading, before LoRA, QAT or FSDP wrap it. "
-        "Value models are not covered",
-        remove_when="verl's FSDP engine calls a plugin between loading and wrapping a model",
+        reason="verl's FSDP engine cannot train in FP8; this converts the model after loading, before LoRA, QAT or FSDP wrap "
+        "it. Value models are not converted",
+        remove_when="verl's FSDPEngine._build_module has a hook for the loaded model; verl#4325 (FP8 by torchao) would not end "
+        "it",
+        upstream="https://github.com/verl-project/verl/pull/4325",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_module",
         make=ulysses.build_module,
-        reason="verl exchanges slices for heads inside flash attention alone: with sdpa or eager a rank of Ulysses attends "
-        "within its slice, without an error. Exact mode has the exchange anyway, VeOmni's engine its own",
+        reason="verl runs the Ulysses all-to-all only around flash attention: with sdpa or eager each rank silently attends "
+        "within its own slice. Exact mode and VeOmni have their own all-to-all",
         upstream=NO_REPORT,
-        remove_when="verl exchanges around every attention, or refuses those without an exchange",
+        remove_when="verl.models.transformers.monkey_patch adds the all-to-all to sdpa and eager too, or rejects them under "
+        "Ulysses",
         fixes="verl",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_lora_module",
         make=lora.build_lora_module,
-        reason="verl's trainer adds B A x to W x, which no rollout with one quantized weight repeats; its layers compute with "
-        "the merged weight. Critics and precision='bf16' are not changed",
-        remove_when="verl trains adapters on the merged weight",
+        reason="verl's LoRA layers add B A x to W x, which a rollout with one merged, quantized weight cannot reproduce. "
+        "Critics and precision='bf16' are unchanged",
+        remove_when="verl's FSDPEngine._build_lora_module can build layers that compute with the merged weight W + BA",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._merged_lora_per_tensor_param",
         make=lora.merged_lora_per_tensor_param,
-        reason="verl merges FP32 parameters in place, which gives other values than those that the layers compute with, and "
-        "copies all weights to the CPU to restore them",
-        remove_when="verl's layers compute with the weights that it merges",
-        upstream="verl/utils/fsdp_utils.py: merged_lora_context",
+        reason="verl's merge for a sync rounds differently from the layers that trained, and copies all weights to the CPU to "
+        "restore them",
+        remove_when="verl.utils.fsdp_utils.merged_lora_context yields the same merged weights that the LoRA layers compute with",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine._build_fsdp_module",
         make=precision.build_fsdp_module,
-        reason="without CUDA verl's loss scaler is disabled and gradients underflow. "
-        "Modes without a loss scale are not changed",
-        remove_when="verl passes its device to ShardedGradScaler",
+        reason="verl's loss scaler is off without CUDA, so gradients underflow. Modes without a loss scale are unchanged",
+        remove_when="verl's FSDPEngine._build_fsdp_module passes get_device_name() as device to ShardedGradScaler",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.optimizer_step",
         make=precision.optimizer_step,
-        reason="verl does not log skipped steps, so a run in which the loss scale skips every step goes on unnoticed",
-        remove_when="verl logs the scale and the skipped steps",
+        reason="verl does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
+        remove_when="verl's FSDPEngine.optimizer_step returns the loss scale and whether the step was skipped",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.load_checkpoint",
         make=model.compare_scales,
-        reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
+        reason="a checkpoint resumed with a different invariant_scale would scale the norms twice, or not at all",
         remove_when=_STATE,
     ),
     Patch(
         module=_CHECKPOINT,
         attr="FSDPCheckpointManager.save_checkpoint",
         make=checkpoint.save_checkpoint,
-        reason="verl's checkpoints do not record the settings they were saved with (jetrl.json). "
-        "Megatron's checkpoints are not covered",
+        reason="verl's checkpoints do not record the precision settings they were saved with. Megatron checkpoints are not "
+        "covered",
         remove_when=_STATE,
     ),
     Patch(
         module=_CHECKPOINT,
         attr="FSDPCheckpointManager.load_checkpoint",
         make=checkpoint.load_checkpoint,
-        reason="a run would resume in another precision, or with other optimizer states, unnoticed",
+        reason="a run could silently resume in a different precision or with different optimizer states",
         remove_when=_STATE,
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngine.get_per_tensor_param",
         make=sync.get_per_tensor_param,
-        reason="verl sends FP32 weights, which the rollout would quantize again; the trainer's own bytes and scales are sent, "
-        "and BF16 for the rest",
-        remove_when="verl's FSDP engine sends weights that it has quantized itself",
+        reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's own FP8 bytes and "
+        "scales, and BF16 for the rest",
+        remove_when="verl's FSDPEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_rollout",
         attr="ServerAdapter.update_weights",
         make=sync.server_update_weights,
-        reason="verl's sender waits forever for a vLLM worker that has died",
-        remove_when="verl has verl#7366: its sender has a timeout and is told of the receiver's errors",
+        reason="verl's sender waits forever for a vLLM worker that died",
+        remove_when="the oldest supported verl contains verl#7366, which gives the sender a timeout and reports the receiver's "
+        "errors",
         upstream="https://github.com/verl-project/verl/pull/7366",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",
         attr="vLLMReplica.__init__",
         make=reward_engines.replica_init,
-        reason="verl serves reward models and distillation teachers with the policy's server class, so their engines would be "
-        "quantized and wait for a weight sync. Engines other than vLLM are left alone already",
-        remove_when="verl tells a server whose model it serves",
+        reason="verl runs reward models and distillation teachers in the policy's server class, so they would be quantized and "
+        "wait for a sync. Only vLLM engines need this",
+        remove_when="verl's vLLMReplica passes is_reward_model and is_teacher_model on to vLLMHttpServer and its engine",
     ),
     Patch(
         module="verl.workers.rollout.vllm_rollout.utils",
         attr="vLLMColocateWorkerExtension.update_weights_from_ipc",
         make=worker.update_weights_from_ipc,
-        reason="verl loads each bucket without checking what arrived, and would quantize FP8 weights again",
-        remove_when="verl's receiver checks completeness and content and loads FP8 unchanged",
+        reason="verl loads each bucket without checking what arrived, and quantizes FP8 weights again",
+        remove_when="verl's vLLMColocateWorkerExtension.update_weights_from_ipc loads FP8 bytes unchanged and checks that "
+        "every tensor arrived intact",
+        upstream="https://github.com/verl-project/verl/pull/7986",
     ),
 )
 
@@ -310,17 +323,19 @@ MEGATRON: tuple[Patch, ...] = (
         module=_MEGATRON,
         attr="MegatronEngine._build_megatron_module",
         make=megatron_engine.build_megatron_module,
-        reason="a Megatron model whose layers are not TransformerEngine's, or use another recipe, would train in another format "
-        "than the rollout's",
-        remove_when="verl's Megatron engine calls a plugin once a model is built",
+        reason="a Megatron model without TransformerEngine layers, or with another recipe, would silently train in a format "
+        "other than the rollout's",
+        remove_when="verl's MegatronEngine._build_megatron_module has a hook for the built model",
     ),
     Patch(
         module=_MEGATRON,
         attr="MegatronEngine.get_per_tensor_param",
         make=sync.get_per_tensor_param,
-        reason="verl sends BF16 weights, which the rollout would quantize again; the bytes and scales that TransformerEngine "
-        "computes with are sent, and BF16 for the rest",
-        remove_when="verl's Megatron engine exports what TransformerEngine computes with",
+        reason="verl sends BF16 weights and the rollout quantizes them again; this sends TransformerEngine's own FP8 bytes and "
+        "scales, and BF16 for the rest",
+        remove_when="verl's MegatronEngine.get_per_tensor_param yields the FP8 bytes and scales that TransformerEngine "
+        "computes with (verl#6045)",
+        upstream="https://github.com/verl-project/verl/pull/6045",
     ),
 )
 
@@ -330,24 +345,24 @@ VEOMNI: tuple[Patch, ...] = (
         module=_VEOMNI,
         attr="VeOmniEngine._build_model_optimizer",
         make=veomni_engine.build_model_optimizer,
-        reason="what shards VeOmni's model does not know the engine, whose settings decide how the model is converted. Value "
-        "models are not covered",
+        reason="build_parallelize_model does not get the engine, whose settings decide how to convert the model. Value models "
+        "are not converted",
         remove_when=_VEOMNI_CALLS,
     ),
     Patch(
         module=_VEOMNI,
         attr="build_parallelize_model",
         make=veomni_engine.build_parallelize_model,
-        reason="verl trains VeOmni's model in BF16; it is converted after it is built, before VeOmni shards and loads it",
+        reason="verl trains VeOmni models in BF16; this converts the model before VeOmni shards and loads it",
         remove_when=_VEOMNI_CALLS,
     ),
     Patch(
         module=_VEOMNI,
         attr="VeOmniEngine.get_per_tensor_param",
         make=sync.get_per_tensor_param,
-        reason="verl sends FP32 weights, which the rollout would quantize again; the trainer's own bytes and scales are sent, "
-        "and BF16 for the rest",
-        remove_when="verl's VeOmni engine sends weights that it has quantized itself",
+        reason="verl sends FP32 weights and the rollout quantizes them again; this sends the trainer's own FP8 bytes and "
+        "scales, and BF16 for the rest",
+        remove_when="verl's VeOmniEngine.get_per_tensor_param yields the FP8 bytes and scales that the trainer computes with",
     ),
 )
 
@@ -356,8 +371,8 @@ TEMPERATURE = Patch(
     module=_ENGINE,
     attr="_scale_logits_by_temperature",
     make=logprob.scale_logits,
-    reason="verl divides BF16 logits by the temperature in BF16, vLLM divides in FP32",
-    remove_when="verl divides by the temperature in FP32",
+    reason="verl divides BF16 logits by the temperature in BF16; vLLM divides in FP32",
+    remove_when="verl's _scale_logits_by_temperature divides in FP32",
 )
 
 SAME_LOG_PROBS: tuple[Patch, ...] = (
@@ -365,40 +380,42 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module=_ENGINE,
         attr="logprobs_from_logits",
         make=logprob.logprobs_from_logits,
-        reason="verl's formula depends on the dtype and rounds BF16 logits' log-probs to BF16; vLLM computes log-softmax in FP32",
-        remove_when="verl computes log-softmax in FP32",
+        reason="verl rounds the log-probs of BF16 logits to BF16; vLLM computes log-softmax in FP32",
+        remove_when="verl's logprobs_from_logits computes log-softmax in FP32 for every dtype of logits",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngineWithLMHead.prepare_model_inputs",
         make=logprob.prepare_model_inputs,
-        reason="verl does not tell the model how many sequences a packed row holds, so exact attention would wait for the GPU to "
-        "count them",
-        remove_when="verl passes the number of sequences, or their boundaries on the host, to the model",
+        reason="verl does not pass the number of sequences in a packed row to the model, so exact attention would stall on the "
+        "GPU to count them",
+        remove_when="verl's FSDPEngineWithLMHead.prepare_model_inputs passes the model the number of sequences, or their "
+        "boundaries as a CPU tensor",
     ),
     Patch(
         module=_ENGINE,
         attr="FSDPEngineWithLMHead.prepare_model_outputs",
         make=logprob.prepare_model_outputs,
-        reason="verl bans tokens beyond the tokenizer and vision placeholders in vLLM only",
-        remove_when="verl masks the same tokens on both sides",
-        upstream="verl/workers/rollout/vllm_rollout/utils.py: monkey_patch_compute_logits",
+        reason="verl masks padding logits beyond the tokenizer and vision placeholders in vLLM only, not in the trainer",
+        remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
+        upstream="https://github.com/verl-project/verl/pull/7038",
     ),
     Patch(
         module="verl.models.transformers.dense_common",
         attr="forward_with_torch_backend",
         make=logprob.forward_with_torch_backend,
-        reason="verl's fused forward does not know which tokens its rollout bans. Its Triton forward is not covered; the driver "
-        "selects this one",
-        remove_when="verl masks the same tokens on both sides",
-        upstream="verl/workers/rollout/vllm_rollout/utils.py: monkey_patch_compute_logits",
+        reason="verl's fused forward does not mask the tokens that verl masks in vLLM. The Triton forward is not covered; the "
+        "driver selects this one",
+        remove_when="verl's FSDP engine masks the same logits as monkey_patch_compute_logits does in vLLM",
+        upstream="https://github.com/verl-project/verl/pull/7038",
     ),
     Patch(
         module="verl.utils.experimental.torch_functional",
         attr="FusedLinearForPPO.forward",
         make=logprob.forward,
-        reason="verl's fused log-probs come from a product that depends on the batch and are divided by the temperature in BF16",
-        remove_when="verl's fused kernels use the model's own lm_head and FP32 log-softmax",
+        reason="verl's fused log-probs use a matmul that depends on the batch, and divide by the temperature in BF16",
+        remove_when="verl's FusedLinearForPPO.forward calls the model's own lm_head and computes temperature and log-softmax "
+        "in FP32",
     ),
 )
 
@@ -407,9 +424,10 @@ SAME_WEIGHTS = Patch(
     module=_ENGINE,
     attr="FSDPEngine.forward_backward_batch",
     make=model.forward_backward_batch,
-    reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation and "
-    "backward would quantize it",
-    remove_when="verl tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does",
+    reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
+    "would quantize it again",
+    remove_when="verl's FSDPEngine.forward_backward_batch passes a flag like TransformerEngine's is_first_microbatch to the "
+    "layers",
 )
 
 
@@ -417,9 +435,11 @@ ROUTES = Patch(
     module=_ENGINE,
     attr="FSDPEngineWithLMHead.forward_step",
     make=routes.forward_step,
-    reason="verl's FSDP engine ignores the experts that the rollout returned for its tokens, so nothing says how many routes "
-    "differ, and no update replays them (R3). Other engines are not covered",
-    remove_when="verl's FSDP engine compares and replays routes",
+    reason="verl's FSDP engine ignores the expert choices that the rollout returned, so it neither compares nor replays them "
+    "(R3). Other engines are not covered",
+    remove_when="verl's FSDPEngineWithLMHead.forward_step supports router_replay R3 and logs how many routes differ; verl#4101 "
+    "covers Megatron only",
+    upstream="https://github.com/verl-project/verl/pull/4101",
 )
 
 
@@ -427,8 +447,8 @@ ANSWERS = Patch(
     module="verl.workers.rollout.vllm_rollout.vllm_async_server",
     attr="vLLMHttpServer.collective_rpc",
     make=sync.collective_rpc,
-    reason="verl drops what the engine's workers return, so that the trainer loop could not ask which weights they hold",
-    remove_when="verl's vLLMHttpServer.collective_rpc returns it",
+    reason="verl discards what the engine's workers return, so the trainer loop could not ask which weights they hold",
+    remove_when="verl's vLLMHttpServer.collective_rpc returns the result of engine.collective_rpc",
 )
 
 

@@ -59,7 +59,7 @@ def register_acr(module: ModuleType, journal: Journal) -> None:
         ACR_LOSS,
         policy_loss,
         target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{ACR_LOSS!r}]",
-        reason="verl has no policy loss with QuRL's adaptive clipping range",
+        reason="verl has no policy loss with QuRL's adaptive clipping range (ACR)",
     )
 
 

@@ -40,8 +40,9 @@ def register_bypass(module: ModuleType, journal: Journal) -> None:
         LOSS,
         measured(module.POLICY_LOSS_REGISTRY[LOSS]),
         target=f"{module.__name__}.POLICY_LOSS_REGISTRY[{LOSS!r}]",
-        reason="bypass mode compares rollout and trainer log-probs only in the loss, and does not log their mismatch",
-        remove_when="verl logs the mismatch of a bypassed batch over its first mini-batch",
+        reason="in bypass mode only the loss sees rollout and trainer log-probs, and it does not log their mismatch",
+        remove_when="verl's bypass_mode loss logs the mismatch of rollout and trainer log-probs, over the first mini-batch of "
+        "a step only",
     )
 
 

@@ -94,15 +94,17 @@ def _arrived() -> None:
     get_torch_device().synchronize()
 
 
-_COPIES = "verl's fsdp2_sharded_save_to_cpu copies parameters on the CPU, after waiting for transfers to the host"
+_COPIES = (
+    "verl's fsdp2_sharded_save_to_cpu clones parameters that are on the CPU, after pending copies from the GPU have finished"
+)
 
 PATCHES: tuple[Patch, ...] = (
     Patch(
         module=_WORKER,
         attr="DetachActorWorker.save_model_to_cpu",
         make=save_model_to_cpu,
-        reason="verl's asynchronous trainers lose updates between two syncs: of FSDP2 or VeOmni parameters that lie on the CPU "
-        "(param_offload, offload_policy, a run on a CPU) they save no copy. FSDP1's and Megatron's copies are their own",
+        reason="verl's asynchronous trainers lose updates between two syncs, because they do not clone FSDP2 or VeOmni "
+        "parameters that are on the CPU. FSDP1 and Megatron are not affected",
         remove_when=_COPIES,
         upstream=NO_REPORT,
     ),
@@ -110,8 +112,8 @@ PATCHES: tuple[Patch, ...] = (
         module=_WORKER,
         attr="DetachActorWorker.restore_model_from_cpu",
         make=restore_model_from_cpu,
-        reason="nothing in verl notices updates that are lost, and it writes to parameters that param_offload may still be "
-        "copying from the GPU. Megatron's are not compared",
+        reason="verl does not notice lost updates, and overwrites parameters that param_offload may still be copying from the "
+        "GPU. Megatron's are not compared",
         remove_when=_COPIES,
         upstream=NO_REPORT,
     ),

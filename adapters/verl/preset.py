@@ -109,7 +109,7 @@ def _trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
     return __init__
 
 
-_REMOVE = "verl passes its composed configuration to plugins"
+_REMOVE = "verl calls its plugins (entry points verl.plugins) with the composed Hydra config before run_ppo calls ray.init"
 _TRAINERS = (
     ("verl.trainer.ppo.ray_trainer", "RayPPOTrainer.__init__"),
     ("verl.trainer.ppo.v1.trainer_base", "PPOTrainer.__init__"),
@@ -120,14 +120,14 @@ WATCHES: tuple[Patch, ...] = (
         module="verl.utils.device",
         attr="auto_set_device",
         make=_first_look,
-        reason="verl's plugins never see its composed configuration, so a jetrl section would be ignored",
+        reason="verl's plugins do not get its composed configuration, so a jetrl section would be ignored",
         remove_when=_REMOVE,
     ),
     Patch(
         module="verl.utils.config",
         attr="validate_config",
         make=_validate_config,
-        reason="verl's main binds this function before enable() replaces it, so the driver's checks would not run",
+        reason="verl's main imports this function by name before enable() replaces it, so the driver's checks would not run",
         remove_when=_REMOVE,
     ),
     *(
@@ -135,7 +135,7 @@ WATCHES: tuple[Patch, ...] = (
             module=module,
             attr=attr,
             make=_trainer_init,
-            reason="a run whose configuration has a jetrl section would continue unpatched",
+            reason="a run whose configuration has a jetrl section could go on unpatched",
             remove_when=_REMOVE,
         )
         for module, attr in _TRAINERS

@@ -240,9 +240,8 @@ def _of_nothing(model: Any, embeds: Tensor) -> Tensor:
 # ---- Fixes for verl's bugs with models that see --------------------------------------------------
 
 _EQUAL_LENGTHS = (
-    "verl lays out the position ids of models that see by the first dimension in which samples differ, and then names another: "
-    "samples of one length, or a single one, end the step in split_with_sizes or get other positions. The layout is made "
-    "right where a worker receives a batch. Megatron's packing is not covered"
+    "verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have one length: "
+    "the step crashes in split_with_sizes or uses wrong positions. Megatron's packing is not covered"
 )
 _VERL_7901 = "https://github.com/verl-project/verl/pull/7901"
 _VERL_6814 = "https://github.com/verl-project/verl/issues/6814"
@@ -257,7 +256,8 @@ SEEING: tuple[Patch, ...] = (
             attr="maybe_fix_3d_position_ids",
             make=fix_position_ids,
             reason=_EQUAL_LENGTHS,
-            remove_when="verl has verl#7901, or lays out position ids by their tokens wherever it makes a jagged tensor",
+            remove_when="the oldest supported verl contains verl#7901, or sets the ragged dimension to the tokens wherever it "
+            "makes a jagged tensor",
             upstream=_VERL_7901,
             fixes="verl",
         )
@@ -267,21 +267,22 @@ SEEING: tuple[Patch, ...] = (
         module="verl.models.transformers.qwen2_vl",
         attr="_get_input_embeds",
         make=input_embeds,
-        reason="verl asks the tower's output for its mean; in transformers 5 it is no tensor, and a micro-batch without an image "
-        "ends the step. Micro-batches with one are not changed",
+        reason="verl calls mean() on the vision tower's output, which transformers 5 no longer returns as a tensor: a "
+        "micro-batch without an image crashes. Others are unchanged",
         upstream=NO_REPORT,
-        remove_when="verl unpacks the tower's output for the dummy image too, as in its other models",
+        remove_when="verl's qwen2_vl._get_input_embeds calls unpack_visual_output for the dummy image too, as verl's other "
+        "models do",
         fixes="verl",
     ),
     Patch(
         module="verl.models.transformers.glm4v",
         attr="_get_input_embeds",
         make=image_embeds,
-        reason="verl asks the tower's output for its shape and its mean; in transformers 5 it is no tensor, and every "
-        "micro-batch ends the step. Under FSDP2 it ends there too, because the tower reads a table of positions that verl "
-        "shards as a unit of its own. Films have not been tried",
+        reason="verl uses the vision tower's output as a tensor, which it is not in transformers 5, and FSDP2 shards the "
+        "tower's position table on its own: every micro-batch crashes. Videos are untested",
         upstream=_VERL_6814,
-        remove_when="verl unpacks the tower's output, as in its other models, and does not shard the table by itself",
+        remove_when="verl's glm4v._get_input_embeds calls unpack_visual_output, and its FSDP2 wrapping leaves the tower's "
+        "position embedding with its parent",
         fixes="verl",
         needed_by=_GLM,
     ),
@@ -289,21 +290,21 @@ SEEING: tuple[Patch, ...] = (
         module="verl.workers.rollout.vllm_rollout.vllm_async_server",
         attr="qwen2_5_vl_dedup_image_tokens",
         make=one_for_each,
-        reason="verl hands vLLM a prompt with all tokens of an image, of which vLLM replaces the first by all: without an "
-        "error the rollout sees an image's tokens nearly twice, the trainer once. Only for Qwen's image processor does verl "
-        "leave one. Families without a record are not changed",
+        reason="verl removes repeated image tokens from vLLM's prompt only for Qwen's image processor; with others vLLM "
+        "expands them again, so the rollout silently sees an image almost twice. Unknown families are unchanged",
         upstream=NO_REPORT,
-        remove_when="verl leaves one token for each image whatever the processor",
+        remove_when="verl's qwen2_5_vl_dedup_image_tokens, or its successor, leaves one token per image for every image "
+        "processor",
         fixes="verl",
     ),
     Patch(
         module="verl.utils.flops_counter",
         attr="FlopsCounter.__init__",
         make=counts_text,
-        reason="verl counts GLM-4.1V's FLOPs by fields of the whole configuration, which transformers 5 keeps in that of the "
-        "language model: the first update ends the run, in every mode. The tower is not counted, as before",
+        reason="verl's FLOP counter reads GLM-4.1V fields that transformers 5 moved to text_config: the first update crashes "
+        "in every mode. The vision tower still does not count",
         upstream=NO_REPORT,
-        remove_when="verl reads the fields of the language model's configuration for every family",
+        remove_when="verl's FlopsCounter reads text_config where a configuration has one, for every family",
         fixes="verl",
         needed_by=_GLM,
     ),
@@ -312,10 +313,11 @@ SEEING: tuple[Patch, ...] = (
             module=f"verl.models.transformers.{name}",
             attr="forward_with_torch_backend",
             make=logprob.forward_with_gathered_head,
-            reason="verl's fused forward of a model that sees multiplies with a head that FSDP2 has sharded: the step ends, or "
-            "the head's gradient is each rank's own. Its Triton forward is not covered; the driver refuses it",
+            reason="verl's fused forward of vision-language models multiplies by an lm_head that FSDP2 has sharded: the step "
+            "crashes, or lm_head's gradient stays local to each rank. The driver rejects the Triton forward",
             upstream=_VERL_6659,
-            remove_when="verl's fused forward leaves the head to FSDP2; what verl#6659 gathers has each rank's own gradient",
+            remove_when="verl's fused forward calls lm_head, so that FSDP2 gathers it and reduces its gradient; verl#6659 only "
+            "gathers it",
             fixes="verl",
         )
         for name in ("qwen2_vl", "qwen3_vl", "qwen3_5", "glm4v")
@@ -324,11 +326,11 @@ SEEING: tuple[Patch, ...] = (
         module="verl.models.transformers.qwen3_5",
         attr="_call_accepts_kwarg",
         make=accepts,
-        reason="verl hands the boundaries of a packed row to a delta rule that drops them (transformers' own, without "
-        "flash-linear-attention): each sequence begins with the state of the one before it. Models of text get none, and "
-        "are refused in packed rows",
+        reason="verl passes packed-sequence boundaries to transformers' own delta rule, which ignores them, so state leaks "
+        "from one sequence to the next. Text models get none, and packed rows are rejected for them",
         upstream=_TRANSFORMERS_46093,
-        remove_when="verl asks for a parameter of that name, or transformers' rule takes boundaries",
+        remove_when="verl's _call_accepts_kwarg ignores **kwargs, or transformers' torch_chunk_gated_delta_rule honors "
+        "cu_seqlens",
         fixes="verl",
     ),
 )
