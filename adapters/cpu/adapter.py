@@ -53,8 +53,10 @@ class CpuAdapter(Adapter):
                     module="verl.checkpoint_engine",
                     name="gloo checkpoint engine",
                     apply=lambda module, journal: _register_engine(module, journal, config),
-                    reason="verl's NCCL engine, by which a rollout with processes of its own gets its weights, needs a GPU",
-                    remove_when="verl brings a checkpoint engine for CPUs",
+                    reason="verl sends weights to separate rollout processes through its NCCL checkpoint engine, which needs a "
+                    "GPU",
+                    remove_when="verl registers a checkpoint engine that runs on CPUs in CheckpointEngineRegistry",
+                    upstream=verl.NO_CPU,
                 )
             )
             found.append(
@@ -62,8 +64,9 @@ class CpuAdapter(Adapter):
                     module="verl.plugin.platform.platform_manager",
                     name="cpu",
                     apply=_register,
-                    reason="verl has no CPU platform; PlatformRegistry is its extension point for one",
-                    remove_when="verl brings a CPU platform",
+                    reason="verl has no CPU platform; this registers one in its PlatformRegistry",
+                    remove_when="verl registers a platform named cpu in PlatformRegistry (verl#3266)",
+                    upstream=verl.NO_CPU,
                 )
             )
         if is_installed("openrlhf"):
@@ -97,8 +100,8 @@ class CpuAdapter(Adapter):
                 os.environ,
                 HIDDEN,
                 target=f"os.environ[{HIDDEN!r}]",
-                reason="it hides all GPUs, and Ray then refuses the logical ones that place the workers of a CPU run",
-                remove_when="verl places its workers by another resource on a CPU",
+                reason="it hides all GPUs, and Ray then rejects the logical GPUs by which verl places the workers of a CPU run",
+                remove_when="verl's RayResourcePool requests CPUs, not GPUs, for its workers in a CPU run",
             )
 
 
@@ -113,8 +116,8 @@ def _register_engine(package: ModuleType, journal: Journal, config: Config) -> N
         "nccl",
         make_engine(package.base, lambda: config.sync_timeout),
         target="verl.checkpoint_engine.CheckpointEngineRegistry['nccl']",
-        reason="verl's NCCL engine needs a GPU",
-        remove_when="verl brings a checkpoint engine for CPUs",
+        reason="verl's NCCL checkpoint engine needs a GPU",
+        remove_when="verl registers a checkpoint engine that runs on CPUs in CheckpointEngineRegistry",
     )
 
 
@@ -138,7 +141,7 @@ def _register(manager: ModuleType, journal: Journal) -> None:
         make_platform(manager.PlatformBase),
         target="verl.plugin.platform.PlatformRegistry['cpu']",
         reason="verl has no CPU platform",
-        remove_when="verl brings one",
+        remove_when="verl registers a platform named cpu in PlatformRegistry (verl#3266)",
     )
     if chosen:  # enabled after verl was imported: it fell back to a platform whose device is missing
         journal.set_attr(
@@ -147,7 +150,7 @@ def _register(manager: ModuleType, journal: Journal) -> None:
             manager.PlatformRegistry._platforms["cpu"](),
             target="verl.plugin.platform.platform_manager._current_platform",
             reason=f"verl fell back to {current.device_name!r}, which this machine does not have",
-            remove_when="verl brings a CPU platform",
+            remove_when="verl registers a platform named cpu in PlatformRegistry (verl#3266)",
         )
 
 

@@ -37,7 +37,7 @@ def stand_in(journal: Journal) -> None:
         lambda: sys.meta_path.remove(finder),
         target=f"sys.meta_path ({_IMPORTER})",
         reason="OpenRLHF imports flash_attn unconditionally, and the import fails on a CPU",
-        remove_when="OpenRLHF imports flash_attn where it uses it",
+        remove_when="openrlhf.models.ring_attn_utils imports flash_attn inside the functions that use it",
     )
 
 
@@ -145,8 +145,8 @@ def _on_import(openrlhf: ModuleType, journal: Journal) -> None:
             name,
             call,
             target=f"torch.cuda.{name}",
-            reason="OpenRLHF calls it without checking for a GPU; only in processes that import openrlhf",
-            remove_when="OpenRLHF uses torch.accelerator",
+            reason="OpenRLHF calls it without checking for a GPU; replaced only in processes that import openrlhf",
+            remove_when="OpenRLHF calls torch.accelerator instead of torch.cuda",
         )
 
 
@@ -281,7 +281,7 @@ HOOKS = (
         apply=_on_import,
         reason="OpenRLHF calls torch.cuda without checking for a GPU, and the calls fail",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF uses torch.accelerator",
+        remove_when="OpenRLHF calls torch.accelerator instead of torch.cuda",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -291,8 +291,8 @@ _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
 #: what DeepSpeed gathers ZeRO-3 weights by, one call for each weight
 _GATHERS = ("all_gather", "all_gather_into_tensor")
 _ASYNC = (
-    "of many gathers DeepSpeed waits for the last alone. NCCL ends them in order, gloo's threads do not, so weights are read "
-    "before they have arrived: with two ZeRO-3 ranks they are randomly wrong"
+    "DeepSpeed waits only for the last of several asynchronous gathers, but gloo does not finish them in order, so with two "
+    "ZeRO-3 ranks it reads weights before they have arrived"
 )
 
 FOR_OPENRLHF = (
@@ -302,7 +302,7 @@ FOR_OPENRLHF = (
         make=_mesh,
         reason="OpenRLHF requests a 'cuda' device mesh, which fails on a CPU",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF requests a mesh of the current device",
+        remove_when="OpenRLHF's DeepspeedStrategy passes the current device type to init_device_mesh",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -310,9 +310,11 @@ FOR_OPENRLHF = (
         module=_STRATEGY,
         attr="get_train_ds_config",
         make=_optimizer,
-        reason="DeepSpeed's FusedAdam needs a compiler on a CPU, and pinning memory fails without an accelerator",
+        reason="OpenRLHF picks DeepSpeed's FusedAdam, which needs a compiler on a CPU, and pinned memory, which needs an "
+        "accelerator",
         upstream=NO_REPORT,
-        remove_when="DeepSpeed falls back to torch's AdamW",
+        remove_when="OpenRLHF's get_train_ds_config sets torch_adam and no pin_memory without an accelerator, or DeepSpeed "
+        "falls back to both itself",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -320,9 +322,10 @@ FOR_OPENRLHF = (
         module=_STRATEGY,
         attr="get_eval_ds_config",
         make=_eval_config,
-        reason="pinning memory fails without an accelerator",
+        reason="OpenRLHF asks DeepSpeed to pin memory, which fails without an accelerator",
         upstream=NO_REPORT,
-        remove_when="DeepSpeed pins only where the device can",
+        remove_when="OpenRLHF's get_eval_ds_config sets pin_memory only with an accelerator, or DeepSpeed ignores it without "
+        "one",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -330,9 +333,9 @@ FOR_OPENRLHF = (
         module=_STRATEGY,
         attr="DeepspeedStrategy.moving_average",
         make=_moving_average,
-        reason="OpenRLHF averages the EMA on 'cuda', which fails on a CPU",
+        reason="OpenRLHF computes the EMA on 'cuda', which fails on a CPU",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF averages where the parameters are",
+        remove_when="OpenRLHF's ActorPPOTrainer passes the parameters' device to moving_average",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -340,9 +343,9 @@ FOR_OPENRLHF = (
         module="openrlhf.utils.distributed_util",
         attr="stateless_init_process_group",
         make=_group,
-        reason="OpenRLHF's weight sync group is NCCL, which fails on a CPU",
+        reason="OpenRLHF's weight sync group uses NCCL, which fails on a CPU",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF can use gloo without Ray's collectives",
+        remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -352,7 +355,7 @@ FOR_OPENRLHF = (
         make=_group,
         reason="the trainer imports the same NCCL group by name",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF can use gloo without Ray's collectives",
+        remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -362,7 +365,7 @@ FOR_OPENRLHF = (
         make=_update_weight,
         reason="OpenRLHF's vLLM worker allocates on 'cuda', which fails on a CPU",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF allocates on the worker's device",
+        remove_when="OpenRLHF's WorkerWrap.update_weight allocates on the worker's device",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -370,9 +373,9 @@ FOR_OPENRLHF = (
         module="deepspeed.accelerator.cpu_accelerator",
         attr="CPU_Accelerator.is_fp16_supported",
         make=_fp16,
-        reason="DeepSpeed refuses FP16 on a CPU without AVX512-FP16 or AMX-FP16; torch computes it on any CPU, slowly",
+        reason="DeepSpeed rejects FP16 on a CPU without AVX512-FP16 or AMX-FP16, although torch can compute it, slowly",
         upstream="https://github.com/deepspeedai/DeepSpeed/pull/7207",
-        remove_when="DeepSpeed distinguishes support from speed",
+        remove_when="DeepSpeed's CPU_Accelerator.is_fp16_supported no longer depends on oneDNN's FP16 instructions",
         fixes="deepspeed",
         needed_by=A_CPU_RUN,
     ),
@@ -383,7 +386,7 @@ FOR_OPENRLHF = (
             make=_wait,
             reason=_ASYNC,
             upstream="https://github.com/deepspeedai/DeepSpeed/pull/8539",
-            remove_when="the oldest supported DeepSpeed has DeepSpeed#8539",
+            remove_when="the oldest supported DeepSpeed contains DeepSpeed#8539",
             fixes="deepspeed",
             needed_by=A_CPU_RUN,
         )
@@ -393,9 +396,10 @@ FOR_OPENRLHF = (
         module="vllm.engine.arg_utils",
         attr="EngineArgs.create_engine_config",
         make=_executor,
-        reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM's CPU platform does not support",
+        reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM does not support on CPUs",
         upstream=NO_REPORT,
-        remove_when="vLLM's CPU platform supports Ray",
+        remove_when="vLLM's CpuPlatform accepts distributed_executor_backend='ray', or OpenRLHF lets the user choose the "
+        "executor",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),
@@ -403,10 +407,10 @@ FOR_OPENRLHF = (
         module="ray",
         attr="init",
         make=_ray_init,
-        reason="OpenRLHF starts Ray with the GPUs it finds; with none, its actors are never placed, so logical GPUs are added; "
-        "not covered: a cluster that is already running",
+        reason="OpenRLHF's actors request GPUs, so without any Ray never places them; this adds logical GPUs. A cluster that "
+        "is already running is not covered",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF's actors request a resource that a CPU has",
+        remove_when="OpenRLHF's actors (ray.remote(num_gpus=1)) request CPUs when there is no GPU",
         fixes="openrlhf",
         needed_by=A_CPU_RUN,
     ),

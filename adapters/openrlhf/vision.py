@@ -112,20 +112,20 @@ SEEING: tuple[Patch, ...] = (
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.generate",
         make=never_samples,
-        reason="a model that sees may answer with the token in place of an image or a film, which the trainer then takes for "
-        "one: the step ends in get_rope_index or get_placeholder_mask. Not banned in the trainer, whose log-probs leave it in",
+        reason="a vision-language model may sample an image or video placeholder token, and the trainer then crashes in "
+        "get_rope_index or get_placeholder_mask. The trainer's own log-probs do not mask it",
         upstream=NO_REPORT,
-        remove_when="OpenRLHF bans these tokens in its sampling parameters, as verl has since verl#7038",
+        remove_when="OpenRLHF's SamplesGenerator bans placeholder tokens in its SamplingParams, as verl does since verl#7038",
         fixes="openrlhf",
     ),
     Patch(
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.collective_rpc",
         make=forget_images,
-        reason="vLLM answers to an image that it has seen before by what its tower made of it with the old weights; OpenRLHF's "
-        "sync resets the prefix cache alone",
+        reason="after a weight sync vLLM reuses cached image features from the old weights, because OpenRLHF resets only the "
+        "prefix cache",
         upstream="https://github.com/vllm-project/vllm/issues/44910",
-        remove_when="OpenRLHF calls reset_encoder_cache after a weight sync, or vLLM does so itself (vllm#48762)",
+        remove_when="OpenRLHF calls AsyncLLM.reset_encoder_cache after a weight sync, or vLLM does so itself (vllm#48762)",
         fixes="openrlhf",
     ),
 )

@@ -132,9 +132,10 @@ INIT = Patch(
     module="ray",
     attr="init",
     make=init,
-    reason="without it the workers of a job are not patched, and nothing tells the driver; not covered: Ray Client (ray://) "
-    "and a connection made before enable(), which are refused",
-    remove_when="Ray loads plugins in its workers by entry points",
+    reason="without it a job's workers stay unpatched and the driver does not notice. Ray Client (ray://) and a connection "
+    "made before enable() are rejected",
+    remove_when="Ray's workers load an entry-point group at start-up, without a worker_process_setup_hook in the job's "
+    "runtime_env",
 )
 
 

@@ -39,8 +39,9 @@ PACKED_ROWS = Patch(
     module="transformers.masking_utils",
     attr="find_packed_sequence_indices",
     make=find_packed_sequence_indices,
-    reason="transformers reads back whether a row is packed, so that the host waits for the GPU in every forward pass",
-    remove_when="transformers decides without the device whether a row is packed",
+    reason="transformers checks on the GPU whether a row is packed, so the host waits for the GPU in every forward pass",
+    remove_when="transformers' find_packed_sequence_indices takes a flag from the caller instead of calling .all() on the "
+    "device",
 )
 
 
@@ -66,7 +67,8 @@ class TransformersAdapter(Adapter):
             "transformers.integrations.moe",
             "ExpertsInterface",
             _register_experts,
-            reason="without it the trainer's experts stay in BF16 while the rollout's are FP8; uses transformers' own registry",
+            reason="without it the trainer's experts stay in BF16 while the rollout's are FP8; registered through "
+            "ExpertsInterface",
         )
         return (
             *((experts,) if config.fp8_train else ()),
@@ -74,14 +76,14 @@ class TransformersAdapter(Adapter):
                 "transformers.modeling_utils",
                 "AttentionInterface",
                 partial(_register_attention, exact=config.exact),
-                reason="without them the trainer's attention rounds differently from the rollout's, and on ranks that share "
-                "sequences it sees slices",
+                reason="without them the trainer's attention rounds differently from the rollout's, and with sequence "
+                "parallelism it sees only a slice",
             ),
             OnImport(
                 "transformers.masking_utils",
                 "AttentionMaskInterface",
                 partial(_register_mask, exact=config.exact),
-                reason="without it these attentions get no raw padding mask; uses transformers' own registry",
+                reason="without it these attentions do not get the raw padding mask; registered through AttentionMaskInterface",
             ),
         )
 

@@ -281,7 +281,7 @@ SEEING: tuple[Patch, ...] = (
         reason="verl uses the vision tower's output as a tensor, which it is not in transformers 5, and FSDP2 shards the "
         "tower's position table on its own: every micro-batch crashes. Videos are untested",
         upstream=_VERL_6814,
-        remove_when="verl's glm4v._get_input_embeds calls unpack_visual_output, and its FSDP2 wrapping leaves the tower's "
+        remove_when="verl's glm4v._get_input_embeds calls unpack_visual_output, and verl's FSDP2 wrapping leaves the tower's "
         "position embedding with its parent",
         fixes="verl",
         needed_by=_GLM,

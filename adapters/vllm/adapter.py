@@ -83,43 +83,45 @@ class VllmAdapter(Adapter):
                 module="vllm.engine.arg_utils",
                 attr="EngineArgs.create_engine_config",
                 make=functools.partial(_create_engine_config, adapter=self, config=config),
-                reason="without it an engine is built unquantized and compiled, and conflicting settings go unnoticed; "
-                "not covered: an engine built from a VllmConfig by hand, whose workers refuse to load",
-                remove_when="vLLM lets plugins set and check engine arguments",
+                reason="without it vLLM builds an unquantized, compiled engine and ignores conflicting settings. A hand-built "
+                "VllmConfig is not covered; its workers refuse to load",
+                remove_when="vLLM's EngineArgs.create_engine_config calls general plugins (vllm.general_plugins) before and "
+                "after it builds the VllmConfig",
             ),
             Patch(
                 module="vllm.engine.arg_utils",
                 attr="EngineArgs.create_engine_config",
                 make=normalize_in_processor,
-                reason="where vLLM's models normalize images, load_format='dummy' fills mean and deviation with noise, which no "
-                "weight sync repairs; the image processor normalizes them instead. Versions before 0.28 have no such models",
+                reason="where vLLM's model normalizes images, load_format='dummy' fills mean and deviation with noise that no "
+                "weight sync repairs; this normalizes in the image processor. Versions before 0.28 are not affected",
                 upstream="https://github.com/vllm-project/vllm/pull/50411",
-                remove_when="vLLM's dummy loader leaves buffers that no checkpoint holds alone",
+                remove_when="vLLM's initialize_dummy_weights skips buffers that are not in the checkpoint",
                 fixes="vllm",
             ),
             Patch(
                 module="vllm.v1.worker.gpu_worker",
                 attr="Worker.load_model",
                 make=functools.partial(_load_model, config=config),
-                reason="without it a worker has no weight receiver and may serve a model that was never audited; "
-                "not covered: workers that do not derive from gpu_worker.Worker",
-                remove_when="vLLM calls plugins after a model is loaded",
+                reason="without it a worker has no weight receiver and its model is not audited. Workers that do not derive "
+                "from gpu_worker.Worker are not covered",
+                remove_when="vLLM's Worker.load_model calls a hook of worker_extension_cls once the model is loaded",
             ),
             Patch(
                 module="vllm.v1.worker.gpu_worker",
                 attr="Worker.execute_model",
                 make=_execute_model,
-                reason="without it an engine generates from half-updated weights after a failed sync",
-                remove_when="vLLM lets a weight transfer engine block steps",
+                reason="without it an engine would generate from half-updated weights after a failed sync",
+                remove_when="vLLM's WeightTransferEngine gets a method that Worker.execute_model calls before each step and "
+                "that may raise",
             ),
             Patch(
                 module="vllm.model_executor.layers.utils",
                 attr="dispatch_cpu_unquantized_gemm",
                 make=keep_live_weight,
-                reason="vLLM on CPU packs BF16 weights after loading and frees the originals: later weight updates fail or "
-                "have no effect; only CPU builds call it",
+                reason="vLLM's CPU build packs BF16 weights after loading and frees the originals, so later weight updates "
+                "fail or have no effect",
                 upstream=NO_REPORT,
-                remove_when="vLLM's CPU linears read the live weight, or repack on load_weights",
+                remove_when="vLLM's dispatch_cpu_unquantized_gemm keeps the live weight, or packs it again after load_weights",
                 fixes="vllm",
                 needed_by=_ON_CPU,
             ),
@@ -127,20 +129,22 @@ class VllmAdapter(Adapter):
                 module="vllm.model_executor.layers.rotary_embedding.base",
                 attr="RotaryEmbedding.forward_cpu",
                 make=in_two_dimensions,
-                reason="vLLM's kernel on CPUs misreads queries of three dimensions, of latent attention without YaRN: every "
-                "log-prob of such a rollout is wrong",
+                reason="vLLM's CPU rotary kernel misreads 3D queries (latent attention without YaRN), so every log-prob of "
+                "such a rollout is wrong",
                 upstream=NO_REPORT,
                 fixes="vllm",
-                remove_when="vLLM's kernel reads the stride of a query's heads, or latent attention passes two dimensions",
+                remove_when="vLLM's CPU op rotary_embedding honors the head stride of a 3D query, or latent attention passes "
+                "it a 2D one",
             ),
             Patch(
                 module="vllm.model_executor.layers.attention.mla_attention",
                 attr="MLAAttention.process_weights_after_loading",
                 make=keep_latent_weight,
-                reason="vLLM on CPUs with AMX packs kv_b_proj of latent attention after loading and frees the original: a later "
-                "weight update fails",
+                reason="on CPUs with AMX, vLLM packs kv_b_proj of latent attention after loading and frees the original, so a "
+                "later weight update fails",
                 upstream="https://github.com/vllm-project/vllm/pull/52616",
-                remove_when="vLLM's AMX attention keeps the weight, or reads it from a live one",
+                remove_when="vLLM's MLAAttention.process_weights_after_loading keeps kv_b_proj.weight on AMX CPUs, or computes "
+                "with a live copy",
                 fixes="vllm",
                 needed_by=_ON_CPU,
             ),
@@ -148,37 +152,39 @@ class VllmAdapter(Adapter):
                 module="vllm.distributed.device_communicators.shm_broadcast",
                 attr="MessageQueue.wait_until_ready",
                 make=wait_until_ready,
-                reason="Ray ends engines by SIGKILL, after which the memory of their queues stays in /dev/shm",
+                reason="Ray kills engines with SIGKILL, which leaves the shared memory of their queues in /dev/shm",
                 upstream="https://github.com/vllm-project/vllm/issues/8933",
-                remove_when="vLLM removes the name of a queue's memory once its readers have it",
+                remove_when="vLLM's MessageQueue.wait_until_ready unlinks the shared memory once its readers have mapped it",
                 fixes="vllm",
             ),
             Patch(
                 module="vllm.distributed.device_communicators.cpu_communicator",
                 attr="_CPUSHMDistributed._init_cpu_shm",
                 make=init_cpu_shm,
-                reason="Ray ends engines by SIGKILL, after which the memory over which their workers reduce on a CPU stays in "
-                "/dev/shm; only CPU builds call it",
+                reason="Ray kills engines with SIGKILL, which leaves the shared memory of their CPU workers' all-reduce in "
+                "/dev/shm",
                 upstream=NO_REPORT,
-                remove_when="vLLM removes the names of that memory once its workers have it",
+                remove_when="vLLM's _CPUSHMDistributed unlinks that shared memory once its workers have mapped it",
                 fixes="vllm",
             ),
             Patch(
                 module="vllm.v1.engine.utils",
                 attr="CoreEngineProcManager.finished_procs",
                 make=finished_procs,
-                reason="of an engine that is killed at its start vLLM says only that its start failed, not what ended it",
+                reason="when an engine is killed during start-up, vLLM says only that start-up failed, not which signal killed "
+                "it",
                 upstream="https://github.com/vllm-project/vllm/issues/19002",
-                remove_when="vLLM waits for the exit status of a process that has closed its pipe, and names the signal",
+                remove_when="vLLM's CoreEngineProcManager.finished_procs waits for the exit code of a process whose sentinel "
+                "fired, and reports the signal",
                 fixes="vllm",
             ),
             Patch(
                 module="tqdm.std",
                 attr="TqdmDefaultWriteLock.create_mp_lock",
                 make=create_mp_lock,
-                reason="Ray ends engines by SIGKILL, after which the semaphore of their workers' progress bars stays in /dev/shm",
+                reason="Ray kills engines with SIGKILL, which leaves the semaphore of their workers' tqdm bars in /dev/shm",
                 upstream="https://github.com/tqdm/tqdm/pull/1677",
-                remove_when="tqdm makes no lock in a process that was spawned",
+                remove_when="tqdm's TqdmDefaultWriteLock creates no multiprocessing lock in a spawned process",
                 fixes="tqdm",
             ),
             *([_LEAVE_TRANSFORMERS_ALONE] if config.exact else []),
@@ -197,10 +203,10 @@ _LEAVE_TRANSFORMERS_ALONE = Patch(
     module="vllm.model_executor.models.transformers.base",
     attr="Base._decorate_for_torch_compile",
     make=_decorate_for_torch_compile,
-    reason="vLLM's transformers backend modifies transformers' own class for compilation, even in eager mode: a trainer in "
-    "the same process can then no longer build that model; not covered: engines that compile",
+    reason="vLLM's transformers backend changes transformers' own class for compilation even in eager mode, so a trainer in "
+    "the same process can no longer build that model. Engines that compile are not covered",
     upstream=NO_REPORT,
-    remove_when="vLLM compiles a subclass, or leaves the class alone in eager mode",
+    remove_when="vLLM's Base._decorate_for_torch_compile decorates a subclass, or does nothing in eager mode",
     fixes="vllm",
     needed_by="a trainer and an exact engine in one process, as in `jetrl parity`",
 )

@@ -196,8 +196,9 @@ def _wait_for_kernels(journal: Journal) -> None:
             name,
             max(FIRST_START, core_client.VLLM_ENGINE_READY_TIMEOUT_S),
             target=f"vllm.v1.engine.core_client.{name}",
-            reason="at its first start an engine compiles FP8 kernels before it serves, for longer than vLLM waits",
-            remove_when="vLLM waits for an engine as long as it reports progress",
+            reason="on its first start an engine compiles FP8 kernels for longer than vLLM waits for it",
+            remove_when="vLLM's engine start-up timeout (VLLM_ENGINE_READY_TIMEOUT_S) restarts whenever the engine reports "
+            "progress",
         )
 
 
