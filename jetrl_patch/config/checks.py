@@ -1,4 +1,4 @@
-"""Checks of settings and of their combinations, made before anything changes. Imports no torch."""
+"""Checks of settings and of their combinations, before anything changes. Imports no torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of corrections and the check of their bounds. Imports no torch, because the settings use it.
+"""The table of corrections and the check of their bounds. Imports no torch, because the settings import it.
 
 ρ_t = π_old(y_t) / μ(y_t) is the ratio of the trainer's to the rollout's probability of a token, ρ = ∏ρ_t that of a sequence.
 """
@@ -34,11 +34,11 @@ class Correction:
 
     Attributes:
         name: the value of ``Config.correction``.
-        level: the ratio compared with the bounds: of a token, of a sequence, or the geometric mean over a sequence.
-        truncates: whether a ratio above the cap is truncated to it; otherwise what lies outside the bounds is dropped.
-        bounds: the allowed numbers of bounds: 1 is a cap, 2 are low and high.
+        level: the ratio that is compared with the bounds: a token's, a sequence's, or the geometric mean over a sequence.
+        truncates: whether a ratio above the cap is cut down to it. If not, tokens or sequences outside the bounds are dropped.
+        bounds: how many bounds it allows: 1 is a cap, 2 are low and high.
         default: the default bounds.
-        source: the source of the formula and of the default bounds.
+        source: where the formula and the default bounds come from.
         formula: the weight of a token.
     """
 
@@ -101,7 +101,7 @@ CORRECTIONS: dict[str, Correction] = {found.name: found for found in _TABLE}
 KINDS: tuple[Kind, ...] = ("none", *(found.name for found in _TABLE))
 #: kinds with one weight per sequence
 SEQUENCE_KINDS = tuple(found.name for found in _TABLE if found.weighs_sequences)
-#: kinds that truncate a weight to the cap; the others drop what lies outside the bounds
+#: kinds that cut a weight down to the cap; the others drop what is outside the bounds
 TRUNCATED = tuple(found.name for found in _TABLE if found.truncates)
 #: kind -> default bounds
 DEFAULT_BOUNDS = {found.name: found.default for found in _TABLE}

@@ -1,4 +1,4 @@
-"""What follows from the settings, with the table of precisions."""
+"""Properties derived from the settings and the table of precisions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Derived"]
 
 @dataclass(frozen=True, kw_only=True)
 class Derived(Fields):
-    """The settings, unchecked, and what the rest of the plugin reads of them."""
+    """The settings, unchecked, with the derived properties that the rest of the plugin reads."""
 
     @property
     def mode(self) -> Mode:
@@ -61,12 +61,12 @@ class Derived(Fields):
 
     @property
     def skips_old_pass(self) -> bool:
-        """Whether the rollout's log-probs are a step's old ones, without a forward pass of the trainer."""
+        """Whether the rollout's log-probs serve as a step's old ones, so that the trainer skips its forward pass for them."""
         return self.old_log_probs == "rollout" or (self.old_log_probs == "auto" and self.exact)
 
     @property
     def returns_routes(self) -> bool:
-        """Whether the rollout returns the experts of each token of a mixture."""
+        """Whether the rollout returns the experts that it chose for each token."""
         return self.measure_routes or self.router_replay != "none"
 
     @property
@@ -91,5 +91,5 @@ class Derived(Fields):
 
     @property
     def fixes_upstream(self) -> bool:
-        """The effective ``upstream_fixes``: whether to fix other projects' bugs, also those with which a run starts."""
+        """The effective ``upstream_fixes``: whether to fix bugs of other projects that do not keep a run from starting."""
         return not self.mode.only_measures if self.upstream_fixes is None else self.upstream_fixes

@@ -24,7 +24,7 @@ FIELDS = {found.variable: name for name, found in SETTINGS.items()}
 #: the variables that concern the machine, not the run
 MACHINE = {
     "JETRL_CACHE_DIR": "folder for the compiled CPU kernels (default: the user's cache folder)",
-    "JETRL_CPU_ISA": "what the CPU kernels use: avx512_bf16, avx512, avx2 or portable (default: the most the processor has)",
+    "JETRL_CPU_ISA": "instruction set of the CPU kernels: avx512_bf16, avx512, avx2 or portable (default: the best available)",
 }
 #: every variable with its meaning; any other name that starts with ``JETRL_`` is treated as a typo
 VARIABLES = {
@@ -40,7 +40,7 @@ def by_field(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_settings(environ: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The environment for a process that is configured anew: without ``JETRL_*``, except for ``MACHINE``."""
+    """The environment for a process that gets settings of its own: without ``JETRL_*``, except for ``MACHINE``."""
     env = os.environ if environ is None else environ
     return {name: value for name, value in env.items() if not name.startswith(PREFIX) or name in MACHINE}
 

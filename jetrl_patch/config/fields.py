@@ -46,7 +46,7 @@ class Form:
     Attributes:
         values: the allowed values, in words.
         read: (name of the variable, text) -> value. Raises ConfigError for malformed text.
-        note: addition to the description of a variable.
+        note: text appended to the description of a variable.
         example: an example of the text.
     """
 
@@ -120,7 +120,7 @@ GROUPS = {
     "rollout": "Number formats of the rollout only.",
     "sync": "How weights move between processes.",
     "monitor": "Measurements of the quantized layers, and the actions they trigger.",
-    "correction": "Importance weights against the remaining mismatch between trainer and rollout.",
+    "correction": "Importance weights that correct the remaining mismatch between trainer and rollout.",
     "optimizer": "The format of the optimizer state, and which checkpoints can be resumed.",
     "process": "The device the run uses, and whether bugs of the frameworks are fixed.",
 }
@@ -137,10 +137,11 @@ class Setting:
         doc: its description, in Markdown.
         form: its text form.
         choices: the allowed words; empty if the setting is not an enumeration.
-        option: placeholder of its command-line option, ``"NAME"``; ``""`` for a switch; None if only ``--set`` sets it.
+        option: placeholder in its command-line option, such as ``"NAME"``; ``""`` for a switch; None if it has no option of
+            its own, only ``--set``.
         help: the option's line in the usage text.
-        note: addition to the description of its variable.
-        joint: whether it depends on another setting, so that the two are checked together.
+        note: text appended to the description of its variable.
+        joint: whether its check involves another setting.
     """
 
     name: str
@@ -234,71 +235,72 @@ class Fields:
     )
     align: Align | None = setting(
         None, "exactness",
-        "`exact` makes trainer and rollout bit-equal, `linear` shares only the FP8 linears (Jet-RL as published), "
-        "and vLLM adds the sums of tensor-parallel ranks in BF16. "
+        "`exact` makes trainer and rollout bit-equal. `linear` makes only the FP8 linear layers the same (Jet-RL as published); "
+        "vLLM then adds up the tensor-parallel ranks in BF16. "
         f"`None` means `exact` for {_UNIFIED} and no alignment for the other precisions",
         choices=get_args(Align), option="NAME", help=_words(get_args(Align)),
     )
     scale_format: ScaleFormat = setting(
-        "pow2", "precision", "`pow2` rounds scales up to powers of two, `fp32` leaves them unrounded",
+        "pow2", "precision", "`pow2` rounds scales up to powers of two, `fp32` does not round them",
         choices=get_args(ScaleFormat),
     )
     exclude: tuple[str, ...] = setting(
         (), "precision",
-        "name patterns of modules that stay in BF16 on both sides. A pattern matches whole parts of the dotted name, with "
-        "`fnmatch` wildcards within a part: `mlp.gate` does not match `mlp.gate_up_proj`",
+        "name patterns of modules that stay in BF16 on both sides. A pattern matches whole parts of the dotted name, and an "
+        "`fnmatch` wildcard stays within one part: `mlp.gate` does not match `mlp.gate_up_proj`",
         form=PATTERNS,
     )
     on_cut: OnCut = setting(
         "refuse", "precision",
-        "what happens to layers in which the rollout's tensor parallelism cuts a block of 128: `refuse` stops the run with their "
-        "names, `bf16` leaves them in BF16 on both sides and names them in the log. Scales per channel have no blocks to cut",
+        "what to do if the rollout's tensor parallelism cuts through a block of 128 in some layers: `refuse` stops the run and "
+        "lists them, `bf16` keeps them in BF16 on both sides and logs their names. Per-channel scales have no blocks",
         choices=get_args(OnCut),
     )
     backend: Backend = setting(
         "auto", "exactness",
         "the GEMM backend for FP8 products, the same on both sides. `auto` picks `native` on a CPU with a compiler, "
-        "`deep_gemm` or `triton` on Hopper, else `torch`, the reference. A named backend that cannot run here is an error",
+        "`deep_gemm` or `triton` on Hopper, and otherwise `torch`, the reference. Any other choice that cannot run here "
+        "is an error",
         choices=get_args(Backend),
     )
     old_log_probs: OldLogProbs = setting(
         "auto", "exactness",
-        "where a step's old log-probs come from: `recompute` runs the framework's forward pass for them, `rollout` takes those "
-        "that the rollout returned and leaves the pass out. Needs `align=\"exact\"`, where both are the same bits; the first "
-        "update of a step checks it before its backward pass. `auto`: `rollout` in exact mode, unless the framework's own "
-        "settings need the pass",
+        "where a step's old log-probs come from: `recompute` runs the framework's forward pass, `rollout` skips that pass and "
+        "reuses the log-probs from the rollout. `rollout` needs `align=\"exact\"`, where both are bit-equal; the first update of "
+        "a step checks this before its backward pass. `auto` is `rollout` in exact mode unless the framework's own settings "
+        "need the pass, and otherwise `recompute`",
         choices=get_args(OldLogProbs), joint=True,
     )
     audit_fraction: float = setting(
         0.0625, "exactness",
-        "without the pass for old log-probs, the share of a step's samples that go through it all the same where a step has "
-        "several updates, of which only the first can check",
+        "share of a step's samples whose old log-probs are still computed by the trainer when the pass for them is skipped. It "
+        "applies to steps with several updates, where only the first update can check the rollout's log-probs",
         note=", a share", joint=True,
     )
     on_mismatch: OnMismatch = setting(
         "stop", "exactness",
-        "in exact mode, what happens once a token's two log-probs differ under the same weights: `stop` the run before an update "
-        "with it (in verl's bypass mode, whose loss compares, after that update), or log an error and `recompute` old log-probs "
-        "by the pass from then on",
+        "in exact mode, what to do when a token's two log-probs differ under the same weights: `stop` the run before the update "
+        "(in verl's bypass mode, where the loss compares them, after it), or log an error and `recompute` old log-probs from "
+        "then on",
         choices=get_args(OnMismatch), joint=True,
     )
     router_replay: RouterReplay = setting(
         "none", "exactness",
-        "of a mixture of experts in verl, `R3`: the trainer sends each token to the experts that the rollout chose for it, in "
-        "the pass for old log-probs and in every update, with weights by its own logits. Not with `align=\"exact\"`, where "
-        "routes are equal, nor without an FP8 rollout. Routes are compared as with `measure_routes`",
+        "for mixture-of-experts models in verl. With `R3` the trainer sends each token to the experts that the rollout chose, in "
+        "the pass for old log-probs and in every update, and weights them by its own logits. It needs an FP8 rollout and does "
+        "not work with `align=\"exact\"`, where routes are equal anyway. It also measures routes, as `measure_routes` does",
         choices=get_args(RouterReplay), joint=True,
     )
     decode_graphs: bool = setting(
         False, "exactness",
-        "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels, so the "
-        "same bits, with one launch a step. Ignored on a CPU. Not run on a GPU yet",
+        "in exact mode on a GPU, vLLM replays its decoding steps from CUDA graphs, without a compiler: the same kernels and "
+        "therefore the same bits, with one launch per step. Ignored on a CPU. Not yet run on a GPU",
     )
     exact_attention: ExactAttention = setting(
         "auto", "exactness",
-        "in exact mode on a GPU, the attention of both sides: `triton` is the project's kernel, `flash3` the FlashAttention-3 in "
-        "vLLM's wheels, in one configuration. `auto` takes `flash3` on a Hopper GPU where a trial finds its rows equal, else "
-        "`triton`. Ignored on a CPU. Not run on a GPU yet",
+        "the attention kernel of both sides in exact mode on a GPU: `triton` is this project's own, `flash3` is the "
+        "FlashAttention-3 in vLLM's wheels, in one fixed configuration. `auto` uses `flash3` on a Hopper GPU if a trial finds "
+        "that its rows do not depend on the batch, and otherwise `triton`. Ignored on a CPU. Not yet run on a GPU",
         choices=get_args(ExactAttention),
     )
     platform: Platform = setting(
@@ -306,15 +308,15 @@ class Fields:
     )
     upstream_fixes: bool | None = setting(
         None, "process",
-        "fix [bugs of other projects](#upstream-fixes) that runs of this plugin have met. `None` means on, and off for "
-        "`bf16`, which measures the frameworks as they are. What keeps a run from starting is fixed in any case",
+        "whether to fix [bugs of other projects](#upstream-fixes) that affect runs with this plugin. `None` means on, but off "
+        "for `bf16`, which measures the frameworks as they are. Bugs that keep a run from starting are always fixed",
         form=SWITCH,
     )
     sync: Sync = setting(
         "full", "sync",
-        "what a weight sync sends: `full` every tensor, `delta` only the bytes that changed since the last sync that the engine "
-        "completed, where that is less. The result is proven by the same digests. Trainer and engine each keep the weights of "
-        "the last sync in CPU memory. For rollouts with devices of their own",
+        "what a weight sync sends: `full` sends every tensor; `delta` sends only the bytes that changed since the last completed "
+        "sync, unless that would be more. The same digests verify the result. For `delta`, trainer and engine each keep the "
+        "weights of the last sync in CPU memory, and the rollout must have devices of its own",
         choices=get_args(Sync), joint=True,
     )
     sync_timeout: float = setting(
@@ -322,93 +324,92 @@ class Fields:
     )
     fp8_all_gather: bool = setting(
         False, "sync",
-        "FSDP2 gathers the weights of FP8 layers as FP8 bytes and block scales: half the traffic of BF16, the same result",
+        "FSDP2 gathers the weights of FP8 layers as FP8 bytes and block scales: half the traffic of BF16, with the same result",
     )
     monitor_every: int = setting(
         10, "monitor",
-        "interval in steps at which the FP8 layers are measured (amax, underflow, SQNR, scales, changed codes); 0 turns it "
-        "off",
+        "the monitor measures the FP8 layers (amax, underflow, SQNR, scales, changed codes) every so many steps; 0 turns it off",
         form=WHOLE, note=", in steps",
     )
     monitor_layers: bool = setting(
-        False, "monitor", "log the figures of every layer, not only the worst layer and the mean",
+        False, "monitor", "log the figures of every layer, not only those of the worst layer and the mean",
     )
     monitor_sqnr: float = setting(
-        20.0, "monitor", "SQNR in dB of a weight, activation or gradient below which the monitor acts", note=", in dB",
+        20.0, "monitor", "the monitor acts if the SQNR of a weight, activation or gradient is below this many dB", note=", in dB",
     )
     monitor_underflow: float = setting(
-        0.1, "monitor", "share of a tensor's values rounded to zero above which the monitor acts", note=", a share",
+        0.1, "monitor", "the monitor acts if more than this share of a tensor's values is rounded to zero", note=", a share",
     )
     monitor_action: MonitorAction = setting(
-        "warn", "monitor", "beyond a threshold, `warn` once per layer and figure or `stop` the run",
+        "warn", "monitor", "what the monitor does beyond a threshold: `warn` once per layer and figure, or `stop` the run",
         choices=get_args(MonitorAction),
     )
     measure_routes: bool = setting(
         False, "monitor",
-        "of a mixture of experts in verl, log the share of routes (token and block) in which the trainer chooses other experts "
-        "than the rollout. The rollout keeps and sends the experts of every token: layers × experts per token, in bytes",
+        "for mixture-of-experts models in verl, log the share of routes (token and block) for which the trainer chooses other "
+        "experts than the rollout. The rollout then stores and sends every token's experts: layers × experts per token, in bytes",
     )
     guard_sqnr: float | None = setting(
         None, "monitor",
-        "SQNR in dB below which a layer switches to BF16 on both sides from the next step on. `None`: no guard",
+        "a layer whose SQNR is below this many dB switches to BF16 on both sides from the next step on. `None` means no guard",
         note=", in dB",
     )
     correction: Kind = setting(
         "none", "correction",
-        "the importance weight of a token, from its ratio ρ_t = π_old/μ or the product ρ over the sequence: "
+        "the importance weight of a token, computed from its ratio ρ_t = π_old/μ or from the product ρ over the sequence: "
         f"{', '.join(f'`{name}` {found.formula}' for name, found in CORRECTIONS.items())}. `none` only measures",
         choices=KINDS, option="NAME", help=_words(KINDS),
     )
     correction_bounds: tuple[float, ...] | None = setting(
-        None, "correction", "the cap, or low and high. `None` means the correction's default",
+        None, "correction", "the cap, or the low and high bound. `None` means the correction's default",
         form=BOUNDS, option="BOUNDS", help="the cap, or low,high; the default depends on the correction", joint=True,
     )
     acr: bool = setting(
         False, "correction",
-        f"QuRL's adaptive clipping range on top of `{_ACR}`: where the ratio is truncated, the upper clip limit widens by "
-        "the same factor",
+        f"add QuRL's adaptive clipping range to `{_ACR}`: where the ratio is truncated, the upper clip limit grows by the same "
+        "factor",
         option="", help=f"QuRL's adaptive clipping range, with --correction {_ACR}", joint=True,
     )
     rollout_granularity: Granularity = setting(
         "block", "rollout",
-        f"scales of {_SCALED}: `block` (weights 128x128, activations 1x128) or `channel` (weights per output channel, "
-        "activations per token)",
+        f"granularity of the scales of {_SCALED}: `block` (weights 128x128, activations 1x128) or `channel` (weights per output "
+        "channel, activations per token)",
         choices=get_args(Granularity), joint=True,
     )
     smoothing: float | None = setting(
         None, "rollout",
-        "SmoothQuant's α: how far activation outliers move into the weights on export, 0 (off) to 1; the model's function does "
-        f"not change. For per-channel scales. `None` means {_SMOOTHED} and off for the other precisions",
+        "SmoothQuant's α, from 0 (off) to 1: how much of the activation outliers moves into the weights on export. The model "
+        f"computes the same function. It needs per-channel scales. `None` means {_SMOOTHED} and off for the other precisions",
         joint=True,
     )
     invariant_scale: float | None = setting(
         None, "rollout",
-        "QuRL's scale: before training, q, k, v, gate and up are divided by it and the norms before them multiplied by it, so "
-        "that updates are larger relative to the quantized weights. `None`: no scaling",
+        "QuRL's scale: before training, q, k, v, gate and up are divided by it and the norms before them are multiplied by it, "
+        "so that updates are larger relative to the quantized weights. `None` means no scaling",
         joint=True,
     )
     kv_cache: KvCache = setting(
         "auto", "rollout",
-        "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. Not with `align=\"exact\"`: the "
-        "trainer has no KV cache",
+        "`fp8` stores the rollout's keys and values in FP8, `auto` in the model's dtype. `fp8` does not work with "
+        "`align=\"exact\"`, because the trainer has no KV cache",
         choices=get_args(KvCache), joint=True,
     )
     head_dtype: HeadDtype = setting(
         "auto", "precision",
-        "dtype in which both sides compute logits: `auto` is the model's, `float32` multiplies the same weights in FP32 "
-        "without rounding the logits",
+        "dtype in which both sides compute logits: `auto` is the model's dtype, `float32` multiplies the same weights in FP32 "
+        "and does not round the logits",
         choices=get_args(HeadDtype), joint=True,
     )
     optimizer_states: OptimizerStates = setting(
         "fp32", "optimizer",
-        "format of AdamW's two moments: `fp32` as the framework stores them, `8bit` or `fp8` by torchao, in blocks of 256, in "
-        "about a quarter of the memory",
+        "format of AdamW's two moments: `fp32` leaves them as the framework stores them; `8bit` and `fp8` use torchao's "
+        "optimizers, which scale blocks of 256 values and need about a quarter of the memory",
         choices=get_args(OptimizerStates),
     )
     resume_any: bool = setting(
         False, "optimizer",
-        "resume a checkpoint saved with any settings. Otherwise a different precision, scale format or the like in its "
-        "`jetrl.json` is an error",
+        "allow resuming a checkpoint that was saved with other settings. Otherwise it is an error if the precision, scale format "
+        "or a similar setting in its `jetrl.json` differs",
     )  # fmt: skip
 
 

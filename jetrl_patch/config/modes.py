@@ -36,7 +36,7 @@ class RolloutFormat:
         quantization: vLLM's name for the format.
         capability: minimum compute capability of a CUDA device, in vLLM's notation (89 for 8.9).
         sent: dtype in which the trainer sends the weights; "bfloat16" where the rollout quantizes them.
-        own_product: name of the format's product where no FP8 backend computes it.
+        own_product: name of the format's own matmul, if it is not one that the FP8 backends compute.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Mode:
         rollout_log_probs: whether the trainer always computes log-probs by the rollout's formula. Frameworks round them to
             the logits' dtype, which can add more noise than the rest of the mode.
         backends: allowed values of ``Config.backend``; empty allows all.
-        one_granularity: why ``Config.rollout_granularity`` cannot be set, and what to do.
+        one_granularity: why ``Config.rollout_granularity`` cannot be set, and what to do instead.
     """
 
     name: Precision
@@ -142,12 +142,12 @@ _NO_CHOICE = "only 'fp8-rollout' has a choice of granularity. Drop rollout_granu
 _TABLE = (
     Mode(
         name="bf16",
-        meaning="measures and changes nothing else",
+        meaning="only measures",
         one_granularity=_NO_CHOICE,
     ),
     Mode(
         name="fp8-unified",
-        meaning="trains and rolls out in one FP8 flow",
+        meaning="runs training and rollout in the same FP8 flow",
         trains_fp8=True,
         formats=(_BLOCK,),
         align="exact",
@@ -156,12 +156,12 @@ _TABLE = (
     ),
     Mode(
         name="fp8-rollout",
-        meaning="BF16 training with FP8 rollout, the baseline to beat",
+        meaning="trains in BF16 with an FP8 rollout, the baseline to beat",
         formats=(replace(_BLOCK, sent="bfloat16"), _CHANNEL),
     ),
     Mode(
         name="int8-rollout",
-        meaning="BF16 training with INT8 rollout, scales per channel and token",
+        meaning="trains in BF16 with an INT8 rollout, with scales per channel and per token",
         formats=(_INT8,),
         smoothing=0.5,  # measured in docs/precisions.md
         backends=("auto", "torch"),
@@ -169,7 +169,7 @@ _TABLE = (
     ),
     Mode(
         name="fp16",
-        meaning="FP16 on both sides, with a loss scale",
+        meaning="uses FP16 on both sides, with a loss scale",
         dtype="float16",
         rollout_log_probs=True,
         one_granularity=_NO_CHOICE,

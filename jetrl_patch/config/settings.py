@@ -1,4 +1,4 @@
-"""``Config``: the settings with their checks, which run before anything changes."""
+"""``Config``: the settings, checked when they are created and before anything changes."""
 
 from __future__ import annotations
 
