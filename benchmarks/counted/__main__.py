@@ -122,7 +122,7 @@ DeepGEMM's own product for WGrad (`1D1D`) only adds to an FP32 output: where tor
 
 W is read twice, as it is and transposed. If no rank frees the weights between passes, one launch writes both for all
 micro-batches of a step, and they are held to the last of them, at 2 bytes a weight. Otherwise each backward transposes W once
-more (`turn_kernel`).
+more (`transpose_kernel`).
 
 The norm's backward adds the gradient of the residual in its own kernel, 8 bytes an element. Its sum is quantized for the layer
 before it by a launch of its own (`both_kernel`), which reads 2 bytes and writes 2: for WGrad that takes 128 rows at a time, which

@@ -102,7 +102,7 @@ def _quantizers(machine: Machine, name: str, M: int, K: int) -> Iterator[Row]:
         QUANTIZERS[2]: (3, lambda: backend.quantize_weight(x, FORMAT)),
     }
     if isinstance(backend, GpuBackend):
-        ways["tokens 128x1, turned"] = (3, lambda: backend.quantize_transposed(x, FORMAT))
+        ways["tokens 128x1, transposed"] = (3, lambda: backend.quantize_transposed(x, FORMAT))
         ways |= _kernels_alone(backend, x)
     calls: dict[str, Call] = {way: lambda i, run=run: run() for way, (_, run) in ways.items()}
     for way, timed in machine.timer(calls).items():

@@ -25,10 +25,10 @@ class Backend(ABC):
     """Base class. Each row of an FProp result must depend only on its own input row; DGrad and WGrad run only in the trainer."""
 
     name: str
-    #: whether FProp reads the weight's scales per block if it is handed them
+    #: whether FProp reads the weight's scales per block if it gets them
     blocks = False
-    #: whether DGrad reads W^T, which it turns W into unless it is handed it
-    turns = False
+    #: whether DGrad reads W^T, and makes it from W unless it is given
+    reads_transposed = False
 
     @abstractmethod
     def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
@@ -42,8 +42,8 @@ class Backend(ABC):
     def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         """As ``backends.quantize.quantize_weight``, bit for bit."""
 
-    def quantize_weight_turned(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
-        """``quantize_weight``, and W^T, e4m3 [K, N], as ``dgrad`` reads it; only if ``turns``."""
+    def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
+        """``quantize_weight``, and W^T, e4m3 [K, N], as ``dgrad`` reads it; only if ``reads_transposed``."""
         raise NotImplementedError
 
     @abstractmethod
@@ -93,7 +93,7 @@ class Backend(ABC):
         """dX [M, K] from the BF16 output gradient [M, N], which this method quantizes in 1x128 groups along N.
 
         Args:
-            w_KN: W^T of ``quantize_weight_turned``, if it is at hand; only a backend that ``turns`` reads it.
+            w_KN: W^T of ``quantize_weight_transposed``, if it is at hand; only a backend with ``reads_transposed`` reads it.
         """
 
     @abstractmethod

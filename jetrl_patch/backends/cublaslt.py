@@ -62,7 +62,7 @@ class CublasLtBackend(GpuBackend):
     ) -> Tensor:
         check_widths(self.name, *w_NK.shape)
         s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
-        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        w_KN = self.transposed(w_NK) if w_KN is None else w_KN
         return _scaled_mm(g_MN, s_MG, w_KN, s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -10,7 +10,7 @@ Some of its requirements are not checked, or only where nvcc compiles a kernel, 
 
 - 1D1D reads rows at a distance of K, whatever the strides say: a range of columns has to be copied first;
 - for M <= 32, 1D1D's heuristic may take a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
-- 1D1D adds to d in memory. A main gradient is handed over as it is; a new d starts as zeros;
+- 1D1D adds to d in memory. A main gradient is passed as it is; a new d starts as zeros;
 - TMA wants addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4: ``outputs.new_rows``
   writes them so, and other layouts are copied here rather than by a further kernel of DeepGEMM's, compiled for each K.
 
@@ -35,7 +35,7 @@ from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels.formats import BLOCK, FP8, check_fprop, split_width
 
 BLOCKS, ROWS = (1, 128, 128), (1, 1, 128)
-#: up to this many rows 1D1D is handed ``TILE`` rows
+#: up to this many rows 1D1D gets ``TILE`` rows
 FEW, TILE = 32, 64
 #: TMA's alignment in bytes, and in FP32 scales
 ALIGN, PITCH = 16, 4
@@ -118,7 +118,7 @@ class DeepGemmBackend(GpuBackend):
         w_KN: Tensor | None = None,
     ) -> Tensor:
         check_widths(self.name, *w_NK.shape)
-        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        w_KN = self.transposed(w_NK) if w_KN is None else w_KN
         return self._blocks(g_MN, s_MG, w_KN, s_blocks.t()).to(out_dtype)
 
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:

@@ -27,7 +27,7 @@ class GpuBackend(Backend):
     #: whether the products read activation scales [M, G] with adjacent rows, strides (1, M rounded up to 4)
     columns = False
 
-    turns = True
+    reads_transposed = True
 
     @abstractmethod
     def dgrad_product(
@@ -39,7 +39,7 @@ class GpuBackend(Backend):
         out_dtype: torch.dtype,
         w_KN: Tensor | None = None,
     ) -> Tensor:
-        """dX [M, K], BF16 or FP32, from e4m3 dY with groups along N and the weight in its blocks, also turned if at hand."""
+        """dX [M, K], BF16 or FP32, from e4m3 dY with groups along N and the weight in its blocks, also transposed if at hand."""
 
     @abstractmethod
     def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -96,27 +96,27 @@ class GpuBackend(Backend):
             w_NK = w_NK.to(torch.bfloat16)
         return kernels.quantize_weight(w_NK, scale_format)  # or each matrix of a stack [S, N, K]
 
-    def quantize_weight_turned(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
+    def quantize_weight_transposed(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
         kernels = self.quantizers(w_NK)
         if kernels is None:
             q, s = self.quantize_weight(w_NK, scale_format)
-            return q, s, turned(q)
-        return kernels.quantize_weight_turned(w_NK, scale_format)
+            return q, s, transposed(q)
+        return kernels.quantize_weight_transposed(w_NK, scale_format)
 
     def quantize_transposed(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
         """As ``quantize_tokens``, but in WGrad's layout: e4m3 [K, M], with M zero-padded to whole groups."""
         kernels = self.quantizers(x_MK)
         if kernels is not None:
-            return kernels.quantize_tokens(x_MK, scale_format, turned=True, pad=True)
+            return kernels.quantize_tokens(x_MK, scale_format, transposed=True, pad=True)
         x_KM = F.pad(x_MK.t(), (0, groups(x_MK.shape[0]) * BLOCK - x_MK.shape[0]))
         q_KM, s_KG = quantize.quantize_activation(x_KM.contiguous(), scale_format)
         return q_KM, s_KG.t().contiguous()
 
-    def turned(self, w_NK: Tensor) -> Tensor:
+    def transposed(self, w_NK: Tensor) -> Tensor:
         """W^T, e4m3 [K, N]: the libraries need a contiguous contraction dimension. By tiles where the kernel can run."""
         if self.quantizers(w_NK) is None:
-            return turned(w_NK)
-        from jetrl_patch.kernels.gemm_backward import turned as by_tiles
+            return transposed(w_NK)
+        from jetrl_patch.kernels.gemm_backward import transposed as by_tiles
 
         return by_tiles(w_NK)
 
@@ -237,7 +237,7 @@ def written(out_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if out_dtype == torch.bfloat16 else torch.float32
 
 
-def turned(q: Tensor) -> Tensor:
+def transposed(q: Tensor) -> Tensor:
     """The transpose of an e4m3 matrix, or of each of a stack, copied row-major."""
     return q.view(torch.uint8).mT.contiguous().view(FP8)
 

@@ -102,7 +102,7 @@ class QuantizedWeight:
 
     q: Tensor
     s_blocks: Tensor
-    turned: Tensor | None = None
+    transposed: Tensor | None = None
 
     @functools.cached_property
     def s_rows(self) -> Tensor:

@@ -32,7 +32,7 @@ MODULE = "vllm.vllm_flash_attn"
 LONGEST = 256
 #: tokens of a page of the trainer's keys, as in vLLM's cache; less than a tile, which would be loaded in another way
 PAGE = 16
-#: what is handed to ``flash_attn_varlen_func``
+#: what ``flash_attn_varlen_func`` gets
 ARGUMENTS = frozenset(
     "q k v max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale causal block_table return_softmax_lse num_splits "
     "out fa_version".split()

@@ -142,7 +142,7 @@ def swap_linears(
     Args:
         backend: a resolved name from ``backends``, not "auto".
         k_splits: the rollout's tensor-parallel size, which must not cut a block.
-        names: the layers to turn; by default those that ``select_layers`` chooses.
+        names: the layers to convert; by default those that ``select_layers`` chooses.
         rollout_ep: the rollout's expert-parallel size.
         exact: whether the rollout's ranks add FP32 sums in rank order, which the trainer's layers and experts then form too, and
             whether experts that stay in BF16 have products with independent rows.

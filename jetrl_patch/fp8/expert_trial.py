@@ -60,8 +60,8 @@ def compare_experts(
         kernels = backend.grouped(tokens[0])
         return run_grouped(kernels, tokens, shares_Tk[rows], ids_Tk[rows], stacks, scale_format, part=torch.float32)[0]
 
-    whole_TH, turned_T = mix(slice(None)), torch.arange(T - 1, -1, -1, device=device)
-    unequal = int((mix(turned_T)[turned_T] != whole_TH).sum())
+    whole_TH, reversed_T = mix(slice(None)), torch.arange(T - 1, -1, -1, device=device)
+    unequal = int((mix(reversed_T)[reversed_T] != whole_TH).sum())
     if unequal:
         return Verdict(False, f"{unequal} of {whole_TH.numel()} values differ when the tokens come in another order")
     for start, size in PARTS:

@@ -159,7 +159,7 @@ class Experts:
         weights = (gate_up_EFH.unflatten(1, (2, -1)).flatten(0, 1), down_EHI)
         pairs = zip(self._stacks, weights, strict=True)
         gate_up, down = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
-        return Stacks((gate_up.q, gate_up.s_blocks), (down.q, down.s_blocks), (gate_up.turned, down.turned))
+        return Stacks((gate_up.q, gate_up.s_blocks), (down.q, down.s_blocks), (gate_up.transposed, down.transposed))
 
     def quantized(
         self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None
@@ -223,7 +223,7 @@ class _Mixture(torch.autograd.Function):
             at, tokens, expert = group.span, group.tokens, group.expert
             w = own.quantized(expert, gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
             dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, group.slots].float().unsqueeze(-1)
-            u_nI = backend.dgrad(dy_nH, w.down.q, w.down.s_blocks, form, torch.float32, w.down.turned)
+            u_nI = backend.dgrad(dy_nH, w.down.q, w.down.s_blocks, form, torch.float32, w.down.transposed)
             dweights_Tk[tokens, group.slots] = (u_nI * dequantize_activation(qh_PI[at], sh_PG[at])).sum(-1)
             if ddown is not None:
                 weighted_nH = (weight_n1 * dy_nH).to(torch.bfloat16)
@@ -232,8 +232,8 @@ class _Mixture(torch.autograd.Function):
             if ctx.watched is not None:
                 through.append((da_nI, db_nI))
             if dx_TH is not None:
-                dx_nH = backend.dgrad(da_nI, w.gate.q, w.gate.s_blocks, form, torch.float32, w.gate.turned)
-                dx_nH = dx_nH + backend.dgrad(db_nI, w.up.q, w.up.s_blocks, form, torch.float32, w.up.turned)
+                dx_nH = backend.dgrad(da_nI, w.gate.q, w.gate.s_blocks, form, torch.float32, w.gate.transposed)
+                dx_nH = dx_nH + backend.dgrad(db_nI, w.up.q, w.up.s_blocks, form, torch.float32, w.up.transposed)
                 dx_TH.index_add_(0, tokens, dx_nH)
             if dgate_up is not None:
                 q, s = q_TH[tokens], s_TG[tokens]

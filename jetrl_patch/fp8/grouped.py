@@ -151,11 +151,11 @@ def _ones(like: Any, *shape: int) -> Tensor:
 # of its experts; pairs are sorted by expert (``kernels.mixture``). Shape legend as in ``experts``; F = 2I.
 
 class Stacks(NamedTuple):
-    """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block; if held, also turned, [S, K, N]."""
+    """All experts' matrices, each e4m3 [S, N, K] with FP32 scales per block; if held, also transposed, [S, K, N]."""
 
     gate_up: tuple[Tensor, Tensor]
     down: tuple[Tensor, Tensor]
-    turned: tuple[Tensor | None, Tensor | None] = (None, None)
+    transposed: tuple[Tensor | None, Tensor | None] = (None, None)
 
 
 class StackedExperts(HasWatch, Protocol):
@@ -266,7 +266,7 @@ class _Grouped(torch.autograd.Function):
         weights = weights_Tk.float().contiguous()
         stacks = own.stacks(gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
         wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
-        down = _turned(kernels, stacks.down, stacks.turned[1])
+        down = _transposed(kernels, stacks.down, stacks.transposed[1])
         u_PI = kernels.grouped(*kernels.quantize_rows(dy_TH, form), *down, plan, torch.float32, tokens=True)
         dab_PF, dweights_Tk = kernels.pair_backward(u_PI, ab_PF, qh_PI, sh_PG, weights, plan)
         if ctx.watched is not None:
@@ -280,7 +280,8 @@ class _Grouped(torch.autograd.Function):
             P, F = dab_PF.shape
             halves = kernels.quantize_rows(dab_PF.view(2 * P, F // 2), form)  # gate and up in groups of their own
             q, s = (t.view(P, 2 * t.shape[1]) for t in halves)
-            dx_PH = kernels.grouped(q, s, *_turned(kernels, stacks.gate_up, stacks.turned[0]), plan, torch.float32, summed=2)
+            gate_up = _transposed(kernels, stacks.gate_up, stacks.transposed[0])
+            dx_PH = kernels.grouped(q, s, *gate_up, plan, torch.float32, summed=2)
             dx = kernels.combine(dx_PH, plan, None, written(ctx.x_dtype)).to(ctx.x_dtype)
         if wants_gate_up:
             g = kernels.group_tokens(dab_PF, plan, form)
@@ -289,9 +290,9 @@ class _Grouped(torch.autograd.Function):
         return dx, dgate_up, ddown, dweights_Tk.to(weights_Tk.dtype), None, None, None
 
 
-def _turned(kernels: Any, stack: tuple[Tensor, Tensor], at_hand: Tensor | None) -> tuple[Tensor, Tensor]:
+def _transposed(kernels: Any, stack: tuple[Tensor, Tensor], at_hand: Tensor | None) -> tuple[Tensor, Tensor]:
     """Each matrix transposed, with its scales."""
-    return kernels.turned(stack[0]) if at_hand is None else at_hand, stack[1].transpose(1, 2)
+    return kernels.transposed(stack[0]) if at_hand is None else at_hand, stack[1].transpose(1, 2)
 
 
 def grouped_experts_forward(

@@ -85,19 +85,20 @@ class Fp8State:
             return self._of_content(weight)
         key, kept = (since, weight._version, weight.shape, weight.dtype, weight.device), self._kept
         if kept is None or kept[0] != key:
-            kept = key, self._of_content(weight, turned=promise is not None and promise.gradients)
+            kept = key, self._of_content(weight, transposed=promise is not None and promise.gradients)
         elif last and self.audit is not None and backward_pass() is not None:
             self.audit(_differ(kept[1], self._of_content(weight)))
         self._kept = kept if promise is not None or not last else None
         return kept[1]
 
-    def _of_content(self, weight: Tensor, turned: bool = False) -> QuantizedWeight:
+    def _of_content(self, weight: Tensor, transposed: bool = False) -> QuantizedWeight:
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
         # The key is the content: an optimizer, a checkpoint or an EMA may write in ways that leave no other trace.
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
-        quantize = self.backend.quantize_weight_turned if turned and self.backend.turns else self.backend.quantize_weight
+        both = transposed and self.backend.reads_transposed
+        quantize = self.backend.quantize_weight_transposed if both else self.backend.quantize_weight
         result = QuantizedWeight(*quantize(w_NK, self.scale_format))
         if key is not None:
             self._cached = (key, result)
@@ -195,9 +196,9 @@ class _Fp8Matmul(torch.autograd.Function):
             w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in)
         if all(wanted):
             saved = q_MK, s_MG, state.scale_format
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both, w.turned)
+            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both, w.transposed)
         elif wanted[0]:
-            dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype, w.turned)
+            dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype, w.transposed)
         elif wanted[1]:
             dw = state.backend.weight_gradient(g_MN, q_MK, s_MG, state.scale_format, ctx.w_dtype, ctx.shared, main)
         if dx is not None:

@@ -18,7 +18,7 @@ layer, another one every time, is quantized again by each backward pass and comp
 the next block begins: one wait in an optimizer step, and none among the passes.
 
 What is held are the FP8 bytes of the layers, on every rank: 1 byte for each of their weights and, for a backend whose DGrad reads
-W^T, 1 more. One launch writes both; otherwise every backward would turn W once more. Where ranks free the gathered
+W^T, 1 more. One launch writes both; otherwise every backward would transpose W once more. Where ranks free the gathered
 weights after each layer, that would be the memory that sharding saves: there nothing is promised, and only a recomputation hands
 its bytes to the gradients after it (``linear``).
 """

@@ -141,15 +141,15 @@ def store_rows(x, q, s, m, g, M, K, s_m, s_g, POW2: tl.constexpr, HARDWARE: tl.c
 
 @triton.jit
 def store_tokens(  # type: ignore[no-untyped-def]
-    x, q, s, g, k, M, K, pitch, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
+    x, q, s, g, k, M, K, pitch, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
     """Quantize and store a tile [128 tokens, columns] (FP32, zero outside) of group ``g``, with one scale per column.
 
-    With TURNED, ``pitch`` is the length of a row of q, and tokens past M count as zero.
+    With TRANSPOSED, ``pitch`` is the length of a row of q, and tokens past M count as zero.
     """
     codes, scale = quantized(x, tl.max(magnitude(x), 0, keep_dims=True), POW2, HARDWARE)
     m = g * 128 + tl.arange(0, 128)
-    if TURNED:
+    if TRANSPOSED:
         at = q + k.to(tl.int64)[:, None] * pitch + m[None, :]
         tl.store(at, tl.trans(codes), mask=(k < K)[:, None] & (m < pitch)[None, :])
     else:

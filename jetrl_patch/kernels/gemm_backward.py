@@ -31,17 +31,17 @@ from jetrl_patch.kernels.gemm_common import (
 #
 # ``wgmma`` needs the contraction dimension contiguous, but W has K contiguous. So W^T [K, N] is written first, 2 bytes an
 # element, unless the quantizer wrote it beside W, and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that
-# the compiler turns each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte stores a thread in a
+# the compiler transposes each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte stores a thread in a
 # loop of 320 instructions, where FProp's has 200.
 
 #: the tile, whatever K: a training batch has many rows
 TILE = WIDE
-#: warps that turn a tile of 128 x 128 bytes
+#: warps that transpose a tile of 128 x 128 bytes
 WARPS = 8
 
 
 @triton.jit
-def turn_kernel(w, turned, N, K, w_n, pitch):  # type: ignore[no-untyped-def]
+def transpose_kernel(w, transposed, N, K, w_n, pitch):  # type: ignore[no-untyped-def]
     """Write the bytes of each [N, K] of a stack as [K, pitch]; columns past N are zero. Matrices are N rows apart."""
     G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
@@ -49,18 +49,18 @@ def turn_kernel(w, turned, N, K, w_n, pitch):  # type: ignore[no-untyped-def]
     k = (block % G) * 128 + tl.arange(0, 128)
     at = w + (matrix * N + n[:, None]) * w_n + k[None, :]
     tile = tl.load(at, mask=(n < N)[:, None] & (k < K)[None, :], other=0)
-    at = turned + (matrix * K + k[:, None]) * pitch + n[None, :]
+    at = transposed + (matrix * K + k[:, None]) * pitch + n[None, :]
     tl.store(at, tl.trans(tile), mask=(k < K)[:, None] & (n < pitch)[None, :])
 
 
-def turned(w_NK: Tensor) -> Tensor:
+def transposed(w_NK: Tensor) -> Tensor:
     """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA reads them; of a stack [S, N, K] each matrix's."""
     if w_NK.stride(-1) != 1 or w_NK.dim() > 2:
         w_NK = w_NK.contiguous()
     *stack, N, K = w_NK.shape
     pitch = -(-N // ALIGN) * ALIGN
     made = torch.empty(*stack, K, pitch, dtype=torch.uint8, device=w_NK.device)
-    turn_kernel[(math.prod(stack) * groups(N) * groups(K),)](
+    transpose_kernel[(math.prod(stack) * groups(N) * groups(K),)](
         w_NK.view(torch.uint8), made, N, K, w_NK.stride(-2), pitch, num_warps=WARPS, **PINNED
     )
     return made.view(FP8)[..., :N]
@@ -77,7 +77,7 @@ def dgrad(
     """dX [M, K] in BF16 or FP32 from quantized operands; ``backends.quantize.dgrad`` is the reference.
 
     Args:
-        w_KN: ``turned(w_NK)``, if it is at hand.
+        w_KN: ``transposed(w_NK)``, if it is at hand.
 
     Raises:
         TypeError, ValueError: the operands do not match.
@@ -92,13 +92,13 @@ def dgrad(
     check_device(g_MN, s_MG, w_NK, s_blocks)
     dx = torch.empty(M, K, dtype=out_dtype, device=g_MN.device)
     if dx.numel():
-        launch(g_MN, s_MG, turned(w_NK) if w_KN is None else w_KN, s_blocks.t(), dx, TILE, blocks=True)
+        launch(g_MN, s_MG, transposed(w_NK) if w_KN is None else w_KN, s_blocks.t(), dx, TILE, blocks=True)
     return dx
 
 
 GEMM_DGRAD_KERNELS = (
     Spec(
-        "turn", turn_kernel, {"w": "*u8", "turned": "*u8"} | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"), {},
+        "transpose", transpose_kernel, {"w": "*u8", "transposed": "*u8"} | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"), {},
         {"num_warps": WARPS, **PINNED}, ("N", "K", "w_n", "pitch"),
     ),
 )  # fmt: skip

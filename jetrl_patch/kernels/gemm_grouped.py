@@ -2,7 +2,7 @@
 
 | kernel            | in                                     | out                                   |
 | plan              | experts of each token                  | the sorted pairs                      |
-| grouped           | rows, a stack of matrices              | FProp; with turned matrices, DGrad    |
+| grouped           | rows, a stack of matrices              | FProp; with transposed matrices, DGrad    |
 | silu_mul_quantize | gate and up of each pair               | their product in FP8                  |
 | combine           | an output for each pair, weights       | a row for each token                  |
 | pair_backward     | gradients of a pair's output           | those of gate, up and its weight      |
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.formats import BLOCK, FP8, groups
-from jetrl_patch.kernels.gemm_backward import turned
+from jetrl_patch.kernels.gemm_backward import transposed
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
     Tile,
@@ -39,7 +39,7 @@ from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 
 __all__ = [
     "Plan", "block_view", "combine", "group_tokens", "grouped", "grouped_wgrad", "pair_backward", "plan", "quantize_rows",
-    "regroup", "silu_mul_quantize_rows", "turned",
+    "regroup", "silu_mul_quantize_rows", "transposed",
 ]  # fmt: skip
 
 
@@ -49,7 +49,7 @@ __all__ = [
 # An expert has one matrix of the stack or two (S = E or 2E), gate and up:
 #
 #     side by side   Y [P, 2N] = (x Wg^T, x Wu^T)             FProp of gate and up
-#     summed         Y [P, N]  = x1 Wg^T + x2 Wu^T            their DGrad: W is turned, and X [P, 2K] holds both gradients
+#     summed         Y [P, N]  = x1 Wg^T + x2 Wu^T            their DGrad: W is transposed, and X [P, 2K] holds both gradients
 #
 # A row is a position of the ``Plan``, or the token of that position's pair, which the kernel looks up: no row is copied. A
 # position's sum is that of ``gemm.fprop`` for the same row: the same instruction, K ascending in blocks of 128, one ``fma`` of a

@@ -42,7 +42,7 @@ ROWS, FEW_ROWS, FEW = 32, 4, 1024
 COLUMNS = 64
 #: warps per tile of 128 x 128; fewer would need too many registers
 BOTH_WARPS = 16
-#: warps per block of a weight, written once and also turned
+#: warps per block of a weight, written once and also transposed
 WEIGHT_WARPS = 8, BOTH_WARPS
 
 
@@ -60,13 +60,13 @@ def rows_kernel(  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def tokens_kernel(  # type: ignore[no-untyped-def]
     x, q, s, M, K, x_m, pitch,
-    COLUMNS: tl.constexpr, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+    COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
     columns = tl.cdiv(K, COLUMNS)
     g = tl.program_id(0) // columns
     k = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
     tile = load_tile(x, g * 128 + tl.arange(0, 128), k, M, K, x_m, HARDWARE)
-    store_tokens(tile, q, s, g, k, M, K, pitch, TURNED, POW2, HARDWARE)
+    store_tokens(tile, q, s, g, k, M, K, pitch, TRANSPOSED, POW2, HARDWARE)
 
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
@@ -83,9 +83,9 @@ def both_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def weight_kernel(  # type: ignore[no-untyped-def]
-    w, q, s, qt, N, K, w_n, pitch, TURNED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
+    w, q, s, qt, N, K, w_n, pitch, TRANSPOSED: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """A block of one matrix of a stack, whose matrices are N rows apart. TURNED also writes its bytes as [K, pitch]."""
+    """A block of one matrix of a stack, whose matrices are N rows apart. TRANSPOSED also writes its bytes as [K, pitch]."""
     G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     n = (block // G) * 128 + tl.arange(0, 128)
@@ -96,7 +96,7 @@ def weight_kernel(  # type: ignore[no-untyped-def]
     codes, scale = quantized(tile, tl.max(tl.max(magnitude(tile), 1), 0), POW2, HARDWARE)
     tl.store(q + (matrix * N + n[:, None]) * K + k[None, :], codes, mask=(n < N)[:, None] & (k < K)[None, :])
     tl.store(s + tl.program_id(0), scale)
-    if TURNED:
+    if TRANSPOSED:
         at = qt + (matrix * K + k[:, None]) * pitch + n[None, :]
         tl.store(at, tl.trans(codes), mask=(k < K)[:, None] & (n < pitch)[None, :])
 
@@ -122,22 +122,22 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
 
 
 def quantize_tokens(
-    x_MK: Tensor, scale_format: ScaleFormat, turned: bool = False, pad: bool = False
+    x_MK: Tensor, scale_format: ScaleFormat, transposed: bool = False, pad: bool = False
 ) -> tuple[Tensor, Tensor]:
     """As ``backends.quantize.quantize_tokens``: e4m3 [M, K] and FP32 [ceil(M / 128), K].
 
     Args:
         x_MK: BF16 with contiguous rows; the row stride is free.
-        turned: write the e4m3 matrix as [K, M], tokens contiguous, which is WGrad's operand.
-        pad: with ``turned`` only: write [K, ceil(M / 128) * 128]; tokens past M count as zero.
+        transposed: write the e4m3 matrix as [K, M], tokens contiguous, which is WGrad's operand.
+        pad: with ``transposed`` only: write [K, ceil(M / 128) * 128]; tokens past M count as zero.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
-    q, s = new_tokens(x_MK, M, K, turned, pad)
+    q, s = new_tokens(x_MK, M, K, transposed, pad)
     if q.numel():
         grid = (groups(M) * -(-K // COLUMNS),)
         tokens_kernel[grid](
-            x_MK, q, s, M, K, x_MK.stride(0), q.stride(0), COLUMNS=COLUMNS, TURNED=turned, num_warps=4, **fixed
+            x_MK, q, s, M, K, x_MK.stride(0), q.stride(0), COLUMNS=COLUMNS, TRANSPOSED=transposed, num_warps=4, **fixed
         )
     return as_fp8(q), s
 
@@ -145,7 +145,7 @@ def quantize_tokens(
 def quantize_both(
     x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, pad: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Two layouts from one read: (q [M, K], s [M, G]) of ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) of turned tokens.
+    """Two layouts from one read: (q [M, K], s [M, G]) of ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) of tokens.
 
     The second pair is row-major, with strides (M, 1) (``pad``: (ceil(M / 128) * 128, 1)) and (K, 1).
     """
@@ -165,18 +165,21 @@ def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Te
 
     Of a stack [S, N, K], each matrix in blocks of its own: FP32 [S, ceil(N / 128), G], in one launch.
     """
-    q, s, _ = _weight(w_NK, scale_format, turned=False)
+    q, s, _ = _weight(w_NK, scale_format, transposed=False)
     return q, s
 
 
-def quantize_weight_turned(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize_weight``, and ``gemm_dgrad.turned`` of its bytes, e4m3 [K, N], from one read: one byte an element more."""
-    q, s, qt = _weight(w_NK, scale_format, turned=True)
+def quantize_weight_transposed(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
+    """``quantize_weight``, and ``gemm_backward.transposed`` of its bytes, e4m3 [K, N], from one read.
+
+    Writes one more byte an element.
+    """
+    q, s, qt = _weight(w_NK, scale_format, transposed=True)
     return q, s, qt[..., : w_NK.shape[-2]]
 
 
-def _weight(w_NK: Tensor, scale_format: ScaleFormat, turned: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``turned``: the third tensor is W^T, in rows of a pitch; otherwise it is W."""
+def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """``transposed``: the third tensor is W^T, in rows of a pitch; otherwise it is W."""
     *stack, N, K = w_NK.shape
     w_RK = w_NK.flatten(0, 1) if stack else w_NK
     check_input("weight", w_RK, torch.bfloat16, torch.float32)
@@ -184,16 +187,16 @@ def _weight(w_NK: Tensor, scale_format: ScaleFormat, turned: bool) -> tuple[Tens
     q = torch.empty(w_NK.shape, dtype=torch.uint8, device=w_NK.device)
     s = torch.empty(*stack, groups(N), groups(K), dtype=torch.float32, device=w_NK.device)
     pitch = -(-N // ALIGN) * ALIGN
-    qt = torch.empty(*stack, K, pitch, dtype=torch.uint8, device=w_NK.device) if turned else q
+    qt = torch.empty(*stack, K, pitch, dtype=torch.uint8, device=w_NK.device) if transposed else q
     if q.numel():
         weight_kernel[(s.numel(),)](
-            w_RK, q, s, qt, N, K, w_RK.stride(0), pitch, TURNED=turned, num_warps=WEIGHT_WARPS[turned], **fixed
+            w_RK, q, s, qt, N, K, w_RK.stride(0), pitch, TRANSPOSED=transposed, num_warps=WEIGHT_WARPS[transposed], **fixed
         )
     return as_fp8(q), s, as_fp8(qt)
 
 
 _X = {"x": "*bf16", "q": "*u8", "s": "*fp32"}
-_TURNED = {"qt": "*u8", "st": "*fp32"}
+_TRANSPOSED = {"qt": "*u8", "st": "*fp32"}
 _SIZES = {"M": "i32", "K": "i32", "x_m": "i32"}
 _STRIDES = {"s_m": "i32", "s_g": "i32"}
 
@@ -209,26 +212,27 @@ def _specs() -> tuple[Spec, ...]:
                     {"num_warps": warps, **COMPILER}, ("K", "x_m", "s_m"),
                 )
             )  # fmt: skip
-        for turned in (False, True):
+        for transposed in (False, True):
             found.append(
                 Spec(
-                    f"quantize_tokens{'_turned' * turned}_{scale}", tokens_kernel, _X | _SIZES | {"pitch": "i32"},
-                    {"COLUMNS": COLUMNS, "TURNED": turned, **fixed}, {"num_warps": 4, **COMPILER}, ("K", "x_m", "pitch"),
+                    f"quantize_tokens{'_transposed' * transposed}_{scale}", tokens_kernel, _X | _SIZES | {"pitch": "i32"},
+                    {"COLUMNS": COLUMNS, "TRANSPOSED": transposed, **fixed}, {"num_warps": 4, **COMPILER}, ("K", "x_m", "pitch"),
                 )
             )  # fmt: skip
         found.append(
             Spec(
-                f"quantize_both_{scale}", both_kernel, _X | _TURNED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
+                f"quantize_both_{scale}", both_kernel, _X | _TRANSPOSED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
                 {"num_warps": BOTH_WARPS, **COMPILER}, ("K", "x_m", "pitch"),
             )
         )  # fmt: skip
-        for dtype, turned in (("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)):
+        for dtype, transposed in (("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)):
             found.append(
                 Spec(
-                    f"quantize_weight_{dtype}{'_turned' * turned}_{scale}", weight_kernel,
+                    f"quantize_weight_{dtype}{'_transposed' * transposed}_{scale}", weight_kernel,
                     {"w": f"*{dtype}", "q": "*u8", "s": "*fp32", "qt": "*u8"}
                     | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"),
-                    {"TURNED": turned, **fixed}, {"num_warps": WEIGHT_WARPS[turned], **COMPILER}, ("N", "K", "w_n", "pitch"),
+                    {"TRANSPOSED": transposed, **fixed}, {"num_warps": WEIGHT_WARPS[transposed], **COMPILER},
+                    ("N", "K", "w_n", "pitch"),
                 )
             )  # fmt: skip
     return tuple(found)

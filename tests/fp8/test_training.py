@@ -33,7 +33,7 @@ class PlainGpu(GpuBackend):
         return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
 
     def dgrad_product(self, g_MN, s_MG, w_NK, s_blocks, out_dtype, w_KN=None):
-        w_KN = self.turned(w_NK) if w_KN is None else w_KN
+        w_KN = self.transposed(w_NK) if w_KN is None else w_KN
         return (dequantize_activation(g_MN, s_MG) @ dequantize_weight(w_KN.t().contiguous(), s_blocks)).to(out_dtype)
 
     def wgrad_product(self, g_NM, sg, x_KM, sx, out_dtype):

@@ -38,13 +38,13 @@ NAME, LAYERS, STEPS = PlainGpu.name, 3, 2
 
 
 @pytest.fixture
-def turns():
-    """The shapes of the weights that a DGrad had to turn, in order."""
+def transposes():
+    """The shapes of the weights that a DGrad had to transpose, in order."""
     return []
 
 
 @pytest.fixture(autouse=True)
-def quantized(monkeypatch, turns):
+def quantized(monkeypatch, transposes):
     """The weights that the backend quantized, in order."""
     seen = []
 
@@ -53,9 +53,9 @@ def quantized(monkeypatch, turns):
             seen.append(w_NK.clone())
             return super().quantize_weight(w_NK, scale_format)
 
-        def turned(self, w_NK):
-            turns.append(w_NK.shape)
-            return super().turned(w_NK)
+        def transposed(self, w_NK):
+            transposes.append(w_NK.shape)
+            return super().transposed(w_NK)
 
     monkeypatch.setitem(backends._LOADED, NAME, Counting())
     yield seen
@@ -148,13 +148,13 @@ def full(tensor):
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "other"])
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "FSDP2"])
-def test_once_in_an_optimizer_step(accumulate, checkpointing, sharded, one_rank, quantized, turns, monkeypatch):
-    """Without the promise each forward and each backward quantizes, and each backward turns; with it the results are the same."""
+def test_once_in_an_optimizer_step(accumulate, checkpointing, sharded, one_rank, quantized, transposes, monkeypatch):
+    """Without the promise each forward and backward quantizes, and each backward transposes; with it results are the same."""
     expected, many = train(make(checkpointing, sharded), accumulate, False, quantized)
-    assert len(turns) == STEPS * accumulate * LAYERS
-    turns.clear()
+    assert len(transposes) == STEPS * accumulate * LAYERS
+    transposes.clear()
     found, once = train(make(checkpointing, sharded), accumulate, True, quantized)
-    assert not turns
+    assert not transposes
     # a recomputation hands its bytes to the gradients after it
     assert many == [accumulate * LAYERS * 2] * STEPS
     # and one layer is audited in each micro-batch
@@ -183,11 +183,11 @@ def preserving(w, write):
 
 
 def bytes_of(model):
-    """The bytes of a layer; the same bytes turned stand beside them while they are held, and never else."""
+    """The bytes of a layer; the same bytes transposed stand beside them while they are held, and never else."""
     layer = model.layers[0].gate_proj
     made = layer.fp8.quantized(layer.weight, own=True)
-    assert (made.turned is not None) == (layer.fp8.promise in PROMISES)
-    assert made.turned is None or torch.equal(made.turned.view(torch.uint8), made.q.view(torch.uint8).t())
+    assert (made.transposed is not None) == (layer.fp8.promise in PROMISES)
+    assert made.transposed is None or torch.equal(made.transposed.view(torch.uint8), made.q.view(torch.uint8).t())
     return made.q.view(torch.uint8)
 
 
@@ -320,23 +320,23 @@ def test_where_a_promise_ends(how, quantized):
     assert all(torch.equal(bytes_of(model), current(model)) for _ in range(2)) and len(quantized) == 2
 
 
-def test_what_was_turned_is_freed_with_the_promise():
+def test_what_was_transposed_is_freed_with_the_promise():
     model = make()
     layer = model.layers[0].gate_proj
     with unchanged_weights(model):
-        turned = weakref.ref(layer.fp8.quantized(layer.weight, own=True).turned)
-        assert turned() is not None
-    assert turned() is None
+        transposed = weakref.ref(layer.fp8.quantized(layer.weight, own=True).transposed)
+        assert transposed() is not None
+    assert transposed() is None
 
 
-def test_without_gradients_nothing_is_turned(quantized, turns):
+def test_without_gradients_nothing_is_transposed(quantized, transposes):
     """Log-probs need no W^T."""
     model = make()
     with unchanged_weights(model, gradients=False), torch.no_grad():
         for x in micro_batches(0, 2):
             model(x)
         kept = [state.quantized(layer.weight, own=True) for layer in model.layers[0].children() for state in (layer.fp8,)]
-    assert not turns and len(quantized) == LAYERS and all(made.turned is None for made in kept)
+    assert not transposes and len(quantized) == LAYERS and all(made.transposed is None for made in kept)
 
 
 def test_another_model_has_no_part_in_it(quantized):
@@ -356,7 +356,7 @@ def test_what_is_sent_relies_on_no_promise(quantized):
         bytes_of(model)
         layer.weight.data.neg_()
         sent = layer.fp8.quantized(layer.weight)
-        assert sent.turned is None
+        assert sent.transposed is None
         assert torch.equal(sent.q.view(torch.uint8), current(model))
     with unchanged_weights(model):
         assert torch.equal(bytes_of(model), sent.q.view(torch.uint8))

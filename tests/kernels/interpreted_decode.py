@@ -149,7 +149,7 @@ def test_the_benchmarks_run_on_this_backend():
     machine = Machine(torch.device("cpu"), once, {"triton": get_backend("triton")}, ceilings={"copy GB/s": 1.0})
     rows_of = lambda pieces: [row for piece in pieces for row in piece.rows()]  # noqa: E731
     assert {row["quantizer"] for row in rows_of(parts.quantizers(machine, ((16, 128),)))} == {
-        "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, turned", "both layouts",
+        "activation 1x128", "tokens 128x1", "weight 128x128", "tokens 128x1, transposed", "both layouts",
         "SiLU * up, kept and quantized", "RMSNorm, kept and quantized", "SiLU * up, backward", "RMSNorm, backward",
         "RMSNorm, backward, and the residual's",
     }  # fmt: skip

@@ -131,12 +131,12 @@ def test_the_bytes_are_those_that_a_sync_sends():
         assert torch.equal(sent.q.view(torch.uint8), w[index].view(torch.uint8)) and torch.equal(sent.s_blocks, s[index])
 
 
-def test_held_matrices_are_not_turned_again(monkeypatch):
+def test_held_matrices_are_not_transposed_again(monkeypatch):
     layer = Layer(20, 3, **SIZES, k=2, backend="triton")
     expected, promise = gradients(layer), Promise(gradients=True)
     for state in layer.own.states():
         state.promised(promise)
-    monkeypatch.setattr(gemm_grouped, "turned", None)
+    monkeypatch.setattr(gemm_grouped, "transposed", None)
     monkeypatch.setattr("jetrl_patch.fp8.linear.PROMISES", {promise})
     for _ in range(2):
         y, found = gradients(layer)

@@ -22,7 +22,7 @@ from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.unchanged import unchanged_weights
 from jetrl_patch.kernels import gemm, gemm_common
 from jetrl_patch.kernels.gemm import fprop
-from jetrl_patch.kernels.gemm_backward import dgrad, turned, wgrad
+from jetrl_patch.kernels.gemm_backward import dgrad, transposed, wgrad
 from jetrl_patch.kernels.gemm_common import block_scales
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_GEMM, SQNR_KERNEL_FP32, SQNR_UNQUANTIZED, sqnr
@@ -209,9 +209,9 @@ def test_gradients_against_the_oracle(shape, scale_format, dtype):
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (128, 256), (130, 257), (300, 40)])
-def test_the_weight_is_turned_for_dgrad(shape):
+def test_the_weight_is_transposed_for_dgrad(shape):
     w = torch.randint(0, 127, shape, generator=torch.Generator().manual_seed(0)).to(torch.uint8).view(torch.float8_e4m3fn)
-    found = turned(w)
+    found = transposed(w)
     assert torch.equal(found.view(torch.uint8), w.view(torch.uint8).t()) and found.stride(0) % 16 == 0
 
 
@@ -374,13 +374,13 @@ def test_the_trial_of_fused_weights_sees_a_tile_that_rounds_otherwise(tiles, mon
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (48, 272), (272, 144)])
-def test_w_turned_by_tiles_is_its_transpose(shape):
+def test_w_transposed_by_tiles_is_its_transpose(shape):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = get_backend("triton").turned(codes.view(torch.float8_e4m3fn))
+    found = get_backend("triton").transposed(codes.view(torch.float8_e4m3fn))
     assert found.is_contiguous() and torch.equal(found.view(torch.uint8), codes.t())
 
 
-def test_a_held_weight_is_not_turned_again(monkeypatch):
+def test_a_held_weight_is_not_transposed_again(monkeypatch):
     """Its quantizer wrote W^T, from which DGrad has the same bits."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(144, 272), nn.Linear(272, 130))
@@ -394,7 +394,7 @@ def test_a_held_weight_is_not_turned_again(monkeypatch):
 
     monkeypatch.setattr("jetrl_patch.backends.quantize.expand_weight_scale", None)  # nor are scales per row made
     expected = step()
-    monkeypatch.setattr("jetrl_patch.kernels.gemm_backward.turned", None)
+    monkeypatch.setattr("jetrl_patch.kernels.gemm_backward.transposed", None)
     with pytest.raises(TypeError):
         step()
     with unchanged_weights(model):

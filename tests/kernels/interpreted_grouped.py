@@ -16,7 +16,7 @@ from jetrl_patch.kernels.quantize import (
     quantize_rows,
     quantize_tokens,
     quantize_weight,
-    quantize_weight_turned,
+    quantize_weight_transposed,
     requantize_tokens,
 )
 
@@ -108,15 +108,15 @@ def test_layouts_change_nothing():
 
 
 @pytest.mark.parametrize("shape", [(128, 256), (200, 129)])
-def test_a_stack_is_quantized_and_turned_matrix_by_matrix(shape):
+def test_a_stack_is_quantized_and_transposed_matrix_by_matrix(shape):
     w = rand(3, *shape)
     q, s = quantize_weight(w.float(), "pow2")
-    turned = gemm_grouped.turned(q)
-    assert turned.stride(1) % 16 == 0
-    beside = quantize_weight_turned(w.float(), "pow2")
+    transposed = gemm_grouped.transposed(q)
+    assert transposed.stride(1) % 16 == 0
+    beside = quantize_weight_transposed(w.float(), "pow2")
     assert torch.equal(beside[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(beside[1], s)
-    assert torch.equal(beside[2].view(torch.uint8), turned.view(torch.uint8)) and beside[2].stride() == turned.stride()
-    for one, ours, scales, other in zip(w, q, s, turned, strict=True):
+    assert torch.equal(beside[2].view(torch.uint8), transposed.view(torch.uint8)) and beside[2].stride() == transposed.stride()
+    for one, ours, scales, other in zip(w, q, s, transposed, strict=True):
         expected = quantize_weight(one, "pow2")
         assert torch.equal(ours.view(torch.uint8), expected[0].view(torch.uint8)) and torch.equal(scales, expected[1])
         assert torch.equal(other.view(torch.uint8), ours.view(torch.uint8).t())
@@ -128,11 +128,11 @@ def test_dgrad(shape, scale_format, out_dtype):
     (N, K), ids = shape, routes()
     plan, (w, s) = gemm_grouped.plan(ids, 4), stack(8, N, K, scale_format)
     g = quantize_rows(rand(len(ids), N, scale=1e-5), scale_format)
-    turned, blocks = gemm_grouped.turned(w), s.transpose(1, 2)
-    single = gemm_grouped.grouped(*g, turned[:4], blocks[:4], plan, out_dtype, tokens=True)[plan.place.long()]
+    transposed, blocks = gemm_grouped.transposed(w), s.transpose(1, 2)
+    single = gemm_grouped.grouped(*g, transposed[:4], blocks[:4], plan, out_dtype, tokens=True)[plan.place.long()]
     both = quantize_rows(rand(2 * len(ids), N, seed=2), scale_format)
     pairs = [t.view(len(ids), -1) for t in both]
-    total = gemm_grouped.grouped(*pairs, turned, blocks, plan, FP32, summed=2)
+    total = gemm_grouped.grouped(*pairs, transposed, blocks, plan, FP32, summed=2)
     for expert in range(4):
         rows, at = ids[:, 0] == expert, slice(*plan.offsets[expert : expert + 2].tolist())
         if not rows.any():
@@ -173,7 +173,7 @@ def test_wgrad_is_the_dense_one_over_an_experts_own_tokens(shape, scale_format, 
             continue
         g = (weights[rows] * g_TN[rows]).to(BF16)
         operand = requantize_tokens(*(t[rows] for t in x), scale_format, pad=True)
-        expected = gemm_backward.wgrad(*quantize_tokens(g, scale_format, turned=True, pad=True), *operand, out_dtype)
+        expected = gemm_backward.wgrad(*quantize_tokens(g, scale_format, transposed=True, pad=True), *operand, out_dtype)
         assert torch.equal(dw[expert], expected)
         again = quantize.dequantize_activation(*(t[rows] for t in x), BF16)
         exact = quantize.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(again, scale_format))

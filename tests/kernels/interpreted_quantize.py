@@ -77,7 +77,7 @@ def test_every_layout_equals_the_reference(shape, scale_format, kind):
     check(qt, st_, tokens[0].t(), tokens[1])
     weight = reference.quantize_weight(x, scale_format)
     check(*kernels.quantize_weight(x, scale_format), *weight)
-    q, s, qt = kernels.quantize_weight_turned(x, scale_format)
+    q, s, qt = kernels.quantize_weight_transposed(x, scale_format)
     check(q, s, *weight)
     check(qt, s, weight[0].t(), weight[1])
     assert qt.stride(0) % 16 == 0 and qt.stride(1) == 1
@@ -102,10 +102,10 @@ def test_any_shape_and_layout(M, K, scale_format, columns, pad):
     check(q, s, *rows)
     assert s.stride() == ((1, -(-M // 4) * 4) if columns else (groups(K), 1)) or 1 in s.shape
     assert q.is_contiguous() and qt.is_contiguous() and st_.is_contiguous()
-    for turned, scales in ((qt, st_), kernels.quantize_tokens(wide[:, :K], scale_format, turned=True, pad=pad)):
-        assert turned.shape == (K, groups(M) * 128 if pad else M)
-        check(turned[:, :M], scales, tokens[0].t(), tokens[1])
-        assert not turned[:, M:].view(torch.uint8).any()
+    for transposed, scales in ((qt, st_), kernels.quantize_tokens(wide[:, :K], scale_format, transposed=True, pad=pad)):
+        assert transposed.shape == (K, groups(M) * 128 if pad else M)
+        check(transposed[:, :M], scales, tokens[0].t(), tokens[1])
+        assert not transposed[:, M:].view(torch.uint8).any()
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)

@@ -115,7 +115,7 @@ def test_scales_per_row_cost_more():
     assert rows.count("FMUL") - blocks.count("FMUL") >= 60 and len(rows) - len(blocks) >= 60
 
 
-def test_the_weight_is_turned_16_bytes_at_a_time():
+def test_the_weight_is_transposed_16_bytes_at_a_time():
     made = compile_one(gemm_backward.GEMM_DGRAD_KERNELS[0])
     assert made.spills == 0 and "ld.global.v4.b32" in made.ptx and "st.global.v4.b32" in made.ptx
     with pytest.raises(ValueError, match="no loop with GMMA"):

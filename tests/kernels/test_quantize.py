@@ -28,12 +28,12 @@ LIMITS = {
     "quantize_rows32": (64, 256, 32),
     "quantize_rows4": (64, 0, 32),
     "quantize_tokens": (128, 1024, 16),
-    "quantize_tokens_turned": (128, 8192, 16),
+    "quantize_tokens_transposed": (128, 8192, 16),
     "quantize_both": (128, 16384, 16),
     "quantize_weight_bf16": (128, 256, 16),
     "quantize_weight_fp32": (128, 256, 16),
-    "quantize_weight_bf16_turned": (64, 16384, 32),
-    "quantize_weight_fp32_turned": (64, 16384, 32),
+    "quantize_weight_bf16_transposed": (64, 16384, 32),
+    "quantize_weight_fp32_transposed": (64, 16384, 32),
     "requantize_tokens": (128, 8192, 16),
     "silu_mul_rows32": (64, 256, 32),
     "silu_mul_rows4": (64, 0, 32),
@@ -49,7 +49,7 @@ LIMITS = {
 SPILLS: dict[str, int] = {}
 if "sched4reg" not in COMPILER:  # what older versions of triton need more, seen with 3.6.0
     LIMITS |= {"silu_mul_rows4": (64, 16, 32), "silu_mul_rows4_kept": (72, 16, 28)}
-    LIMITS |= {f"quantize_weight_{dtype}_turned": (112, 32768, 16) for dtype in ("bf16", "fp32")}
+    LIMITS |= {f"quantize_weight_{dtype}_transposed": (112, 32768, 16) for dtype in ("bf16", "fp32")}
 #: instructions that would change bits: quotients and roots without correct rounding, subnormals flushed to zero
 INEXACT = re.compile(r"\b(?:div\.full|div\.approx|rcp\.approx|sqrt\.approx|rsqrt|ex2|lg2|tanh)\S*|\S+\.ftz\S*")
 
@@ -133,7 +133,7 @@ def test_a_cpu_without_the_interpreter_is_told():
         lambda: quantize.quantize_tokens(x, "pow2"),
         lambda: quantize.quantize_both(x, "pow2"),
         lambda: quantize.quantize_weight(x, "pow2"),
-        lambda: quantize.quantize_weight_turned(x, "pow2"),
+        lambda: quantize.quantize_weight_transposed(x, "pow2"),
         lambda: quantize.requantize_tokens(q, s, "pow2"),
         lambda: norm.silu_mul_quantize_rows(x, x, "pow2"),
         lambda: norm.rmsnorm_quantize_rows(x, x[0], 1e-6, "pow2"),
