@@ -58,11 +58,19 @@ class Check:
 
 @dataclass
 class Report:
-    """All results."""
+    """All results.
+
+    Attributes:
+        config: the plugin's settings.
+        framework: the framework that the command starts, whose runs alone the checks judge; None without a command.
+        stopped: without a command: framework -> the check that stops its runs and not those of another one.
+    """
 
     config: Config | None = None
     checks: list[Check] = field(default_factory=list)
     patches: list[PatchStatus] = field(default_factory=list)
+    framework: str | None = None
+    stopped: dict[str, str] = field(default_factory=dict)
 
     @property
     def starts(self) -> bool | None:
@@ -79,7 +87,7 @@ class Report:
     def verdict(self) -> str:
         """Whether a run would start, in one line."""
         if self.starts:
-            return "a run would start"
+            return "a run would start" + "".join(f", but not one of {name}: see {why}" for name, why in self.stopped.items())
         if self.starts is None:
             number = self._count("unknown")
             return f"cannot tell whether a run would start: {number} thing{_s(number)} could not be checked"

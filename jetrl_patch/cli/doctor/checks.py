@@ -20,7 +20,9 @@ from jetrl_patch.patching import guards
 from jetrl_patch.session import PatchStatus
 from jetrl_patch.trainer.rules import Check, from_error
 
-__all__ = ["FRAMEWORKS", "check_flash_attn", "check_machine", "check_patches", "check_versions", "is_cpu_run"]
+__all__ = [
+    "FRAMEWORKS", "check_flash_attn", "check_machine", "check_patches", "check_versions", "is_cpu_run", "stopped",
+]  # fmt: skip
 
 
 # ---- Check installed versions against the table of supported ones, and advise what the framework in use pins. Imports nothing
@@ -33,7 +35,8 @@ _ALWAYS = ("torch", "transformers", "vllm")
 def check_versions(framework: str | None) -> Iterator[Check]:
     """Check Python and each package. ``framework`` is that of the command, None without a command.
 
-    An unsupported version stops every ``enable()``; a missing package stops only the runs that need it.
+    An unsupported version stops every ``enable()``, also one of a framework that the command does not use; a missing package
+    stops only the runs that need it.
     """
     ok, found = check_python()
     yield Check("python", "ok" if ok else "problem", found, "" if ok else "use a newer Python")
@@ -48,12 +51,20 @@ def check_versions(framework: str | None) -> Iterator[Check]:
             yield _supported(name, found, only, pin)
         elif name in needed or guards.is_installed(name):
             finding, fix = split_fix(found)
+            if framework and name in FRAMEWORKS and name != framework:
+                finding += f"; the plugin does not start beside it, although the command is {framework}'s"
             if not used and name in FRAMEWORKS:
                 fix = f"install the framework that you train with: {' or '.join(FRAMEWORKS)}"
             yield Check(name, "problem", finding, pin or fix)
         else:
             yield Check(name, "skipped", f"not installed; only runs of {name} need it")
-    yield _deepspeed("deepspeed" in needed, _pin("deepspeed", only, here))
+    yield _deepspeed(used, _pin("deepspeed", only, here))
+
+
+def stopped(found: Collection[Check]) -> dict[str, str]:
+    """Framework -> the missing package that stops its runs, where those of another installed framework would start."""
+    missing = any(check.name == "deepspeed" and check.state == "warning" for check in found)
+    return {name: "deepspeed" for name, packages in FRAMEWORKS.items() if missing and "deepspeed" in packages}
 
 
 def _supported(name: str, found: str, framework: str, pin: str) -> Check:
@@ -88,14 +99,18 @@ def _required(framework: str, name: str, extra: str = "") -> SpecifierSet:
     return found
 
 
-def _deepspeed(needed: bool, pin: str) -> Check:
+def _deepspeed(used: Collection[str], pin: str) -> Check:
     """Check DeepSpeed, for which jetrl_patch has no range: OpenRLHF's version decides."""
     found = guards.installed_version("deepspeed")
     if found is not None:
         return Check("deepspeed", "ok", found)
-    if not needed:
+    needed = ["deepspeed" in FRAMEWORKS[name] for name in used]
+    if not any(needed):
         return Check("deepspeed", "skipped", "not installed; only OpenRLHF needs it")
-    return Check("deepspeed", "problem", "not installed, but OpenRLHF trains with it", pin or "install deepspeed")
+    finding, fix = "not installed, but OpenRLHF trains with it", pin or "install deepspeed"
+    if all(needed):
+        return Check("deepspeed", "problem", finding, fix)
+    return Check("deepspeed", "warning", f"{finding}; other runs start", fix)
 
 
 # ---- Check this machine: accelerator, compiler, GEMM backend, flash-attn -------------------------
@@ -115,7 +130,7 @@ def check_machine(config: Config) -> Iterator[Check]:
         yield Check("device", "problem", found, "install torch anew, in a build for this machine")
         return
     on_cpu = is_cpu_run(config)
-    yield _device(on_cpu)
+    yield _device(config, on_cpu)
     if on_cpu:
         yield _compiler()
     yield _backend(config, on_cpu)
@@ -129,17 +144,31 @@ def check_machine(config: Config) -> Iterator[Check]:
             yield from_error("exact alignment", error)
 
 
-def _device(on_cpu: bool) -> Check:
+#: what serves on every GPU, as docs/install.md says it
+_ANY_GPU = "use precision='bf16' or 'fp16' on this GPU; for FP8 use an H100 or H200"
+
+
+def _device(config: Config, on_cpu: bool) -> Check:
+    """The device, and what the precision can do on it: vLLM refuses a format on a GPU older than the format's least."""
     if on_cpu:
         return Check("device", "ok", "CPU (the installed vLLM is a CPU build, or platform='cpu')")
     ok, found = machine.check_cuda()
     if not ok:
         return Check("device", "problem", found, "use a machine with a GPU, or the CPU builds of torch and vLLM")
     fast, why = machine.check_hopper()
-    if not fast:
-        finding = f"{found} has no fast FP8 kernel: {why}"
-        return Check("device", "warning", finding, "use an H100 or H200; on this GPU FP8 saves memory but no time")
-    return Check("device", "ok", found)
+    if fast or config.format is None:
+        return Check("device", "ok", found)
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    least = config.format.capability
+    if 10 * major + minor < least:
+        required = f"vLLM serves {config.precision} from compute capability {least // 10}.{least % 10} on"
+        return Check("device", "problem", f"{found} has compute capability {major}.{minor}, and {required}", _ANY_GPU)
+    if not config.fp8_rollout:
+        return Check("device", "ok", found)
+    finding = f"{found} has no fast FP8 kernel: {why}; FP8 is correct on it, and far too slow to train"
+    return Check("device", "warning", finding, _ANY_GPU)
 
 
 def _compiler() -> Check:
@@ -161,7 +190,7 @@ def _backend(config: Config, on_cpu: bool) -> Check:
     except ConfigError as error:
         return from_error("GEMM backend", error)
     if name == "torch":
-        return Check("GEMM backend", "warning", "torch: the reference formulas, correct but slow")
+        return Check("GEMM backend", "warning", "torch: the FP64 reference, correct but slow")
     return Check("GEMM backend", "ok", name)
 
 

@@ -1,8 +1,10 @@
-"""Run all checks in order and show the result. A problem does not end the examination."""
+"""Run all checks in order and show the result, problems first. A problem does not end the examination."""
 
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from jetrl_patch import registry
+from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.cli.doctor import checks
 from jetrl_patch.cli.doctor.checks import check_patches, check_versions
 from jetrl_patch.cli.doctor.launch import Started, check_launch, check_settings, recognise, usable
@@ -28,24 +31,62 @@ __all__ = ["examine", "show"]
 
 
 # ---- Print a report as a table in the terminal ---------------------------------------------------
+# What stops a run comes first, then what may stop or disturb it, then what the run would change, and what is right at the end.
 
-_STYLES = {"ok": "green", "warning": "yellow", "unknown": "magenta", "problem": "bold red", "skipped": "dim"}
+_STYLES = {
+    "problem": "bold red", "unknown": "magenta", "warning": "yellow", "change": "cyan", "ok": "green", "skipped": "dim",
+}  # fmt: skip
+#: the states of each part of the table; a line between two parts
+_PARTS = (("problem",), ("unknown", "warning"), ("change",), ("ok", "skipped"))
+#: checks that say, where they are ok, what a run would change
+_CHANGES = ("patches", *(f"{name} changes" for name in checks.FRAMEWORKS))
 
 
 def show(report: Report, console: Console | None = None) -> None:
-    """Print the checks, what to do about them, and the verdict."""
+    """Print the checks, what to do about them, what a run would change, and the verdict."""
     console = console or Console()
     table = Table(box=box.SIMPLE, pad_edge=False)
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("finding", overflow="fold")
-    for check in report.checks:
-        style = _STYLES[check.state]
-        to_do = f"\n[bold]→[/] {escape(check.to_do)}" if check.to_do else ""
-        table.add_row(check.name, f"[{style}]{check.state}[/]", escape(check.finding) + to_do)
+    # a command that nothing switches on changes nothing
+    enabled = all(check.state == "ok" for check in report.checks if check.name == "switched on")
+    rows = [("change" if enabled and _is_change(check) else check.state, check) for check in report.checks]
+    for part in _PARTS:
+        for state, check in sorted((row for row in rows if row[0] in part), key=lambda row: part.index(row[0])):
+            finding = _patches(report) if check.name == "patches" and state == "change" else check.finding
+            to_do = f"\n[bold]→[/] {escape(check.to_do)}" if check.to_do else ""
+            table.add_row(check.name, f"[{_STYLES[state]}]{state}[/]", escape(finding) + to_do)
+        table.add_section()
     console.print(table)
     colour = {True: "green", False: "red", None: "magenta"}[report.starts]
     console.print(f"[bold {colour}]{report.verdict}[/]")
+
+
+def _counted(number: int) -> str:
+    return f"{number} patch" if number == 1 else f"{number} patches"
+
+
+def _is_change(check: Check) -> bool:
+    return check.state == "ok" and check.name in _CHANGES
+
+
+def _patches(report: Report) -> str:
+    """The patches of this run, a line for each package; those of a framework that the command does not use are left out."""
+    used = checks.FRAMEWORKS.get(report.framework or "", ())
+    idle = {package for packages in checks.FRAMEWORKS.values() for package in packages if used and package not in used}
+    found = [(re.split("[.:]", patch.target)[0], bool(patch.fixes)) for patch in report.patches]
+    counts = Counter(package for package, _ in found if package not in idle)
+    fixes = Counter(package for package, is_fix in found if is_fix)
+    lines = [
+        f"{package}: {_counted(number)}" + (f" (bug fixes: {fixes[package]})" if fixes[package] else "")
+        for package, number in counts.most_common()
+        if package in SUPPORTED
+    ]
+    rest = [package for package in counts if package not in SUPPORTED]
+    if rest:
+        lines.append(f"{', '.join(rest)}: {_counted(sum(counts[package] for package in rest))}")
+    return "\n".join([*lines, "--json lists each with its reason"])
 
 
 # ---- Run all checks in order: versions, settings, machine, patches, and the command. A problem does not end the examination
@@ -68,7 +109,9 @@ def examine(overrides: dict[str, Any], command: Sequence[str] = (), progress: Pr
     except JetrlError as error:
         report.checks.append(from_error("command", error))
         return report
-    report.checks += check_versions(started.framework if started else None)
+    report.framework = started.framework if started else None
+    report.checks += check_versions(report.framework)
+    report.stopped = checks.stopped(report.checks)
     if started is not None:
         report.checks += check_command(started.before)
         if not check_torch()[0]:  # what reads its arguments imports torch, and the frameworks do
