@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import seeing
+from tests import vision_models
 
 #: what `make veomni` installs
 VEOMNI = Path(sys.prefix) / "veomni"
@@ -17,5 +17,5 @@ needs_veomni = pytest.mark.skipif(not VEOMNI.is_dir(), reason=f"needs {VEOMNI}, 
 
 def environ() -> dict[str, str]:
     """What a process needs to find VeOmni, this package, and what processes images."""
-    paths = (str(VEOMNI), *seeing.environ().values(), os.environ.get("PYTHONPATH", ""))
+    paths = (str(VEOMNI), *vision_models.environ().values(), os.environ.get("PYTHONPATH", ""))
     return {"PYTHONPATH": os.pathsep.join(path for path in paths if path)}

@@ -24,7 +24,7 @@ from jetrl_patch.adapters.openrlhf import (
     sync,
     worker,
 )
-from jetrl_patch.adapters.openrlhf.vision import SEEING
+from jetrl_patch.adapters.openrlhf.vision import VISION
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
@@ -313,7 +313,7 @@ class OpenRLHFAdapter(Adapter):
         same = SAME_LOG_PROBS if config.same_log_probs else ()
         old = OLD_LOG_PROBS if config.skips_old_pass else ()
         kept = SAME_WEIGHTS if config.fp8_train else ()
-        return EVERY_MODE + SEEING + same + old + ours + scaled + loss_scale + CHECKPOINT + states + kept
+        return EVERY_MODE + VISION + same + old + ours + scaled + loss_scale + CHECKPOINT + states + kept
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""

@@ -16,7 +16,7 @@ from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.checks import CLASSES, MODULE, check_installed
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ConflictError, JetrlError, ModelError, SyncError, explain
-from jetrl_patch.models.structure import expert_sizes, require_attention, sees
+from jetrl_patch.models.structure import expert_sizes, is_vision_language, require_attention
 from jetrl_patch.session import while_active
 from jetrl_patch.trainer import rules
 from jetrl_patch.trainer.precision import at_smallest, scales_loss
@@ -307,7 +307,7 @@ def reward_problems(args: Any) -> Iterator[JetrlError]:
 def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlError]:
     """Yield an error for a model that a mode with a quantized rollout covers, but not with OpenRLHF or with these arguments."""
     what = "the model with OpenRLHF and a quantized rollout"
-    if not sees(hf_config):
+    if not is_vision_language(hf_config):
         yield from raised(lambda: require_attention(hf_config, what, f"use {UNQUANTIZED}"))
     elif expert_sizes(hf_config) is not None:
         required, fix = "no experts beside a vision tower (they have not run so)", f"use a dense model, or {UNQUANTIZED}"

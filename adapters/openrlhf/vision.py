@@ -8,13 +8,13 @@ from typing import Any
 from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.models.structure import sees
+from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Patch
 from jetrl_patch.session import while_active
 from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 
-__all__ = ["RULES", "SEEING", "forget_images", "never_samples", "placeholders", "problems", "synced"]
+__all__ = ["RULES", "VISION", "forget_images", "never_samples", "placeholders", "problems", "synced"]
 
 
 # ---- Models that see in OpenRLHF: what no run of them has shown to be right, and what OpenRLHF lacks to train them
@@ -27,13 +27,13 @@ __all__ = ["RULES", "SEEING", "forget_images", "never_samples", "placeholders", 
 _REMOVE = "remove the flag"
 _IMAGES = "data.max_images_per_prompt"
 
-#: for models that see
+#: for vision-language models
 RULES: tuple[Rule, ...] = (
-    Rule("ds.packing_samples", is_set, "one sample a row for a model that sees (packed rows have not run)", _REMOVE, "quantized"),
+    Rule("ds.packing_samples", is_set, "one sample a row for vision-language models (packing has not run)", _REMOVE, "quantized"),
     Rule(
         "train.partial_rollout_enable",
         is_set,
-        "whole rollouts for a model that sees (a sync drops what vLLM holds of the images of paused requests)",
+        "whole rollouts for a vision-language model (a sync drops what vLLM holds of the images of paused requests)",
         _REMOVE,
         "quantized",
     ),
@@ -54,14 +54,14 @@ def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> It
         select: returns the argument at a dotted path.
         hf_config: the Hugging Face config of the whole model.
     """
-    rules = RULES if sees(hf_config) else TEXT_RULES
+    rules = RULES if is_vision_language(hf_config) else TEXT_RULES
     beside = f"model_type={getattr(hf_config, 'model_type', None)!r}"
     yield from broken(rules, select, config, lambda path: f"OpenRLHF's --{path}", beside)
 
 
 def placeholders(hf_config: Any) -> list[int]:
     """Return the tokens that stand in place of images and films in a prompt; none for a model without a known vision tower."""
-    ids = (getattr(hf_config, name, None) for name in ("image_token_id", "video_token_id") if sees(hf_config))
+    ids = (getattr(hf_config, name, None) for name in ("image_token_id", "video_token_id") if is_vision_language(hf_config))
     return [int(token) for token in ids if token is not None]
 
 
@@ -84,7 +84,7 @@ def forget_images(original: Callable[..., Any]) -> Callable[..., Any]:
 
     async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         result = await original(self, method, timeout, args, kwargs)
-        if _ends_sync(method, args) and sees(self.model_config.hf_config):
+        if _ends_sync(method, args) and is_vision_language(self.model_config.hf_config):
             await self.reset_encoder_cache()
         return result
 
@@ -100,14 +100,14 @@ def _ends_sync(method: Any, args: Any) -> bool:
 
 
 def synced(actor: Any) -> list[Any]:
-    """Return the parameters that OpenRLHF's own sync sends: those of a model that sees only where they are trained."""
+    """Return the parameters that OpenRLHF's own sync sends: those of a vision-language model only where they are trained."""
     return [p for p in actor.model.module.parameters() if p.requires_grad or not getattr(actor, "is_vlm", False)]
 
 
-# ---- Fixes for OpenRLHF's bugs with models that see ----------------------------------------------
+# ---- Fixes for OpenRLHF's bugs with vision-language models ----------------------------------------------
 
 #: models without a record are not changed
-SEEING: tuple[Patch, ...] = (
+VISION: tuple[Patch, ...] = (
     Patch(
         module="vllm.v1.engine.async_llm",
         attr="AsyncLLM.generate",

@@ -16,7 +16,7 @@ from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import attention
 from jetrl_patch.exact.ops import attention_varlen
 from jetrl_patch.models.layers import in_tower
-from jetrl_patch.models.structure import sees
+from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.registry import Exchange
 
 __all__ = ["PACKED", "packed_sdpa", "share_sequences", "whole_sequences"]
@@ -242,7 +242,7 @@ def share_sequences(model: Any, exchange: Exchange) -> None:
     if chosen not in (NAME, *_SLICED):
         fix = "set attn_implementation=flash_attention_2"
         raise ModelError(explain(what, required=f"{NAME}, {' or '.join(_SLICED)}", found=repr(chosen), fix=fix))
-    unknown = hasattr(model.config, "vision_config") and not sees(model.config)
+    unknown = hasattr(model.config, "vision_config") and not is_vision_language(model.config)
     if unknown or len(layers) != getattr(config, "num_hidden_layers", None):
         found = f"{len(layers)} modules of transformers' attention"
         fix = "set ulysses_sequence_parallel_size=1"

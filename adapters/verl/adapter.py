@@ -28,7 +28,7 @@ from jetrl_patch.adapters.verl import (
 )
 from jetrl_patch.adapters.verl.compat import wants_float_logits
 from jetrl_patch.adapters.verl.correction import ACR_LOSS, drops_tokens
-from jetrl_patch.adapters.verl.vision import SEEING
+from jetrl_patch.adapters.verl.vision import VISION
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
@@ -460,7 +460,7 @@ class VerlAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, then those of other engines, log-probs and corrections where they are needed."""
-        patches = EVERY_MODE + SEEING + old_weights.PATCHES + (MEGATRON if is_installed("megatron.core") else ())
+        patches = EVERY_MODE + VISION + old_weights.PATCHES + (MEGATRON if is_installed("megatron.core") else ())
         patches += VEOMNI if is_installed("veomni") else ()
         if config.same_log_probs:
             patches += SAME_LOG_PROBS if wants_float_logits() else (TEMPERATURE, *SAME_LOG_PROBS)

@@ -14,7 +14,7 @@ from jetrl_patch.adapters.verl.yaml_settings import MODEL, named
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.models.families import FAMILIES
-from jetrl_patch.models.structure import sees
+from jetrl_patch.models.structure import is_vision_language
 from jetrl_patch.session import while_active, while_config
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from jetrl_patch.adapters.verl.state import Prepared
 
 __all__ = [
-    "attach", "check_model", "check_seeing", "check_setting", "forward", "forward_with_gathered_head",
+    "attach", "check_fused", "check_model", "check_setting", "forward", "forward_with_gathered_head",
     "forward_with_torch_backend", "gathered", "is_used", "notes", "wanted",
 ]  # fmt: skip
 
@@ -244,17 +244,17 @@ def check_model(hf_config: Any) -> None:
         raise ModelError(explain(named(_USED), required=required, found=found, fix="set it to false"))
 
 
-def check_seeing(implementation: Any, hf_config: Any) -> None:
-    """Raise ModelError for a model that sees and a fused implementation with which its log-probs have not been compared."""
-    if sees(hf_config) and implementation != "torch":
+def check_fused(implementation: Any, hf_config: Any) -> None:
+    """Raise ModelError for a vision-language model and a fused implementation with which its log-probs have not been compared."""
+    if is_vision_language(hf_config) and implementation != "torch":
         what, found = f"{named(_USED)} with model_type={hf_config.model_type!r}", f"{_IMPLEMENTATION}={implementation!r}"
         raise ModelError(explain(what, required="the implementation torch", found=found, fix=f"set {_IMPLEMENTATION}=torch"))
 
 
 def check_setting(select: Callable[[str], Any], hf_config: Any) -> None:
-    """Raise ModelError as ``check_seeing`` if verl's configuration asks for fused kernels."""
+    """Raise ModelError as ``check_fused`` if verl's configuration asks for fused kernels."""
     if select(_USED):
-        check_seeing(select(_IMPLEMENTATION), hf_config)
+        check_fused(select(_IMPLEMENTATION), hf_config)
 
 
 @while_active

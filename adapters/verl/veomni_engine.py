@@ -106,7 +106,7 @@ def _check_modelling(module: Any) -> None:
 
 
 def _check_places(hf_config: Any) -> None:
-    """Check a model that sees: verl marks its images by numbers in its code, and would not see others."""
+    """Check a vision-language model: verl marks its images by numbers in its code, and would not see others."""
     from verl.workers.engine.veomni.utils import VL_TYPE2INDEX
 
     table = VL_TYPE2INDEX.get(hf_config.model_type, {})

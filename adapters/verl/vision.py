@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from jetrl_patch.adapters.verl import logprob, ulysses
 from jetrl_patch.adapters.verl.yaml_settings import MODEL, named
 from jetrl_patch.errors import ConfigError, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import has_delta_nets, sees
+from jetrl_patch.models.structure import has_delta_nets, is_vision_language
 from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Patch
 from jetrl_patch.session import while_active
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
-    "SEEING", "accepts", "along_tokens", "check_packing", "check_worker", "counts_text", "delta_net_problems",
+    "VISION", "accepts", "along_tokens", "check_packing", "check_worker", "counts_text", "delta_net_problems",
     "fix_position_ids", "image_embeds", "input_embeds", "one_for_each", "problems",
 ]  # fmt: skip
 
 
 # ---- Gated delta nets in verl: a token's output depends on a state that the tokens before it have left
 # So a packed row needs its boundaries, or a sequence begins with the state of the one before it, and no error says so. verl
-# passes them to its own forward of models that see, which splits a row for a delta rule that does not know them. To find out it
-# asks whether the rule takes an argument of that name; transformers' own rule, which stands in where flash-linear-attention is
-# not installed, takes any name, and drops it. Models of text with delta nets get no boundaries from verl at all.
+# passes them to its own forward of vision-language models, which splits a row if the delta rule takes no boundaries. To find out
+# it asks whether the rule takes an argument of that name; transformers' own rule, used where flash-linear-attention is not
+# installed, takes any name and drops it. Text models with delta nets get no boundaries from verl at all.
 
 _REMOVE = f"{MODEL}.use_remove_padding"
 
@@ -42,7 +42,7 @@ def delta_net_problems(select: Callable[[str], Any], hf_config: Any) -> Iterator
 
 def check_packing(hf_config: Any, packed: bool, what: str = "use_remove_padding") -> None:
     """Raise ModelError for a model with delta nets to which verl passes no boundaries, if its rows are packed."""
-    if packed and has_delta_nets(hf_config) and not sees(hf_config):
+    if packed and has_delta_nets(hf_config) and not is_vision_language(hf_config):
         required = "one sequence in a row (in a packed one each delta net would begin with the state of the sequence before)"
         found = f"True, with model_type={hf_config.model_type!r}"
         raise ModelError(explain(what, required=required, found=found, fix="set it to false"))
@@ -58,7 +58,7 @@ def accepts(original: Callable[..., bool]) -> Callable[..., bool]:
     return _call_accepts_kwarg
 
 
-# ---- What verl 0.9 lacks to train models that see: position ids of one length, micro-batches without an image, and
+# ---- What verl 0.9 lacks to train vision-language models: position ids of one length, micro-batches without an image, and
 # images in other families than Qwen's.
 #
 # A token of such a model has R = 4 position ids: its place in the text, and time, height and width. verl carries a batch of them
@@ -72,11 +72,11 @@ _HYBRID = "actor_rollout_ref.hybrid_engine"
 
 
 def problems(select: Callable[[str], Any], hf_config: Any) -> Iterator[JetrlError]:
-    """Yield an error for each setting that no run of a model that sees has shown to be right."""
+    """Yield an error for each setting that no run of a vision-language model has shown to be right."""
     yield from delta_net_problems(select, hf_config)
     yield from raised(lambda: logprob.check_setting(select, hf_config))
-    if sees(hf_config) and select(_HYBRID) is False:
-        required = "True for a model that sees (the one-step-off and the fully asynchronous program have not run with one)"
+    if is_vision_language(hf_config) and select(_HYBRID) is False:
+        required = "True for a vision-language model (the one-step-off and the fully asynchronous program have not run with one)"
         fix = "set it to true and start verl.trainer.main_ppo"
         yield ConfigError(explain(named(_HYBRID), required=required, found="False", fix=fix))
 
@@ -86,7 +86,7 @@ def check_worker(hf_config: Any, engine: Any) -> None:
     ulysses.check_whole(hf_config, engine.ulysses_sequence_parallel_size)
     check_packing(hf_config, bool(engine.model_config.use_remove_padding))
     if engine.model_config.use_fused_kernels:
-        logprob.check_seeing(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
+        logprob.check_fused(engine.model_config.fused_kernel_options.get("impl_backend"), hf_config)
 
 
 def along_tokens(values: Tensor, offsets: Tensor) -> Tensor:
@@ -213,7 +213,7 @@ def one_for_each(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``qwen2_5_vl_dedup_image_tokens``: one token for each image of a prompt, which vLLM replaces by the image's."""
 
     def dedup(prompt_ids: list[int], processor: Any) -> list[int]:
-        if not sees(getattr(processor, "config", None)):
+        if not is_vision_language(getattr(processor, "config", None)):
             kept: list[int] = original(prompt_ids, processor)
             return kept
         from verl.workers.rollout.utils import get_vision_placeholder_token_ids
@@ -237,7 +237,7 @@ def _of_nothing(model: Any, embeds: Tensor) -> Tensor:
     return seen.mean()
 
 
-# ---- Fixes for verl's bugs with models that see --------------------------------------------------
+# ---- Fixes for verl's bugs with vision-language models --------------------------------------------------
 
 _EQUAL_LENGTHS = (
     "verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have one length: "
@@ -249,7 +249,7 @@ _VERL_6659 = "https://github.com/verl-project/verl/pull/6659"
 _TRANSFORMERS_46093 = "https://github.com/huggingface/transformers/issues/46093"
 _GLM = "training GLM-4.1V in verl"
 
-SEEING: tuple[Patch, ...] = (
+VISION: tuple[Patch, ...] = (
     *(
         Patch(
             module=module,

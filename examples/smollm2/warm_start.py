@@ -63,7 +63,9 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
+    print(f"answering {TASK.sizes['held_out']} held-out questions, before and after {args.steps} steps of training", flush=True)
     before = solved(model, tokenizer)
+    print(f"before: {before:.2f} of them right", flush=True)
     train(model, tokenizer, args.steps, args.batch_size, args.lr, args.seed)
     unfinished = args.out.with_name(f".{args.out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

@@ -46,7 +46,7 @@ _EXPERTS: dict[Part, str] = {
     **_NOT_MEGATRON,
 }
 #: for every family with a vision tower
-_SEEING: dict[Part, str] = {
+_VISION: dict[Part, str] = {
     "exact": "its vision tower and its rotary angles of three dimensions have no ops that both sides share",
     "scaling": "moving factors has not been tested beside a vision tower",
     **_NOT_MEGATRON,
@@ -216,8 +216,8 @@ _RECORDS = (
         mixture=Mixture("NaiveMoe", "TopkRouter", "MoE"),
         absorbed="kv_b_proj",
     ),
-    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_SEEING | _NOT_VEOMNI, tower="visual"),
-    Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_SEEING, text="Text", tower="visual"),
+    Family("qwen2_5_vl", "Qwen2_5_VL", "Qwen2.5-VL", uncovered=_VISION | _NOT_VEOMNI, tower="visual"),
+    Family("qwen3_vl", "Qwen3VL", "Qwen3-VL", uncovered=_VISION, text="Text", tower="visual"),
     Family(
         "qwen3_5",
         "Qwen3_5",
@@ -255,7 +255,7 @@ _RECORDS = (
         "Qwen3-VL-MoE",
         *(Setting(key, values, _DENSE) for key, values in DENSE_BLOCKS.items()),
         merged=(QKV,),
-        uncovered=_EXPERTS | _SEEING,
+        uncovered=_EXPERTS | _VISION,
         text="Text",
         tower="visual",
     ),
@@ -265,7 +265,7 @@ _RECORDS = (
         "GLM-4.1V",
         readers={**_BEFORE_ATTENTION, "post_attention_layernorm": ("mlp.gate_up_proj",)},
         merged=(QKV,),
-        uncovered={**_SEEING, **_NOT_VEOMNI, "fused": _ONE_WEIGHT},
+        uncovered={**_VISION, **_NOT_VEOMNI, "fused": _ONE_WEIGHT},
         tower="visual",
     ),
 )

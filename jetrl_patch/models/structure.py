@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "EXPERTS", "PARTS", "Part", "check_code", "check_device", "check_structure", "expert_sizes", "has_delta_nets",
-    "has_latent_attention", "matrices_of", "matrix_expert", "matrix_name", "matrix_number", "require_attention", "sees",
-    "unit_of", "units",
+    "has_latent_attention", "is_vision_language", "matrices_of", "matrix_expert", "matrix_name", "matrix_number",
+    "require_attention", "unit_of", "units",
 ]  # fmt: skip
 
 
@@ -77,7 +77,7 @@ EXPERTS = ("num_experts", "moe_num_experts", "n_routed_experts", "num_local_expe
 _LATENT = "kv_lora_rank"
 
 
-def sees(hf_config: Any) -> bool:
+def is_vision_language(hf_config: Any) -> bool:
     """Whether the model has a vision tower that its family's record knows."""
     family = FAMILIES.get(getattr(hf_config, "model_type", ""))
     return family is not None and bool(family.tower)
@@ -110,7 +110,7 @@ def expert_sizes(hf_config: Any) -> tuple[int, int] | None:
 
 def _text(hf_config: Any) -> Any:
     """The config of the language model. Its ``model_type`` is no key of the families' table where there is a tower beside it."""
-    return hf_config.get_text_config() if sees(hf_config) else hf_config
+    return hf_config.get_text_config() if is_vision_language(hf_config) else hf_config
 
 
 def _mixes(hf_config: Any) -> bool:
@@ -164,10 +164,10 @@ def check_device(hf_config: Any, device_type: str) -> None:
 def _unhandled(hf_config: Any, config: Config) -> Iterator[tuple[str, str]]:
     """Yield what is required, and what was found instead."""
     parts = [name for name, value in vars(hf_config).items() if hasattr(value, "model_type")]
-    if parts and not (sees(hf_config) and config.fp8_rollout):
-        seeing = [family.model_type for family in FAMILIES.values() if family.tower]
+    if parts and not (is_vision_language(hf_config) and config.fp8_rollout):
+        vision = [family.model_type for family in FAMILIES.values() if family.tower]
         why = "of other models the vision tower would become FP8, and the two sides name layers differently"
-        yield f"one text model, or with an FP8 rollout one of {', '.join(seeing)} ({why})", " and ".join(sorted(parts))
+        yield f"one text model, or with an FP8 rollout one of {', '.join(vision)} ({why})", " and ".join(sorted(parts))
     latent = has_latent_attention(hf_config)
     handled, hf_config = _mixes(hf_config), _text(hf_config)
     experts = {name: getattr(hf_config, name, None) for name in EXPERTS}

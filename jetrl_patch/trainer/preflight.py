@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, JetrlError, ModelError, explain
-from jetrl_patch.models.structure import check_code, check_structure, expert_sizes, sees
+from jetrl_patch.models.structure import check_code, check_structure, expert_sizes, is_vision_language
 from jetrl_patch.trainer.rules import raised
 
 __all__ = [
@@ -150,7 +150,7 @@ def _on_meta(hf_config: Any) -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    whole = AutoModelForImageTextToText if sees(hf_config) else AutoModelForCausalLM
+    whole = AutoModelForImageTextToText if is_vision_language(hf_config) else AutoModelForCausalLM
     try:
         with torch.device("meta"):
             return whole.from_config(hf_config)

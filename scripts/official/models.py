@@ -53,7 +53,7 @@ def _other(kind: Kind, model_type: str, architecture: str, **more: Any) -> Model
     return Model(kind, {"model_type": model_type, "architectures": [architecture], **more})
 
 
-def _seeing(model_type: str, architecture: str, tower: Mapping[str, Any], *shape: int, **more: Any) -> Model:
+def _vision(model_type: str, architecture: str, tower: Mapping[str, Any], *shape: int, **more: Any) -> Model:
     """A language model beside a vision tower; ``shape`` as in ``_dense``."""
     text = _dense(f"{model_type}_text", architecture, *shape, **more).config
     return _other("VL", model_type, architecture, text_config={**text, "architectures": None}, vision_config=tower)
@@ -68,7 +68,7 @@ def _qwen3_moe(hidden: int, inner: int, expert: int, layers: int, heads: int) ->
 
 
 def _qwen3_vl_moe(hidden: int, inner: int, expert: int, layers: int, heads: int) -> Model:
-    return _seeing(
+    return _vision(
         "qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration", {"out_hidden_size": hidden},
         hidden, inner, layers, heads, 4, 151936, head_dim=128, moe_intermediate_size=expert, num_experts=128,
         num_experts_per_tok=8, norm_topk_prob=True,
@@ -134,12 +134,12 @@ MODELS: dict[str, Model] = {
     "Hy3": _other("MoE", "hy_v3", "HYV3ForCausalLM"),
     "GLM-5.1": _other("MoE", "glm_moe_dsa", "GlmMoeDsaForCausalLM"),
     "Kimi-K2.6": _other("VL", "kimi_k25", "KimiK25ForConditionalGeneration"),
-    "Qwen2.5-VL-7B-Instruct": _seeing(
+    "Qwen2.5-VL-7B-Instruct": _vision(
         "qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration",
         {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584},
         3584, 18944, 28, 28, 4, 152064, use_sliding_window=False,
     ),
-    "Qwen3-VL-8B-Instruct": _seeing(
+    "Qwen3-VL-8B-Instruct": _vision(
         "qwen3_vl", "Qwen3VLForConditionalGeneration", {"out_hidden_size": 4096}, 4096, 12288, 36, 32, 8, 151936, head_dim=128
     ),
     "Qwen3-VL-30B-A3B-Instruct": _qwen3_vl_moe(2048, 6144, 768, 48, 32),
@@ -150,7 +150,7 @@ MODELS: dict[str, Model] = {
     "Qwen3.5-35B-A3B": _QWEN3_5_MOE,
     "Qwen3.5-122B-A10B": _QWEN3_5_MOE,
     "Qwen3.5-397B-A17B": _QWEN3_5_MOE,
-    "GLM-4.1V-9B-Thinking": _seeing(
+    "GLM-4.1V-9B-Thinking": _vision(
         "glm4v", "Glm4vForConditionalGeneration", {}, 4096, 13696, 40, 32, 2, 151552, attention_bias=True
     ),
     "MiniCPM-o-2_6": _other("VL", "minicpmo", "MiniCPMO"),

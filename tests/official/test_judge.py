@@ -111,7 +111,7 @@ def test_openrlhf_in_its_older_words(tmp_path):
 
 
 def test_openrlhf_on_images(tmp_path):
-    """As its script for models that see."""
+    """As its script for vision-language models."""
     words = OPENRLHF.replace("OpenRLHF/Llama-3-8b-sft-mixture", "Qwen/Qwen3.5-2B").format(
         more="--algo.advantage.estimator reinforce_baseline --rollout.n_samples_per_prompt 8 --data.max_images_per_prompt 1 "
         "--data.image_key images --actor.freeze_visual_encoder --train.colocate_all --vllm.enable_sleep --ds.enable_sleep "

@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl_patch.adapters.openrlhf import services
 from jetrl_patch.config import Config
-from tests import seeing
+from tests import vision_models
 from tests.models import config_of
 
 ADAPTER = Path(services.__file__ or "").parent
@@ -115,7 +115,7 @@ def read_by_the_driver(folder: Path) -> set[str]:
     for family, config in itertools.product(("qwen3", "qwen2_5_vl"), CONFIGS):
         model = folder / family
         if not model.exists():
-            make = seeing.config_of if family == "qwen2_5_vl" else config_of
+            make = vision_models.config_of if family == "qwen2_5_vl" else config_of
             make(family).save_pretrained(model)
         for extra in COMMANDS:
             recorded = Recorder(options(model, *extra), seen)

@@ -35,7 +35,7 @@ def known_experts() -> Any:
     return config_of("qwen3_moe")
 
 
-def seeing() -> Any:
+def vision() -> Any:
     """A vision tower without a record."""
     from transformers import Qwen2VLConfig
 
@@ -53,7 +53,7 @@ def latent() -> Any:
     ("make", "says"),
     [
         (experts, r"required a dense model.*found num_experts=4\. Use a dense"),
-        (seeing, r"required one text model, or .*found text_config and vision_config\."),
+        (vision, r"required one text model, or .*found text_config and vision_config\."),
         (latent, r"vLLM transforms MLA's once.*found kv_lora_rank=128\."),
     ],
 )
@@ -66,7 +66,7 @@ def test_a_folder_is_refused_by_name_in_every_quantizing_mode(tmp_path: Path, co
 
 
 def test_a_remote_model_is_refused_in_the_worker_that_has_loaded_it() -> None:
-    for made in (experts(), seeing()):
+    for made in (experts(), vision()):
         with pytest.raises(ModelError, match="dense text model"):
             convert(SimpleNamespace(config=made), LINEAR, {}, rollout_tp=1, device_type="cpu")
 

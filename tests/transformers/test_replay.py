@@ -9,7 +9,7 @@ from jetrl_patch.fp8.convert import expert_modules
 from jetrl_patch.measure.observe import Recorder
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.trainer.replay import Replay
-from tests import seeing
+from tests import vision_models
 from tests.models import build
 
 #: a router by softmax and one by a sigmoid; the other families are slow ones
@@ -22,7 +22,7 @@ TOKENS = 12
 
 
 def made(family):
-    builder = seeing.build if family in seeing.FAMILIES else build
+    builder = vision_models.build if family in vision_models.FAMILIES else build
     return builder(family).float().train()
 
 

@@ -14,7 +14,7 @@ from jetrl_patch.adapters.verl import settings, vision
 from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from tests import models, seeing
+from tests import models, vision_models
 from tests.fp8.thresholds import MISMATCH
 from tests.verl.run_verl import Run, make_task
 from tests.verl.test_e2e import TIMEOUT, finish
@@ -35,7 +35,7 @@ def active(monkeypatch: pytest.MonkeyPatch) -> None:
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("delta")
     for family in ("qwen3_5", "qwen3_5_moe", "qwen3_next"):
-        config = models.config_of(family) if family == "qwen3_next" else seeing.config_of(family)
+        config = models.config_of(family) if family == "qwen3_next" else vision_models.config_of(family)
         config.save_pretrained(root / family)
     return {family.name: family for family in root.iterdir()}
 
@@ -78,7 +78,7 @@ def test_a_remote_model_is_refused_in_the_worker() -> None:
     with pytest.raises(ModelError, match="required one sequence in a row"):
         check(models.config_of("qwen3_next"), True)
     check(models.config_of("qwen3_next"), False)
-    check(seeing.config_of("qwen3_5"), True)
+    check(vision_models.config_of("qwen3_5"), True)
     check(models.config_of("qwen3_moe"), True)
 
 
@@ -88,7 +88,7 @@ def test_a_sequence_in_a_packed_row_begins_with_an_empty_state(monkeypatch: pyte
     from verl.models.transformers import qwen3_5
 
     torch.manual_seed(0)
-    config = seeing.config_of("qwen3_5").text_config
+    config = vision_models.config_of("qwen3_5").text_config
     net = Qwen3_5GatedDeltaNet(config, 0)
     with torch.no_grad():
         for parameter in net.parameters():

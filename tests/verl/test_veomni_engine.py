@@ -15,7 +15,7 @@ from torch import nn
 from jetrl_patch.adapters.verl import veomni_engine
 from jetrl_patch.errors import ModelError
 from jetrl_patch.models.families import covering
-from tests import models, seeing
+from tests import models, vision_models
 from tests.veomni import environ, needs_veomni
 
 SCRIPT = Path(__file__).with_name("veomni_engine_script.py")
@@ -43,7 +43,7 @@ SLOW = pytest.mark.slow
     ],
 )
 def test_computes_as_transformers_and_sends_what_it_trains_with(family, mode, tmp_path):
-    save = seeing.save if family in seeing.FAMILIES else models.save
+    save = vision_models.save if family in vision_models.FAMILIES else models.save
     path = save(tmp_path / "model", family)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(SCRIPT), family, path]
     quiet = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}

@@ -6,11 +6,11 @@ import os
 
 import pytest
 
-from tests import seeing
+from tests import vision_models
 from tests.veomni import environ, needs_veomni
 from tests.verl.run_verl import A, M, R, Run, make_task
 from tests.verl.test_e2e import TIMEOUT, finish
-from tests.verl.test_seeing_runs import make_task as make_seeing_task
+from tests.verl.test_vision_runs import make_task as make_vision_task
 
 LINEAR = {"JETRL_PRECISION": "fp8-unified", "JETRL_ALIGN": "linear"}
 ROLLOUT = {"JETRL_PRECISION": "fp8-rollout"}
@@ -53,7 +53,7 @@ def _small(module):
 
 
 @needs_veomni
-@seeing.needs_images
+@vision_models.needs_images
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
@@ -66,8 +66,8 @@ def _small(module):
     ],
 )
 def test_a_model_that_sees(family, mode, extra, apart, tmp_path):
-    task = make_seeing_task(tmp_path, family, False)
-    config = seeing.config_of(family)
+    task = make_vision_task(tmp_path, family, False)
+    config = vision_models.config_of(family)
     table = {"IMAGE_INPUT_INDEX": config.image_token_id, "VIDEO_INPUT_INDEX": config.video_token_id}
     (tmp_path / "sitecustomize.py").write_text(PLACES.format(table=table))
     paths = {"PYTHONPATH": os.pathsep.join((str(tmp_path), environ()["PYTHONPATH"]))}

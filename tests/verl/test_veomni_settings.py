@@ -11,7 +11,7 @@ from jetrl_patch.adapters.verl import adapter, doctor, settings, ulysses, veomni
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, ConflictError, ModelError, VersionError
 from tests.models import config_of
-from tests.seeing import config_of as seeing_config
+from tests.vision_models import config_of as vision_model_config
 
 A, REF, M, R = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "model", "rollout"))
 LINEAR = Config(precision="fp8-unified", align="linear").resolved()
@@ -126,7 +126,8 @@ def test_veomni_is_there_in_a_version_that_has_run(composed, installed, version)
 
 
 def test_other_families_are_refused_with_the_reason():
-    for config in (config_of("qwen3"), config_of("qwen3_moe"), seeing_config("qwen3_vl"), seeing_config("qwen3_vl_moe")):
+    texts = (config_of(name) for name in ("qwen3", "qwen3_moe"))
+    for config in (*texts, vision_model_config("qwen3_vl"), vision_model_config("qwen3_vl_moe")):
         veomni.check_model(config)
     with pytest.raises(ModelError, match=r"required Qwen2/2.5, Qwen3, .* found model_type='mistral' \(its VeOmni layers"):
         veomni.check_model(config_of("mistral"))

@@ -61,11 +61,11 @@ if __name__ == "__main__":
     from verl.workers.engine.veomni import transformer_impl
 
     from jetrl_patch import registry
-    from tests import seeing
+    from tests import vision_models
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
-    sees = family in seeing.FAMILIES
+    sees = family in vision_models.FAMILIES
     auto = AutoModelForImageTextToText if sees else AutoModelForCausalLM
     reference = auto.from_pretrained(model_dir, dtype=torch.bfloat16 if fp8 else torch.float32)
     if sees:  # verl has the numbers of Qwen's own vocabulary
@@ -111,7 +111,7 @@ if __name__ == "__main__":
         return logprobs_from_logits(logits, ids[1:])
 
     def sample(length: int, grids: list[tuple[int, int]]):
-        """Token ids [length], with an image of each grid's patches in a model that sees, verl's position ids, the images."""
+        """Token ids [length], with an image of each grid's patches if the model takes images, verl's position ids, the images."""
         if not sees:
             ids = torch.randint(3, 250, (length,), generator=generator)
             return ids, torch.arange(length), {}, {}
@@ -119,14 +119,14 @@ if __name__ == "__main__":
         width = tower.in_channels * tower.temporal_patch_size * tower.patch_size**2
         ids = []
         for height, across in grids:
-            ids += [7, seeing.FIRST, *[seeing.FIRST + 2] * (height * across // 4), seeing.FIRST + 1]
+            ids += [7, vision_models.FIRST, *[vision_models.FIRST + 2] * (height * across // 4), vision_models.FIRST + 1]
         ids = torch.tensor(ids + torch.randint(8, 250, (length - len(ids),), generator=generator).tolist())
         images = {}
         grid = torch.tensor([[1, *one] for one in grids]) if grids else None
         if grids:
             pixels = torch.randn(sum(h * w for h, w in grids), width, generator=generator)
             images = {"pixel_values": pixels, "image_grid_thw": grid}
-        kinds = (ids == seeing.FIRST + 2).long()[None]
+        kinds = (ids == vision_models.FIRST + 2).long()[None]
         seen, _ = reference.model.get_rope_index(ids[None], kinds, grid)
         return ids, torch.cat([torch.arange(length)[None], seen[:, 0]]), images, {"mm_token_type_ids": kinds}
 

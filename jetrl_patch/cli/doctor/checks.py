@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 from jetrl_patch import registry, session
 from jetrl_patch._versions import SUPPORTED
 from jetrl_patch.config import Config
-from jetrl_patch.errors import ConfigError, JetrlError, VersionError, split_fix
+from jetrl_patch.errors import UNQUANTIZED, ConfigError, JetrlError, VersionError, split_fix
 from jetrl_patch.native import machine
 from jetrl_patch.native.machine import check_framework, check_python
 from jetrl_patch.patching import guards
@@ -145,7 +145,7 @@ def check_machine(config: Config) -> Iterator[Check]:
 
 
 #: what serves on every GPU, as docs/install.md says it
-_ANY_GPU = "use precision='bf16' or 'fp16' on this GPU; for FP8 use an H100 or H200"
+_ANY_GPU = f"use {UNQUANTIZED} or 'fp16' on this GPU; for FP8 use an H100 or H200"
 
 
 def _device(config: Config, on_cpu: bool) -> Check:

@@ -174,7 +174,7 @@ def check_settings(framework: str, settings: Any, config: Config) -> Iterator[Ch
     if not found:
         yield Check(f"{framework} settings", "ok", "no conflict with the plugin's settings")
     changes = registry.trainer(framework).complete(settings, config)
-    yield Check(f"{framework} changes", "ok", "; ".join(changes) or "nothing would be changed")
+    yield Check(f"{framework} changes", "ok", "; ".join(changes) or "none of your settings")
 
 
 def _problems(framework: str, settings: Any, config: Config) -> Iterator[BaseException]:

@@ -21,7 +21,7 @@ from jetrl_patch.models.layers import is_quantized
 from jetrl_patch.models.structure import unit_of
 from jetrl_patch.trainer.preflight import check_checkpoint, needed_ep
 from jetrl_patch.trainer.source import convert
-from tests import seeing
+from tests import vision_models
 
 LINEAR, ROLLOUT = Config(precision="fp8-unified", align="linear"), Config(precision="fp8-rollout")
 #: FP8 layers of both blocks, of which one may have a delta net, with three of its five
@@ -29,7 +29,7 @@ LAYERS = {
     "qwen2_5_vl": 2 * 7, "qwen3_vl": 2 * 7, "qwen3_vl_moe": 2 * (4 + 8 * 3), "glm4v": 2 * 6, "qwen3_5": 6 + 7,
     "qwen3_5_moe": 6 + 7 + 2 * 8 * 3,
 }  # fmt: skip
-MIXTURES = [family for family in seeing.FAMILIES if FAMILIES[family].mixture]
+MIXTURES = [family for family in vision_models.FAMILIES if FAMILIES[family].mixture]
 
 
 def prepared(model: Any, config: Config) -> Any:
@@ -39,9 +39,9 @@ def prepared(model: Any, config: Config) -> Any:
 
 def looking(family: str) -> dict[str, Any]:
     """What a processor makes of an image of 16 patches, between two words: 4 tokens."""
-    ids = [5, seeing.FIRST, *[seeing.FIRST + 2] * 4, seeing.FIRST + 1, 6, 7]
-    patch = seeing.FAMILIES[family][1]["patch_size"]
-    kinds = torch.tensor([[int(token == seeing.FIRST + 2) for token in ids]])
+    ids = [5, vision_models.FIRST, *[vision_models.FIRST + 2] * 4, vision_models.FIRST + 1, 6, 7]
+    patch = vision_models.FAMILIES[family][1]["patch_size"]
+    kinds = torch.tensor([[int(token == vision_models.FIRST + 2) for token in ids]])
     return {
         "input_ids": torch.tensor([ids]),
         "mm_token_type_ids": kinds,
@@ -50,10 +50,10 @@ def looking(family: str) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("family", seeing.FAMILIES)
+@pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: str) -> None:
     jetrl_patch.enable(precision="fp8-unified", align="linear")
-    model = seeing.build(family)
+    model = vision_models.build(family)
     before = {name: type(module) for name, module in model.named_modules()}
     source = prepared(model, LINEAR)
     changed = {name for name, module in model.named_modules() if type(module) is not before[name]}
@@ -71,10 +71,10 @@ def test_the_linears_of_the_language_model_become_fp8_and_nothing_else(family: s
     assert not torch.equal(seen[:, -1], other[:, -1])
 
 
-@pytest.mark.parametrize("family", seeing.FAMILIES)
+@pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_a_bf16_trainer_names_the_same_layers(family: str) -> None:
     jetrl_patch.enable(precision="fp8-rollout")
-    model = seeing.build(family)
+    model = vision_models.build(family)
     source = prepared(model, ROLLOUT)
     assert source.layers == select_layers(model) and not any(isinstance(m, Fp8Linear) for m in model.modules())
 
@@ -84,15 +84,15 @@ def test_a_tower_is_known_by_its_name_on_both_sides() -> None:
         assert not is_quantized(name, ())
     assert is_quantized("model.language_model.layers.0.mlp.gate_proj", ())
     assert is_quantized("model.layers.0.visually.proj", ())
-    model = seeing.build("qwen2_5_vl")
+    model = vision_models.build("qwen2_5_vl")
     with pytest.raises(ModelError, match=r"exclude pattern 'visual' matches no FP8 layer"):
         select_layers(model, ("visual",))
     assert len(select_layers(model, ("language_model.layers.1",))) == 7
 
 
-@pytest.mark.parametrize("family", seeing.FAMILIES)
+@pytest.mark.parametrize("family", vision_models.FAMILIES)
 def test_what_is_accepted_by_config_json(tmp_path: Path, family: str) -> None:
-    seeing.config_of(family).save_pretrained(tmp_path)
+    vision_models.config_of(family).save_pretrained(tmp_path)
     channel = Config(precision="fp8-rollout", rollout_granularity="channel")
     cut = family == "qwen3_vl_moe"  # its experts, by two ranks
     for config in (LINEAR, ROLLOUT, *[channel] * (family not in MIXTURES)):
@@ -118,14 +118,14 @@ def test_what_is_accepted_by_config_json(tmp_path: Path, family: str) -> None:
 
 
 def test_experts_of_a_language_model_are_still_found(tmp_path: Path) -> None:
-    config = seeing.config_of("qwen2_5_vl")
+    config = vision_models.config_of("qwen2_5_vl")
     config.text_config.num_experts = 4
     with pytest.raises(ModelError, match=r"required a dense model.*found num_experts=4\."):
         convert(SimpleNamespace(config=config), LINEAR, {}, rollout_tp=1, device_type="cpu")
 
 
 def test_parity_compares_text_models(tmp_path: Path) -> None:
-    seeing.config_of("qwen3_vl").save_pretrained(tmp_path)
+    vision_models.config_of("qwen3_vl").save_pretrained(tmp_path)
     (tmp_path / "model.safetensors").touch()
     with pytest.raises(ModelError, match=r"required a text model.*found model_type='qwen3_vl'"):
         check_model(str(tmp_path), [LINEAR])
@@ -140,7 +140,7 @@ def test_for_a_gpu_the_blocks_of_the_language_model_are_fused_and_the_tower_is_n
     jetrl_patch.enable(precision="fp8-unified", align="linear")
     monkeypatch.setattr(prepare, "choose_backend", lambda name, device_type: "triton")
     with torch.device("meta"):
-        model = AutoModelForImageTextToText.from_config(seeing.config_of(family))
+        model = AutoModelForImageTextToText.from_config(vision_models.config_of(family))
     before = {name: type(module) for name, module in model.named_modules()}
     fp8 = prepare.prepare_model(model, LINEAR.resolved(), device_type="cuda")
     changed = {name for name, module in model.named_modules() if type(module) is not before[name]} - set(fp8)

@@ -1,4 +1,4 @@
-"""Real OpenRLHF with models that see: GRPO on prompts with and without an image, with FP8 in the language model alone."""
+"""Real OpenRLHF with vision-language models: GRPO on prompts with and without an image, with FP8 in the language model alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import seeing
+from tests import vision_models
 from tests.openrlhf.run_openrlhf import Run
 from tests.openrlhf.test_e2e import TIMEOUT, finish
 
@@ -23,9 +23,9 @@ COLOCATED = ("--train.colocate_all", "--actor.gradient_checkpointing_enable", "-
 def make_task(folder: Path, family: str) -> Path:
     """Write a model, prompts of which every second one has one of three images, and a reward."""
     # as wide as the tokenizer: log-probs of other tokens could not be decoded
-    seeing.save(folder / "model", family, vocab_size=seeing.FIRST + len(seeing.words(family)))
+    vision_models.save(folder / "model", family, vocab_size=vision_models.FIRST + len(vision_models.words(family)))
     for seed in range(3):
-        seeing.picture(seed, 64 + 32 * seed).save(folder / f"{seed}.png")
+        vision_models.picture(seed, 64 + 32 * seed).save(folder / f"{seed}.png")
     rows = [
         {
             "input": "<image>" * seen + f"{i % 10}?",
@@ -43,7 +43,7 @@ def make_task(folder: Path, family: str) -> Path:
     return folder
 
 
-@seeing.needs_images
+@vision_models.needs_images
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
@@ -71,8 +71,8 @@ def test_grpo_on_images_and_text(
         "--data.apply_chat_template", "--data.image_key", "images", "--data.max_images_per_prompt", "1", "--data.max_len", "96",
     )  # fmt: skip
     task = make_task(tmp_path, family)
-    run = Run(task, *more, *extra, environ={**environ, **seeing.environ()}, steps=STEPS, stage=stage)
-    layers, inside, blocks, rest = seeing.numbers(tmp_path / "model")
+    run = Run(task, *more, *extra, environ={**environ, **vision_models.environ()}, steps=STEPS, stage=stage)
+    layers, inside, blocks, rest = vision_models.numbers(tmp_path / "model")
     sent, most = {
         "bf16": (2 * (inside + rest), 0.03),
         "fp8-unified": (inside + 4 * blocks + 2 * rest, 0.1),

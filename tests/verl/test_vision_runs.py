@@ -1,4 +1,4 @@
-"""Real verl with models that see: GRPO on prompts with and without an image, with FP8 in the language model alone."""
+"""Real verl with vision-language models: GRPO on prompts with and without an image, with FP8 in the language model alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import seeing
+from tests import vision_models
 from tests.fp8.thresholds import MISMATCH
 from tests.verl.run_verl import A, M, R, Run
 from tests.verl.test_async_runs import APART
@@ -26,11 +26,11 @@ def make_task(folder: Path, family: str, equal: bool) -> Path:
 
     def image(seed: int) -> dict[str, bytes]:
         file = io.BytesIO()
-        seeing.picture(seed, 64 if equal else 64 + 32 * (seed % 3)).save(file, "PNG")
+        vision_models.picture(seed, 64 if equal else 64 + 32 * (seed % 3)).save(file, "PNG")
         return {"bytes": file.getvalue()}
 
     # as wide as the tokenizer: verl bans further tokens in vLLM alone
-    seeing.save(folder / "model", family, vocab_size=seeing.FIRST + len(seeing.words(family)))
+    vision_models.save(folder / "model", family, vocab_size=vision_models.FIRST + len(vision_models.words(family)))
     rows: list[dict[str, Any]] = [
         {
             "data_source": "toy", "prompt": [{"role": "user", "content": "<image>" * seen + f"{i % 10}?"}], "ability": "math",
@@ -49,7 +49,7 @@ def make_task(folder: Path, family: str, equal: bool) -> Path:
 def start(folder: Path, family: str, *extra: str, environ: dict[str, str], **options: Any) -> Run:
     sizes = ("data.max_prompt_length=64", f"{R}.max_model_len=96", "data.image_key=images")
     task = make_task(folder, family, EQUAL in extra)
-    return Run(task, *sizes, *extra, steps=2, environ={**environ, **seeing.environ()}, **options)
+    return Run(task, *sizes, *extra, steps=2, environ={**environ, **vision_models.environ()}, **options)
 
 
 #: on all linear layers, as verl's own script has them
@@ -57,7 +57,7 @@ ADAPTERS = (f"{M}.lora_rank=8", f"{M}.lora_alpha=16", f"{M}.target_modules=all-l
 V0, V1 = "trainer.use_v1=False", "trainer.use_v1=True"
 
 
-@seeing.needs_images
+@vision_models.needs_images
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT + 100)
@@ -92,7 +92,7 @@ def test_grpo_on_images_and_text(
     verl bans the two tokens in place of images and films in vLLM alone, which adds to the difference.
     """
     run = start(tmp_path, family, *extra, environ=environ, **options)
-    layers, inside, blocks, rest = seeing.numbers(tmp_path / "model")
+    layers, inside, blocks, rest = vision_models.numbers(tmp_path / "model")
     sent, most = {  # in BF16 mode verl sends FP32
         "bf16": (4 * (inside + rest), 0.03),
         "fp8-unified": (inside + 4 * blocks + 2 * rest, 0.1),

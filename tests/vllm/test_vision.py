@@ -14,31 +14,31 @@ import pytest
 
 from jetrl_patch.adapters.vllm.shards import hf_name
 from jetrl_patch.models import families
-from tests import seeing
+from tests import vision_models
 
-FAMILIES = list(seeing.FAMILIES)
+FAMILIES = list(vision_models.FAMILIES)
 
 
 @pytest.fixture(scope="module")
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], str]:
     """``checkpoints(family, seed)``: path of a tiny checkpoint, written at the first call."""
-    root = tmp_path_factory.mktemp("seeing")
+    root = tmp_path_factory.mktemp("vision")
 
     def make(family: str, seed: int) -> str:
         path = Path(root) / f"{family}-{seed}"
-        return str(path) if path.exists() else seeing.save(path, family, seed)
+        return str(path) if path.exists() else vision_models.save(path, family, seed)
 
     return make
 
 
 def run(*words: str) -> None:
-    command = [sys.executable, "-m", "tests.vllm.seeing_script", *words]
-    environ = {**os.environ, **seeing.environ(), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "tests.vllm.vision_script", *words]
+    environ = {**os.environ, **vision_models.environ(), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0 and done.stdout.endswith("FINE\n"), done.stdout[-2000:] + done.stderr[-6000:]
 
 
-@seeing.needs_images
+@vision_models.needs_images
 @pytest.mark.e2e
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -56,13 +56,13 @@ def test_the_language_model_is_fp8_and_the_tower_is_synced_in_bf16(
     run("sync", checkpoints(family, 0), checkpoints(family, 1), mode)
 
 
-@seeing.needs_images
+@vision_models.needs_images
 @pytest.mark.e2e
 def test_a_broken_sync_is_one_error_and_stops_the_engine(checkpoints: Callable[[str, int], str]) -> None:
     run("broken", checkpoints("qwen2_5_vl", 0), checkpoints("qwen2_5_vl", 1), "linear")
 
 
-@seeing.needs_images
+@vision_models.needs_images
 @pytest.mark.e2e
 def test_exact_mode_is_refused_by_name(checkpoints: Callable[[str, int], str]) -> None:
     run("exact", checkpoints("qwen2_5_vl", 0))
@@ -79,7 +79,7 @@ def classes(family: str) -> Any:
     return record, ModelRegistry._try_load_model_cls(record.causal_lm)
 
 
-@seeing.needs_images
+@vision_models.needs_images
 def test_names_are_those_of_transformers() -> None:
     run("names", *FAMILIES)
 

@@ -193,7 +193,7 @@ def save(path: Path, family: str, seed: int = 0, **text: Any) -> str:
         _as_on_the_hub(path / "model.safetensors")
     GenerationConfig(eos_token_id=1, pad_token_id=0).save_pretrained(path)
     if VISION.is_dir():
-        command = [sys.executable, "-m", "tests.seeing", str(path), family]
+        command = [sys.executable, "-m", "tests.vision_models", str(path), family]
         subprocess.run(command, check=True, env={**os.environ, **environ()})
     else:
         tokenizer(family).save_pretrained(path)

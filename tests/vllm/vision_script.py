@@ -1,6 +1,6 @@
 """Engines of models with a vision tower, in a process that has torchvision.
 
-    python -m tests.vllm.seeing_script sync DIR DIR MODE
+    python -m tests.vllm.vision_script sync DIR DIR MODE
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.structure import has_delta_nets
 from jetrl_patch.sync.send import SyncStats
 from jetrl_patch.trainer.source import Source, convert
-from tests import seeing
+from tests import vision_models
 from tests.fp8.thresholds import MISMATCH
 from tests.vllm.test_weights import in_engine, push, worker_of
 
@@ -57,7 +57,7 @@ def sent(model: Any, source: Source) -> tuple[list[Any], SyncStats]:
 
 
 def image_of(llm: Any) -> str:
-    return seeing.image(llm.model_config.hf_config.model_type)
+    return vision_models.image(llm.model_config.hf_config.model_type)
 
 
 def answers(llm: Any) -> list[list[int]]:
@@ -67,10 +67,10 @@ def answers(llm: Any) -> list[list[int]]:
     image = image_of(llm)
     prompts = [
         {"prompt": "1+2="},
-        {"prompt": f"{image}what?", "multi_modal_data": {"image": seeing.picture(0)}},
+        {"prompt": f"{image}what?", "multi_modal_data": {"image": vision_models.picture(0)}},
         {
             "prompt": f"{image} or {image}?",
-            "multi_modal_data": {"image": [seeing.picture(1), seeing.picture(2, 96)]},
+            "multi_modal_data": {"image": [vision_models.picture(1), vision_models.picture(2, 96)]},
         },
     ]
     llm.reset_prefix_cache()
@@ -87,7 +87,7 @@ def mismatch(llm: Any, model: Any, path: str, shown: Any) -> float:
 
     prompt = f"{image_of(llm)}what?"
     params = SamplingParams(temperature=1.0, max_tokens=24, ignore_eos=True, logprobs=0, seed=1)
-    image = {"prompt": prompt, "multi_modal_data": {"image": seeing.picture(0)}}
+    image = {"prompt": prompt, "multi_modal_data": {"image": vision_models.picture(0)}}
     (output,) = llm.generate([image], params, use_tqdm=False)
     response = list(output.outputs[0].token_ids)
     theirs = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, response, strict=True)]
@@ -133,7 +133,7 @@ def sync(first: str, second: str, mode: str) -> None:
     found, expected = answers(llm), answers(fresh)
     assert found == expected, (found, expected)
     assert all(a != b for a, b in zip(found, before, strict=True)), (before, found)
-    same, other = (mismatch(llm, model, second, seeing.picture(seed)) for seed in (0, 5))
+    same, other = (mismatch(llm, model, second, vision_models.picture(seed)) for seed in (0, 5))
     print("mismatch", mode, same, "with another image", other)
     # FP8 in a model of random weights: pixels times 1.004 move its log-probs as far; each side chooses experts by itself
     assert same < MISMATCH[MODES[mode]["precision"] if source.experts else "dense"]
@@ -182,7 +182,7 @@ def names(*families: str) -> None:
         model = ModelRegistry._try_load_model_cls(record.causal_lm)
         assert model is not None
         mapper = model.hf_to_vllm_mapper.get_rename_mapper()
-        theirs = [name for name, _ in seeing.build(family).named_modules() if ".layers.0." in name or ".blocks.0." in name]
+        theirs = [name for name, _ in vision_models.build(family).named_modules() if ".layers.0." in name or ".blocks.0." in name]
         assert len(theirs) > 20
         for name in theirs:
             (ours,) = mapper.apply_list([name])

@@ -1,4 +1,4 @@
-"""Models that see in OpenRLHF: what is accepted, what is refused by name, and what the engine never samples and forgets."""
+"""Vision-language models in OpenRLHF: what is accepted, what is refused by name, and what the engine never samples and forgets."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from jetrl_patch.adapters.openrlhf.transport import encode
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.models.families import FAMILIES
-from tests import seeing
+from tests import vision_models
 from tests.models import config_of
 from tests.openrlhf.test_settings import BF16, EXACT, LINEAR, arguments
 
@@ -33,14 +33,14 @@ def told(config: Any, path: Path, mode: Config, **changes: Any) -> list[str]:
     return [f"{type(error).__name__}: {error}" for error in found]
 
 
-MIXTURES = [family for family in seeing.FAMILIES if FAMILIES[family].mixture]
+MIXTURES = [family for family in vision_models.FAMILIES if FAMILIES[family].mixture]
 
 
 @pytest.mark.parametrize("mode", [LINEAR, ROLLOUT, BF16, Config(precision="fp16")])
-@pytest.mark.parametrize("family", [family for family in seeing.FAMILIES if family not in MIXTURES])
+@pytest.mark.parametrize("family", [family for family in vision_models.FAMILIES if family not in MIXTURES])
 def test_images_are_accepted_where_the_model_sees(tmp_path, family, mode):
-    assert told(seeing.config_of(family), tmp_path, mode, data__max_images_per_prompt=1) == []
-    assert told(seeing.config_of(family), tmp_path, mode, train__async_enable=True) == []
+    assert told(vision_models.config_of(family), tmp_path, mode, data__max_images_per_prompt=1) == []
+    assert told(vision_models.config_of(family), tmp_path, mode, train__async_enable=True) == []
 
 
 @pytest.mark.parametrize(
@@ -55,16 +55,16 @@ def test_images_are_accepted_where_the_model_sees(tmp_path, family, mode):
     ],
 )
 def test_what_is_not_handled_is_one_error(tmp_path, mode, changes, says):
-    (problem,) = told(seeing.config_of("qwen3_5"), tmp_path, mode, data__max_images_per_prompt=1, **changes)
+    (problem,) = told(vision_models.config_of("qwen3_5"), tmp_path, mode, data__max_images_per_prompt=1, **changes)
     assert re.search(says, problem), problem
 
 
 @pytest.mark.parametrize("mode", [LINEAR, ROLLOUT])
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_beside_a_tower_are_refused(tmp_path, family, mode):
-    (problem,) = told(seeing.config_of(family), tmp_path, mode)
+    (problem,) = told(vision_models.config_of(family), tmp_path, mode)
     assert problem.startswith("ModelError") and "required no experts beside a vision tower" in problem
-    assert told(seeing.config_of(family), tmp_path, BF16) == []
+    assert told(vision_models.config_of(family), tmp_path, BF16) == []
 
 
 def test_images_for_a_model_of_text_are_refused(tmp_path):
@@ -77,7 +77,7 @@ def test_images_for_a_model_of_text_are_refused(tmp_path):
 def test_a_remote_model_is_refused_in_the_worker(monkeypatch):
     monkeypatch.setattr(WORKER, "args", arguments(ds__packing_samples=True))
     with pytest.raises(ConfigError, match=r"--ds\.packing_samples .*required one sample a row"):
-        trained.prepare(SimpleNamespace(config=seeing.config_of("qwen3_vl")), LINEAR, None)
+        trained.prepare(SimpleNamespace(config=vision_models.config_of("qwen3_vl")), LINEAR, None)
 
 
 @pytest.fixture
@@ -100,8 +100,8 @@ def engine(hf_config: Any) -> Any:
 @pytest.mark.usefixtures("active")
 def test_no_response_has_a_token_in_place_of_an_image():
     generate = checks.never_samples(lambda self, prompt, params, **_: params.logit_bias)
-    for family in seeing.FAMILIES:
-        config = seeing.config_of(family)
+    for family in vision_models.FAMILIES:
+        config = vision_models.config_of(family)
         tokens = (config.image_token_id, config.video_token_id)
         given = SimpleNamespace(logit_bias={5: 1.0})
         assert generate(engine(config), {}, given, request_id="a") == {5: 1.0, **dict.fromkeys(tokens, -100.0)}
@@ -120,7 +120,7 @@ def test_what_the_tower_made_is_dropped_after_a_sync_and_at_no_other_time():
         assert asyncio.run(rpc(llm, method, None, args, None)) == "done"
         return len(llm.resets)
 
-    sees, reads = seeing.config_of("qwen3_vl"), config_of("qwen3")
+    sees, reads = vision_models.config_of("qwen3_vl"), config_of("qwen3")
     for order, times in (("begin", 0), ("bucket", 0), ("status", 0), ("end", 1)):
         assert resets(sees, "update_weight", encode(order), torch.uint8, (0,), False) == times
         assert resets(reads, "update_weight", encode(order), torch.uint8, (0,), False) == 0
@@ -135,7 +135,7 @@ def test_a_sync_that_fails_resets_nothing():
     async def fails(self: Any, *_: Any) -> None:
         raise RuntimeError("no")
 
-    llm = engine(seeing.config_of("qwen3_vl"))
+    llm = engine(vision_models.config_of("qwen3_vl"))
     with pytest.raises(RuntimeError):
         asyncio.run(checks.forget_images(fails)(llm, "update_weight", None, (encode("end"), None, (0,), False), None))
     assert llm.resets == []

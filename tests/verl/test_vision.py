@@ -1,4 +1,4 @@
-"""The batches of models that see in verl's own functions: position ids as the dense computation gives them, for every layout."""
+"""Batches of vision-language models in verl's own functions: position ids as the dense computation gives them, in any layout."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from jetrl_patch import session
 from jetrl_patch.adapters.verl import vision
 from jetrl_patch.config import Config
-from tests import seeing as models
+from tests import vision_models as models
 
 #: tokens of each sample: the prompt's, the response's
 LENGTHS = {
@@ -223,7 +223,7 @@ def test_vllm_gets_one_token_for_each_image(family: str) -> None:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
     def make(family: str) -> str:
-        path = tmp_path_factory.mktemp("seeing") / family
+        path = tmp_path_factory.mktemp("vision") / family
         models.build(family).save_pretrained(path)
         return str(path)
 
@@ -265,7 +265,7 @@ def torchrun(ranks: int, script: str, *words: str) -> str:
 def test_verls_engine_computes_what_transformers_does(
     checkpoint: Callable[[str], str], strategy: str, family: str, ranks: int, more: list[str]
 ) -> None:
-    assert "WORST" in torchrun(ranks, "seeing_engine_script.py", strategy, family, checkpoint(family), *more)
+    assert "WORST" in torchrun(ranks, "vision_engine_script.py", strategy, family, checkpoint(family), *more)
 
 
 @pytest.mark.e2e
@@ -282,4 +282,4 @@ def test_a_model_that_sees_trains_adapters_with_the_weights_that_it_sends(
     checkpoint: Callable[[str], str], tmp_path: Path, strategy: str, family: str, ranks: int, precision: str, exclude: str
 ) -> None:
     words = (strategy, family, checkpoint(family), str(tmp_path), precision, *[exclude] * bool(exclude))
-    assert "FINE" in torchrun(ranks, "seeing_lora_script.py", *words)
+    assert "FINE" in torchrun(ranks, "vision_lora_script.py", *words)

@@ -1,6 +1,6 @@
-"""Run under torchrun: verl's real FSDP engine with LoRA on a model that sees, patched, on the CPU.
+"""Run under torchrun: verl's real FSDP engine with LoRA on a vision-language model, patched, on the CPU.
 
-    torchrun --nproc_per_node=N seeing_lora_script.py fsdp|fsdp2 FAMILY MODEL_DIR FOLDER PRECISION [EXCLUDE_MODULES]
+    torchrun --nproc_per_node=N vision_lora_script.py fsdp|fsdp2 FAMILY MODEL_DIR FOLDER PRECISION [EXCLUDE_MODULES]
 
 Adapters on every linear layer, also of the tower unless EXCLUDE_MODULES names it. Trains them on samples with and without
 images, streams the weights, and builds a second engine of a plain checkpoint with the merged weights.
@@ -22,13 +22,13 @@ if __name__ == "__main__":
     import torch
     from fsdp_engine import batch_of, build  # beside this script
     from merged_by_hand import assert_sent, merged_values
-    from seeing_engine_script import stand_in_for_flash_attention
     from tensordict.tensorclass import NonTensorData, NonTensorStack
     from torch.distributed.tensor import DTensor
     from transformers import AutoModelForImageTextToText
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
+    from vision_engine_script import stand_in_for_flash_attention
 
-    from tests import seeing
+    from tests import vision_models
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -40,10 +40,10 @@ if __name__ == "__main__":
 
     def sample(length: int, seen: bool):
         """Token ids [length], verl's position ids [4, length], and an image of 4 tokens."""
-        image = [seeing.FIRST, *[seeing.FIRST + 2] * 4, seeing.FIRST + 1] if seen else []
+        image = [vision_models.FIRST, *[vision_models.FIRST + 2] * 4, vision_models.FIRST + 1] if seen else []
         ids = torch.tensor([7, *image, *torch.randint(8, 250, (length - 1 - len(image),), generator=generator).tolist()])
         grid = torch.tensor([[1, 4, 4]]) if seen else None
-        positions, _ = plain.model.get_rope_index(ids[None], (ids == seeing.FIRST + 2).long()[None], grid)
+        positions, _ = plain.model.get_rope_index(ids[None], (ids == vision_models.FIRST + 2).long()[None], grid)
         images = {"pixel_values": torch.randn(16, width, generator=generator), "image_grid_thw": grid} if seen else {}
         return ids, torch.cat([torch.arange(length)[None], positions[:, 0]]), images
 

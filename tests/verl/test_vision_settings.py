@@ -1,4 +1,4 @@
-"""verl's settings with a model that sees: what is accepted, and what is refused by name."""
+"""verl's settings with a vision-language model: what is accepted, and what is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jetrl_patch.adapters.verl import settings
 from jetrl_patch.adapters.verl.vision import check_worker
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError
-from tests import seeing
+from tests import vision_models
 from tests.verl.test_settings import BF16, EXACT, LINEAR, ROLLOUT
 
 A, M, R = "actor_rollout_ref.actor", "actor_rollout_ref.model", "actor_rollout_ref.rollout"
@@ -19,11 +19,11 @@ MEGATRON = Config(precision="fp8-unified", align="linear", backend="te")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return config_in(tmp_path_factory.mktemp("seeing"), "qwen2_5_vl")
+    return config_in(tmp_path_factory.mktemp("vision"), "qwen2_5_vl")
 
 
 def config_in(path: Path, family: str) -> Path:
-    seeing.config_of(family).save_pretrained(path)
+    vision_models.config_of(family).save_pretrained(path)
     return path
 
 
@@ -61,7 +61,7 @@ def test_experts_beside_a_tower_are_split_whole(base, tmp_path, config):
             (f"{M}.use_fused_kernels=True", f"{M}.fused_kernel_options.impl_backend=triton"),
             r"use_fused_kernels with model_type='qwen2_5_vl': required the implementation torch, found .*='triton'\. Set",
         ),
-        (LINEAR, ("actor_rollout_ref.hybrid_engine=False",), r"hybrid_engine: required True for a model that .*found False"),
+        (LINEAR, ("actor_rollout_ref.hybrid_engine=False",), r"hybrid_engine: required True for a vision-language .*found False"),
         (LINEAR, (f"{R}.tensor_model_parallel_size=4",), r"cuts a block of 128 in 2 layers: model\.language_model\.layers\.0"),
         (LINEAR, (f"+{R}.engine_kwargs.vllm.mm_encoder_attn_dtype=fp8",), r"mm_encoder_attn_dtype .*found 'fp8'\. Remove it"),
     ],
@@ -76,7 +76,7 @@ def test_megatron_names_its_families(base, model, monkeypatch):
     from jetrl_patch.adapters.verl import megatron
 
     with pytest.raises(ModelError, match=r"the model with Megatron: required one of qwen2, .*found model_type='qwen2_5_vl'"):
-        megatron.check_model(seeing.config_of("qwen2_5_vl"), 1)
+        megatron.check_model(vision_models.config_of("qwen2_5_vl"), 1)
 
 
 def test_a_remote_model_is_refused_in_the_worker():
@@ -88,7 +88,7 @@ def test_a_remote_model_is_refused_in_the_worker():
         )
         check_worker(hf_config, SimpleNamespace(ulysses_sequence_parallel_size=1, model_config=model))
 
-    hf_config = seeing.config_of("qwen3_vl")
+    hf_config = vision_models.config_of("qwen3_vl")
     with pytest.raises(ModelError, match=r"required the implementation torch, found .*impl_backend='triton'\. Set .*=torch"):
         check(hf_config, {"impl_backend": "triton"})
     for options in (None, {"impl_backend": "torch"}):
@@ -102,7 +102,7 @@ def test_the_flops_of_a_model_that_sees_are_those_of_its_text():
     import jetrl_patch
 
     jetrl_patch.enable(precision="bf16")
-    config = seeing.config_of("glm4v")
+    config = vision_models.config_of("glm4v")
     text = FlopsCounter(config).estimate_flops([8, 3], 1.0)[0]
     assert text > 0 and config.model_type == "glm4v" and not hasattr(config, "hidden_size")
     jetrl_patch.disable()

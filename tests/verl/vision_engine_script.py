@@ -1,6 +1,6 @@
-"""Run under torchrun: the log-probs of a model that sees in verl's real FSDP engine, beside those of transformers' own forward.
+"""Run under torchrun: a vision-language model's log-probs in verl's real FSDP engine, beside those of transformers' own forward.
 
-    torchrun --nproc_per_node=N seeing_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR [fused] [shared]
+    torchrun --nproc_per_node=N vision_engine_script.py fsdp|fsdp2 FAMILY MODEL_DIR [fused] [shared]
 
 With ``shared`` all ranks share each sequence (Ulysses), which verl does with packed sequences alone.
 
@@ -59,7 +59,7 @@ if __name__ == "__main__":
     from transformers import AutoModelForImageTextToText
     from verl.utils.distributed import destroy_global_process_group, initialize_global_process_group
 
-    from tests import seeing
+    from tests import vision_models
 
     torch.set_num_threads(1)
     _, rank, world = initialize_global_process_group()
@@ -72,14 +72,14 @@ if __name__ == "__main__":
         """Token ids [length] with an image of each grid's patches, verl's position ids [4, length], and the images."""
         ids = []
         for height, across in grids:
-            ids += [7, seeing.FIRST, *[seeing.FIRST + 2] * (height * across // 4), seeing.FIRST + 1]
+            ids += [7, vision_models.FIRST, *[vision_models.FIRST + 2] * (height * across // 4), vision_models.FIRST + 1]
         ids = torch.tensor(ids + torch.randint(8, 250, (length - len(ids),), generator=generator).tolist())
         grid = torch.tensor([[1, *grid] for grid in grids])
         images = {}
         if grids:
             pixels = torch.randn(sum(h * w for h, w in grids), width, generator=generator)
             images = {"pixel_values": pixels, "image_grid_thw": grid}
-        kinds = (ids == seeing.FIRST + 2).long()[None]
+        kinds = (ids == vision_models.FIRST + 2).long()[None]
         seen, _ = reference.model.get_rope_index(ids[None], kinds, grid if grids else None)
         positions = torch.cat([torch.arange(length)[None], seen[:, 0]])
         # positions as transformers makes them
