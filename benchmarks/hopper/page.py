@@ -1,9 +1,9 @@
-"""The pages: what the records hold, as Markdown. A page of a part that was not measured says so."""
+"""The pages: what the records hold, as Markdown. A part that was not measured has no page."""
 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from benchmarks.gpu.report import markdown
@@ -20,8 +20,6 @@ make hopper{}
 def page(part: Part, record: Record) -> str:
     """The page of one part."""
     what = f"# {part.title}\n\nPart {part.letter} of [`make hopper`](index.md): {part.what}.\n"
-    if not record.cells:
-        return f"{what}\n**Not measured:** no figure of this project comes from a GPU.\n{_COMMAND.format(_only(part))}"
     dry = "**A dry run on a CPU: no figure here is a measurement.**\n\n" if record.dry else ""
     ran = " / ".join("; ".join(f"{name} {value}" for name, value in found.items()) for found in record.environments())
     commands = ", ".join(f"`{command}`" for command in dict.fromkeys(found.command for found in record.cells.values()))
@@ -41,10 +39,6 @@ def page(part: Part, record: Record) -> str:
     return "\n".join([text, *tables, markdown("Cells", clocks)])
 
 
-def _only(part: Part) -> str:
-    return f' ARGS="--part {part.letter}"'
-
-
 def _merged(record: Record, title: str) -> tuple[Rows, str]:
     """The rows of all cells with this title, and why rows are missing."""
     mine = {name: found for name, found in record.cells.items() if found.title == title}
@@ -56,14 +50,16 @@ def _merged(record: Record, title: str) -> tuple[Rows, str]:
     return [row for found in mine.values() for row in found.rows], " ".join(notes)
 
 
-def index(states: dict[str, str]) -> str:
-    """The page about all parts."""
-    links = {part.letter: f"[{part.letter}, {part.name}]({part.name}.md)" for part in PARTS}
+def index(states: dict[str, str], measured: Collection[str]) -> str:
+    """The page about all parts; ``measured`` are the letters of those that have a page."""
+    names = {part.letter: f"{part.letter}, {part.name}" for part in PARTS}
+    links = {letter: f"[{name}]({name[3:]}.md)" if letter in measured else name for letter, name in names.items()}
     rows = [{**row, "part": links[part.letter]} for part, row in zip(PARTS, table(PARTS, states), strict=True)]
     return (
         "# On a Hopper GPU\n\nOne command measures everything that needs a GPU, on a machine with one H100 or H200:\n"
         f"{_COMMAND.format('')}\n"
-        "It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, "
+        + ("" if measured else "**Not measured yet:** no figure of this project comes from a GPU.\n\n")
+        + "It needs an environment with CUDA builds of torch and vLLM ([install](../../install.md#on-gpus)), says what it needs, "
         "checks the machine before anything starts, and downloads nothing. Parts for which a package is missing are named and "
         "left out. Each part runs in a process of its own and ends before nine minutes. What it has measured is kept, row by "
         "row, in a JSON file beside its page: the same command goes on where it was stopped, or says in what the machine or its "
@@ -86,6 +82,8 @@ def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
     """Write the pages of these parts from the records in ``folder``, and the page about all."""
     records = {part.letter: load(folder / f"{part.name}.json", part.name) for part in PARTS}
     folder.mkdir(parents=True, exist_ok=True)
+    measured = {letter for letter, record in records.items() if record.cells}
     for part in parts:
-        (folder / f"{part.name}.md").write_text(page(part, records[part.letter]))
-    (folder / "index.md").write_text(index({letter: record.state for letter, record in records.items()}))
+        if part.letter in measured:
+            (folder / f"{part.name}.md").write_text(page(part, records[part.letter]))
+    (folder / "index.md").write_text(index({letter: record.state for letter, record in records.items()}, measured))

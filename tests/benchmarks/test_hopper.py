@@ -397,9 +397,18 @@ def test_the_pages_are_those_of_the_records(tmp_path):
     assert {f.name: f.read_text() for f in tmp_path.glob("*.md")} == {f.name: f.read_text() for f in pages.glob("*.md")}
 
 
+def test_a_part_has_a_page_once_it_was_measured(tmp_path):
+    page.write(tmp_path)
+    (index,) = tmp_path.iterdir()
+    assert "**Not measured yet:**" in index.read_text() and "| a, tests |" in index.read_text()
+    Record("sync", planned=["x"], cells={"x": Found("T", complete=True)}).save(tmp_path / "sync.json")
+    page.write(tmp_path)
+    assert sorted(f.name for f in tmp_path.glob("*.md")) == ["index.md", "sync.md"]
+    assert "[f, sync](sync.md)" in index.read_text() and "Not measured yet" not in index.read_text()
+
+
 def test_a_page_says_what_was_not_measured():
     (first, *_) = PARTS
-    assert "**Not measured:**" in page.page(first, Record("tests"))
     rows = [{"passed": 1, "failed": 0, "refused": 0, "skipped": 0, "why skipped": "", "a": "1|2"}]
     record = Record("tests", dry=True, planned=["x", "y"], cells={"x": Found("Tests", rows, complete=True)})
     text = page.page(first, record)
