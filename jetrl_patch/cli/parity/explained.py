@@ -25,7 +25,8 @@ def show(result: dict[str, Any], model: str, console: Any) -> None:
     table = Table(
         title=f"where the mismatch comes from: {Path(model).name}, {result['tokens']:,} tokens",
         caption="Each row makes one more op of the trainer exact. Change: what that took away. Alone: the mismatch if only this "
-        "op is stock. Early and late: in the first and the last quarter of the responses.",
+        "op is stock; 0 where exact mode computes it as Hugging Face does, and changes vLLM's instead. Early and late: in the "
+        "first and the last quarter of the responses.",
     )
     _columns(table, "mean |Δ|", "change", "alone", "max |Δ|", "early", "late")
     for before, step in zip([None, *steps], steps):
@@ -52,7 +53,7 @@ def _columns(table: Any, *names: str) -> None:
 
 
 def _number(value: float) -> str:
-    return "0" if value == 0 else f"{value:.2e}" if value < 1e-3 else f"{value:.4f}"
+    return "0" if value == 0 else f"{value:.1e}" if value < 1e-3 else f"{value:.4f}"
 
 
 def _name(step: dict[str, Any]) -> str:
@@ -76,13 +77,15 @@ def draw(result: dict[str, Any], model: str, target: str) -> None:
     bars.barh(names, [step["mean"] for step in steps], color="#4477aa")
     bars.invert_yaxis()
     bars.set(xlabel="mean |Δ log-prob|", title="one more op exact at a time")
-    for name, step in zip(names, steps[:-1]):
+    bars.locator_params(axis="x", nbins=5)
+    apart = [i for i, step in enumerate(steps) if i == 0 or step["mean"] != steps[i - 1]["mean"]]
+    for name, step in ((names[i], steps[i]) for i in apart):  # equal trainers would hide one another
         depth.plot(range(1, len(step["depth"]) + 1), step["depth"], label=name)
         position.plot(range(1, len(step["parts"]) + 1), step["parts"], marker="o", label=name)
     depth.set(xlabel="block", ylabel="relative difference", title="hidden states, against exact")
     position.set(xlabel=f"part of the response (of {PARTS})", ylabel="mean |Δ log-prob|", title="over the response")
     position.set_xticks(range(1, PARTS + 1))
-    depth.legend(fontsize="small")
+    depth.legend(fontsize="small", loc="upper center")
     figure.suptitle(f"{Path(model).name}: {result['tokens']:,} tokens of an exact rollout")
     with writing(target):
         figure.savefig(target, dpi=120)
