@@ -200,7 +200,7 @@ def test_experts_in_bf16_need_an_eager_engine_on_a_gpu(monkeypatch: pytest.Monke
         module.check_eager(torch.nn.Module(), eager=False)
 
 
-def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_gpu_all_experts_are_passed_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels are tested elsewhere: here the loop multiplies the matrices that they would get."""
     from jetrl_patch.adapters.vllm import experts
     from jetrl_patch.backends.cpu import NativeBackend
@@ -216,7 +216,7 @@ def test_on_a_gpu_all_experts_are_handed_over_at_once(monkeypatch: pytest.Monkey
     storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
 
     def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: Any) -> Any:
-        assert kernels is gemm_grouped and part is None and stacks.turned == (None, None)
+        assert kernels is gemm_grouped and part is None and stacks.transposed == (None, None)
         assert {t.untyped_storage().data_ptr() for pair in stacks[:2] for t in pair} == storages  # views, renewed by every sync
         return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
 
