@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,79 +47,69 @@ def explain(job: Job, samples: Sequence[Sample], progress: Progress = SILENT) ->
     parts = torch.cat([torch.arange(len(s.response)) * PARTS // len(s.response) for s in samples])
     model = load(job)
     ops = [op for op in OPS if op not in _MODULES or _swapped(model, op)]
-    progress.stage("scoring", 2 * len(ops) + 1, "trainers")
-    done = 0
+    progress.stage("scoring", 2 * len(ops), "trainers")
+    scored, exact_states = _score(model, batches, job.temperature, token_log_probs)
+    exact, done = _step(scored - rollout, parts, exact_states, exact_states), 1
+    progress.done(done)
 
-    def measure(stock: Collection[str]) -> _Measured:
+    def measure(stock: Collection[str]) -> Step:
         nonlocal done
-        found = _score(model, batches, job.temperature, "log-softmax" in stock)
+        formula = _torch_log_probs if "log-softmax" in stock else token_log_probs
+        scored, states = _score(model, batches, job.temperature, formula)
         done += 1
         progress.done(done)
-        return found
+        return _step(scored - rollout, parts, states, exact_states)
 
-    exact = measure(())
-    states = exact.states
-    alone, taken = {}, {}
-    for op in ops[1:]:
+    alone, taken = {}, {}  # op -> the trainer in which it alone is stock; in which it and all behind it are
+    for op in ops[1:-1]:
         again = _take_back(model, op)
         alone[op] = measure({op})
         again()
-    kept: set[str] = set()
+    stock: set[str] = set()
     for op in reversed(ops[1:]):  # the last op that became exact is the first to go back
         _take_back(model, op)
-        kept.add(op)
-        taken[op] = measure(kept)
+        stock.add(op)
+        taken[op] = measure(stock)
+    alone[ops[-1]] = taken[ops[-1]]
     linears = {name: m for name, m in model.named_modules() if isinstance(m, Fp8Linear)} | expert_modules(model)
     to_bf16(linears, exact=False)
-    kept.add(ops[0])
-    taken[ops[0]] = measure(kept)
+    taken[ops[0]] = measure({*ops})
     model = load(job)
     to_bf16({name: model.get_submodule(name) for name in linears}, exact=True)
     alone[ops[0]] = measure({ops[0]})
-    before = [taken[op] for op in ops]  # before[i]: ops[i] and those after it are stock
-    chain = [("", before[0]), *zip(ops, [*before[1:], exact])]
-    return [_step(op, found, alone.get(op), rollout, parts, states) for op, found in chain]
+    made = [*(taken[op] for op in ops[1:]), exact]
+    return [taken[ops[0]], *(replace(found, op=op, alone=alone[op].mean) for op, found in zip(ops, made, strict=True))]
 
 
-class _Measured:
-    """Log-probs [tokens] of one trainer, and the first batch's hidden states [T, H] behind each block."""
-
-    def __init__(self, log_probs: Tensor, states: list[Tensor]) -> None:
-        self.log_probs, self.states = log_probs, states
-
-
-def _step(
-    op: str, found: _Measured, alone: _Measured | None, rollout: Tensor, parts: Tensor, states: list[Tensor]
-) -> Step:
-    apart = (found.log_probs - rollout).abs()
+def _step(difference: Tensor, parts: Tensor, states: list[Tensor], exact: list[Tensor]) -> Step:
+    """The figures of one trainer: log-probs [tokens] minus the rollout's, and hidden states beside the exact trainer's."""
+    apart = difference.abs()
     return Step(
-        op=op,
+        op="",
         mean=float(apart.mean(dtype=torch.float64)),
         max=float(apart.max()),
         equal=float((apart == 0).double().mean()),
-        alone=None if alone is None else float((alone.log_probs - rollout).abs().mean(dtype=torch.float64)),
+        alone=None,
         parts=[float(apart[parts == part].mean(dtype=torch.float64)) for part in range(PARTS)],
-        depth=[float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(found.states, states)],
+        depth=[float((a.double() - b.double()).norm() / b.double().norm()) for a, b in zip(states, exact, strict=True)],
     )
 
 
 @torch.no_grad()
-def _score(model: Any, batches: Sequence[Sequence[Sample]], temperature: float, stock: bool) -> _Measured:
+def _score(
+    model: Any, batches: Sequence[Sequence[Sample]], temperature: float, formula: Callable[..., Tensor]
+) -> tuple[Tensor, list[Tensor]]:
+    """Log-probs [tokens] of all responses, and the first batch's hidden states [T, H] behind each block."""
+    first, *others = batches
     states: list[Tensor] = []
-    found = []
-    formula: Callable[..., Tensor] = _torch_log_probs if stock else token_log_probs
-    for number, batch in enumerate(batches):
-        handles = []
-        if number == 0:
-            keep = [index for row, s in enumerate(batch) for index in _tokens(row, s, batch)]
-            blocks = model.get_submodule(f"{model.base_model_prefix}.layers")
-            handles = [block.register_forward_hook(_Hold(states, keep)) for block in blocks]
-        try:
-            found.append(log_probs(model, batch, temperature, formula))
-        finally:
-            for handle in handles:
-                handle.remove()
-    return _Measured(torch.cat(found).cpu(), states)
+    hold = _Hold(states, _tokens(first))
+    blocks = model.get_submodule(f"{model.base_model_prefix}.layers")
+    handles = [block.register_forward_hook(hold) for block in blocks]
+    found = [log_probs(model, first, temperature, formula)]
+    for handle in handles:
+        handle.remove()
+    found += [log_probs(model, batch, temperature, formula) for batch in others]
+    return torch.cat(found).cpu(), states
 
 
 class _Hold:
@@ -132,10 +123,10 @@ class _Hold:
         self.states.append(hidden.flatten(0, 1)[self.keep].cpu())
 
 
-def _tokens(row: int, sample: Sample, batch: Sequence[Sample]) -> Iterator[int]:
-    """The flat places of one sequence of a right-padded batch, the last token left out."""
-    width = max(len(s.prompt) + len(s.response) for s in batch) - 1
-    return iter(range(row * width, row * width + len(sample.prompt) + len(sample.response) - 1))
+def _tokens(batch: Sequence[Sample]) -> list[int]:
+    """The flat places of a right-padded batch that hold tokens, the last of each sequence left out."""
+    lengths = [len(s.prompt) + len(s.response) - 1 for s in batch]
+    return [row * max(lengths) + place for row, length in enumerate(lengths) for place in range(length)]
 
 
 def _torch_log_probs(logits: Tensor, labels: Tensor, temperature: float) -> Tensor:

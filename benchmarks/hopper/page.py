@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from benchmarks.gpu.report import markdown
@@ -50,11 +50,11 @@ def _merged(record: Record, title: str) -> tuple[Rows, str]:
     return [row for found in mine.values() for row in found.rows], " ".join(notes)
 
 
-def index(states: dict[str, str], measured: Collection[str]) -> str:
-    """The page about all parts; ``measured`` are the letters of those that have a page."""
-    names = {part.letter: f"{part.letter}, {part.name}" for part in PARTS}
-    links = {letter: f"[{name}]({name[3:]}.md)" if letter in measured else name for letter, name in names.items()}
-    rows = [{**row, "part": links[part.letter]} for part, row in zip(PARTS, table(PARTS, states), strict=True)]
+def index(records: Mapping[str, Record]) -> str:
+    """The page about all parts, by letter. One that was measured has a page."""
+    states = {letter: record.state for letter, record in records.items()}
+    rows = [{**row, "part": _link(part, records[part.letter])} for part, row in zip(PARTS, table(PARTS, states), strict=True)]
+    measured = any(record.cells for record in records.values())
     return (
         "# On a Hopper GPU\n\nOne command measures everything that needs a GPU, on a machine with one H100 or H200:\n"
         f"{_COMMAND.format('')}\n"
@@ -78,12 +78,16 @@ def index(states: dict[str, str], measured: Collection[str]) -> str:
     )
 
 
+def _link(part: Part, record: Record) -> str:
+    name = f"{part.letter}, {part.name}"
+    return f"[{name}]({part.name}.md)" if record.cells else name
+
+
 def write(folder: Path, parts: Iterable[Part] = PARTS) -> None:
     """Write the pages of these parts from the records in ``folder``, and the page about all."""
     records = {part.letter: load(folder / f"{part.name}.json", part.name) for part in PARTS}
     folder.mkdir(parents=True, exist_ok=True)
-    measured = {letter for letter, record in records.items() if record.cells}
     for part in parts:
-        if part.letter in measured:
+        if records[part.letter].cells:
             (folder / f"{part.name}.md").write_text(page(part, records[part.letter]))
-    (folder / "index.md").write_text(index({letter: record.state for letter, record in records.items()}, measured))
+    (folder / "index.md").write_text(index(records))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 __all__ = ["OPS", "PARTS", "Step"]
 
-#: what exact mode makes equal in the order in which ``jetrl parity --explain`` makes it so
+#: what exact mode makes equal, in the order in which ``jetrl parity --explain`` makes it so
 OPS = ("FP8 linears", "norms", "RoPE", "activation", "router", "attention", "lm_head", "log-softmax")
 #: equal parts of a response, from its first token to its last
 PARTS = 4

@@ -34,6 +34,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert before["attention"]["mean"] > 0 and before["attention"]["depth"][0] > 0
     alone = {step["op"]: step["alone"] for step in steps[1:]}
     assert min(alone["FP8 linears"], alone["attention"]) > 0
+    assert alone["RoPE"] == steps[-2]["mean"] == 0  # what was taken back is exact again
     for step in steps:
         assert len(step["parts"]) == PARTS and len(step["depth"]) == len(first["depth"])
         assert sum(step["parts"]) / PARTS == pytest.approx(step["mean"])  # the parts of 32 tokens are equally long
