@@ -104,7 +104,7 @@ def synced(actor: Any) -> list[Any]:
     return [p for p in actor.model.module.parameters() if p.requires_grad or not getattr(actor, "is_vlm", False)]
 
 
-# ---- Fixes for OpenRLHF's bugs with vision-language models ----------------------------------------------
+# ---- Fixes for OpenRLHF's bugs with vision-language models ---------------------------------------
 
 #: models without a record are not changed
 VISION: tuple[Patch, ...] = (

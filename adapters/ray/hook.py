@@ -69,7 +69,7 @@ def make_probe(version: str, settings: Mapping[str, str], attempt: bool) -> Call
             if attempt:
                 start(version, expected)
             found.update(report())
-        except Exception as error:
+        except Exception as error:  # whatever goes wrong is what the driver asks for
             found["error"] = f"{type(error).__name__}: {error}"
         return found
 

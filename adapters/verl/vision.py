@@ -237,7 +237,7 @@ def _of_nothing(model: Any, embeds: Tensor) -> Tensor:
     return seen.mean()
 
 
-# ---- Fixes for verl's bugs with vision-language models --------------------------------------------------
+# ---- Fixes for verl's bugs with vision-language models -------------------------------------------
 
 _EQUAL_LENGTHS = (
     "verl builds 3D position ids of vision-language models with the wrong ragged dimension when all samples have one length: "

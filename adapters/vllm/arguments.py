@@ -192,7 +192,7 @@ def _short(value: Any) -> str:
     return text if len(text) < 80 else f"{text[:77]}..."
 
 
-# ---- Whether this machine has an FP8 KV cache; vLLM is imported by the question only
+# ---- Whether this machine has an FP8 KV cache; imports vLLM when asked ---------------------------
 
 def kv_cache_error() -> ConfigError | None:
     """Return the error for a machine without an FP8 KV cache, or None if vLLM has one."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from jetrl_patch.adapters.cpu.verl import cpu_overrides
 from tests.process_run import ProcessRun
@@ -20,7 +21,6 @@ def make_task(
     Args:
         tokens: what the tokenizer has too.
     """
-    import pandas
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GenerationConfig, PreTrainedTokenizerFast
 
@@ -52,12 +52,19 @@ def make_task(
         }
         for i in range(prompts)
     ]  # fmt: skip
+    write_data(folder, rows)
+    return folder
+
+
+def write_data(folder: Path, rows: list[dict[str, Any]]) -> None:
+    """Write verl's prompts, and a reward for digits."""
+    import pandas
+
     pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
     (folder / "reward.py").write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n"
         "    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))\n"
     )
-    return folder
 
 
 def command(

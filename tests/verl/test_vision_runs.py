@@ -10,7 +10,7 @@ import pytest
 
 from tests import vision_models
 from tests.fp8.thresholds import MISMATCH
-from tests.verl.run_verl import A, M, R, Run
+from tests.verl.run_verl import A, M, R, Run, write_data
 from tests.verl.test_async_runs import APART
 from tests.verl.test_e2e import TIMEOUT, finish
 
@@ -22,8 +22,6 @@ EQUAL = f"{R}.ignore_eos=True"
 
 def make_task(folder: Path, family: str, equal: bool) -> Path:
     """Write a model, prompts of which every second one has an image, or each the same (``equal``), and a reward."""
-    import pandas
-
     def image(seed: int) -> dict[str, bytes]:
         file = io.BytesIO()
         vision_models.picture(seed, 64 if equal else 64 + 32 * (seed % 3)).save(file, "PNG")
@@ -38,11 +36,7 @@ def make_task(folder: Path, family: str, equal: bool) -> Path:
         }
         for i, seen in ((i, equal or i % 2 == 0) for i in range(16))
     ]  # fmt: skip
-    pandas.DataFrame(rows).to_parquet(folder / "train.parquet")
-    (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **_):\n"
-        "    return sum(c.isdigit() for c in solution_str) / max(1, len(solution_str))\n"
-    )
+    write_data(folder, rows)
     return folder
 
 
