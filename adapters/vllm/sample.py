@@ -38,7 +38,7 @@ def sample(job: Job, progress: Progress = SILENT) -> Sampled:
         fix = "choose a higher one"
         raise ConfigError(explain("--temperature", required=REQUIRED_TEMPERATURE, found=job.temperature, fix=fix))
     hf_config = _config(job.model)
-    longest = min(256, hf_config.max_position_embeddings - job.length)
+    longest = min(job.prompt_tokens, hf_config.max_position_embeddings - job.length)
     if longest < 1:
         raise ConfigError(
             f"--length {job.length} leaves no room for a prompt: the model has {hf_config.max_position_embeddings} "

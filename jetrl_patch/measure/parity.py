@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
 import random
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,6 +33,7 @@ __all__ = [
     "choose",
     "chosen",
     "make_prompts",
+    "standard_error",
 ]  # fmt: skip
 
 
@@ -70,6 +74,19 @@ class Scored:
     routes: Routes | None = None
 
 
+# ---- How sure a mean is --------------------------------------------------------------------------
+
+def standard_error(difference: Tensor, samples: Sequence[Sample]) -> float | None:
+    """The standard error of the mean of |Δ log-prob|, from the spread of the responses' means; None for a single response.
+
+    Tokens of one response depend on each other, responses do not. The responses are taken as equally long.
+    """
+    if len(samples) < 2:
+        return None
+    parts = difference.abs().double().split([len(s.response) for s in samples])
+    return statistics.stdev(float(part.mean()) for part in parts) / math.sqrt(len(parts))
+
+
 # ---- Prompts as token ids: the user's, built-in samples, or random ones --------------------------
 
 SAMPLES = (
@@ -93,11 +110,12 @@ def make_prompts(
     """Return ``count`` prompts of 1 to ``longest`` token ids, repeating them if there are fewer.
 
     Args:
-        file: text file with one prompt per line; blank lines are skipped.
+        file: text file with one prompt per line; blank lines are skipped. In a ``.jsonl`` file each line is a JSON string, so
+            that a prompt may have line breaks.
         tokenize: None if the model has no usable tokenizer; prompts are then random.
 
     Raises:
-        ConfigError: the file is missing, empty or given without a tokenizer, or the tokenizer is another model's.
+        ConfigError: the file is missing, malformed, empty or given without a tokenizer, or the tokenizer is another model's.
     """
     texts: list[str] = list(SAMPLES)
     if file is not None:
@@ -110,6 +128,8 @@ def make_prompts(
             texts = [line.strip() for line in Path(file).read_text().splitlines() if line.strip()]
         except OSError as error:
             raise ConfigError(f"--prompts {file} cannot be read: {error.strerror}") from None
+        if file.endswith(".jsonl"):
+            texts = [_json_string(file, line) for line in texts]
         if not texts:
             raise ConfigError(f"--prompts {file} contains no prompts. Write one per line.")
     if tokenize is not None:
@@ -125,6 +145,17 @@ def make_prompts(
     generator = random.Random(seed)
     lengths = [generator.randint(1, min(24, longest)) for _ in range(count)]
     return [[generator.randrange(vocabulary) for _ in range(length)] for length in lengths]
+
+
+def _json_string(file: str, line: str) -> str:
+    try:
+        text = json.loads(line)
+    except ValueError:
+        text = None
+    if not isinstance(text, str):
+        what, required = f"--prompts {file}", "a JSON string on each line"
+        raise ConfigError(explain(what, required=required, found=line[:60], fix="write one, or use a .txt file of plain lines"))
+    return text
 
 
 # ---- Untouched installations to compare: vLLM samples and Hugging Face scores, each with its own kernels, and no patch is active
@@ -189,6 +220,7 @@ class Job:
         temperature: sampling temperature, also applied to the log-probs.
         seed: seed of prompts and sampling.
         prompts: text file with one prompt per line, or None.
+        prompt_tokens: maximum length of a prompt; longer ones are cut.
         engine: further arguments of vLLM's ``LLM``.
         stock: name in ``STOCK``: nothing is enabled, and ``config`` gives the dtype alone.
         cost: whether both sides are timed.
@@ -204,6 +236,7 @@ class Job:
     temperature: float = 1.0
     seed: int = 0
     prompts: str | None = None
+    prompt_tokens: int = 256
     engine: tuple[tuple[str, Any], ...] = ()
     stock: str | None = None
     cost: bool = False
@@ -267,7 +300,6 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
         ModelError: there is no checkpoint, the model has a vision tower, exact mode does not support its family, or ``tp`` does
             not divide its heads.
     """
-    import json
     from types import SimpleNamespace
 
     file = Path(path) / "config.json"

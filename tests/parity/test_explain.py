@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jetrl_patch import Config, ConfigError, JetrlError
+from jetrl_patch import Config, ConfigError, JetrlError, ModelError
 from jetrl_patch.cli.parity import cli, explained
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.measure.explain import OPS, PARTS
@@ -65,6 +65,16 @@ def test_a_mixture_has_a_router(tmp_path: Path) -> None:
 def test_options_that_do_not_go_together(tmp_path: Path, more: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         cli.main(["--model", str(tmp_path), *more])
+
+
+def test_a_family_without_exact_mode(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ModelError, match=r"(?s)--explain compares trainers with an exact rollout.*gpt2.*without --explain"):
+        cli.main(["--model", str(tmp_path), "--explain"])
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"^--model .*required weights"):
+        cli.main(["--model", str(tmp_path), "--explain"])
 
 
 def test_a_picture_needs_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

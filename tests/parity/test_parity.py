@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from jetrl_patch import Config, ConfigError, JetrlError, ModelError
 from jetrl_patch.cli.export import export
@@ -28,6 +29,8 @@ KEYS = {
     "k3_kl",
     "bit_equal_fraction",
     "route_mismatch",
+    "standard_error",
+    "logp_mean",
 }
 
 
@@ -109,6 +112,21 @@ def test_prompts(tmp_path: Path) -> None:
     file.write_text("\n")
     with pytest.raises(ConfigError, match="contains no prompts"):
         parity.make_prompts(str(file), tokenize, count=1, **common)
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('"a\\nb"\n\n"c"\n')
+    assert parity.make_prompts(str(lines), lambda text: [len(text)], count=2, **common) == [[3], [1]]
+    for wrong in ('["a"]', "a"):
+        lines.write_text(wrong)
+        with pytest.raises(ConfigError, match="required a JSON string on each line, found"):
+            parity.make_prompts(str(lines), tokenize, count=1, **common)
+
+
+def test_the_standard_error_is_that_of_the_responses_means() -> None:
+    samples = [parity.Sample([1], [0] * 70, [0.0] * 70), parity.Sample([1], [0] * 2, [0.0] * 2)]
+    difference = torch.zeros(72)
+    difference[1], difference[2], difference[70] = -4.0, 3.0, 3.0
+    assert parity.standard_error(difference, samples) == pytest.approx(abs(7 / 70 - 3 / 2) / 2)
+    assert parity.standard_error(difference[:70], samples[:1]) is None
 
 
 def result(job: Job, **figures: Any) -> dict[str, Any]:

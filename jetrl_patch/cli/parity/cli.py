@@ -13,7 +13,7 @@ from jetrl_patch.cli.parity.explained import draw, require_matplotlib, show
 from jetrl_patch.cli.parity.run import run_mode
 from jetrl_patch.config import SETTINGS
 from jetrl_patch.config.modes import PRECISIONS
-from jetrl_patch.errors import ConfigError, JetrlError, check_target, writing
+from jetrl_patch.errors import ConfigError, JetrlError, ModelError, check_target, writing
 from jetrl_patch.measure.parity import BY_DEFAULT, STOCK, Job, check_model, choose, chosen
 from jetrl_patch.native.machine import require_torch
 from jetrl_patch.progress import Display
@@ -67,7 +67,12 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
     configs = [] if only_stock else choose(options.precision, aligns, options.rollout_granularity, **common)
     for target in filter(None, (options.json, options.picture)):
         check_target(Path(target), folder=False)  # measuring takes minutes
-    check_model(options.model, configs, options.tp)
+    check_model(options.model, [] if options.explain else configs, options.tp)
+    if options.explain:
+        try:
+            check_model(options.model, configs, options.tp)
+        except ModelError as error:
+            raise ModelError(f"--explain compares trainers with an exact rollout. {error} Both run without --explain.") from None
     jobs = [
         Job(
             model=options.model,
@@ -82,6 +87,7 @@ def _jobs(options: argparse.Namespace) -> list[Job]:
             temperature=options.temperature,
             seed=options.seed,
             prompts=options.prompts,
+            prompt_tokens=options.prompt_tokens,
             engine=_engine(options.engine),
         )
         for way, config in [*((way, STOCK[way].config()) for way in stock), *((None, config) for config in configs)]
@@ -242,7 +248,8 @@ def _parser() -> argparse.ArgumentParser:
         help=f"what to do where --tp cuts a block of 128; bf16 leaves the layers in BF16: {_choices('on_cut')}",
     )
     parser.add_argument("--backend", default=SETTINGS["backend"].default, help=_choices("backend"))
-    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line")
+    parser.add_argument("--prompts", metavar="FILE", help="text file with one prompt per line, or .jsonl with a string per line")
+    parser.add_argument("--prompt-tokens", type=_positive, default=256, help="longest prompt; longer ones are cut (default: 256)")
     parser.add_argument("--tp", type=_positive, default=1, help="tensor parallel size of the rollout")
     parser.add_argument("--batch", type=_positive, default=32, help="requests per batch")
     parser.add_argument("--tokens", type=_positive, default=2048, help="minimum number of response tokens")

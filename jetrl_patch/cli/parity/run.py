@@ -18,7 +18,7 @@ from typing import Any, TextIO
 from jetrl_patch import errors, registry, session
 from jetrl_patch.config.environment import without_settings
 from jetrl_patch.errors import JetrlError
-from jetrl_patch.measure.parity import STOCK, Job
+from jetrl_patch.measure.parity import STOCK, Job, standard_error
 from jetrl_patch.progress import SILENT, Progress
 
 __all__ = ["Sender", "environment", "measure", "relayed", "run_mode"]
@@ -84,10 +84,11 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
     """Enable the mode (a stock one needs nothing enabled), sample, score and compare; the process stays enabled.
 
     Returns:
-        ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``route_mismatch`` (the
-        share of token and block with other experts on the two sides; None without a mixture) and, for reference,
-        ``scale_format``, ``tp``, ``backend``, ``attention`` and ``cut_layers`` (names of layers left in BF16, see
-        ``on_cut``). With ``job.cost`` also ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
+        ``precision, align, tokens, logp_abs_diff_mean, logp_abs_diff_max, k3_kl, bit_equal_fraction``, ``standard_error`` (of
+        the mean), ``logp_mean`` (of the rollout's log-probs), ``route_mismatch`` (the share of token and block with other
+        experts on the two sides; None without a mixture) and, for reference, ``scale_format``, ``tp``, ``backend``,
+        ``attention`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With ``job.cost`` also
+        ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
         ("compiled", "graphs" or "eager": how the engine ran the model). With ``job.explain`` also ``steps``, see
         ``jetrl_patch.measure.explain.Step``.
     """
@@ -120,6 +121,8 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         "logp_abs_diff_max": found.logp_abs_diff_max,
         "k3_kl": found.k3_kl,
         "bit_equal_fraction": found.bit_equal_fraction,
+        "standard_error": standard_error(scored.log_probs - rollout, sampled.samples),
+        "logp_mean": float(rollout.mean(dtype=torch.float64)),
         "route_mismatch": None if scored.routes is None else scored.routes.mismatch,
         "scale_format": job.config.scale_format,
         "tp": job.tp,
