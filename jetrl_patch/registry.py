@@ -18,8 +18,7 @@ from jetrl_patch.patching.patch import OnImport, Patch
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jetrl_patch.measure.explain import Step
-    from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored
+    from jetrl_patch.measure.parity import Job, Sample, Sampled, Scored, Step
     from jetrl_patch.progress import Progress
 
 __all__ = [

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import ClassVar
 
-from jetrl_patch.adapters.cpu import detect, openrlhf, verl
-from jetrl_patch.adapters.cpu.detect import is_cpu_run
+from jetrl_patch.adapters import cpu
+from jetrl_patch.adapters.cpu import openrlhf, verl
 from jetrl_patch.errors import ConflictError, explain
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
@@ -23,6 +23,9 @@ ENVIRONMENT = {
 
 HIDDEN = "CUDA_VISIBLE_DEVICES"
 
+_ENGINE_BY_VERL = "verl registers a checkpoint engine that runs on CPUs in CheckpointEngineRegistry"
+_PLATFORM_BY_VERL = "verl registers a platform named cpu in PlatformRegistry (verl#3266)"
+
 
 class CpuAdapter(Adapter):
     """Registers the platform with verl and applies the patches of ``verl`` and ``openrlhf``."""
@@ -31,7 +34,7 @@ class CpuAdapter(Adapter):
 
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches for the installed frameworks."""
-        if not is_cpu_run(config):
+        if not cpu.is_cpu_run(config):
             return ()
         found: list[Patch] = [verl.VERSION]
         if is_installed("torch"):
@@ -43,51 +46,45 @@ class CpuAdapter(Adapter):
         return found
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
-        """Register with verl's extension point for platforms, and replace OpenRLHF's ``torch.cuda`` calls."""
+        """Return the registrations of verl's platform and checkpoint engine, and the hook on OpenRLHF's ``torch.cuda`` calls."""
         found: list[OnImport] = []
-        if not is_cpu_run(config):
+        if not cpu.is_cpu_run(config):
             return found
         if is_installed("verl"):
-            found.append(
+            found += [
                 OnImport(
-                    module="verl.checkpoint_engine",
-                    name="gloo checkpoint engine",
-                    apply=lambda module, journal: _register_engine(module, journal, config),
-                    reason="verl sends weights to separate rollout processes through its NCCL checkpoint engine, which needs a "
-                    "GPU",
-                    remove_when="verl registers a checkpoint engine that runs on CPUs in CheckpointEngineRegistry",
+                    "verl.checkpoint_engine",
+                    "gloo checkpoint engine",
+                    lambda module, journal: _register_engine(module, journal, config),
+                    reason="verl sends weights to separate rollout processes by its NCCL checkpoint engine, which needs a GPU",
+                    remove_when=_ENGINE_BY_VERL,
                     upstream=verl.NO_CPU,
-                )
-            )
-            found.append(
+                ),
                 OnImport(
-                    module="verl.plugin.platform.platform_manager",
-                    name="cpu",
-                    apply=_register,
+                    "verl.plugin.platform.platform_manager",
+                    "cpu",
+                    _register,
                     reason="verl has no CPU platform; this registers one in its PlatformRegistry",
-                    remove_when="verl registers a platform named cpu in PlatformRegistry (verl#3266)",
+                    remove_when=_PLATFORM_BY_VERL,
                     upstream=verl.NO_CPU,
-                )
-            )
+                ),
+            ]
         if is_installed("openrlhf"):
             found += openrlhf.HOOKS
         return found
 
     def services(self) -> Services:
         """Offer the CPU run detection."""
-        return Services(platform=detect)
+        return Services(platform=cpu)
 
     def on_apply(self, config: Config, journal: Journal) -> None:
         """Set the environment of verl and vLLM. A user's value wins, unless it names another platform."""
-        if not is_cpu_run(config):
+        if not cpu.is_cpu_run(config):
             return
         chosen = os.environ.get("VERL_PLATFORM", "cpu")
         if chosen.strip().lower() != "cpu":
-            raise ConflictError(
-                explain(
-                    "VERL_PLATFORM", required="cpu (JETRL_PLATFORM)", found=repr(chosen), fix="unset one of the two"
-                )
-            )
+            required, fix = "cpu (JETRL_PLATFORM)", "unset one of the two"
+            raise ConflictError(explain("VERL_PLATFORM", required=required, found=repr(chosen), fix=fix))
         environment = dict(ENVIRONMENT)
         if is_installed("openrlhf"):
             environment |= openrlhf.ENVIRONMENT
@@ -100,13 +97,13 @@ class CpuAdapter(Adapter):
                 os.environ,
                 HIDDEN,
                 target=f"os.environ[{HIDDEN!r}]",
-                reason="it hides all GPUs, and Ray then rejects the logical GPUs by which verl places the workers of a CPU run",
+                reason="it hides all GPUs, and Ray then rejects the logical GPUs that verl requests for the workers of a CPU run",
                 remove_when="verl's RayResourcePool requests CPUs, not GPUs, for its workers in a CPU run",
             )
 
 
 def _register_engine(package: ModuleType, journal: Journal, config: Config) -> None:
-    from jetrl_patch.adapters.cpu.gloo_engine import make_engine
+    from jetrl_patch.adapters.cpu.platform import make_engine
 
     registry = package.base.CheckpointEngineRegistry._registry
     if "nccl" in registry:
@@ -117,7 +114,7 @@ def _register_engine(package: ModuleType, journal: Journal, config: Config) -> N
         make_engine(package.base, lambda: config.sync_timeout),
         target="verl.checkpoint_engine.CheckpointEngineRegistry['nccl']",
         reason="verl's NCCL checkpoint engine needs a GPU",
-        remove_when="verl registers a checkpoint engine that runs on CPUs in CheckpointEngineRegistry",
+        remove_when=_ENGINE_BY_VERL,
     )
 
 
@@ -127,30 +124,25 @@ def _register(manager: ModuleType, journal: Journal) -> None:
     current = manager._current_platform
     chosen = current is not None and current.device_name != "cpu"
     if chosen and current.is_available():
-        raise ConflictError(
-            explain(
-                "verl's platform",
-                required="cpu",
-                found=f"{current.device_name!r}, which verl has already chosen",
-                fix="call jetrl_patch.enable() before verl is used, or set VERL_PLATFORM=cpu",
-            )
-        )
+        found = f"{current.device_name!r}, which verl has already chosen"
+        fix = "call jetrl_patch.enable() before verl is used, or set VERL_PLATFORM=cpu"
+        raise ConflictError(explain("verl's platform", required="cpu", found=found, fix=fix))
     journal.set_item(
         manager.PlatformRegistry._platforms,
         "cpu",
         make_platform(manager.PlatformBase),
         target="verl.plugin.platform.PlatformRegistry['cpu']",
         reason="verl has no CPU platform",
-        remove_when="verl registers a platform named cpu in PlatformRegistry (verl#3266)",
+        remove_when=_PLATFORM_BY_VERL,
     )
-    if chosen:  # enabled after verl was imported: it fell back to a platform whose device is missing
+    if chosen:  # enabled after verl was imported, which then fell back to a platform without a device
         journal.set_attr(
             manager,
             "_current_platform",
             manager.PlatformRegistry._platforms["cpu"](),
             target="verl.plugin.platform.platform_manager._current_platform",
             reason=f"verl fell back to {current.device_name!r}, which this machine does not have",
-            remove_when="verl registers a platform named cpu in PlatformRegistry (verl#3266)",
+            remove_when=_PLATFORM_BY_VERL,
         )
 
 

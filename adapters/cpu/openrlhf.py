@@ -1,9 +1,10 @@
-"""What lets OpenRLHF 0.11.2 and DeepSpeed run on a CPU: patches, and a stand-in for flash_attn."""
+"""What OpenRLHF 0.11.2 and DeepSpeed need to run on a CPU: patches, and a substitute for flash_attn."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -11,24 +12,24 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.adapters.cpu import A_CPU_RUN
+from jetrl_patch.adapters.cpu import A_CPU_RUN, LOGICAL_GPUS, CpuPatch
 from jetrl_patch.patching.guards import is_installed
 from jetrl_patch.patching.patch import NO_REPORT
-from jetrl_patch.registry import Journal, OnImport, Patch
+from jetrl_patch.registry import Journal, OnImport
 
-__all__ = ["stand_in"]
+__all__ = ["ENVIRONMENT", "FOR_OPENRLHF", "HOOKS", "stand_in"]
 
 
-# ---- A stand-in for ``flash_attn``, which OpenRLHF imports unconditionally -----------------------
-# It is in ``sys.modules`` only while ``openrlhf.models.ring_attn_utils`` is executed, so neither transformers nor vLLM
-# mistakes it for flash attention.
+# ---- A substitute for ``flash_attn``, which OpenRLHF imports unconditionally ----------------------
+# It is in ``sys.modules`` only while ``openrlhf.models.ring_attn_utils`` is imported, so neither transformers nor vLLM mistakes
+# it for flash attention.
 
 _IMPORTER = "openrlhf.models.ring_attn_utils"
 _MODULES = ("flash_attn", "flash_attn.bert_padding", "flash_attn.utils", "flash_attn.utils.distributed")
 
 
 def stand_in(journal: Journal) -> None:
-    """Make that one import succeed, unless flash-attn is installed or the importer is already loaded."""
+    """Make that import succeed, unless flash-attn is installed or the importer is already loaded."""
     if is_installed("flash_attn") or _IMPORTER in sys.modules:
         return
     finder = _Finder()
@@ -90,7 +91,7 @@ def _index_first_axis(x: Any, indices: Any) -> Any:
 
 
 def _unpad_input(x: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[Any, Any, Any, int, Any]:
-    """x [B, T, ...] -> (its valid rows [n, ...], their places, cu_seqlens [B + 1], the longest, lengths [B])."""
+    """x [B, T, ...] -> (valid rows [n, ...], their indices [n], cu_seqlens [B + 1], longest length, lengths [B])."""
     import torch
 
     lengths = attention_mask.sum(-1, dtype=torch.int32)
@@ -100,7 +101,7 @@ def _unpad_input(x: Any, attention_mask: Any, unused_mask: Any = None) -> tuple[
 
 
 def _pad_input(x: Any, places: Any, batch: int, width: int) -> Any:
-    """The way back: x [n, ...] -> [batch, width, ...], zeros elsewhere; keeps gradients."""
+    """Invert ``_unpad_input``: x [n, ...] -> [batch, width, ...], zeros elsewhere. Differentiable."""
     out = x.new_zeros(batch * width, *x.shape[1:]).index_copy(0, places, x)
     return out.view(batch, width, *x.shape[1:])
 
@@ -109,15 +110,14 @@ def _all_gather(x: Any, group: Any) -> Any:
     raise NotImplementedError("ring attention needs flash-attn, which does not run on a CPU. Use --ds.ring_attn_size 1.")
 
 
-# ---- Patches that let OpenRLHF 0.11.2 and DeepSpeed run on a CPU ---------------------------------
+# ---- Patches for OpenRLHF 0.11.2 and DeepSpeed on a CPU ------------------------------------------
 
-#: logical GPUs and CPUs of a Ray cluster that this process starts; OpenRLHF places its actors by them
-LOGICAL_GPUS = 16
+#: logical CPUs of a Ray cluster that OpenRLHF starts
 LOGICAL_CPUS = 32
 
 
 def _nothing() -> Callable[..., Any]:
-    """Return a new function each time: torch._dynamo tells those of torch.cuda apart by identity."""
+    """Return a new function each time, because torch._dynamo identifies the functions of torch.cuda by identity."""
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
@@ -203,9 +203,7 @@ class GlooGroup:
 
 
 def _group(original: Callable[..., Any]) -> Callable[..., Any]:
-    def stateless_init_process_group(
-        master_address: str, master_port: int, rank: int, world_size: int, device: Any
-    ) -> Any:
+    def stateless_init_process_group(master_address: str, master_port: int, rank: int, world_size: int, device: Any) -> Any:
         return GlooGroup(master_address, master_port, rank, world_size)
 
     return stateless_init_process_group
@@ -256,8 +254,6 @@ def _executor(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _ray_init(original: Callable[..., Any]) -> Callable[..., Any]:
     def init(address: str | None = None, *args: Any, **kwargs: Any) -> Any:
-        import os
-
         own = address in (None, "local") and not os.environ.get("RAY_ADDRESS")
         if own and "openrlhf" in sys.modules:
             defaults = {
@@ -288,7 +284,7 @@ HOOKS = (
 )
 
 _STRATEGY = "openrlhf.utils.deepspeed.deepspeed"
-#: what DeepSpeed gathers ZeRO-3 weights by, one call for each weight
+#: DeepSpeed's calls that gather ZeRO-3 weights, one per weight
 _GATHERS = ("all_gather", "all_gather_into_tensor")
 _ASYNC = (
     "DeepSpeed waits only for the last of several asynchronous gathers, but gloo does not finish them in order, so with two "
@@ -296,123 +292,70 @@ _ASYNC = (
 )
 
 FOR_OPENRLHF = (
-    Patch(
-        module=_STRATEGY,
-        attr="init_device_mesh",
-        make=_mesh,
+    CpuPatch(
+        _STRATEGY, "init_device_mesh", _mesh, fixes="openrlhf",
         reason="OpenRLHF requests a 'cuda' device mesh, which fails on a CPU",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's DeepspeedStrategy passes the current device type to init_device_mesh",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module=_STRATEGY,
-        attr="get_train_ds_config",
-        make=_optimizer,
+    CpuPatch(
+        _STRATEGY, "get_train_ds_config", _optimizer, fixes="openrlhf",
         reason="OpenRLHF picks DeepSpeed's FusedAdam, which needs a compiler on a CPU, and pinned memory, which needs an "
         "accelerator",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's get_train_ds_config sets torch_adam and no pin_memory without an accelerator, or DeepSpeed "
         "falls back to both itself",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module=_STRATEGY,
-        attr="get_eval_ds_config",
-        make=_eval_config,
+    CpuPatch(
+        _STRATEGY, "get_eval_ds_config", _eval_config, fixes="openrlhf",
         reason="OpenRLHF asks DeepSpeed to pin memory, which fails without an accelerator",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's get_eval_ds_config sets pin_memory only with an accelerator, or DeepSpeed ignores it without "
         "one",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module=_STRATEGY,
-        attr="DeepspeedStrategy.moving_average",
-        make=_moving_average,
+    CpuPatch(
+        _STRATEGY, "DeepspeedStrategy.moving_average", _moving_average, fixes="openrlhf",
         reason="OpenRLHF computes the EMA on 'cuda', which fails on a CPU",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's ActorPPOTrainer passes the parameters' device to moving_average",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="openrlhf.utils.distributed_util",
-        attr="stateless_init_process_group",
-        make=_group,
+    CpuPatch(
+        "openrlhf.utils.distributed_util", "stateless_init_process_group", _group, fixes="openrlhf",
         reason="OpenRLHF's weight sync group uses NCCL, which fails on a CPU",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="openrlhf.trainer.ray.ppo_actor",
-        attr="stateless_init_process_group",
-        make=_group,
+    CpuPatch(
+        "openrlhf.trainer.ray.ppo_actor", "stateless_init_process_group", _group, fixes="openrlhf",
         reason="the trainer imports the same NCCL group by name",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's stateless_init_process_group takes a backend, such as gloo",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="openrlhf.trainer.ray.vllm_worker_wrap",
-        attr="WorkerWrap.update_weight",
-        make=_update_weight,
+    CpuPatch(
+        "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", _update_weight, fixes="openrlhf",
         reason="OpenRLHF's vLLM worker allocates on 'cuda', which fails on a CPU",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's WorkerWrap.update_weight allocates on the worker's device",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="deepspeed.accelerator.cpu_accelerator",
-        attr="CPU_Accelerator.is_fp16_supported",
-        make=_fp16,
+    CpuPatch(
+        "deepspeed.accelerator.cpu_accelerator", "CPU_Accelerator.is_fp16_supported", _fp16, fixes="deepspeed",
         reason="DeepSpeed rejects FP16 on a CPU without AVX512-FP16 or AMX-FP16, although torch can compute it, slowly",
         upstream="https://github.com/deepspeedai/DeepSpeed/pull/7207",
         remove_when="DeepSpeed's CPU_Accelerator.is_fp16_supported no longer depends on oneDNN's FP16 instructions",
-        fixes="deepspeed",
-        needed_by=A_CPU_RUN,
     ),
     *(
-        Patch(
-            module="deepspeed.comm.torch",
-            attr=f"TorchBackend.{name}",
-            make=_wait,
+        CpuPatch(
+            "deepspeed.comm.torch", f"TorchBackend.{name}", _wait, fixes="deepspeed",
             reason=_ASYNC,
             upstream="https://github.com/deepspeedai/DeepSpeed/pull/8539",
             remove_when="the oldest supported DeepSpeed contains DeepSpeed#8539",
-            fixes="deepspeed",
-            needed_by=A_CPU_RUN,
         )
         for name in _GATHERS
     ),
-    Patch(
-        module="vllm.engine.arg_utils",
-        attr="EngineArgs.create_engine_config",
-        make=_executor,
+    CpuPatch(
+        "vllm.engine.arg_utils", "EngineArgs.create_engine_config", _executor, fixes="openrlhf",
         reason="OpenRLHF requests vLLM's Ray executor for tensor parallelism, which vLLM does not support on CPUs",
-        upstream=NO_REPORT,
         remove_when="vLLM's CpuPlatform accepts distributed_executor_backend='ray', or OpenRLHF lets the user choose the "
         "executor",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="ray",
-        attr="init",
-        make=_ray_init,
+    CpuPatch(
+        "ray", "init", _ray_init, fixes="openrlhf",
         reason="OpenRLHF's actors request GPUs, so without any Ray never places them; this adds logical GPUs. A cluster that "
         "is already running is not covered",
-        upstream=NO_REPORT,
         remove_when="OpenRLHF's actors (ray.remote(num_gpus=1)) request CPUs when there is no GPU",
-        fixes="openrlhf",
-        needed_by=A_CPU_RUN,
     ),
 )
 

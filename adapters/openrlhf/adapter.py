@@ -22,7 +22,7 @@ from jetrl_patch.adapters.openrlhf import (
     startup,
     state,
     sync,
-    worker,
+    transport,
 )
 from jetrl_patch.adapters.openrlhf.vision import VISION
 from jetrl_patch.patching.patch import NO_REPORT
@@ -34,76 +34,56 @@ _STATE = "OpenRLHF's DeepspeedStrategy.save_ckpt and load_ckpt have a hook for e
 
 EVERY_MODE: tuple[Patch, ...] = (
     Patch(
-        module="openrlhf.utils",
-        attr="get_strategy",
-        make=settings.get_strategy,
+        "openrlhf.utils", "get_strategy", settings.get_strategy,
         reason="OpenRLHF does not know which arguments conflict with jetrl_patch; this check rejects them before any actor "
         "starts, and stores the settings in them",
         remove_when="openrlhf.cli.train_ppo_ray calls plugins (for example by entry points) with its parsed arguments before "
         "it starts an actor",
     ),
     Patch(
-        module="openrlhf.trainer.ray.ppo_actor",
-        attr="ActorPPOTrainer._init_vllm_sync_group",
-        make=startup.init_vllm_sync_group,
+        "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer._init_vllm_sync_group", startup.init_vllm_sync_group,
         reason="OpenRLHF waits forever for engines that failed to start, so the run hangs and hides their error",
         upstream=NO_REPORT,
         remove_when="OpenRLHF's _init_vllm_sync_group waits for the engines to be up first, or has a timeout",
         fixes="openrlhf",
     ),
     Patch(
-        module="openrlhf.trainer.ray",
-        attr="create_vllm_engines",
-        make=metrics.create_vllm_engines,
+        "openrlhf.trainer.ray", "create_vllm_engines", metrics.create_vllm_engines,
         reason="OpenRLHF's engines return processed log-probs only with a correction, but the mismatch needs them in every run",
         remove_when="openrlhf.cli.train_ppo_ray has an option for the logprobs_mode that it passes to create_vllm_engines",
     ),
     Patch(
-        module="openrlhf.trainer.ppo_utils.samples_generator",
-        attr="SamplingParams",
-        make=metrics.sampling_params,
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplingParams", metrics.sampling_params,
         reason="OpenRLHF requests log-probs only with a correction, but the mismatch needs them in every run",
         remove_when="OpenRLHF's SamplesGenerator can request log-probs with is_correction_level off",
     ),
     Patch(
-        module="openrlhf.trainer.ppo_trainer",
-        attr="BasePPOTrainer.__init__",
-        make=metrics.trainer_init,
+        "openrlhf.trainer.ppo_trainer", "BasePPOTrainer.__init__", metrics.trainer_init,
         reason="nobody would notice a trainer loop whose settings differ from the driver's",
         remove_when=_ACTORS,
     ),
     Patch(
-        module="openrlhf.trainer.ppo_trainer",
-        attr="BasePPOTrainer.train_step",
-        make=metrics.train_step,
+        "openrlhf.trainer.ppo_trainer", "BasePPOTrainer.train_step", metrics.train_step,
         reason="jetrl_patch's metrics would not be in the step's status, which OpenRLHF sends to the user's loggers",
         remove_when="OpenRLHF's BasePPOTrainer.train_step has a callback that can add to the status it returns",
     ),
     Patch(
-        module="openrlhf.trainer.ppo_trainer",
-        attr="BasePPOTrainer.broadcast_to_vllm",
-        make=metrics.broadcast_to_vllm,
+        "openrlhf.trainer.ppo_trainer", "BasePPOTrainer.broadcast_to_vllm", metrics.broadcast_to_vllm,
         reason="OpenRLHF discards what actors return from a sync, so neither an unpatched actor nor the sync's cost would show",
         remove_when="OpenRLHF's BasePPOTrainer.broadcast_to_vllm returns the actors' results",
     ),
     Patch(
-        module="openrlhf.trainer.ppo_utils.experience_maker",
-        attr="RemoteExperienceMaker.make_experience",
-        make=metrics.make_experience,
+        "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker.make_experience", metrics.make_experience,
         reason="without a correction OpenRLHF does not measure how rollout and trainer log-probs differ",
         remove_when="OpenRLHF logs the mismatch (today vllm_kl in PolicyLoss) with is_correction_level off too",
     ),
     Patch(
-        module="openrlhf.trainer.ray.launcher",
-        attr="BaseModelActor._setup_distributed",
-        make=model.setup_distributed,
+        "openrlhf.trainer.ray.launcher", "BaseModelActor._setup_distributed", model.setup_distributed,
         reason="an actor with settings other than the driver's would silently build a different model",
         remove_when=_ACTORS,
     ),
     Patch(
-        module="torch.utils.file_baton",
-        attr="FileBaton.wait",
-        make=startup.wait,
+        "torch.utils.file_baton", "FileBaton.wait", startup.wait,
         reason="a process that is killed while DeepSpeed compiles its operators leaves a lock file, and every later run waits "
         "for it forever",
         upstream="https://github.com/pytorch/pytorch/issues/189245",
@@ -111,48 +91,36 @@ EVERY_MODE: tuple[Patch, ...] = (
         fixes="torch",
     ),
     Patch(
-        module="openrlhf.models.actor",
-        attr="Actor.__init__",
-        make=model.actor_init,
+        "openrlhf.models.actor", "Actor.__init__", model.actor_init,
         reason="OpenRLHF cannot train in FP8; this converts policy, reference and EMA after loading, before DeepSpeed wraps "
         "them. Critics and reward models are not converted",
         remove_when="OpenRLHF's Actor.__init__ has a hook for the loaded model, before DeepspeedStrategy.prepare",
     ),
     Patch(
-        module="openrlhf.trainer.ray.ppo_actor",
-        attr="ActorPPOTrainer.__init__",
-        make=sync.trainer_init,
+        "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.__init__", sync.trainer_init,
         reason="OpenRLHF samples its first batch before any weight sync, so trainer and rollout would not have been compared "
         "yet",
         remove_when="OpenRLHF calls broadcast_to_vllm before it samples the first batch",
     ),
     Patch(
-        module="openrlhf.trainer.ray.ppo_actor",
-        attr="ActorPPOTrainer.broadcast_to_vllm",
-        make=sync.broadcast_to_vllm,
+        "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.broadcast_to_vllm", sync.broadcast_to_vllm,
         reason="OpenRLHF sends BF16 weights one remote call at a time and the rollout quantizes them again; this sends the "
         "trainer's own FP8 bytes and scales in buckets",
         remove_when="OpenRLHF's ActorPPOTrainer.broadcast_to_vllm sends FP8 bytes with scales, several tensors per remote call",
     ),
     Patch(
-        module="openrlhf.trainer.ray.vllm_worker_wrap",
-        attr="WorkerWrap.update_weight",
-        make=worker.update_weight,
+        "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight", transport.update_weight,
         reason="OpenRLHF's vLLM worker loads only BF16 weights and does not check what arrived",
         remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
     ),
     Patch(
-        module="openrlhf.trainer.ray.vllm_worker_wrap",
-        attr="WorkerWrap.update_weight_cuda_ipc",
-        make=worker.update_weight_cuda_ipc,
+        "openrlhf.trainer.ray.vllm_worker_wrap", "WorkerWrap.update_weight_cuda_ipc", transport.update_weight_cuda_ipc,
         reason="OpenRLHF's colocated vLLM worker loads only BF16 weights and does not check what arrived",
         remove_when="OpenRLHF's WorkerWrap loads FP8 bytes unchanged and checks that every tensor arrived intact",
     ),
     *(
         Patch(
-            module="openrlhf.utils.agent",
-            attr=f"{kind}AgentExecutor.execute",
-            make=metrics.execute,
+            "openrlhf.utils.agent", f"{kind}AgentExecutor.execute", metrics.execute,
             reason="OpenRLHF's samples do not record their weight version, so stale samples would count as mismatch. Custom "
             "executors that call neither of these are not covered",
             remove_when="OpenRLHF's AgentExecutor.execute returns the weight version of a sample",
@@ -160,17 +128,13 @@ EVERY_MODE: tuple[Patch, ...] = (
         for kind in ("SingleTurn", "MultiTurn")
     ),
     Patch(
-        module="vllm.v1.engine.async_llm",
-        attr="AsyncLLM.generate",
-        make=metrics.generate,
+        "vllm.v1.engine.async_llm", "AsyncLLM.generate", metrics.generate,
         reason="vLLM's outputs do not say which weights produced their tokens",
         remove_when="vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync "
         "sets it",
     ),
     Patch(
-        module="vllm.v1.engine.async_llm",
-        attr="AsyncLLM.collective_rpc",
-        make=metrics.collective_rpc,
+        "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", metrics.collective_rpc,
         reason="a new weight version starts when a sync ends, which the engine process sees only in this call",
         remove_when="vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync "
         "sets it",
@@ -179,34 +143,27 @@ EVERY_MODE: tuple[Patch, ...] = (
 
 SAME_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
-        module="openrlhf.models.actor",
-        attr="Actor.forward",
-        make=logprob.actor_forward,
+        "openrlhf.models.actor", "Actor.forward", logprob.actor_forward,
         reason="vLLM masks EOS at the first token of a response (min_tokens=1) but OpenRLHF's trainer does not; its log-prob "
         "function must know where responses begin",
         remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or Actor.forward masks EOS at the first response "
         "token",
     ),
     Patch(
-        module="openrlhf.models.actor",
-        attr="log_probs_from_logits",
-        make=logprob.log_probs_from_logits,
+        "openrlhf.models.actor", "log_probs_from_logits", logprob.log_probs_from_logits,
         reason="OpenRLHF's log-probs depend on the logits' dtype and the installed library, and on how CUDA divides by a "
         "Python number; vLLM divides by a tensor and computes log-softmax in FP32",
         remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(
-        module="openrlhf.models.actor",
-        attr="compute_entropy",
-        make=logprob.compute_entropy,
+        "openrlhf.models.actor", "compute_entropy", logprob.compute_entropy,
         reason="the patched log_probs_from_logits applies the temperature itself, so OpenRLHF's entropy would get logits "
         "without it",
         remove_when="OpenRLHF's log_probs_from_logits divides by a tensor and computes log-softmax in FP32",
     ),
     Patch(
-        module="openrlhf.trainer.ppo_utils.samples_generator",
-        attr="SamplesGenerator._process_response_into_experience",
-        make=logprob.process_response,
+        "openrlhf.trainer.ppo_utils.samples_generator", "SamplesGenerator._process_response_into_experience",
+        logprob.process_response,
         reason="OpenRLHF's mask merges two agent turns without feedback between them, so the trainer would not mask EOS at the "
         "start of the second, as vLLM does",
         remove_when="OpenRLHF's SamplesGenerator samples with min_tokens=0, or its experiences keep action_ranges",
@@ -215,16 +172,12 @@ SAME_LOG_PROBS: tuple[Patch, ...] = (
 
 OLD_LOG_PROBS: tuple[Patch, ...] = (
     Patch(
-        module="openrlhf.trainer.ppo_utils.experience_maker",
-        attr="RemoteExperienceMaker._dispatch_forward",
-        make=logprob.dispatch_forward,
+        "openrlhf.trainer.ppo_utils.experience_maker", "RemoteExperienceMaker._dispatch_forward", logprob.dispatch_forward,
         reason="OpenRLHF recomputes the policy's log-probs, although in exact mode the rollout returned the same ones",
         remove_when="OpenRLHF's RemoteExperienceMaker has an option to use rollout_log_probs as the old log-probs",
     ),
     Patch(
-        module="openrlhf.trainer.ray.ppo_actor",
-        attr="ActorPPOTrainer.training_step",
-        make=logprob.training_step,
+        "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.training_step", logprob.training_step,
         reason="OpenRLHF would use the rollout's log-probs as the trainer's without a check; this compares them in the first "
         "update",
         remove_when="OpenRLHF's ActorPPOTrainer.training_step compares rollout and trainer log-probs before the backward pass",
@@ -232,9 +185,7 @@ OLD_LOG_PROBS: tuple[Patch, ...] = (
 )
 
 CORRECTION = Patch(
-    module="openrlhf.models.loss",
-    attr="PolicyLoss.forward",
-    make=correction.policy_loss,
+    "openrlhf.models.loss", "PolicyLoss.forward", correction.policy_loss,
     reason="OpenRLHF has no sequence ratio in product form, no geometric mask with weight 1 and no adaptive clipping range",
     remove_when="OpenRLHF's PolicyLoss offers all three through is_correction_level and is_correction_mode",
 )
@@ -242,35 +193,27 @@ CORRECTION = Patch(
 
 SAME_WEIGHTS: tuple[Patch, ...] = (
     Patch(
-        module="openrlhf.trainer.ray.ppo_actor",
-        attr="ActorPPOTrainer.ppo_train",
-        make=model.ppo_train,
+        "openrlhf.trainer.ray.ppo_actor", "ActorPPOTrainer.ppo_train", model.ppo_train,
         reason="there is no cheap way to see on a GPU that a weight is unchanged, so every forward, recomputation and backward "
         "would quantize it again",
         remove_when=_FIRST,
     ),
     Patch(
-        module="openrlhf.utils.deepspeed.deepspeed",
-        attr="DeepspeedStrategy.optimizer_step",
-        make=model.optimizer_step,
+        "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", model.optimizer_step,
         reason="DeepSpeed updates the weights between two micro-batches in ways that the tensors do not show",
         remove_when=_FIRST,
     ),
 )
 
 LOSS_SCALE = Patch(
-    module="openrlhf.utils.deepspeed.deepspeed",
-    attr="DeepspeedStrategy.optimizer_step",
-    make=settings.optimizer_step,
+    "openrlhf.utils.deepspeed.deepspeed", "DeepspeedStrategy.optimizer_step", settings.optimizer_step,
     reason="OpenRLHF does not log skipped steps, so nobody would notice a run in which the loss scaler skips every step",
     remove_when="OpenRLHF's DeepspeedStrategy.optimizer_step logs DeepSpeed's loss scale and skipped_steps",
 )
 
 INVARIANT_SCALE: tuple[Patch, ...] = tuple(
     Patch(
-        module="openrlhf.utils.deepspeed.deepspeed",
-        attr=f"DeepspeedStrategy.{name}",
-        make=make,
+        "openrlhf.utils.deepspeed.deepspeed", f"DeepspeedStrategy.{name}", make,
         reason="a checkpoint resumed with a different invariant_scale would scale the norms twice, or not at all",
         remove_when=_STATE,
     )
@@ -279,9 +222,7 @@ INVARIANT_SCALE: tuple[Patch, ...] = tuple(
 
 CHECKPOINT: tuple[Patch, ...] = tuple(
     Patch(
-        module="openrlhf.utils.deepspeed.deepspeed",
-        attr=f"DeepspeedStrategy.{name}",
-        make=make,
+        "openrlhf.utils.deepspeed.deepspeed", f"DeepspeedStrategy.{name}", make,
         reason="OpenRLHF's checkpoints do not record the settings, so a run could silently resume in a different precision or "
         "with different optimizer states",
         remove_when=_STATE,
@@ -290,9 +231,7 @@ CHECKPOINT: tuple[Patch, ...] = tuple(
 )
 
 OPTIMIZER = Patch(
-    module="deepspeed",
-    attr="initialize",
-    make=settings.initialize,
+    "deepspeed", "initialize", settings.initialize,
     reason="OpenRLHF passes DeepSpeed an optimizer's name, and DeepSpeed has none with 8-bit states",
     remove_when="OpenRLHF's DeepspeedStrategy.prepare takes an optimizer object or class",
 )
@@ -317,9 +256,9 @@ class OpenRLHFAdapter(Adapter):
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""
-        from jetrl_patch.adapters.openrlhf import services
+        from jetrl_patch.adapters.openrlhf import doctor
 
-        return Services(trainer=services)
+        return Services(trainer=doctor)
 
     def hooks(self, config: Config) -> Sequence[OnImport]:
         """Return the hooks that add a report method to OpenRLHF's actors and renew Ray's copies of patched methods."""
@@ -335,9 +274,7 @@ class OpenRLHFAdapter(Adapter):
             OnImport(
                 module="openrlhf.trainer.ray.launcher",
                 name="ReferenceModelActor, RewardModelActor",
-                apply=functools.partial(
-                    startup.renew, base="BaseModelActor", names=("_setup_distributed", "jetrl_report")
-                ),
+                apply=functools.partial(startup.renew, base="BaseModelActor", names=("_setup_distributed", "jetrl_report")),
                 reason=startup.REASON,
                 remove_when=startup.REMOVE_WHEN,
             ),

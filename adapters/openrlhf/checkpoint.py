@@ -1,4 +1,4 @@
-"""Record the run's settings in OpenRLHF's DeepSpeed checkpoints, and compare them before a checkpoint is loaded."""
+"""Record the run's settings and ``invariant_scale`` in OpenRLHF's DeepSpeed checkpoints, and compare them on resuming."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from jetrl_patch.trainer.rules import raised
 __all__ = ["compare_scales", "load_ckpt", "problems", "save_ckpt", "save_scales"]
 
 
-# ---- Compare the ``invariant_scale`` of a checkpoint with that of the model before a run resumes -
-# DeepSpeed's checkpoints hold no configuration, so the factor is stored in the client state that OpenRLHF saves with them.
+# ---- ``invariant_scale`` -------------------------------------------------------------------------
+# DeepSpeed's checkpoints hold no configuration, so the factor goes into the client state that OpenRLHF saves with them.
 
 @while_active
 def save_scales(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,12 +56,12 @@ def _recorded(model: Any) -> Any:
     return getattr(getattr(model.module, "config", None), RECORD, None)
 
 
-# ---- Record the run's settings in OpenRLHF's DeepSpeed checkpoints, and compare them before a checkpoint is loaded
+# ---- ``jetrl.json``: the run's settings ----------------------------------------------------------
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield the error of the checkpoint that OpenRLHF would resume from, so that the driver has it before an actor starts.
+    """Yield the error of the checkpoint that OpenRLHF would resume from, in the driver, before an actor starts.
 
-    A folder that the driver does not see is left to the actors.
+    If the driver does not see the folder, the actors check it.
     """
     if select("ckpt.load_enable"):
         root = os.path.join(select("ckpt.path"), "_actor")
@@ -74,8 +74,8 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``DeepspeedStrategy.save_ckpt``: rank 0 writes ``jetrl.json`` into the tag's folder.
 
-    After OpenRLHF has made room, which would remove a folder that is new and has no metric, and before DeepSpeed names the
-    checkpoint as the latest: a run that is killed in between leaves no checkpoint without a record.
+    It does so after OpenRLHF has deleted old checkpoints, which would include a new folder without a metric, and before DeepSpeed
+    marks the checkpoint as the latest. So a run killed in between leaves no checkpoint without a record.
     """
     signature = inspect.signature(original)
 
@@ -119,7 +119,7 @@ def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _latest(folder: str) -> str:
-    """Return the tag that DeepSpeed loads by default."""
+    """Return the tag that DeepSpeed loads by default, or an empty string."""
     file = os.path.join(folder, "latest")
     if not os.path.isfile(file):
         return ""

@@ -1,8 +1,8 @@
 """jetrl_patch's corrections in OpenRLHF: by its flags where it has the formula, otherwise by weights in ``PolicyLoss``.
 
 ``--algo.advantage.is_correction_level token`` clamps (``tis``) or drops (``mis``, ``icepop``) token by token. OpenRLHF has no
-product over a sequence. Its ``seq`` drops by the geometric mean like ``geo-mis``, but keeps per-token weights for the rest,
-which by definition have weight 1. The plugin therefore computes ``seq-tis``, ``seq-mis``, ``geo-mis`` and ACR itself.
+product over a sequence. Its ``seq`` drops by the geometric mean like ``geo-mis``, but gives the rest per-token weights instead of
+1. The plugin therefore computes ``seq-tis``, ``seq-mis``, ``geo-mis`` and ACR itself.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def wanted(config: Config) -> dict[str, Any]:
 
 
 def in_use(advantage: Any, config: Config) -> tuple[str, tuple[float, float]] | None:
-    """Return the name and interval of the run's correction, whether jetrl_patch's or OpenRLHF's.
+    """Return the name and interval of the run's correction, jetrl_patch's or OpenRLHF's.
 
-    ``("none", (0, inf))`` without a correction; None for one of OpenRLHF's that has no name here.
+    ``("none", (0, inf))`` without a correction; None if OpenRLHF's has no name here.
     """
     if config.correction != "none":
         return config.correction, interval(config.correction, config.correction_bounds)
@@ -66,7 +66,7 @@ def bounds_in_use(advantage: Any) -> tuple[float, float]:
 
 
 def figures(advantage: Any, config: Config, log_ratio: Any, mask: Any) -> dict[str, float]:
-    """Return metrics of the correction's effect on log-ratios [B, T]; empty without a correction or a name for it."""
+    """Return metrics of the correction's effect on log-ratios [B, T]; empty without a named correction."""
     from jetrl_patch.measure.mismatch import of_run
 
     found = of_run(in_use(advantage, config), log_ratio, mask)
@@ -83,25 +83,16 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
     if theirs["level"] != "off" and any(getattr(advantage, name) != asked.get(name) for name in _FIELDS):
         yield _clash(ours, config, theirs)
     if args.actor.policy_loss_type != "ppo":
-        yield ConfigError(
-            explain(
-                f"OpenRLHF's --actor.policy_loss_type with {ours}",
-                required="ppo (OpenRLHF's other losses apply no weights)",
-                found=repr(args.actor.policy_loss_type),
-                fix="set it to ppo, or use correction='none'",
-            )
-        )
+        what, required = f"OpenRLHF's --actor.policy_loss_type with {ours}", "ppo (OpenRLHF's other losses apply no weights)"
+        fix = "set it to ppo, or use correction='none'"
+        yield ConfigError(explain(what, required=required, found=repr(args.actor.policy_loss_type), fix=fix))
 
 
 def _clash(ours: str, config: Config, theirs: dict[str, Any]) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"OpenRLHF's {_FLAG}level with jetrl_patch's correction",
-            required=f"{ours}, bounds {interval(config.correction, config.correction_bounds)}",
-            found=", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items()),
-            fix=f"set {_FLAG}level off, or drop jetrl_patch's correction",
-        )
-    )
+    required = f"{ours}, bounds {interval(config.correction, config.correction_bounds)}"
+    found = ", ".join(f"{_FLAG}{name}={value!r}" for name, value in theirs.items())
+    fix = f"set {_FLAG}level off, or drop jetrl_patch's correction"
+    return ConfigError(explain(f"OpenRLHF's {_FLAG}level with jetrl_patch's correction", required=required, found=found, fix=fix))
 
 
 def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,9 +113,7 @@ def policy_loss(original: Callable[..., Any]) -> Callable[..., Any]:
     ) -> Any:
         config = session.active_config() if session.is_active() else None
         if config is None or not is_ours(config):
-            return original(
-                self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes
-            )
+            return original(self, log_probs, old_log_probs, advantages, action_mask, rollout_log_probs=rollout_log_probs, **sizes)
         import torch
 
         from jetrl_patch.measure.corrections import correct
@@ -155,9 +144,7 @@ def _acr(
 
     _, cap = interval(config.correction, config.correction_bounds)
     rho = ratio(log_ratio, mask)
-    losses, clipped = acr_loss(
-        log_probs, old, advantages, rho, cap, self.clip_eps_low, self.clip_eps_high, self.dual_clip
-    )
+    losses, clipped = acr_loss(log_probs, old, advantages, rho, cap, self.clip_eps_low, self.clip_eps_high, self.dual_clip)
     loss = aggregate_loss(losses, mask, token_level_loss=self.token_level_loss, **sizes)
     kl = masked_mean((old - log_probs).detach(), mask, dim=None)
     return loss, masked_mean(clipped.float(), mask, dim=None), kl

@@ -1,4 +1,4 @@
-"""Read OpenRLHF's arguments with its own parser, and say what a launch takes from its machine."""
+"""This adapter's ``Trainer`` (jetrl_patch/registry.py): read OpenRLHF's arguments, and list what a launch needs."""
 
 from __future__ import annotations
 
@@ -14,19 +14,23 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jetrl_patch.adapters.openrlhf import settings
+from jetrl_patch.adapters.openrlhf.model import prepare
+from jetrl_patch.adapters.openrlhf.settings import chosen, complete, problems, program_problem, reward_problems
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.patching.guards import file_of
 from jetrl_patch.registry import Needs, Place, Pool
 
-__all__ = ["asked_for", "model_path", "needs", "needs_flash_attn", "programs", "read"]
+__all__ = [
+    "asked_for", "chosen", "complete", "model_path", "needs", "needs_flash_attn", "prepare", "problems", "program_problem",
+    "programs", "read",
+]  # fmt: skip
 
 
-# ---- What a launch of OpenRLHF takes from its machine: GPUs, models, data ------------------------
+# ---- What a launch needs on its machine: GPUs, models, data --------------------------------------
 
 def needs(args: Any) -> Needs:
-    """Return what a launch with these arguments takes from its machine."""
+    """Return what a launch with these arguments needs on its machine."""
     return Needs(
         pools=tuple(_pools(args)),
         num_gpus=("num_gpus of ray.init", None),
@@ -41,7 +45,7 @@ def needs(args: Any) -> Needs:
 
 
 def _pools(args: Any) -> Iterator[Pool]:
-    """The groups of actors that share no GPU, as ``train`` in ``train_ppo_ray.py`` places them."""
+    """The groups of actors that share no GPU, as placed by ``train`` in ``train_ppo_ray.py``."""
     everything = args.train.colocate_all
 
     def group(name: str) -> Pool:
@@ -50,7 +54,7 @@ def _pools(args: Any) -> Iterator[Pool]:
 
     yield group("actor")
     if args.vllm.num_engines and not (everything and not args.train.async_enable):
-        # an engine's GPUs are anywhere in the cluster, so they count as one node's
+        # an engine may be anywhere in the cluster, so all engines count as one node
         yield Pool("--vllm.num_engines x --vllm.tensor_parallel_size", args.vllm.num_engines * args.vllm.tensor_parallel_size, 1)
     if args.algo.kl.init_coef > 0 and not everything and not args.train.colocate_actor_ref:
         yield group("ref")
@@ -88,8 +92,8 @@ def _files(args: Any) -> Iterator[Place]:
 
 
 # ---- Read OpenRLHF's arguments with its own parser, for ``jetrl doctor`` -------------------------
-# The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. They are extracted from
-# the syntax tree and run alone, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
+# The parser and the checks after it are under ``if __name__ == "__main__"`` in ``train_ppo_ray.py``. Only they are taken from the
+# syntax tree and run, without importing OpenRLHF (torch, Ray, DeepSpeed, vLLM) and without training.
 
 #: the program whose arguments can be read
 programs = (PROGRAMS["openrlhf"],)
@@ -105,9 +109,7 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
         required, fix = "cli/train_ppo_ray.py and utils/config.py", "install openrlhf"
         raise ConfigError(explain("openrlhf in this environment", required=required, found="at most one of them", fix=fix))
     tree = ast.parse(path.read_text())
-    body = next(
-        (node.body for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)), []
-    )
+    body = next((node.body for node in tree.body if isinstance(node, ast.If) and "__main__" in ast.unparse(node.test)), [])
     cut = next((i for i, node in enumerate(body) if "parse_args()" in ast.unparse(node)), None)
     if cut is None:
         fix = "install a supported version of openrlhf"
@@ -116,7 +118,7 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
     _execute([node for node in tree.body if _is_stdlib_import(node)] + body[:cut], names, path)
     flat = _parse_args(names["parser"], arguments)
     names["args"] = _load(tools).hierarchize(flat)
-    for problem in settings.reward_problems(names["args"]):  # of which OpenRLHF's checks would split a name
+    for problem in reward_problems(names["args"]):  # first, because OpenRLHF's checks fail on a missing reward
         raise problem
     checks = [node for node in body[cut + 1 :] if not _imports_or_trains(node)]
     try:
@@ -124,7 +126,7 @@ def read(arguments: Sequence[str], target: str = PROGRAMS["openrlhf"]) -> Any:
             _execute(checks, names, path)
     except AssertionError as error:
         raise ConfigError(f"OpenRLHF refuses its arguments: {' '.join(str(error).split())}") from error
-    except Exception as error:  # its checks compute with what may be missing or zero
+    except Exception as error:  # its checks calculate with arguments that may be missing or zero
         line = next(frame.lineno for frame in reversed(traceback.extract_tb(error.__traceback__)) if frame.filename == str(path))
         words = f"OpenRLHF's checks of its arguments end in {type(error).__name__}: {' '.join(str(error).split())}"
         raise ConfigError(f"{words}. Look at line {line} of {path}, which reads an argument that is missing or zero.") from error
@@ -141,7 +143,7 @@ def model_path(args: Any) -> tuple[str, str]:
 
 
 def needs_flash_attn(args: Any) -> str:
-    """Return what needs flash-attn on a GPU: an argument, or OpenRLHF itself, which imports it in every run."""
+    """Return what needs flash-attn on a GPU: an argument, or else OpenRLHF itself, which imports it in every run."""
     chosen = args.ds.attn_implementation
     if chosen.startswith("flash"):
         return f"--ds.attn_implementation {chosen}"

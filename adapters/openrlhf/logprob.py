@@ -1,5 +1,4 @@
-"""Compute the trainer's log-probs as the rollout does, in exact mode and FP16, or take the rollout's
-(``old_log_probs="rollout"``)."""
+"""Compute the trainer's log-probs as the rollout does (exact mode, FP16), or reuse the rollout's as the old ones."""
 
 from __future__ import annotations
 
@@ -22,17 +21,17 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- ``old_log_probs="rollout"`` in OpenRLHF: the policy's forward pass while experience is made is left out
-# Driver: ``make_experience`` decides for the step, ``_dispatch_forward`` answers for the policy actors, with a share of the
-# samples computed and compared where later updates cannot check. Actor: ``training_step`` compares in the first update.
+# ---- ``old_log_probs="rollout"``: skip the policy's forward pass while experience is made ---------
+# In the driver, ``make_experience`` decides for each step, and ``_dispatch_forward`` answers in place of the policy actors. Where
+# later updates cannot check all samples, it has a share of them computed and compared. In the actor, ``training_step`` compares
+# in the first update.
 
 def may_skip(samples: Sequence[Any], are_current: Callable[[Any], Any]) -> bool:
     """Whether the rollout's log-probs are the old ones of this step.
 
     Args:
         samples: OpenRLHF's experiences, before any forward pass.
-        are_current: gives a bool [B, A] that is True where the trainer's current weights made the tokens. For others the pass
-            computes what the rollout does not know.
+        are_current: returns a bool [B], True for samples made by the trainer's current weights. The others need the pass.
     """
     if not session.active_config().skips_old_pass or DRIVER.audit.failed:
         return False
@@ -61,13 +60,13 @@ def dispatch_forward(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_frozen(args: Any, step: int) -> bool:
-    """Whether the policy is not trained in this step, or in this step on the samples of the frozen steps before it too."""
+    """Whether this step does not train the policy, or trains it on samples of earlier, frozen steps too."""
     last: int = args.critic.freezing_steps  # the first step is 0; -1 freezes none
     return last >= 0 and step <= last + 1
 
 
 def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
-    """The samples to compute, by ``audit_fraction``; none if the step has one update, which checks all of them."""
+    """The samples to compute (``audit_fraction``); none if the step has a single update, which checks all samples."""
     rows = sum(len(found.sequences) for found in samples)
     if rows <= args.train.batch_size and not DRIVER.frozen:
         return []
@@ -75,7 +74,7 @@ def _chosen(samples: Sequence[Any], args: Any, actors: int) -> list[int]:
 
 
 def _equal(computed: Sequence[Any], samples: Sequence[Any]) -> bool:
-    """Compare each, also after a difference, so that the log has all figures. Raises AuditError as the settings say."""
+    """Compare all, even after a difference, so that the log has every figure. Raises AuditError with ``on_mismatch="stop"``."""
     config = session.active_config()
     found = [
         DRIVER.audit.compare(log_probs, of.rollout_log_probs, of.action_mask, config, names(of))
@@ -85,7 +84,7 @@ def _equal(computed: Sequence[Any], samples: Sequence[Any]) -> bool:
 
 
 def names(experience: Any) -> list[str]:
-    """What identifies each sample of an experience in the log: its prompt."""
+    """Names for the samples of an experience in messages: their prompts."""
     return [f"a sample of prompt {prompt!r:.60}" for prompt in experience.prompts or ()]
 
 
@@ -107,8 +106,8 @@ def training_step(original: Callable[..., Any]) -> Callable[..., Any]:
 def check_forward(log_probs: Any) -> None:
     """Compare a forward pass [B, A] with the old log-probs of the batch in ``training_step``, before its loss is computed.
 
-    Where they differ and the run goes on, the batch gets what the left-out pass would have computed: the weights are the same.
-    Raises AuditError.
+    If they differ and the run continues, the batch gets the log-probs of this pass. With the same weights, the skipped pass would
+    have computed them too. Raises AuditError.
     """
     experience = WORKER.checked
     if experience is None:
@@ -119,11 +118,11 @@ def check_forward(log_probs: Any) -> None:
 
 
 # ---- Compute the trainer's log-probs as the rollout does, in exact mode and FP16 -----------------
-# vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax.
-# OpenRLHF samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by
-# −log(1 − p(EOS)). The trainer bans EOS there too, because this is the policy that sampled.
+# vLLM's sampler casts logits to FP32, divides by the temperature, sets banned tokens to −inf and takes the log-softmax. OpenRLHF
+# samples with ``min_tokens=1``, so vLLM bans EOS at the first token of a response, whose log-prob rises by −log(1 − p(EOS)). The
+# trainer bans EOS there too, because that policy made the sample.
 
-#: value of a banned logit: its exp is 0 as for -inf
+#: a banned logit: its exp is 0, like that of -inf
 BANNED = -1e30
 
 _same_log_probs = while_config(lambda config: config.same_log_probs)
@@ -133,11 +132,13 @@ MIN_TOKENS = 1
 
 
 class _Current(threading.local):
-    """The batch in this thread's ``Actor.forward``.
+    """The batch in this thread's ``Actor.forward``, which calls the two functions below without it.
 
-    ``first`` is a bool [B, T] of first response tokens, ``packed`` the mask of tokens [B, T] if the batch gets packed,
-    ``temperature`` what the logits have not been divided by yet, and ``alone`` tells whether they are read for log-probs and
-    nothing else.
+    Attributes:
+        first: bool [B, T], the first tokens of responses. None outside of the forward pass.
+        packed: mask of tokens [B, T], if the batch is packed.
+        temperature: the division that the logits still need.
+        alone: whether the logits are used for nothing but log-probs.
     """
 
     first: Any = None
@@ -153,14 +154,12 @@ _current = _Current()
 def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``Actor.forward``: remember where responses begin while it computes log-probs, and check those of an update.
 
-    It also keeps OpenRLHF from dividing the logits in place by the temperature, a number: CUDA then multiplies by its
-    reciprocal, whose bits are not those of vLLM's division by a tensor.
+    It also keeps OpenRLHF from dividing the logits by a Python number: CUDA multiplies by its reciprocal, whose bits
+    differ from vLLM's division by a tensor.
     """
 
-    def forward(
-        self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any
-    ) -> Any:
-        if action_mask is None or getattr(self, "_jetrl", None) is None:
+    def forward(self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if action_mask is None or self not in WORKER.sources:
             return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
         _current.first = first_tokens(action_mask, sequences.shape[1])
         _current.packed = attention_mask if getattr(self, "packing_samples", False) else None
@@ -178,12 +177,12 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-#: place of ``return_entropy`` among the arguments of ``Actor.forward`` after ``attention_mask``
+#: index of ``return_entropy`` among the arguments of ``Actor.forward`` after ``attention_mask``
 _RETURN_ENTROPY = 6
 
 
 def first_tokens(action_mask: Any, width: int) -> Any:
-    """Mark the rows of the logits [B, T] that predict the first token of a response (of each turn).
+    """Mark the rows of the logits [B, T] that predict the first token of a response, in each turn.
 
     Args:
         action_mask: [B, A], nonzero at response tokens; its last column belongs to logits row T - 2.
@@ -218,7 +217,7 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @_same_log_probs
 def compute_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: it gets the logits [..., V] of the policy that samples."""
+    """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: divide the logits [..., V] by the temperature first."""
 
     def compute_entropy(logits: Any) -> Any:
         if _current.temperature == 1.0:
@@ -231,7 +230,7 @@ def compute_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def packed(values: Any, mask: Any, tokens: int) -> Any:
-    """Return the values [B, T] where ``mask`` is nonzero, in order, [tokens]. The host does not wait for their number."""
+    """Return the values [B, T] where ``mask`` is nonzero, in order, [tokens], without synchronizing with the host."""
     import torch
 
     order = torch.sort(mask.flatten().bool(), descending=True, stable=True).indices
@@ -251,7 +250,7 @@ def ban_at(first: Any, tokens: Any) -> Any:
 
 @functools.lru_cache(maxsize=8)
 def _on(tokens: tuple[int, ...], device: Any) -> Any:
-    """Token ids on their device; copying them there at each batch would make the host wait."""
+    """Token ids on a device. Copying them for each batch would synchronize with the host."""
     import torch
 
     return torch.tensor(tokens, dtype=torch.long, device=device)
@@ -259,7 +258,7 @@ def _on(tokens: tuple[int, ...], device: Any) -> Any:
 
 @while_config(lambda config: config.exact)
 def process_response(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``SamplesGenerator._process_response_into_experience``, where a sample's turns are still known as ranges."""
+    """Wrap ``SamplesGenerator._process_response_into_experience``, which still has the token range of each turn."""
 
     def _process_response_into_experience(self: Any, response: Any, **kwargs: Any) -> Any:
         check_turns(response["action_ranges"])
@@ -269,37 +268,23 @@ def process_response(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_turns(ranges: Iterable[tuple[int, int]]) -> None:
-    """Raise ConfigError for a turn of an agent that follows another without a token between them.
+    """Raise ConfigError if an agent's turn directly follows another one.
 
-    vLLM bans the end at the first token of each, and a sample's mask would join the two.
+    vLLM bans EOS at the first token of each turn, but the sample's mask joins the two.
 
     Args:
         ranges: first and one past the last token of each turn.
     """
     for (_, end), (start, _) in itertools.pairwise(ranges):
         if start == end:
-            raise ConfigError(
-                explain(
-                    "turns of an OpenRLHF agent with align='exact'",
-                    required="tokens of the environment between two turns",
-                    found=f"a turn that begins at token {start}, where another ends",
-                    fix="return a non-empty environment_feedback unless done=True, or use align='linear'",
-                )
-            )
+            what, required = "turns of an OpenRLHF agent with align='exact'", "tokens of the environment between two turns"
+            fix = "return a non-empty environment_feedback unless done=True, or use align='linear'"
+            found = f"a turn that begins at token {start}, where another ends"
+            raise ConfigError(explain(what, required=required, found=found, fix=fix))
 
 
 def check_sampling(min_tokens: int) -> None:
     """Raise ConfigError for a ``min_tokens`` that the trainer cannot reproduce in exact mode."""
-    if _exact() and min_tokens > MIN_TOKENS:
-        raise ConfigError(
-            explain(
-                "min_tokens in exact mode",
-                required=f"at most {MIN_TOKENS}, which the trainer reproduces",
-                found=str(min_tokens),
-                fix=f"set min_tokens to {MIN_TOKENS}, or use align='linear'",
-            )
-        )
-
-
-def _exact() -> bool:
-    return session.active_with(lambda config: config.exact)
+    if session.active_with(lambda config: config.exact) and min_tokens > MIN_TOKENS:
+        required, fix = f"at most {MIN_TOKENS}, which the trainer reproduces", f"set it to {MIN_TOKENS}, or use align='linear'"
+        raise ConfigError(explain("min_tokens in exact mode", required=required, found=str(min_tokens), fix=fix))

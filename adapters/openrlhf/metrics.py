@@ -11,9 +11,9 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import correction, logprob, sync
-from jetrl_patch.adapters.openrlhf.audit import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.logprob import check_sampling
 from jetrl_patch.adapters.openrlhf.settings import check_mark
+from jetrl_patch.adapters.openrlhf.startup import ask_actors, audit
 from jetrl_patch.adapters.openrlhf.state import DRIVER, ENGINE
 from jetrl_patch.adapters.openrlhf.transport import decode
 from jetrl_patch.measure.mismatch import Mismatch
@@ -35,9 +35,8 @@ __all__ = [
 
 
 # ---- Record which weights made a sample: the number of the engine's last weight sync at the first and last token
-# This runs in OpenRLHF's ``RolloutRayActor``, which passes weight syncs and requests to the same vLLM client. The end of a
-# sync sets the version, and each request records it as its tokens arrive. A sample whose two versions differ is a partial
-# rollout, made by more than one version.
+# This runs in OpenRLHF's ``RolloutRayActor``, which passes weight syncs and requests to one vLLM client. The end of a sync sets
+# the version, and each request records it as its tokens arrive. A sample with two versions is a partial rollout.
 
 #: keys of a sample's logs, and so of OpenRLHF's ``Experience.info``
 FIRST, LAST = "jetrl/version_first", "jetrl/version_last"
@@ -110,7 +109,7 @@ def execute(original: Callable[..., Any]) -> Callable[..., Any]:
 
 logger = logging.getLogger(__name__)
 
-#: vLLM returns log-probs after the processing of its sampler, which the trainer reproduces
+#: vLLM returns log-probs after its sampler's processing, which the trainer reproduces
 LOGPROBS_MODE = "processed_logprobs"
 
 
@@ -199,7 +198,7 @@ def note_mismatch(experiences: Sequence[Any], args: Any) -> Mismatch | None:
 
 
 def _corrected(experiences: Sequence[Any], args: Any) -> dict[str, float]:
-    """Metrics of the correction where the old log-probs are the rollout's: every weight is 1."""
+    """Metrics of the correction in a step whose old log-probs are the rollout's: every weight is 1."""
     import torch
 
     mask = _rows([e.action_mask for e in experiences], max(e.action_mask.shape[1] for e in experiences))
@@ -211,7 +210,7 @@ def _warn(line: str) -> None:
 
 
 def note_audit(reports: Sequence[dict[str, Any]]) -> None:
-    """Keep the metrics of a step whose policy pass was left out: what the driver and all actors compared."""
+    """Keep the metrics of a step whose policy pass was skipped, from the comparisons of the driver and all actors."""
     corrected, DRIVER.corrected = DRIVER.corrected, None
     parts = [report["audit"] for report in reports]
     DRIVER.audit.failed |= any(part["differed"] for part in parts)
@@ -225,8 +224,8 @@ def note_audit(reports: Sequence[dict[str, Any]]) -> None:
 def _current(experience: Any, args: Any) -> Any:
     """Bool [B]: True for samples that were made entirely with the trainer's current weights.
 
-    Samples without a version all count (BF16 mode uses OpenRLHF's own sync), but not in an asynchronous run in exact mode: an
-    executor of the user's own made them, with weights that nobody knows.
+    Samples without a version count as current, because BF16 mode uses OpenRLHF's own sync. In an asynchronous run in exact mode
+    they do not: they come from the user's own executor, with unknown weights.
     """
     import torch
 
@@ -259,7 +258,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_sync(reports: Sequence[dict[str, Any]]) -> None:
-    """Keep the policy actors' reports of a sync: rank 0 sends, all ranks take part."""
+    """Keep the metrics of a sync from the policy actors' reports, rank 0 first."""
     DRIVER.metrics.update(sync_metrics(reports))
     DRIVER.version = reports[0]["version"]
     note_audit(reports)
@@ -272,11 +271,11 @@ def train_step(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``BasePPOTrainer.train_step``: add the plugin's metrics to the step's status, which OpenRLHF logs."""
 
     def train_step(self: Any, rollout_samples: Any, global_step: int) -> Any:
-        if not getattr(self, "_jetrl_audited", False):
+        if DRIVER.audited is not self:  # before the first step
             reports = audit(self)
             DRIVER.version = max((report["version"] for report in reports), default=0)
             sync.tell(self, next((report["guarded"] for report in reports if report["role"] == "policy actor"), []))
-            self._jetrl_audited = True
+            DRIVER.audited = self
         DRIVER.frozen = logprob.is_frozen(self.args, global_step)
         status, step = original(self, rollout_samples, global_step)
         status.update(say_if_nothing(DRIVER.take(), _warn))

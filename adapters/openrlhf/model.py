@@ -18,16 +18,16 @@ from jetrl_patch.trainer.source import Source, convert
 __all__ = ["actor_init", "setup_distributed", "stop_tokens"]
 
 
-# ---- Tell the FP8 layers that their weights stay as they are from one of DeepSpeed's updates to the next
+# ---- Tell the FP8 layers that their weights do not change between two of DeepSpeed's updates ------
 
 while_training_in_fp8 = while_config(lambda config: config.fp8_train)
 
 
 @while_training_in_fp8
 def ppo_train(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``ActorPPOTrainer.ppo_train``: all micro-batches and updates on the samples of a step.
+    """Wrap ``ActorPPOTrainer.ppo_train``, which runs all micro-batches and updates on the samples of a step.
 
-    Not under ZeRO-3, whose ranks free the gathered weights after each layer.
+    ZeRO-3 is excluded: its ranks free the gathered weights after each layer.
     """
 
     def ppo_train(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -42,7 +42,7 @@ def ppo_train(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_training_in_fp8
 def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DeepspeedStrategy.optimizer_step``, which writes the weights, unless it only counts a micro-batch."""
+    """Wrap ``DeepspeedStrategy.optimizer_step``, which changes the weights unless it only counts a micro-batch."""
 
     def optimizer_step(self: Any, _optimizer: Any, model: Any, _scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         from jetrl_patch.fp8.unchanged import written_weights
@@ -54,7 +54,7 @@ def optimizer_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _only_counts(model: Any) -> bool:
-    """Whether DeepSpeed's ``step`` leaves the weights as they are, by what it asks itself. When in doubt it writes them."""
+    """Whether DeepSpeed's ``step`` leaves the weights unchanged, by DeepSpeed's own conditions. False if unknown."""
     engine = model if hasattr(model, "is_gradient_accumulation_boundary") else getattr(model, "model", None)
     boundary = getattr(engine, "is_gradient_accumulation_boundary", None)
     if boundary is None or getattr(engine, "zenflow", False):
@@ -95,18 +95,18 @@ def actor_init(original: Callable[..., Any]) -> Callable[..., Any]:
             WORKER.stop_tokens = stop_tokens(str(pretrain_or_model))
         original(self, pretrain_or_model, attn_implementation, *args, **kwargs)
         settings.check_model(self.model, str(pretrain_or_model))
-        self._jetrl = prepare(self.model, config, self)
-        WORKER.followers.add(self._jetrl)
+        source = WORKER.sources[self] = prepare(self.model, config, self)
+        WORKER.followers.add(source)
 
     return __init__
 
 
 def prepare(model: Any, config: Config, actor: Any) -> Source:
-    """Convert the loaded model of an ``Actor``, whole or already partitioned by ZeRO-3, and return what the weight sync sends."""
+    """Convert the loaded model of an ``Actor``, also if ZeRO-3 has partitioned it. Return what weight syncs send."""
     import torch
 
     if config.quantized_rollout:
-        for problem in model_problems(WORKER.args, model.config, config):  # the driver has checked a local folder
+        for problem in model_problems(WORKER.args, model.config, config):  # the driver has only checked local folders
             raise problem
     return convert(
         model,

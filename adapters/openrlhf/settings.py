@@ -11,7 +11,7 @@ from typing import Any
 
 from jetrl_patch import registry, session
 from jetrl_patch.adapters.openrlhf import checkpoint, correction, startup, vision
-from jetrl_patch.adapters.openrlhf.state import WORKER
+from jetrl_patch.adapters.openrlhf.state import START, WORKER
 from jetrl_patch.config import Config
 from jetrl_patch.config.arguments import PROGRAMS
 from jetrl_patch.config.checks import CLASSES, MODULE, check_installed
@@ -34,19 +34,19 @@ from jetrl_patch.trainer.rules import (
 )
 
 __all__ = [
-    "OPTIMIZER_RULES", "START", "check", "check_mark", "check_model", "check_weights", "chosen", "complete",
+    "OPTIMIZER_RULES", "check", "check_mark", "check_model", "check_weights", "chosen", "complete",
     "complete_precision", "figures", "get_strategy", "initialize", "model_problems", "optimizer_step", "precision_problems",
     "problems", "program_problem",
 ]  # fmt: skip
 
 
-# ---- Optimizer states in OpenRLHF: pass DeepSpeed an optimizer where OpenRLHF passes it a name ---
-# ZeRO flattens parameters before the optimizer sees them and keeps no state itself. Stages 1 to 3 therefore work: the
-# optimizer keeps states of the flat partition that a rank owns. Stage 0 trains, but cannot load its own checkpoint.
+# ---- Optimizer states: pass DeepSpeed an optimizer where OpenRLHF passes a name ------------------
+# ZeRO flattens parameters before the optimizer sees them and keeps no state itself. Stages 1 to 3 therefore work: the optimizer
+# holds states for the flat partition of its rank. Stage 0 trains, but cannot load its own checkpoint.
 
 _STATES = "adam, whose states optimizer_states selects"
 
-#: OpenRLHF's AdamW options; the others ("torch_adam") select one of DeepSpeed's classes
+#: OpenRLHF's AdamW options; others ("torch_adam") select one of DeepSpeed's classes
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 
 #: arguments that ``optimizer_states`` other than 'fp32' exclude
@@ -63,7 +63,7 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
 def initialize(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``deepspeed.initialize``: replace the AdamW in the configuration by the plugin's, with the same options.
 
-    Engines without an optimizer (reference model) and those with their own stay unchanged.
+    Engines without an optimizer (reference model) or with their own are unchanged.
     """
     signature = inspect.signature(original)
 
@@ -96,15 +96,13 @@ def _maker(states: str, options: dict[str, Any]) -> Callable[[Any], Any]:
     return make
 
 
-# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` in OpenRLHF ---------------------------
-# Check and complete the arguments, and watch the loss scale.
-#
+# ---- ``precision="fp16"``, ``kv_cache`` and ``head_dtype`` ---------------------------------------
 # OpenRLHF's ``--ds.param_dtype fp16`` loads all models in FP16 and enables DeepSpeed's mixed precision: FP32 masters in its
 # optimizer, and a dynamic loss scale that starts at 2^16, doubles after 1000 good steps and halves at every overflow but the
-# first. OpenRLHF hard-codes BF16 for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that
-# do not fit FP16, counts skipped steps, and stops a run that skips all of them.
+# first. OpenRLHF hard-codes BF16 for its vLLM engines; the vLLM adapter sets them to FP16. This module raises on values that do
+# not fit FP16, counts skipped steps, and stops a run that skips all steps.
 
-_WHOLE = "whole sequences on each rank (where a response begins is looked up in them)"
+_WHOLE = "whole sequences on each rank (the trainer finds the first tokens of responses in them)"
 
 PRECISION_RULES: tuple[Rule, ...] = (
     Rule("ds.ring_attn_size", more_than_one, _WHOLE, "set it to 1", "all"),
@@ -119,7 +117,7 @@ HEAD_RULES: tuple[Rule, ...] = (
 
 
 def precision_problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each argument that contradicts these three settings."""
+    """Yield an error for each argument that conflicts with these three settings."""
 
     def name(path: str) -> str:
         return f"OpenRLHF's --{path}"
@@ -154,7 +152,7 @@ def _pieces(module: Any) -> Iterator[tuple[str, Any]]:
 
 
 def check_model(module: Any, path: str) -> None:
-    """Raise ModelError if the checkpoint does not fit FP16: its weights were loaded in FP16, so too large ones are Inf."""
+    """Raise ModelError if the checkpoint does not fit FP16. It was loaded in FP16, so values that are too large are Inf."""
     if not scales_loss():
         return
     from jetrl_patch.sync.send import check_fits
@@ -165,7 +163,7 @@ def check_model(module: Any, path: str) -> None:
 def check_weights(module: Any) -> None:
     """Check before a weight sync, on every rank, that all weights are finite in FP16.
 
-    Raises SyncError on all ranks, so that none waits in a collective. Each rank names its own weights.
+    Raises SyncError on all ranks, so that none hangs in a collective. Each rank names its own weights.
     """
     if not scales_loss():
         return
@@ -218,12 +216,9 @@ def figures() -> dict[str, float]:
     return WORKER.loss_scale.figures() if scales_loss() else {}
 
 
-# ---- Check and complete OpenRLHF's arguments before any actor starts, so that the user need not edit them
+# ---- Check and complete the arguments ------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
-
-#: the fix for a process that is not patched
-START = "Start OpenRLHF's driver with `jetrl run`, or call jetrl_patch.enable() in it before ray.init."
 
 _FULL = "full weights without LoRA"
 _LIGER = "exact mode's own norm, RoPE and activation"
@@ -259,19 +254,13 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield _without_rollout("OpenRLHF")
         return
     if config.fp8_all_gather:
-        yield ConfigError(
-            explain(
-                "fp8_all_gather=True",
-                required="FSDP2",
-                found="OpenRLHF, which trains with DeepSpeed",
-                fix="set fp8_all_gather=False",
-            )
-        )
+        found, fix = "OpenRLHF, which trains with DeepSpeed", "set fp8_all_gather=False"
+        yield ConfigError(explain("fp8_all_gather=True", required="FSDP2", found=found, fix=fix))
     if config.returns_routes:
         what, off = "measure_routes=True", "measure_routes=False"
         if config.router_replay != "none":
             what, off = f"router_replay={config.router_replay!r}", "router_replay='none'"
-        required, runs = "verl, whose samples carry the rollout's routes", "OpenRLHF, whose samples do not"
+        required, runs = "verl, whose samples contain the rollout's routes", "OpenRLHF, whose samples do not"
         yield ConfigError(explain(what, required=required, found=runs, fix=f"set {off}"))
     yield from startup.abandoned()
     rules = RULES
@@ -296,7 +285,7 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
 
 
 def reward_problems(args: Any) -> Iterator[JetrlError]:
-    """Yield an error where nothing scores the samples: OpenRLHF starts its actors all the same, or ends in a traceback."""
+    """Yield an error if nothing scores the samples: OpenRLHF would start its actors anyway, or end in a traceback."""
     sources = ("reward.remote_url", "reward.model_name_or_path", "train.agent_func_path")
     if not any(_get(args, path) for path in sources):
         required = "a reward: a file or a server (--reward.remote_url), a model, or an agent (--train.agent_func_path)"
@@ -305,12 +294,12 @@ def reward_problems(args: Any) -> Iterator[JetrlError]:
 
 
 def model_problems(args: Any, hf_config: Any, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for a model that a mode with a quantized rollout covers, but not with OpenRLHF or with these arguments."""
+    """Yield an error for a model that a quantized rollout does not support in OpenRLHF, or with these arguments."""
     what = "the model with OpenRLHF and a quantized rollout"
     if not is_vision_language(hf_config):
         yield from raised(lambda: require_attention(hf_config, what, f"use {UNQUANTIZED}"))
     elif expert_sizes(hf_config) is not None:
-        required, fix = "no experts beside a vision tower (they have not run so)", f"use a dense model, or {UNQUANTIZED}"
+        required, fix = "no experts with a vision tower (an untested combination)", f"use a dense model, or {UNQUANTIZED}"
         yield ModelError(explain(what, required=required, found=f"model_type={hf_config.model_type!r}", fix=fix))
     yield from vision.problems(lambda path: _get(args, path), hf_config, config)
 
@@ -339,14 +328,14 @@ def complete(args: Any, config: Config) -> list[str]:
         changes.append(f"--vllm.enforce_eager: a compiled graph {why}")
     if config.exact and _get(args, "train.async_enable"):
         changes.append(
-            "asynchronous rollouts may use older weights than the trainer's: exact mode covers only samples of the same "
-            "weights, and jetrl/stale_fraction reports the share of the others"
+            "asynchronous rollouts may use older weights than the trainer's: exact mode covers only samples of the trainer's "
+            "current weights, and jetrl/stale_fraction reports the share of the others"
         )
     return changes
 
 
 def program_problem(target: str) -> JetrlError | None:
-    """Return the error for a training of OpenRLHF without a rollout; None for any other program."""
+    """Return the error for an OpenRLHF training without a rollout; None for any other program."""
     module = ".".join(PurePath(target).with_suffix("").parts) if target.endswith(".py") else target
     trains = re.search(r"(^|\.)openrlhf\.cli\.train_\w+$", module)
     if trains is None or module.endswith(PROGRAMS["openrlhf"]):
@@ -355,14 +344,8 @@ def program_problem(target: str) -> JetrlError | None:
 
 
 def _without_rollout(where: str) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"jetrl_patch in {where}",
-            required=f"{PROGRAMS['openrlhf']}, which has a rollout",
-            found="training without a rollout (SFT, reward model, DPO)",
-            fix="start this training without jetrl_patch",
-        )
-    )
+    required, found = f"{PROGRAMS['openrlhf']}, which has a rollout", "training without a rollout (SFT, reward model, DPO)"
+    return ConfigError(explain(f"jetrl_patch in {where}", required=required, found=found, fix="start it without jetrl_patch"))
 
 
 def check_mark(args: Any, where: str) -> None:

@@ -1,4 +1,4 @@
-"""The start of a run: Ray's copies of methods, engines that exist before a process group opens, and stale locks of builds."""
+"""The start of a run: renew Ray's copies of methods, wait for engines, reject stale build locks, and compare all processes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,24 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from jetrl_patch.errors import ConfigError, JetrlError, explain
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf.state import START
+from jetrl_patch.adapters.openrlhf.transport import Orders
+from jetrl_patch.config import Config
+from jetrl_patch.errors import ConfigError, JetrlError, NotPatchedError, explain
 from jetrl_patch.registry import Journal
 from jetrl_patch.session import while_active
+from jetrl_patch.trainer.rules import require_same
 
-__all__ = ["abandoned", "init_vllm_sync_group", "require_running", "wait"]
+__all__ = [
+    "abandoned", "ask_actors", "ask_engines", "audit", "check_report", "init_vllm_sync_group", "renew", "require_running", "wait",
+]  # fmt: skip
 
 
 # ---- Renew Ray's copies of inherited methods -----------------------------------------------------
-# ``@ray.remote`` sets every method of a class, including inherited ones, on the class that it exports. A subclass decorated in
-# the module of its base therefore holds copies from before the patch. A renewed copy is the patched function itself, which Ray
-# pickles by name, so each worker uses its own.
+# ``@ray.remote`` copies every method of a class, including inherited ones, to the class that it exports. A subclass decorated in
+# its base's module therefore holds copies from before the patch. A renewed copy is the patched function itself, which Ray pickles
+# by name, so each worker uses its own.
 
 REASON = (
     "@ray.remote copied the base class's methods into this class before they were patched, so actors would run the originals"
@@ -39,18 +46,13 @@ def renew(module: ModuleType, journal: Journal, *, base: str, names: Sequence[st
         for name in names:
             if name in vars(exported.__ray_actor_class__):
                 continue  # an override, which calls the base's method by name
-            journal.set_attr(
-                exported,
-                name,
-                vars(parent)[name],
-                target=f"{module.__name__}.{exported.__name__}.{name}",
-                reason=REASON,
-            )
+            target = f"{module.__name__}.{exported.__name__}.{name}"
+            journal.set_attr(exported, name, vars(parent)[name], target=target, reason=REASON)
 
 
-# ---- Before a policy actor opens the process group that it shares with vLLM's engines, make sure that they exist
-# The group waits for every member without a limit. An engine that could not be built is dead, never joins, and the run would hang
-# with the engine's error somewhere in the log.
+# ---- Wait for vLLM's engines before a policy actor opens the process group that it shares with them
+# The group waits for every member without a timeout. An engine that failed to start never joins, so the run would hang, with the
+# engine's error somewhere in the log.
 
 @while_active
 def init_vllm_sync_group(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -64,7 +66,7 @@ def init_vllm_sync_group(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def require_running(engines: Sequence[Any]) -> None:
-    """Wait while Ray builds the engines, as long as that takes. Raises JetrlError with the cause as soon as one is dead."""
+    """Wait until Ray has built all engines. Raises JetrlError with the cause as soon as one is dead."""
     import ray
     from ray.exceptions import RayActorError
 
@@ -75,27 +77,27 @@ def require_running(engines: Sequence[Any]) -> None:
         try:
             ray.get(call)
         except RayActorError as error:
-            required, fix = "a running engine", "remove the cause, which the engine's own output tells in full, and start again"
+            required, fix = "a running engine", "remove the cause, which the engine's output shows in full, and start again"
             raise JetrlError(explain(f"vLLM engine {number}", required=required, found=_cause(str(error)), fix=fix)) from error
 
 
 def _cause(text: str) -> str:
-    """The last exception in a traceback that Ray passes on: its line and what follows, in one line."""
+    """The last exception in a traceback from Ray, with what follows it, in one line."""
     lines = text.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if re.match(r"[A-Za-z_][\w.]*: ", line)]
     return textwrap.shorten(" ".join(lines[starts[-1] if starts else -1 :]), 300, placeholder=" …").rstrip(".")
 
 
-# ---- Locks of PyTorch's builds of C++ extensions, which a killed process leaves behind -----------
-# DeepSpeed builds its operators when an actor starts, and ``torch.utils.cpp_extension`` keeps other processes out with a lock
-# file. It stays if the process is killed, and every later run then waits for it forever and without a word.
+# ---- Stale locks of PyTorch's builds of C++ extensions -------------------------------------------
+# DeepSpeed builds its operators when an actor starts, and ``torch.utils.cpp_extension`` excludes other processes with a lock
+# file. A killed process leaves the file behind, and every later run then waits for it forever, silently.
 
 #: seconds without a change in its folder after which a build counts as dead; compiling one file takes far less
 LIMIT = 600.0
 
 
 def abandoned() -> Iterator[ConfigError]:
-    """Yield an error for each lock in PyTorch's folder of extensions whose build has not changed a file for ``LIMIT``."""
+    """Yield an error for each lock in PyTorch's extension folder whose build has changed no file for ``LIMIT``."""
     root = os.environ.get("TORCH_EXTENSIONS_DIR")  # without it, one folder for each version of Python and CUDA
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "torch_extensions"
     for lock in sorted(Path(root).glob("*/lock") if root else cache.glob("*/*/lock")):
@@ -108,7 +110,7 @@ def abandoned() -> Iterator[ConfigError]:
 def wait(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``FileBaton.wait``: wait while the build that holds the lock makes progress.
 
-    The clock of a shared file system may differ from this machine's, so the time since the last change *seen* counts.
+    A shared file system's clock may differ from this machine's, so the time since this process last saw a change counts.
     """
 
     def wait(self: Any) -> None:
@@ -137,11 +139,67 @@ def _last_change(lock: Path) -> float:
 
 
 def _dead(lock: Path, seconds: float) -> ConfigError:
-    return ConfigError(
-        explain(
-            f"PyTorch's C++ extension {lock.parent.name}",
-            required="a build that ends",
-            found=f"{lock}, the lock of a build that changed no file for {seconds / 60:.0f} minutes",
-            fix="delete this file, which a killed process left behind, and start again",
+    found = f"{lock}, the lock of a build that changed no file for {seconds / 60:.0f} minutes"
+    fix = "delete this file, which a killed process left behind, and start again"
+    return ConfigError(explain(f"PyTorch's C++ extension {lock.parent.name}", required="a build that ends", found=found, fix=fix))
+
+
+# ---- Before the first training step, check that every process of the run is patched like the driver
+
+def audit(trainer: Any) -> list[dict[str, Any]]:
+    """Compare the reports of the vLLM workers and of the actors that compute log-probs, and log each.
+
+    Args:
+        trainer: OpenRLHF's ``BasePPOTrainer``.
+
+    Raises:
+        NotPatchedError: a process is not patched, or has no FP8 layers.
+        ConflictError: a process has other settings.
+    """
+    from openrlhf.utils.logging_utils import init_logger
+
+    config = session.active_config()
+    groups = {"policy actor": trainer.actor_model_group, "reference actor": trainer.reference_model_group}
+    reports = [{"role": role, **found} for role, group in groups.items() if group for found in ask_actors(group, None)]
+    if config.quantized_rollout:
+        reports += [{"role": "vLLM worker", **found} for found in ask_engines(trainer.vllm_engines, config)]
+    logger = init_logger(__name__)
+    for report in reports:
+        check_report(report, config)
+        logger.info(
+            "jetrl_patch: %s pid %s on %s: %s, %d FP8 layers, %d patches applied",
+            report["role"],
+            report["pid"],
+            report["node"],
+            config.precision,
+            report["layers"],
+            sum(state == "applied" for _, state in report["patches"]),
         )
-    )
+    return reports
+
+
+def check_report(report: dict[str, Any], config: Config) -> None:
+    """Compare a process's report with the settings of this process."""
+    where = f"the {report['role']} (pid {report['pid']} on {report['node']})"
+    if not report["config"]:
+        raise NotPatchedError(f"{where} is not patched. {START}")
+    require_same(where, required=config.to_env(), found=report["config"])
+    if config.fp8_train and not report["layers"]:
+        raise NotPatchedError(f"{where} built its model before it was patched, so it has no FP8 layers. {START}")
+
+
+def ask_actors(group: Any, item: Any) -> list[dict[str, Any]]:
+    """Call ``jetrl_report(item)`` on every actor of a ``RayActorGroup``. Raises NotPatchedError if one lacks the method."""
+    import ray
+
+    calls = group.async_run_method("execute_batch", "jetrl_report", {"item": [item]}, 0, 1)
+    try:
+        return [found[0] for found in ray.get(calls)]
+    except AttributeError as error:
+        raise NotPatchedError(f"an actor of OpenRLHF is not patched. {START}") from error
+
+
+def ask_engines(engines: Any, config: Config) -> list[dict[str, Any]]:
+    """Return a report of every vLLM worker, in the form of the actors' reports."""
+    found = Orders(engines, config.sync_timeout).ask("status")
+    return [{**worker, "layers": len(worker["layers"]) + len(worker["guarded"])} for engine in found for worker in engine]

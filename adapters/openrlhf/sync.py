@@ -9,8 +9,8 @@ from typing import Any
 
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf import settings, vision
-from jetrl_patch.adapters.openrlhf.settings import START
-from jetrl_patch.adapters.openrlhf.state import DRIVER, WORKER, where
+from jetrl_patch.adapters.openrlhf.startup import ask_actors
+from jetrl_patch.adapters.openrlhf.state import DRIVER, START, WORKER, where
 from jetrl_patch.adapters.openrlhf.transport import GroupWire, IpcWire, Orders, Wire, send_all
 from jetrl_patch.config import Config
 from jetrl_patch.errors import NotPatchedError, SyncError
@@ -24,12 +24,12 @@ from jetrl_patch.trainer.source import Source, begin_sync
 __all__ = ["broadcast_to_vllm", "figures", "full_weights", "report", "take_lines", "tell", "trainer_init"]
 
 
-# ---- The precision guard and the monitor in OpenRLHF's weight sync: the policy actors decide, the reference follows
-# Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it.
-# The trainer loop learns of it from the sync's report and tells the reference model's actors.
+# ---- The precision guard and the monitor: the policy actors decide, the reference model follows ---
+# Before a sync the guard decides from the figures of all ranks, every rank applies the decision, and the sync announces it. The
+# trainer loop reads it in the sync's report and tells the reference model's actors.
 
 def figures(source: Source) -> dict[str, float]:
-    """Return metrics of the step that this sync ends. Collective. Raises PrecisionError if the monitor must stop the run."""
+    """Return metrics of the step that this sync ends. Collective. Raises PrecisionError if the monitor stops the run."""
     metrics = source.end_sync()
     WORKER.lines += source.take_lines()
     return metrics
@@ -42,9 +42,7 @@ def take_lines() -> list[str]:
 
 
 def tell(trainer: Any, guarded: Sequence[str]) -> None:
-    """In the trainer loop, move the reference model's layers to BF16 like the policy's, from the same step on."""
-    from jetrl_patch.adapters.openrlhf.audit import ask_actors
-
+    """In the trainer loop, move the reference model's layers to BF16 in the same step as the policy's."""
     new = [name for name in guarded if name not in DRIVER.guarded]
     if new and trainer.reference_model_group is not None:
         ask_actors(trainer.reference_model_group, {"to_bf16": new})
@@ -52,8 +50,8 @@ def tell(trainer: Any, guarded: Sequence[str]) -> None:
 
 
 # ---- The trainer's side of the weight sync in OpenRLHF: what is sent, by whom, and what is reported
-# ``ActorPPOTrainer.broadcast_to_vllm`` on every rank → buckets over ``transport.py`` → ``worker.py`` in the vLLM worker. A
-# first sync runs when the trainer is built, so that both sides are compared before the first rollout.
+# ``ActorPPOTrainer.broadcast_to_vllm`` runs on every rank and sends buckets through ``transport.py``. The first sync runs when
+# the trainer is built, so that both sides are compared before the first rollout.
 
 @while_active
 def trainer_init(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -87,7 +85,7 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
         stats, start, monitor = SyncStats(), time.perf_counter(), {}
         if config.quantized_rollout:
             calls = send(self, config, stats)
-            monitor = figures(self.actor._jetrl)
+            monitor = figures(WORKER.sources[self.actor])
         else:
             settings.check_weights(self.actor.model.module)
             calls = _count_plain(self, stats)
@@ -106,15 +104,15 @@ def broadcast_to_vllm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def send(trainer: Any, config: Config, stats: SyncStats) -> int:
-    """Run one sync, on every rank; return the number of this rank's remote calls to engines.
+    """Run one sync, on every rank. Return the number of this rank's remote calls to engines.
 
-    Raises SyncError, AuditError, NotPatchedError or ConflictError. The engines then refuse to generate.
+    Raises SyncError, AuditError, NotPatchedError or ConflictError. Then the engines no longer generate.
     """
     import torch
     import torch.distributed as dist
     from openrlhf.utils.distributed_util import torch_dist_barrier_and_cuda_sync
 
-    source = getattr(trainer.actor, "_jetrl", None)
+    source = WORKER.sources.get(trainer.actor)
     if source is None:
         raise NotPatchedError(f"the trainer's model was built before this process was patched. {START}")
     torch.cuda.empty_cache()
@@ -150,9 +148,9 @@ def send(trainer: Any, config: Config, stats: SyncStats) -> int:
 
 
 def full_weights(model: Any, zero_stage: int) -> Iterator[NamedTensor]:
-    """Yield every parameter, whole, under its Hugging Face name. Each rank must exhaust the iterator.
+    """Yield every whole parameter with its Hugging Face name. Each rank must exhaust the iterator.
 
-    Under ZeRO-3 a parameter is gathered for the consumer and released afterwards.
+    ZeRO-3 gathers a parameter when it is yielded and releases it afterwards.
     """
     import deepspeed
 
@@ -165,8 +163,8 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
     """``BaseModelActor.jetrl_report``, called through ``execute_batch``: identify the actor and report the last sync.
 
     Args:
-        item: ``"sync"`` takes the metrics of the last sync, which are returned only once. ``{"to_bf16": [...]}`` names
-            layers that the policy's precision guard took out of FP8, for the models that follow it.
+        item: ``"sync"`` takes the metrics of the last sync, which are returned only once. ``{"to_bf16": [...]}`` names layers
+            that the policy's precision guard moved to BF16, for the models that follow it.
     """
     if isinstance(item, dict):
         WORKER.followers.to_bf16(item["to_bf16"])
@@ -187,9 +185,9 @@ def report(self: Any, item: Any = None) -> dict[str, Any]:
 
 
 def _compare(answers: list[Any], config: Config) -> None:
-    """Compare the workers' settings and the version that they serve, before any byte is sent.
+    """Compare the workers' settings and versions before any byte is sent.
 
-    A worker that serves nothing, after a failed sync, has not sampled from older weights: this sync repairs it.
+    A worker that serves nothing after a failed sync has not sampled from old weights, and this sync repairs it.
     """
     for answer in (worker for engine in answers for worker in engine):
         who = f"a vLLM worker (pid {answer['pid']} on {answer['node']})"
@@ -202,7 +200,7 @@ def _compare(answers: list[Any], config: Config) -> None:
 
 
 def _from_lead(held: str) -> str:
-    """Return rank 0's value: ranks that share their buckets must decide alike."""
+    """Return rank 0's value, because ranks that share their buckets must decide alike."""
     import torch.distributed as dist
 
     told = [held]

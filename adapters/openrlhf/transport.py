@@ -1,23 +1,30 @@
-"""Send buckets from OpenRLHF's trainer to its vLLM workers over its two transports, with timeouts.
+"""Send buckets from OpenRLHF's trainer to its vLLM workers over its two transports, with timeouts, and receive them there.
 
-Both transports call ``update_weight…`` of each engine, where OpenRLHF sends one parameter per call. An order in JSON
-(``encode``) replaces the parameter's name. Patched workers understand it; unpatched ones refuse it at once.
+Both transports call ``update_weight…`` of each engine, which takes one parameter per call in OpenRLHF. Here an order in JSON
+(``encode``) replaces the parameter's name. A patched worker executes it; an unpatched one raises at once.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+from jetrl_patch import session
+from jetrl_patch.adapters.openrlhf.state import START, where
 from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.sync.receive import State
 from jetrl_patch.sync.remote import as_sync_error
-from jetrl_patch.sync.send import Bucket, Entry
+from jetrl_patch.sync.send import Bucket, Entry, unpack
 
-__all__ = ["GroupWire", "IpcWire", "Orders", "Wire", "decode", "encode", "send_all", "take_shared"]
+__all__ = [
+    "GroupWire", "IpcWire", "Orders", "Wire", "decode", "encode", "entries_of", "send_all", "take_shared", "update_weight",
+    "update_weight_cuda_ipc",
+]  # fmt: skip
 
 _PREFIX = "jetrl:"
 _POLL = 0.2  # seconds
@@ -61,7 +68,7 @@ class Orders:
         return [getattr(engine, method).remote(name, torch.uint8, (size,), *more) for engine in self.engines]
 
     def wait(self, references: list[Any], moved: threading.Event | None = None) -> list[Any]:
-        """Return the answers. Raises a worker's own error, or SyncError if a worker is dead or silent for too long.
+        """Return the answers. Raises a worker's own error, or SyncError if a worker is dead or silent too long.
 
         ``moved`` is set when the trainer's own part, which may block, is done.
         """
@@ -107,7 +114,7 @@ class Wire(Protocol):
 
 
 def send_all(wire: Wire, buckets: Iterable[Bucket]) -> None:
-    """Send buckets; the next one is gathered, quantized and digested while one travels."""
+    """Send buckets. While one travels, the next is gathered, quantized and digested."""
     travels = False
     try:
         for bucket in buckets:
@@ -117,7 +124,7 @@ def send_all(wire: Wire, buckets: Iterable[Bucket]) -> None:
             wire.start(bucket)
             travels = True
     except Exception:
-        if travels:  # the stream broke: let the workers finish with what is on its way, whatever comes of it
+        if travels:  # the stream broke: let the workers finish the bucket on its way, and ignore its result
             with contextlib.suppress(Exception):
                 wire.finish()
         raise
@@ -167,9 +174,9 @@ class GroupWire:
 
 
 class IpcWire:
-    """Colocated transport: each rank shares its bucket with the worker on its own GPU; rank 0 sends the order.
+    """Colocated transport: each rank shares its bucket with the worker on its own GPU, and rank 0 sends the order.
 
-    On a CPU, which has no such sharing, rank 0's bytes travel with the order.
+    A CPU cannot share memory this way, so rank 0's bytes travel with the order.
     """
 
     def __init__(self, orders: Orders) -> None:
@@ -203,7 +210,7 @@ def _share(flat: Any, rank: int) -> dict[str, Any]:
 
 
 def take_shared(handles: dict[str, Any], device: Any) -> Any:
-    """Open a bucket of ``IpcWire`` in the worker: uint8 [n], the trainer's own memory on CUDA."""
+    """Open a bucket of ``IpcWire`` in the worker: uint8 [n], on CUDA the trainer's own memory."""
     import torch
 
     if "cpu" in handles:
@@ -219,3 +226,94 @@ def take_shared(handles: dict[str, Any], device: Any) -> Any:
 def entries_of(order: dict[str, Any]) -> list[Entry]:
     """Return the entries of the bucket that an order describes."""
     return [(str(name), str(dtype), list(shape), int(start)) for name, dtype, shape, start in order["entries"]]
+
+
+# ---- The rollout's end, in the vLLM worker process. The vLLM adapter attached the receiver when it loaded the model
+
+def update_weight(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``WorkerWrap.update_weight``: execute orders. A plain parameter is accepted only without a quantized rollout."""
+
+    def update_weight(self: Any, name: Any, dtype: Any, shape: Any, empty_cache: bool = False) -> Any:
+        order = decode(name)
+        if order is None:
+            if session.active_with(lambda config: config.quantized_rollout):
+                _broadcast(self, dtype, shape)  # or the sender would hang
+                raise _unpatched_trainer()
+            return original(self, name, dtype, shape, empty_cache)
+        session.require_active("the vLLM worker")
+        receiver = self.jetrl_receiver
+        if order["op"] == "bucket":
+            import torch
+
+            flat = _broadcast(self, torch.uint8, shape)
+            receiver.on_bucket(unpack(flat, entries_of(order)))
+            return None
+        if order["op"] == "begin":
+            answer = _who(receiver)
+            receiver.restart()
+            return answer
+        if order["op"] == "status":
+            return {**self.jetrl_report(digests=False), "node": where(), "version": receiver.version}
+        if order["op"] == "end":
+            receiver.version = 0  # no version until the sync is complete
+            report = receiver.finish()
+            receiver.version = order["version"]
+            return report
+        raise SyncError(
+            f"the vLLM worker does not know the order {order['op']!r}. Install the same version of jetrl_patch on both sides."
+        )
+
+    return update_weight
+
+
+def update_weight_cuda_ipc(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replace ``WorkerWrap.update_weight_cuda_ipc``: load buckets from the trainer's memory."""
+
+    def update_weight_cuda_ipc(
+        self: Any, name: Any, dtype: Any, shape: Any, ipc_handles: Any = None, empty_cache: bool = False
+    ) -> Any:
+        order = decode(name)
+        if order is None:
+            if session.active_with(lambda config: config.quantized_rollout):
+                raise _unpatched_trainer()
+            return original(self, name, dtype, shape, ipc_handles, empty_cache)
+        import torch
+
+        session.require_active("the vLLM worker")
+        flat = take_shared(ipc_handles, self.device)
+        self.jetrl_receiver.on_bucket(unpack(flat, entries_of(order)))
+        if flat.is_cuda:
+            torch.cuda.synchronize()  # the trainer writes the next bucket into the same memory
+        return None
+
+    return update_weight_cuda_ipc
+
+
+def _broadcast(worker: Any, dtype: Any, shape: Any) -> Any:
+    """Receive one tensor over the group of ``init_process_group``."""
+    import torch
+
+    device = next(worker.model_runner.get_model().parameters()).device
+    tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
+    if worker._model_update_with_ray:
+        import ray.util.collective as collective
+
+        collective.broadcast(tensor, 0, group_name=worker._model_update_group)
+    else:
+        worker._model_update_group.broadcast(tensor, src=0, stream=torch.cuda.current_stream())
+    return tensor
+
+
+def _who(receiver: Any) -> dict[str, Any]:
+    return {
+        "pid": os.getpid(),
+        "node": where(),
+        "config": session.active_config().to_env(),
+        "serves": receiver.state is State.SERVING,
+        "held": receiver.held(),
+        "version": receiver.version,
+    }
+
+
+def _unpatched_trainer() -> NotPatchedError:
+    return NotPatchedError(f"the trainer that syncs weights is not patched, but this vLLM worker is. {START}")

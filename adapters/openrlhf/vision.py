@@ -1,4 +1,4 @@
-"""Vision-language models in OpenRLHF: what is refused, and what OpenRLHF lacks to train them."""
+"""Vision-language models in OpenRLHF: unsupported settings, and fixes for OpenRLHF's bugs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ from jetrl_patch.trainer.rules import Rule, broken, is_set, positive
 __all__ = ["RULES", "VISION", "forget_images", "never_samples", "placeholders", "problems", "synced"]
 
 
-# ---- Models that see in OpenRLHF: what no run of them has shown to be right, and what OpenRLHF lacks to train them
-# OpenRLHF processes an image once, for the trainer, and hands the picture itself to vLLM with one token in its place. The trainer
-# finds an image's tokens again by their number, wherever they are in a sample. So a response must not have such a token.
+# ---- Settings that no run of a vision-language model has tested, and why OpenRLHF needs fixes ----
+# OpenRLHF processes an image for the trainer and passes the picture itself to vLLM, with one placeholder token in its place. The
+# trainer finds an image by its placeholder tokens, anywhere in a sample, so a response must not contain one.
 #
-# vLLM keeps what its vision tower made of an image and takes it again for the same image. A weight sync changes the tower, unless
-# it is frozen, so what was kept is of the old weights.
+# vLLM caches an image's features. A weight sync changes the vision tower unless it is frozen, so cached features are stale.
 
 _REMOVE = "remove the flag"
 _IMAGES = "data.max_images_per_prompt"
@@ -33,7 +32,7 @@ RULES: tuple[Rule, ...] = (
     Rule(
         "train.partial_rollout_enable",
         is_set,
-        "whole rollouts for a vision-language model (a sync drops what vLLM holds of the images of paused requests)",
+        "whole rollouts for a vision-language model (a sync drops the cached images of paused requests)",
         _REMOVE,
         "quantized",
     ),
@@ -43,12 +42,12 @@ TEXT_RULES: tuple[Rule, ...] = (
     Rule(_IMAGES, positive, "0 for a model without a vision tower", "set it to 0", "quantized"),
 )
 
-#: what vLLM adds to the logit of a token that is never sampled: its log-prob is then below any other's
+#: added to a logit so that vLLM never samples the token
 _NEVER = -100.0
 
 
 def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> Iterator[JetrlError]:
-    """Yield an error for each argument that a model of this kind does not support.
+    """Yield an error for each argument that this kind of model does not support.
 
     Args:
         select: returns the argument at a dotted path.
@@ -60,14 +59,14 @@ def problems(select: Callable[[str], Any], hf_config: Any, config: Config) -> It
 
 
 def placeholders(hf_config: Any) -> list[int]:
-    """Return the tokens that stand in place of images and films in a prompt; none for a model without a known vision tower."""
+    """Return the placeholder tokens of images and videos; none for a model without a known vision tower."""
     ids = (getattr(hf_config, name, None) for name in ("image_token_id", "video_token_id") if is_vision_language(hf_config))
     return [int(token) for token in ids if token is not None]
 
 
 @while_active
 def never_samples(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``AsyncLLM.generate``: no response has a token that stands in place of an image or a film."""
+    """Wrap ``AsyncLLM.generate``: responses contain no placeholder token of an image or video."""
 
     def generate(self: Any, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any) -> Any:
         banned = placeholders(self.model_config.hf_config)
@@ -80,7 +79,7 @@ def never_samples(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def forget_images(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``AsyncLLM.collective_rpc``: after a weight sync vLLM drops what its tower made of images with the old weights."""
+    """Wrap ``AsyncLLM.collective_rpc``: after a weight sync, vLLM drops cached image features."""
 
     async def collective_rpc(self: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None) -> Any:
         result = await original(self, method, timeout, args, kwargs)
@@ -92,7 +91,7 @@ def forget_images(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ends_sync(method: Any, args: Any) -> bool:
-    """Whether this is the last call of a weight sync: the plugin's, or OpenRLHF's own, which then has the cache emptied."""
+    """Whether this call ends a weight sync: the plugin's, or OpenRLHF's own, whose last call asks to empty the cache."""
     if method not in ("update_weight", "update_weight_cuda_ipc") or not args:
         return False
     order = decode(args[0])
@@ -100,7 +99,7 @@ def _ends_sync(method: Any, args: Any) -> bool:
 
 
 def synced(actor: Any) -> list[Any]:
-    """Return the parameters that OpenRLHF's own sync sends: those of a vision-language model only where they are trained."""
+    """Return the parameters that OpenRLHF's own sync sends: all, or the trained ones of a vision-language model."""
     return [p for p in actor.model.module.parameters() if p.requires_grad or not getattr(actor, "is_vlm", False)]
 
 
@@ -109,9 +108,7 @@ def synced(actor: Any) -> list[Any]:
 #: models without a record are not changed
 VISION: tuple[Patch, ...] = (
     Patch(
-        module="vllm.v1.engine.async_llm",
-        attr="AsyncLLM.generate",
-        make=never_samples,
+        "vllm.v1.engine.async_llm", "AsyncLLM.generate", never_samples,
         reason="a vision-language model may sample an image or video placeholder token, and the trainer then crashes in "
         "get_rope_index or get_placeholder_mask. The trainer's own log-probs do not mask it",
         upstream=NO_REPORT,
@@ -119,9 +116,7 @@ VISION: tuple[Patch, ...] = (
         fixes="openrlhf",
     ),
     Patch(
-        module="vllm.v1.engine.async_llm",
-        attr="AsyncLLM.collective_rpc",
-        make=forget_images,
+        "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", forget_images,
         reason="after a weight sync vLLM reuses cached image features from the old weights, because OpenRLHF resets only the "
         "prefix cache",
         upstream="https://github.com/vllm-project/vllm/issues/44910",

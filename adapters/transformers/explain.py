@@ -17,8 +17,7 @@ from jetrl_patch.exact.modules import swap, unswap
 from jetrl_patch.exact.ops import token_log_probs
 from jetrl_patch.fp8.convert import expert_modules
 from jetrl_patch.fp8.linear import Fp8Linear
-from jetrl_patch.measure.explain import OPS, PARTS, Step
-from jetrl_patch.measure.parity import Job, Sample
+from jetrl_patch.measure.parity import OPS, PARTS, Job, Sample, Step
 from jetrl_patch.progress import SILENT, Progress
 
 __all__ = ["explain"]

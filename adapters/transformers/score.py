@@ -10,8 +10,8 @@ from torch import Tensor
 
 from jetrl_patch.adapters.transformers.prepare import prepare_model
 from jetrl_patch.exact.ops import token_log_probs
-from jetrl_patch.measure.observe import Recorder, Routes, compare
 from jetrl_patch.measure.parity import Scored
+from jetrl_patch.measure.routes import Recorder, Routes, compare
 from jetrl_patch.progress import SILENT
 
 if TYPE_CHECKING:

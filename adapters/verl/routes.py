@@ -34,13 +34,13 @@ def attach(engine: Any, module: Any) -> None:
     if not config.returns_routes or engine.engine_config.forward_only:
         return
     from jetrl_patch.fp8.convert import expert_modules
-    from jetrl_patch.measure.observe import Recorder
+    from jetrl_patch.measure.routes import Recorder
 
     if not expert_modules(module):
         required, found = "a mixture of experts that the plugin knows", f"model_type={module.config.model_type!r}"
         raise ModelError(explain(beside(config), required=required, found=found, fix="ask for no routes"))
     if config.router_replay != "none":
-        from jetrl_patch.trainer.replay import Replay
+        from jetrl_patch.measure.routes import Replay
 
         if module.config.get_text_config().num_experts_per_tok == 1:
             required = "two experts per token or more, because verl fills what the rollout did not record with expert 0"
@@ -87,7 +87,7 @@ def forward_step(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def compare_routes(rollout: Tensor, chosen: Mapping[int, Tensor], rows: Tensor) -> Any:
     """``measure.observe.compare``, loaded with torch."""
-    from jetrl_patch.measure.observe import compare
+    from jetrl_patch.measure.routes import compare
 
     return compare(rollout, chosen, rows)
 

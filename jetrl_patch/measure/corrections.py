@@ -1,4 +1,4 @@
-"""Corrections as pure functions of tensors: importance weights, and objectives that are more than a weight."""
+"""Corrections as pure functions of tensors: importance weights, and objectives that need more than weights."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jetrl_patch.config.corrections import CORRECTIONS, interval
 __all__ = ["Corrected", "acr_loss", "correct", "gspo_loss", "policy_gradient_loss", "ppo_loss", "ratio", "seq_ratio"]
 
 
-# ---- Importance weights that correct the mismatch between trainer and rollout, as pure functions of tensors
+# ---- Importance weights that correct the mismatch between trainer and rollout --------------------
 # The rollout samples with μ; π_old is the trainer's policy with the same weights. Legend for every function here:
 #
 #     log_ratio [B, T]   Δ_t = log π_old(y_t) − log μ(y_t)        mask [B, T]   non-zero at response tokens
@@ -49,7 +49,7 @@ def seq_ratio(log_ratio: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Corrected:
-    """Apply a correction. ``kinds.CORRECTIONS`` has its formula.
+    """Apply a correction. ``config.corrections.CORRECTIONS`` has its formula.
 
     Args:
         kind: the name of the correction; ``"none"`` gives weight 1 to every response token.
@@ -62,9 +62,7 @@ def correct(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequ
         KeyError: there is no correction of this name.
     """
     if log_ratio.shape != mask.shape or log_ratio.dim() != 2:
-        raise ValueError(
-            f"Log-ratios and mask must both be [B, T], found {tuple(log_ratio.shape)} and {tuple(mask.shape)}."
-        )
+        raise ValueError(f"Log-ratios and mask must both be [B, T], found {tuple(log_ratio.shape)} and {tuple(mask.shape)}.")
     if kind == "none":
         kept = mask.bool()
         return Corrected(kept.to(log_ratio.dtype), kept, torch.zeros_like(kept))
@@ -121,9 +119,10 @@ def _cast(found: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return found.clamp(max=torch.finfo(dtype).max).to(dtype)
 
 
-# ---- Objectives that are more than a weight on the framework's loss: QuRL's ACR, Precision-RL's policy gradients, GSPO
-# Each function returns the loss of every token, [B, T], which the framework aggregates over the mask. π_θ is the policy in
-# training, π_old the policy that sampled, in the trainer's arithmetic, μ the rollout's; R_t = π_θ(y_t) / π_old(y_t).
+# ---- Objectives that need more than a weight on the framework's loss: QuRL's ACR, Precision-RL's policy gradients, GSPO
+# Each function returns the loss of every token, [B, T]; the framework aggregates it over the mask. π_θ is the policy in training,
+# π_old the policy that sampled, as the trainer computes it, and μ the same policy as the rollout computes it.
+# R_t = π_θ(y_t) / π_old(y_t).
 
 #: policy log-ratios are clamped to ±20, as in verl and OpenRLHF
 _SAFE = 20.0
@@ -170,8 +169,8 @@ def acr_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """−min(ρ, C)·min(R·A, clip(R, 1−ε, (1+ε)/r)·A), r = min(1, C/ρ): QuRL's J_ACR (arXiv 2602.13953).
 
-    Where TIS truncates ρ to C, it scales the update of a token down by r, so the upper clip is widened by 1/r. Elsewhere
-    r = 1, and the loss is bit-equal to ``tis`` on top of ``ppo_loss``, whose arguments the others are.
+    Where TIS truncates ρ to C, it scales a token's update down by r, so ACR widens the upper clip by 1/r. Elsewhere r = 1, and
+    the loss is bit-equal to ``tis`` on top of ``ppo_loss``. The other arguments are those of ``ppo_loss``.
 
     Args:
         ratio: ρ_t before truncation, [B, T].
@@ -179,9 +178,7 @@ def acr_loss(
     """
     rho = ratio.detach()
     r = (cap / rho).clamp(max=1.0)  # rho = 0 gives 1
-    loss, clipped = ppo_loss(
-        log_prob, old_log_prob, advantages, clip_low, clip_high, dual_clip, upper=(1 + clip_high) / r
-    )
+    loss, clipped = ppo_loss(log_prob, old_log_prob, advantages, clip_low, clip_high, dual_clip, upper=(1 + clip_high) / r)
     return loss * rho.clamp(max=cap), clipped
 
 
@@ -213,7 +210,7 @@ def gspo_loss(
 ) -> torch.Tensor:
     """−min(s·A, clip(s, 1−ε_low, 1+ε_high)·A), s = (π_θ(y)/π_old(y))^(1/n) (GSPO, arXiv 2507.18071, eq. 5–7).
 
-    Every token of a row carries the row's s and so the row's gradient. μ is not used. All tensors [B, T].
+    Every token of a row has the row's s, and so its gradient. μ is not used. All tensors [B, T].
     """
     counted = mask.bool()
     length = counted.sum(-1, keepdim=True).clamp(min=1)

@@ -1,4 +1,4 @@
-"""The mismatch between the log-probs of trainer and rollout, and figures on what a correction did."""
+"""The mismatch between the log-probs of trainer and rollout, and the effect of a correction."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def _combine(name: str, values: list[Any]) -> Any:
     return min(values, default=math.inf) if name.startswith("min_") else sum(values)
 
 
-# ---- Figures on what a correction did to a batch, for a framework's logger -----------------------
-# The effective sample size of the weights is over tokens, or over sequences where a correction has one weight per sequence.
-# The other figures are over response tokens.
+# ---- What a correction did to a batch, for a framework's logger ----------------------------------
+# The effective sample size counts tokens, or sequences where a correction has one weight per sequence. The other figures count
+# response tokens.
 
 @dataclass(frozen=True, kw_only=True)
 class Applied:
-    """Sums over one part of a batch. ``parts.merge`` combines the parts of several processes.
+    """Sums over one part of a batch. ``merge`` combines the parts of several processes.
 
     Attributes:
         tokens: number of response tokens.
@@ -79,10 +79,10 @@ class Applied:
 
 
 def applied(kind: str, log_ratio: torch.Tensor, mask: torch.Tensor, bounds: Sequence[float] | None = None) -> Applied:
-    """Apply a correction and sum up what it does.
+    """Apply a correction and sum up its effect.
 
     Args:
-        kind: a key of ``kinds.CORRECTIONS``.
+        kind: a key of ``CORRECTIONS``.
         log_ratio: log π_old − log μ, [B, T].
         mask: [B, T], non-zero at response tokens.
         bounds: bounds of the correction; None for its defaults.
@@ -160,7 +160,7 @@ class Mismatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Sums:
-    """The sums behind the figures, over one part of a batch. ``parts.merge`` combines parts. Empty by default."""
+    """The sums behind the figures, over one part of a batch. ``merge`` combines parts."""
 
     tokens: int = 0
     abs_diff: float = 0.0
@@ -190,7 +190,7 @@ class Sums:
 
 
 def bit_equal(pi: torch.Tensor, mu: torch.Tensor) -> torch.Tensor:
-    """Where two float32 tensors hold the same bits of a finite number. A NaN on both sides is no agreement."""
+    """Where two float32 tensors hold the same bits of a finite number. Two NaNs are not equal."""
     return pi.isfinite() & (pi.view(torch.int32) == mu.view(torch.int32))
 
 
@@ -231,7 +231,7 @@ def mismatch(trainer_logp: torch.Tensor, rollout_logp: torch.Tensor, mask: torch
         mask: same shape, non-zero where a token counts.
 
     Returns:
-        The figures, computed in float64. A NaN in a counted log-prob makes the figures NaN; it is equal to nothing.
+        The figures, computed in float64. A NaN in a counted log-prob makes them NaN; it equals nothing.
 
     Raises:
         ValueError: the shapes differ.

@@ -15,8 +15,7 @@ from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConfigError, PrecisionError, explain
 from jetrl_patch.fp8.linear import Fp8State
-from jetrl_patch.measure.observe import Observer
-from jetrl_patch.measure.statistics import FIELDS, MOST, Codes, Figures, Reduce, measure, worst, worst_of
+from jetrl_patch.measure.statistics import FIELDS, MOST, Codes, Figures, Observer, Reduce, measure, worst, worst_of
 from jetrl_patch.models.families import MERGED
 from jetrl_patch.models.structure import matrix_expert, matrix_name, matrix_number, unit_of, units
 
@@ -49,16 +48,13 @@ Found = Mapping[tuple[str, str], Figures]
 def summary(found: Found, layers: Sequence[str]) -> dict[str, float]:
     """``jetrl/scale/{kind}_{figure}_{min,mean,max}`` over layers, and the worst layer's index in ``layers``.
 
-    In a mixture also the index of the layer with the worst expert, and the expert's. A statistic that is NaN for every layer is
-    left out.
+    For a mixture of experts also the index of the layer with the worst expert, and of that expert. A statistic that is NaN for
+    every layer is omitted.
     """
     metrics: dict[str, float] = {}
     for kind in KINDS:
         of_kind = {layer: figures for (k, layer), figures in found.items() if k == kind}
-        columns = {
-            name: _known([getattr(figures, name) for figures in of_kind.values()])
-            for name in FIELDS
-        }
+        columns = {name: _known([getattr(figures, name) for figures in of_kind.values()]) for name in FIELDS}
         wanted = (
             ("sqnr", "min"), ("sqnr", "mean"), ("slice_sqnr", "min"), ("slice_sqnr", "mean"), ("underflow", "mean"),
             ("underflow", "max"), ("saturated", "max"), ("amax", "max"), ("scale_min", "min"), ("scale_max", "max"),
@@ -85,7 +81,7 @@ def unchanged(shares: Mapping[str, float]) -> dict[str, float]:
 
 
 def per_layer(found: Found, shares: Mapping[str, float]) -> dict[str, float]:
-    """``jetrl/scale/{layer}/{kind}_{figure}`` of every layer, and of experts the one with the lowest SQNR."""
+    """``jetrl/scale/{layer}/{kind}_{figure}`` of every layer; for experts also the one with the lowest SQNR."""
     metrics = {
         f"{PREFIX}{layer}/{kind}_{name}": value
         for (kind, layer), figures in found.items()
@@ -120,13 +116,11 @@ _REDUCE: dict[str, Reduce] = {"min": min, "mean": _mean, "max": max}
 
 # ---- Compare statistics with their thresholds: warn once per layer, kind and statistic, or stop the run
 
-
-
 class Finding(NamedTuple):
     """A statistic that crosses its threshold.
 
     Attributes:
-        matrix: of experts, the one with the worst value: ``17.up_proj``.
+        matrix: for experts, the matrix with the worst value, such as ``17.up_proj``.
     """
 
     layer: str
@@ -188,20 +182,14 @@ class Watch:
 # ---- The precision guard: from the next step on, layers whose SQNR falls below a floor run in BF16 on both sides
 
 def check_guard(config: Config, rollout_tp: int) -> None:
-    """Raise ConfigError if the guard is on and the rollout is tensor parallel, a combination that is untested."""
+    """Raise ConfigError if the guard is on and the rollout is tensor parallel: the combination is untested."""
     if config.guard_sqnr is not None and rollout_tp > 1:
-        raise ConfigError(
-            explain(
-                f"guard_sqnr={config.guard_sqnr:g}",
-                required="rollout tensor parallel size 1",
-                found=rollout_tp,
-                fix="set the size to 1, or unset guard_sqnr and list the layers in exclude",
-            )
-        )
+        what, fix = f"guard_sqnr={config.guard_sqnr:g}", "set the size to 1, or unset guard_sqnr and list the layers in exclude"
+        raise ConfigError(explain(what, required="rollout tensor parallel size 1", found=rollout_tp, fix=fix))
 
 
 def below(found: Mapping[tuple[str, str], Figures], floor: float) -> dict[str, str]:
-    """Map each layer below ``floor`` dB to the tensors that are, as text. NaN (no data) is never below."""
+    """Map each layer with tensors below ``floor`` dB to a description of them. NaN (no data) is never below."""
     reasons: dict[str, list[str]] = {}
     for (kind, layer), figures in found.items():
         if figures.worst_db < floor:
@@ -243,8 +231,8 @@ def everybody(mine: Any) -> list[Any]:
 #     sync n:        without the guard, weights are measured as they are sent; codes are compared with sync n-1
 #     sync n ends:   the statistics of all ranks become metrics and warnings, or stop the run
 #
-# The experts of a block count as one layer (``units``): every matrix is measured, and the worst of each statistic is kept, with
-# the matrix that it is of. All of them reach the host in one transfer.
+# The experts of a block count as one layer (``units``): every matrix is measured, and the worst of each statistic is kept with
+# its matrix. All statistics reach the host in one transfer.
 #
 # Every rank calls ``begin`` and ``end``. Both are collective in sampled syncs and reach the same decision on every rank.
 
@@ -254,13 +242,13 @@ class Monitor:
     Args:
         config: ``monitor_*`` and ``guard_sqnr`` apply.
         layers: names of the FP8 layers in model order.
-        modules: the layers by name, those of experts by the name of their module.
+        modules: the layers by name, experts by their module's name.
         rollout: the rollout's quantization, if the trainer's layers are BF16; the monitor then measures with it.
         gather: takes one object per rank and returns those of all ranks, in rank order.
 
     Attributes:
-        layers: the units of these layers; metrics refer to one by its index here.
-        matrices: of each unit, the layers that are sent.
+        layers: the units (a layer, or the experts of a block); metrics refer to one by its index here.
+        matrices: unit -> the layers in it, as a weight sync sends them.
     """
 
     def __init__(
@@ -279,7 +267,7 @@ class Monitor:
         self._observer = Observer(modules, rollout)
         self._codes = Codes()
         self._watch = Watch()
-        self._weights: dict[str, Tensor] = {}  # by the name of the matrix, as ``_shares``
+        self._weights: dict[str, Tensor] = {}  # by matrix name, like ``_shares``
         self._shares: dict[str, Tensor] = {}
         self._found: dict[tuple[str, str], Figures] | None = None
         self._lines: list[str] = []
@@ -332,7 +320,7 @@ class Monitor:
             self._codes.keep(layer, q_NK, most)
 
     def watching(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass the stream of full weights through; if the rollout quantizes them itself, measure them on the way."""
+        """Pass the full weights through; if only the rollout quantizes them, measure them on the way."""
         names = {f"{layer}.weight": layer for matrices in self.matrices.values() for layer in matrices}
         looks = self._rollout is not None and (self.sampled(self.syncs) or self.sampled(self.syncs + 1))
         for name, weight in weights:
@@ -405,7 +393,7 @@ class Monitor:
 
 
 def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
-    """The values of FP64 tensors of one or no dimension, in one transfer."""
+    """The values of 1-D or 0-D FP64 tensors, in one transfer."""
     if not tensors:
         return []
     sizes = [tensor.numel() for tensor in tensors]
@@ -417,9 +405,7 @@ def _to_host(tensors: Sequence[Tensor]) -> list[Any]:
     return found
 
 
-def show(
-    monitor: Monitor, weights: Iterable[tuple[str, Tensor]], quantize: Callable[[str, Tensor], Any] | None
-) -> None:
+def show(monitor: Monitor, weights: Iterable[tuple[str, Tensor]], quantize: Callable[[str, Tensor], Any] | None) -> None:
     """Walk through the full weights ahead of a sync, so that ``begin`` can decide.
 
     Args:

@@ -1,4 +1,4 @@
-"""One comparison of ``jetrl parity`` as data: the modes, the prompts, what the rollout sampled and what the trainer scored."""
+"""``jetrl parity`` as data: modes and prompts, what the rollout sampled, what the trainer scored, and what each op adds."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from jetrl_patch.config import SETTINGS, Config
@@ -18,22 +19,11 @@ from jetrl_patch.errors import ConfigError, ModelError, explain, reading
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from jetrl_patch.measure.observe import Routes
+    from jetrl_patch.measure.routes import Routes
 
 __all__ = [
-    "BY_DEFAULT",
-    "SAMPLES",
-    "STOCK",
-    "Job",
-    "Sample",
-    "Sampled",
-    "Scored",
-    "Stock",
-    "check_model",
-    "choose",
-    "chosen",
-    "make_prompts",
-    "standard_error",
+    "BY_DEFAULT", "OPS", "PARTS", "SAMPLES", "STOCK", "Job", "Sample", "Sampled", "Scored", "Step", "Stock", "check_model",
+    "choose", "chosen", "make_prompts", "standard_error",
 ]  # fmt: skip
 
 
@@ -43,8 +33,8 @@ __all__ = [
 class Sample:
     """One request: token ids of prompt and response, and the response's log-probs as the rollout returned them.
 
-    ``routes`` are the experts of a mixture, [tokens, layers, k] int64, of every token but the last, which the rollout never
-    computed with; None if the engine did not return them. Samples are equal by the rest.
+    ``routes`` holds the experts chosen for every token, [tokens, layers, k] int64, except for the last token, which never enters
+    the model. It is None if the engine returned no routes. Comparing two samples ignores it.
     """
 
     prompt: list[int]
@@ -55,7 +45,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Sampled:
-    """Samples, response tokens per second if the job asks for the cost, and how the engine ran its model."""
+    """Samples, response tokens per second if the job measures the cost, and how the engine ran its model."""
 
     samples: list[Sample]
     tokens_per_second: float | None = None
@@ -64,9 +54,9 @@ class Sampled:
 
 @dataclass(frozen=True)
 class Scored:
-    """FP32 log-probs [tokens] of all responses, and tokens per second of a training step if the job asks for the cost.
+    """FP32 log-probs [tokens] of all responses, and tokens per second of a training step if the job measures the cost.
 
-    ``routes`` compares the experts that the trainer chose with the samples'; None if there are none to compare.
+    ``routes`` compares the trainer's routes with the rollout's; None if there are none.
     """
 
     log_probs: Tensor
@@ -85,6 +75,37 @@ def standard_error(difference: Tensor, samples: Sequence[Sample]) -> float | Non
         return None
     parts = difference.abs().double().split([len(s.response) for s in samples])
     return statistics.stdev(float(part.mean()) for part in parts) / math.sqrt(len(parts))
+
+
+# ---- An explained mismatch: what each op adds to it, over the depth of the model and the length of the response
+
+#: what exact mode makes equal, in the order of ``jetrl parity --explain``
+OPS = ("FP8 linears", "norms", "RoPE", "activation", "router", "attention", "lm_head", "log-softmax")
+#: equal parts of a response, from its first token to its last
+PARTS = 4
+
+
+@dataclass(frozen=True)
+class Step:
+    """A trainer in which ``op`` and all ops before it are exact, compared with an exact rollout.
+
+    Attributes:
+        op: name in ``OPS``; empty for the unchanged Hugging Face model.
+        mean: mean of |Δ log-prob| over the sampled tokens.
+        max: its largest value.
+        equal: share of tokens whose log-probs are equal.
+        alone: the mean if all ops but this one are exact. None in the first step.
+        parts: the mean in each part of the responses.
+        depth: after each block, |h − h_exact| / |h_exact|, with h the hidden states.
+    """
+
+    op: str
+    mean: float
+    max: float
+    equal: float
+    alone: float | None
+    parts: list[float]
+    depth: list[float]
 
 
 # ---- Prompts as token ids: the user's, built-in samples, or random ones --------------------------
@@ -158,16 +179,16 @@ def _json_string(file: str, line: str) -> str:
     return text
 
 
-# ---- Untouched installations to compare: vLLM samples and Hugging Face scores, each with its own kernels, and no patch is active
+# ---- Stock installations: vLLM samples and Hugging Face scores, each with its own kernels and without any patch
 
 @dataclass(frozen=True, kw_only=True)
 class Stock:
-    """One way in which people run both sides without the plugin.
+    """One common setup without the plugin.
 
     Attributes:
-        dtype: torch's name of the dtype of both sides.
-        engine: arguments of vLLM's ``LLM`` beyond those of every measurement.
-        environment: variables of the process.
+        dtype: torch's name for the dtype of both sides.
+        engine: additional arguments of vLLM's ``LLM``.
+        environment: environment variables of the process.
     """
 
     dtype: str = "bfloat16"
@@ -175,12 +196,12 @@ class Stock:
     environment: tuple[tuple[str, str], ...] = ()
 
     def config(self) -> Config:
-        """Settings with this dtype, for the measurement. They are never enabled."""
+        """Settings with this dtype, to describe the measurement. They are never enabled."""
         precision = next(name for name, mode in MODES.items() if mode.dtype == self.dtype and not mode.quantizes)
         return Config(precision=precision).resolved()  # type: ignore[arg-type]
 
 
-#: name -> what it sets. Like verl's FP8 rollout, vLLM's online quantization scales each weight in blocks of 128.
+#: name -> setup. vLLM's online quantization scales weights in blocks of 128, like verl's FP8 rollout.
 STOCK: dict[str, Stock] = {
     **{mode.dtype: Stock(dtype=mode.dtype) for mode in MODES.values() if not mode.quantizes},
     "fp8-online": Stock(engine=(("quantization", "fp8_per_block"),)),
@@ -189,13 +210,13 @@ STOCK: dict[str, Stock] = {
 
 
 def chosen(names: Sequence[str] | None) -> tuple[str, ...]:
-    """The ways that ``--stock`` selects: none without it, all if it names none. Raises ConfigError for an unknown name."""
+    """The setups that ``--stock`` selects: none without the option, all without a name. Raises ConfigError if unknown."""
     if names is None:
         return ()
     for name in names:
         if name not in STOCK:
-            what, required = f"--stock {name}", f"one of {', '.join(STOCK)}"
-            raise ConfigError(explain(what, required=required, found=repr(name), fix="choose one, or name none to measure all"))
+            required, fix = f"one of {', '.join(STOCK)}", "choose one, or write --stock alone to measure all"
+            raise ConfigError(explain(f"--stock {name}", required=required, found=repr(name), fix=fix))
     return tuple(dict.fromkeys(names)) or tuple(STOCK)
 
 
@@ -222,9 +243,9 @@ class Job:
         prompts: text file with one prompt per line, or None.
         prompt_tokens: maximum length of a prompt; longer ones are cut.
         engine: further arguments of vLLM's ``LLM``.
-        stock: name in ``STOCK``: nothing is enabled, and ``config`` gives the dtype alone.
-        cost: whether both sides are timed.
-        explain: whether the mismatch of a stock trainer is told op by op.
+        stock: name in ``STOCK``: nothing is enabled, and ``config`` only gives the dtype.
+        cost: whether to time both sides.
+        explain: whether to attribute the mismatch of a stock trainer to its ops.
     """
 
     model: str
@@ -244,7 +265,7 @@ class Job:
 
     @property
     def ep(self) -> int:
-        """Expert parallel size of the rollout: vLLM's ranks either share every expert or have their own."""
+        """Expert parallel size of the rollout: vLLM's ranks either split every expert or hold whole ones."""
         return self.tp if dict(self.engine).get("enable_expert_parallel") else 1
 
     @property
@@ -287,7 +308,7 @@ def choose(precisions: list[str], aligns: list[str], granularity: str = "block",
         choices: list[str | None] = [*dict.fromkeys(aligns)] if precision == UNIFIED and aligns else [None]
         for align in choices:
             scales = {"rollout_granularity": granularity} if precision in MODES and MODES[precision].has_granularity else {}
-            # the same fixes in every row, so that rows differ by their modes alone
+            # the same fixes in every row, so that rows differ only by their modes
             wanted = Config(precision=precision, align=align, upstream_fixes=True, **scales, **common)  # type: ignore[arg-type]
             configs.append(wanted.resolved())
     return configs
@@ -300,18 +321,14 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
         ModelError: there is no checkpoint, the model has a vision tower, exact mode does not support its family, or ``tp`` does
             not divide its heads.
     """
-    from types import SimpleNamespace
+
+    def refuse(required: str, found: str, fix: str) -> ModelError:
+        return ModelError(explain(f"--model {path}", required=required, found=found, fix=fix))
 
     file = Path(path) / "config.json"
     if not file.is_file():
-        raise ModelError(
-            explain(
-                f"--model {path}",
-                required="the directory of a Hugging Face checkpoint",
-                found=f"no {file.name} in it",
-                fix="give the path of a local model; nothing is downloaded",
-            )
-        )
+        fix = "give the path of a local model; nothing is downloaded"
+        raise refuse("the directory of a Hugging Face checkpoint", f"no {file.name} in it", fix)
     try:
         with reading(file):
             settings = json.loads(file.read_text())
@@ -320,23 +337,10 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
     except ValueError as error:
         raise ModelError(f"--model {path}: {file.name} is not valid JSON ({error})") from None
     if not any(Path(path).glob("*.safetensors")) and not any(Path(path).glob("*.bin")):
-        raise ModelError(
-            explain(
-                f"--model {path}",
-                required="weights (*.safetensors or *.bin)",
-                found=f"only {file.name}",
-                fix="give a complete checkpoint",
-            )
-        )
+        raise refuse("weights (*.safetensors or *.bin)", f"only {file.name}", "give a complete checkpoint")
     if "vision_config" in settings:
-        raise ModelError(
-            explain(
-                f"--model {path}",
-                required="a text model, whose log-probs are compared on text alone",
-                found=f"model_type={settings.get('model_type')!r}, which has a vision_config",
-                fix="compare the text model that it is built on",
-            )
-        )
+        found = f"model_type={settings.get('model_type')!r}, which has a vision_config"
+        raise refuse("a text model, because only text is compared", found, "compare the text model that it is built on")
     _check_heads(path, settings, tp)
     if any(config.exact for config in configs):
         from jetrl_patch.exact.modules import check_family
@@ -345,18 +349,13 @@ def check_model(path: str, configs: list[Config], tp: int = 1) -> None:
 
 
 def _check_heads(path: str, settings: dict[str, Any], tp: int) -> None:
-    """vLLM gives each rank the same number of attention heads, and whole key/value heads or one copy each."""
+    """vLLM gives each rank equally many attention heads, and either whole key/value heads or a copy of one."""
     heads = settings.get("num_attention_heads")
     groups = settings.get("num_key_value_heads") or heads
     if not isinstance(heads, int) or not isinstance(groups, int):
         return
     sizes = [n for n in range(1, heads + 1) if heads % n == 0 and (groups % n == 0 or n % groups == 0)]
     if tp not in sizes:
-        raise ModelError(
-            explain(
-                f"--tp {tp} with {path}",
-                required=f"a size that divides its {heads} attention and {groups} key/value heads",
-                found=str(tp),
-                fix=f"use one of {', '.join(map(str, sizes))}",
-            )
-        )
+        required = f"a size that divides its {heads} attention and {groups} key/value heads"
+        fix = f"use one of {', '.join(map(str, sizes))}"
+        raise ModelError(explain(f"--tp {tp} with {path}", required=required, found=str(tp), fix=fix))

@@ -1,25 +1,32 @@
-"""Quantization statistics of one tensor, and the share of a weight's codes that a step leaves unchanged."""
+"""Quantization statistics of one tensor, the share of codes that a step leaves unchanged, and the hooks that measure a step."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from jetrl_patch.fp8.convert import expert_modules, experts_of, whole_shape
+from jetrl_patch.fp8.experts import Experts
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8_MAX
+from jetrl_patch.models.structure import PARTS
 
-__all__ = ["FIELDS", "MOST", "Codes", "Figures", "Reduce", "measure", "measure_each", "sample", "worst", "worst_of"]
+__all__ = [
+    "FIELDS", "MOST", "MOST_ROWS", "Codes", "Figures", "Observer", "Reduce", "measure", "measure_each", "sample", "worst",
+    "worst_of",
+]  # fmt: skip
 
 
 # ---- Share of a weight's FP8 codes that an optimizer step leaves unchanged -----------------------
 # An update much smaller than the spacing of the codes is invisible to the rollout (QuRL's weight-update problem, arXiv
-# 2602.13953). Two weight syncs are compared on a fixed sample of the codes, which avoids a second copy of the weights.
+# 2602.13953). Two weight syncs are compared on a fixed sample of the codes, which saves a second copy of the weights.
 
-MOST = 1 << 16  # codes kept per layer; the experts of a block are one
+MOST = 1 << 16  # codes kept per layer; the experts of a block count as one layer
 
 
 def sample(q_NK: Tensor, most: int = MOST) -> Tensor:
@@ -58,10 +65,10 @@ class Codes:
 #
 # A few outliers carry nearly all of a tensor's power and quantize well, so ``sqnr`` stays near 31 dB while their neighbours
 # in the same block are lost. ``slice_sqnr`` gives every row (column) equal weight, and drops.
-# NaN and Inf are counted; they, and the groups they turn into NaN, are left out of the sums.
+# NaN and Inf are counted; the sums skip them and the groups they turn into NaN.
 #
-# The experts of a block are many tensors that count as one layer: its figures are the worst over them, each with the matrix that
-# it is of.
+# The experts of a block count as one layer. Each of its statistics is the worst over the experts' matrices, together with the
+# number of that matrix.
 
 Reduce = Callable[[Sequence[float]], float]
 #: reported for a tensor that FP8 represents exactly; an infinity would break a chart's axis
@@ -83,7 +90,7 @@ class Figures:
             for gradients, whose rows differ in magnitude by nature.
         scale_min, scale_max: over nonempty groups; NaN if there are none.
         nonfinite: number of NaN and Inf values.
-        at: of the experts of a block, the number of the matrix that a figure is of (``units.matrix_name``), by the figure.
+        at: for the experts of a block: statistic -> number of the matrix that has the worst value (``matrix_name``).
     """
 
     amax: float
@@ -98,7 +105,7 @@ class Figures:
 
     @classmethod
     def of(cls, row: Sequence[float]) -> Figures:
-        """Figures of a row of ``measure``, or of one of ``worst_of``."""
+        """Figures from a row of ``measure`` or ``worst_of``."""
         values, places = row[: len(FIELDS)], row[len(FIELDS) :]
         at = {name: int(place) for name, place, value in zip(FIELDS, places, values, strict=False) if not math.isnan(value)}
         return cls(**dict(zip(FIELDS, values, strict=True)), at=at)
@@ -117,7 +124,7 @@ class Figures:
 
 #: the statistics, in the order of a row
 FIELDS = ("amax", "saturated", "underflow", "sqnr", "slice_sqnr", "scale_min", "scale_max", "nonfinite")
-#: how the worst of each is found; of a scale's range, both ends
+#: picks the worst of each; for the range of scales, both ends
 _PICK: tuple[Reduce, ...] = (max, max, max, min, min, min, max, max)
 
 
@@ -146,17 +153,13 @@ def measure(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, slices: bool = True) -> Te
     error, signal = rows.sum(1)
     nan = torch.full_like(amax, math.nan)
     lowest = torch.minimum(_of_slices(rows), _of_slices(columns)) if slices else nan
-    return torch.stack(
-        [amax, sums[0] / count, sums[1] / count, _db(error / signal), lowest, *_scale_range(s_MG), sums[2]]
-    )
+    return torch.stack([amax, sums[0] / count, sums[1] / count, _db(error / signal), lowest, *_scale_range(s_MG), sums[2]])
 
 
-def measure_each(
-    x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, expert_M: Tensor, experts: int, slices: bool = True
-) -> Tensor:
-    """``measure`` of the rows of each expert, FP64 [E, 8]: no row is moved, and no count is read back to the host.
+def measure_each(x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, expert_M: Tensor, experts: int, slices: bool = True) -> Tensor:
+    """``measure`` for each expert's rows, FP64 [E, 8], without moving rows or synchronizing with the host.
 
-    An expert without rows has zeros, and NaN where ``measure`` of no row has.
+    An expert without rows gets what ``measure`` returns for an empty tensor: zeros and NaN.
 
     Args:
         x_MK, q_MK, s_MG, slices: as for ``measure``.
@@ -192,10 +195,10 @@ def measure_each(
 
 
 def worst_of(rows_S8: Tensor, numbers: Sequence[int] | Tensor) -> Tensor:
-    """The worst of each statistic over matrices and the numbers of the matrices that they are of, FP64 [16], on the device.
+    """The worst of each statistic over S matrices, and the numbers of those matrices, FP64 [16], on the device.
 
     Args:
-        rows_S8: rows of ``measure``. numbers: of the matrices, [S].
+        rows_S8: rows of ``measure``. numbers: the matrices' numbers, [S].
     """
     unknown = rows_S8.isnan()
     lowest = torch.tensor([pick is min for pick in _PICK], device=rows_S8.device)
@@ -225,7 +228,7 @@ def _chunks(x_MK: Tensor) -> Iterator[slice]:
 
 
 class _Chunk(NamedTuple):
-    """Sums of m rows, FP64: the largest magnitude of each, counts (saturated, underflow, non-finite), squares (error, signal)."""
+    """FP64 figures of m rows: largest magnitude, counts (saturated, underflow, non-finite), and squares (error, signal)."""
 
     amax_m: Tensor
     counts_3m: Tensor
@@ -251,7 +254,7 @@ def _of_slices(sums: Tensor) -> Tensor:
 
 
 def _ratios(sums: Tensor) -> tuple[Tensor, Tensor]:
-    """Error over signal of each slice, 0 without a signal, and whether there is one."""
+    """Error over signal of each slice (0 without a signal), and whether it has a signal."""
     error, signal = sums
     held = signal > 0
     return torch.where(held, error / signal, 0.0), held
@@ -272,7 +275,132 @@ def _scale_range(s_MG: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _row_scales(s_MG: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest and the largest scale of each row over its groups that are not empty; Inf and -Inf if there are none."""
+    """The smallest and largest scale of each row's nonempty groups; Inf and -Inf if it has none."""
     s = s_MG.double()
     held = torch.isfinite(s) & (s > 2 * AMAX_FLOOR / FP8_MAX)  # at the floor, a group is empty or nearly so
     return torch.where(held, s, math.inf).amin(1), torch.where(held, s, -math.inf).amax(1)
+
+
+# ---- Statistics of the FP8 layers' activations and output gradients, from hooks that last one sampled step
+# A hook measures its layer's first forward that autograd records, on at most ``MOST_ROWS`` tokens, then removes itself. It does
+# not change the layer's results.
+#
+# Experts count as one layer. A callback inside them (``Experts.watch``) sees the operands of their GEMMs, on at most
+# ``MOST_ROWS`` pairs of token and expert. If only the rollout is FP8, the trainer's experts are Hugging Face's, and a hook sees
+# their tokens.
+
+MOST_ROWS = 4096
+
+
+class Observer:
+    """Statistics of one rank, keyed by (kind, layer); the kinds are "activation" and "gradient".
+
+    Args:
+        modules: layers by name, experts by their module's name. Without ``rollout``, layers outside FP8 are skipped.
+        rollout: the rollout's quantization, if the trainer's layers are BF16; then only activations are measured.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], rollout: Fp8State | None = None) -> None:
+        self._modules = modules
+        self._rollout = rollout
+        self._handles: dict[str, Any] = {}
+        self._watched: list[Experts] = []
+        self._figures: dict[tuple[str, str], Tensor] = {}
+        self._of_experts: dict[tuple[str, str], list[Tensor]] = {}
+
+    @property
+    def figures(self) -> dict[tuple[str, str], Tensor]:
+        """Rows of ``measure``; for experts, rows of ``worst_of``."""
+        numbers = {key: torch.cat([rows[:, 8] for rows in found]) for key, found in self._of_experts.items()}
+        return self._figures | {
+            key: worst_of(torch.cat([rows[:, :8] for rows in found]), numbers[key])
+            for key, found in self._of_experts.items()
+        }
+
+    def clear(self) -> None:
+        """Forget the statistics."""
+        self._figures, self._of_experts = {}, {}
+
+    def arm(self, names: Iterable[str]) -> None:
+        """Clear the statistics and wait for the next forward of these layers."""
+        self.disarm()
+        self.clear()
+        for name in names:
+            module = self._modules.get(name)
+            own = None if module is None else experts_of(module)
+            if own is not None and own.plain is None:
+                own.watch = self._watch(name, own)
+                self._watched.append(own)
+                continue
+            state = module.fp8 if isinstance(module, Fp8Linear) else self._rollout
+            if module is not None and state is not None and own is None:
+                see = self._see_tokens if expert_modules(module) else self._see
+                self._handles[name] = module.register_forward_hook(self._once(name, see, state))
+
+    def disarm(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles.values():
+            handle.remove()
+        for own in self._watched:
+            own.watch = None
+        self._handles, self._watched = {}, []
+
+    def _once(self, name: str, see: Callable[..., None], state: Fp8State) -> Any:
+        def hook(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+            if not torch.is_grad_enabled() or torch.compiler.is_compiling() or name not in self._handles:
+                return
+            self._handles.pop(name).remove()
+            see(name, state, module, arguments, output)
+
+        return hook
+
+    def _see(self, name: str, state: Fp8State, module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+        self._figures["activation", name] = _figures(arguments[0], state, slices=True)
+        if output.requires_grad and isinstance(module, Fp8Linear):
+            output.register_hook(lambda grad: self._keep(name, grad, state))
+
+    def _keep(self, name: str, grad: Tensor, state: Fp8State) -> None:
+        """Measure the gradient as DGrad quantizes it, in groups of 128 along N."""
+        self._figures["gradient", name] = _figures(grad, state, slices=False)
+
+    @torch.no_grad()
+    def _see_tokens(self, name: str, state: Fp8State, module: Any, arguments: tuple[Any, ...], output: Tensor) -> None:
+        """Measure each expert's tokens where the trainer computes experts in BF16: tokens [T, H], experts [T, k]."""
+        x_TH, ids_Tk = arguments[:2]
+        experts_P, order_P = ids_Tk.reshape(-1).sort(stable=True)
+        tokens_P, count = order_P // ids_Tk.shape[1], whole_shape(module.down_proj)[0]
+        rows = _each(lambda at: x_TH[tokens_P[at]], experts_P, count, 0, state, slices=True)
+        self._of_experts.setdefault(("activation", name), []).append(rows)
+
+    def _watch(self, name: str, own: Experts) -> Any:
+        def see(kind: str, part: Any, experts_P: Tensor, take: Callable[[Tensor], Tensor]) -> None:
+            rows = _each(take, experts_P, own.count, PARTS.index(part), own, slices=kind == "activation")
+            self._of_experts.setdefault((kind, name), []).append(rows)
+
+        return see
+
+
+@torch.no_grad()
+def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
+    x_MK = x.detach().reshape(-1, x.shape[-1])
+    if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so rows can be dropped
+        x_MK = x_MK[_some(x_MK.shape[0], x.device)]
+    x_MK = x_MK.to(torch.bfloat16).contiguous()
+    return measure(x_MK, *state.backend.quantize_activation(x_MK, state.scale_format), slices=slices)
+
+
+def _each(
+    take: Callable[[Tensor], Tensor], experts_P: Tensor, count: int, part: int, state: Fp8State | Experts, slices: bool
+) -> Tensor:
+    """Rows of ``measure_each`` with the number of each expert's matrix, FP64 [E, 9]."""
+    rows = _some(experts_P.shape[0], experts_P.device)
+    x_MK = take(rows).detach().to(torch.bfloat16).contiguous()
+    quantized = state.backend.quantize_activation(x_MK, state.scale_format)
+    found = measure_each(x_MK, *quantized, experts_P[rows].long(), count, slices)
+    numbers = len(PARTS) * torch.arange(count, device=found.device, dtype=found.dtype) + part
+    return torch.cat([found, numbers.unsqueeze(1)], 1)
+
+
+def _some(rows: int, device: torch.device) -> Tensor:
+    """At most ``MOST_ROWS`` evenly spaced rows."""
+    return torch.linspace(0, rows - 1, min(rows, MOST_ROWS), device=device).round().long()

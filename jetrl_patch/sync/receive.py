@@ -161,6 +161,8 @@ class Receiver:
         self.error: JetrlError | None = None
         #: layers that the trainer's precision guard has moved to BF16, here too
         self.guarded: set[str] = set()
+        #: the trainer's number of the last complete sync, if its framework counts them; 0 before the first
+        self.version = 0
         self._sync: _Sync | None = None
 
     def on_bucket(self, weights: Sequence[tuple[str, torch.Tensor]]) -> None:

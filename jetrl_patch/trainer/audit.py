@@ -1,4 +1,4 @@
-"""What exact mode promises, held against the log-probs of a step; the mismatch and the cost of a sync, for the log."""
+"""Check what exact mode promises on the log-probs of each step, and report the mismatch and the cost of syncs for the log."""
 
 from __future__ import annotations
 
@@ -26,14 +26,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Hold the log-probs of trainer and rollout to what exact mode promises, and the run to ``on_mismatch``
-# Where the pass for old log-probs runs, what it computes is compared with the rollout's (``hold``).
+# ---- Compare the log-probs of trainer and rollout, which exact mode makes equal, and apply ``on_mismatch``
+# Where the framework computes old log-probs, ``hold`` compares them with the rollout's.
 #
-# With ``old_log_probs="rollout"`` it does not run (``Audit``). In exact mode the rollout returned the bits that the trainer's
-# forward pass would compute, so the pass before the update can be left out. What proves it costs nothing: the first update of a
-# step runs forward with the same weights over the same tokens, and its log-probs are compared with ``==`` before its backward
-# pass. Later updates have other weights. Where a step has several, a share of its samples (``audit_fraction``) goes through the
-# pass that the others skip.
+# With ``old_log_probs="rollout"`` that pass is skipped, because in exact mode it would compute the bits that the rollout
+# returned. ``Audit`` checks this at no cost: the first update of a step runs the same weights over the same tokens, so its
+# forward pass is compared with ``==`` before the backward pass. Later updates have new weights. In a step with several updates, a
+# share of the samples (``audit_fraction``) therefore still goes through the skipped pass.
 
 logger = logging.getLogger(__name__)
 
@@ -41,10 +40,10 @@ _FIX = "run `jetrl parity` on this machine, and set on_mismatch='recompute' to t
 
 
 class Audit:
-    """The comparisons of one process since the last ``take``.
+    """What one process compared since the last ``take``.
 
     Attributes:
-        failed: whether a token differed in this run.
+        failed: whether any token of this run differed.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class Audit:
         Args:
             trainer: float32 log-probs of this process's forward pass.
             rollout: float32 log-probs of the same tokens, as the rollout returned them.
-            names: what identifies each of the B samples in the log; by default its row.
+            names: a name for each of the B samples in messages; by default its row.
 
         Raises:
             AuditError: a token differs and ``on_mismatch="stop"``.
@@ -71,29 +70,30 @@ class Audit:
         return False
 
     def take(self) -> dict[str, Any] | None:
-        """The sums of what was compared since the last call, in plain types; None if nothing was."""
+        """The sums over all comparisons since the last call, in plain types; None if there were none."""
         parts, self._parts = self._parts, []
         return asdict(merge(Sums, parts)) if parts else None
 
     def report(self) -> dict[str, Any]:
-        """What a process reports at a weight sync: ``take()`` as "sums", and as "differed" whether a token did in this run."""
+        """A process's report at a weight sync: "sums" from ``take()``, and "differed", whether any token of this run differed."""
         return {"sums": self.take(), "differed": self.failed}
 
 
-def hold(
-    trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor, config: Config, names: Sequence[str] = ()
-) -> None:
-    """In exact mode, require equality of what the trainer's own weights made. Arguments and errors as in ``Audit.compare``.
+def hold(trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor, config: Config, names: Sequence[str] = ()) -> None:
+    """In exact mode, require equal log-probs where the trainer's current weights sampled. Arguments as in ``Audit.compare``.
 
     Args:
-        current: bool [B], True for samples of the trainer's weights alone. For the others nothing is promised.
+        current: bool [B], True for samples made entirely with the trainer's current weights. Others may differ.
+
+    Raises:
+        AuditError: as ``Audit.compare``.
     """
     if config.exact:
         Audit().compare(trainer, rollout, mask.bool() & current.unsqueeze(1).to(mask.device), config, names)
 
 
 def hold_figures(found: Mismatch, config: Config) -> None:
-    """The same for figures over such samples, where their log-probs are in another process. Raises AuditError."""
+    """``hold`` for the figures of such samples, where the log-probs are in another process. Raises AuditError."""
     if config.exact and found.tokens and found.bit_equal_fraction != 1.0:
         unequal = f"{found.bit_equal_fraction:.4f} of {found.tokens} bit-equal"
         figures = f"{unequal}, mean |dlogp| {found.logp_abs_diff_mean:.3e}, max {found.logp_abs_diff_max:.3e}"
@@ -107,7 +107,7 @@ def _stop_or_say(difference: str, config: Config) -> None:
 
 
 def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[str], found: Sums) -> str:
-    """Name the first token that differs, in the order of samples and positions, by its number among those that count."""
+    """Describe the first token that differs, by its sample and its number among the tokens that count."""
     pi, mu = trainer.float().cpu(), rollout.float().cpu()
     counts = mask.bool().cpu()
     row, position = (int(index) for index in (counts & ~bit_equal(pi, mu)).nonzero()[0])
@@ -126,7 +126,7 @@ def _difference(trainer: Tensor, rollout: Tensor, mask: Tensor, names: Sequence[
 
 
 def sample(count: int, fraction: float, multiple: int = 1) -> list[int]:
-    """The indices of the samples that go through the old pass: evenly spaced, at least one, a multiple of ``multiple``.
+    """The samples whose old log-probs are computed: evenly spaced indices, at least one, in a multiple of ``multiple``.
 
     >>> sample(32, 1 / 16), sample(8, 0.3, 2), sample(8, 0.0)
     ([0, 16], [0, 2, 4, 6], [])
@@ -138,7 +138,7 @@ def sample(count: int, fraction: float, multiple: int = 1) -> list[int]:
 
 
 def audited_metrics(parts: Sequence[dict[str, Any] | None]) -> tuple[Mismatch, dict[str, float]] | None:
-    """Merge what all processes compared into the step's mismatch and ``jetrl/audited_tokens``; None if nothing was."""
+    """Merge the comparisons of all processes into the step's mismatch and ``jetrl/audited_tokens``; None if there were none."""
     found = [Sums(**part) for part in parts if part is not None]
     if not found:
         return None
@@ -147,34 +147,34 @@ def audited_metrics(parts: Sequence[dict[str, Any] | None]) -> tuple[Mismatch, d
 
 
 # ---- Mismatch metrics of a step, for the log -----------------------------------------------------
-# Samples of an asynchronous rollout may be older than the trainer's weights. Equality is promised under the weights that made a
-# sample, so only the tokens of the trainer's current weights are held to it; the others measure how far the weights have moved.
+# An asynchronous rollout may sample with older weights than the trainer's. Only tokens from the trainer's current weights must be
+# equal; the others measure how far the weights have moved.
 
 #: defaults for a step whose correction reports nothing
 _UNCORRECTED = {"jetrl/clipped_fraction": 0.0, "jetrl/masked_fraction": 0.0}
 
 
 class Compared:
-    """What a step compared, batch by batch: all of its tokens, and those of the trainer's current weights."""
+    """The comparisons of a step: all of its tokens, and those from the trainer's current weights."""
 
     def __init__(self) -> None:
         self._all: list[Sums] = []
         self._current: list[Sums] = []
 
     def add(self, trainer: Tensor, rollout: Tensor, mask: Tensor, current: Tensor) -> None:
-        """Add log-probs [B, T] where ``mask`` counts. ``current`` is a bool [B]: made by the trainer's weights alone."""
+        """Add log-probs [B, T] where ``mask`` counts. ``current`` is as in ``hold``."""
         of_current = mask.bool() & current.unsqueeze(1).to(mask.device)
         everything = sums(trainer, rollout, mask)
         self._all.append(everything)
         self._current.append(everything if bool(current.all()) else sums(trainer, rollout, of_current))
 
     def figures(self) -> tuple[Mismatch, Mismatch]:
-        """Return the mismatch of all tokens, and of those of the current weights."""
+        """Return the mismatch of all tokens, and of those from the current weights."""
         return merge(Sums, self._all).figures(), merge(Sums, self._current).figures()
 
 
 def version_metrics(found: Mismatch, of_current: Mismatch) -> dict[str, float]:
-    """Return the share of tokens that other weights made, and how equal the rest is."""
+    """Return the share of tokens from other weights, and the bit-equal share of the rest."""
     metrics = {"jetrl/stale_fraction": 1.0 - of_current.tokens / found.tokens if found.tokens else 0.0}
     if of_current.tokens:
         metrics["jetrl/bit_equal_fraction_current"] = of_current.bit_equal_fraction
@@ -187,9 +187,9 @@ def step_metrics(found: Mismatch, corrected: Mapping[str, float]) -> dict[str, f
 
 
 def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[str, Any]:
-    """Return the metrics of a step for its log line; of a step that compared nothing, ``say`` so and add the figures of no token.
+    """Return the metrics of a step for its log line. If the step compared nothing, ``say`` so and set the mismatch to NaN.
 
-    These are NaN, so that no minimum over the steps passes for one over all of them.
+    A missing value would let a minimum over some steps pass for one over all.
     """
     if metrics.get("jetrl/tokens"):
         return metrics
@@ -199,19 +199,11 @@ def say_if_nothing(metrics: dict[str, Any], say: Callable[[str], None]) -> dict[
 
 # ---- Cost of a weight sync: each training process reports it, the trainer loop logs it -----------
 
-#: fields of a report that are logged unchanged; not every framework and precision has all of them
+#: fields of a report that are logged unchanged; some frameworks and precisions lack some
 _LOGGED = (
-    "sync_bytes",
-    "sync_bytes_bf16",
-    "sync_bytes_total",
-    "sync_bytes_full",
-    "sync_changed_fraction",
-    "sync_calls",
-    "quantized_layers",
-    "cut_layers",
-    "loss_scale",
-    "skipped_steps",
-)
+    "sync_bytes", "sync_bytes_bf16", "sync_bytes_total", "sync_bytes_full", "sync_changed_fraction", "sync_calls",
+    "quantized_layers", "cut_layers", "loss_scale", "skipped_steps",
+)  # fmt: skip
 
 
 def sync_report(stats: SyncStats, start: float) -> dict[str, Any]:

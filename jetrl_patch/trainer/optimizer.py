@@ -1,9 +1,9 @@
 """AdamW with torchao's quantized optimizer state, for parameters sharded in any way.
 
-torchao's own class gives a state the parameter's shape, and keeps it in FP32 if the number of values is not a multiple of
-the block size. Shards seldom have such a size: FSDP1 and ZeRO flatten parameters, FSDP2 splits them unevenly. Blocks run
-over the flattened values anyway, so here a state is [blocks, block_size], and the rest (less than a block) stays in FP32
-in a state of its own. States are plain tensors even for a DTensor parameter, because the update is elementwise.
+torchao's own class gives a state the parameter's shape, and keeps it in FP32 unless the block size divides the number of values,
+which shards seldom satisfy: FSDP1 and ZeRO flatten parameters, FSDP2 splits them unevenly. Blocks run over the flattened values
+anyway. So a state here is [blocks, block_size], and the rest (less than a block) is a separate state in FP32. States are plain
+tensors even for a DTensor parameter, because the update is elementwise.
 
 Shape legend: n values in this process's shard of a parameter, B the block size (256), n = blocks * B + rest.
 """
@@ -28,18 +28,18 @@ __all__ = ["SMALLEST", "AdamW8bit", "AdamWFp8", "state_bytes"]
 SMALLEST = 4096
 
 _MOMENTS = (("exp_avg", True), ("exp_avg_sq", False))  # name, signed
-_NO_AMSGRAD = "amsgrad needs a third state, which this optimizer does not keep. Turn amsgrad off."
+_NO_AMSGRAD = "amsgrad needs a third state, which this optimizer does not have. Turn amsgrad off."
 
 
 class _OnShards(torch.optim.Optimizer):
-    """The step that both classes share. The torchao base class provides the quantization."""
+    """The step of both classes. Their torchao base class quantizes."""
 
     block_size: int
     bf16_stochastic_round: bool
     _subclass_zeros: Callable[..., Tensor]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Call torch's method. torchao's makes the learning rate a tensor, which schedulers and loggers do not expect."""
+        """Skip torchao's override, which turns the learning rate into a tensor that schedulers and loggers do not expect."""
         torch.optim.Optimizer.add_param_group(self, param_group)
 
     @torch.no_grad()
@@ -49,8 +49,8 @@ class _OnShards(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        # as torchao: the update is compiled once for each shape, dtype and device, of which a model has few but more than the
-        # eight that torch.compile allows a function; verl's optimizer offload moves step counters, which doubles them
+        # like torchao: the update is compiled for each shape, dtype and device. A model has few of them, but more than the eight
+        # that torch.compile allows per function; verl's optimizer offload moves step counters, which doubles their number
         with torch._dynamo.utils.disable_cache_limit():
             for group in self.param_groups:
                 if group["amsgrad"]:

@@ -1,4 +1,13 @@
-"""What training needs because of its precision: the loss scale of FP16."""
+"""Watch the loss scale of FP16 training: count skipped steps, and stop a run that cannot train. Imports no torch.
+
+The framework does the scaling (torch's ``GradScaler``, DeepSpeed's ``DynamicLossScaler``):
+
+    scale(loss).backward() → unscale → clip → a NaN or Inf gradient? skip and halve the scale : step
+    after n good steps in a row: double the scale
+
+The scale adapts through occasional skipped steps. A run that skips every step learns nothing, although rewards, lengths and
+times look normal, so it is an error here.
+"""
 
 from __future__ import annotations
 
@@ -7,29 +16,17 @@ from jetrl_patch.errors import PrecisionError
 
 __all__ = ["GROWTH_INTERVAL", "SMALLEST", "LossScale", "at_smallest", "scales_loss"]
 
-
-# ---- What training in this process needs because of its precision. Imports no torch: a process that only has settings reads it
-
-def scales_loss() -> bool:
-    """Whether this process trains with a loss scale."""
-    return session.active_with(lambda config: config.mode.scales_loss)
-
-
-# ---- Watch the loss scale of FP16 training: count skipped steps, and stop a run that cannot train
-# The framework does the scaling (torch's ``GradScaler``, DeepSpeed's ``DynamicLossScaler``):
-#
-#     scale(loss).backward() → unscale → clip → a NaN or Inf gradient? skip and halve the scale : step
-#     after n good steps in a row: double the scale
-#
-# An occasional skipped step is how the scale adapts. A run that skips every step learns nothing while rewards, lengths and
-# times still look normal, so it is an error here.
-
 #: good steps after which the scale is doubled (Precision-RL, arXiv 2510.26788)
 GROWTH_INTERVAL = 400
 #: smallest useful scale: a gradient that overflows below it has another cause
 SMALLEST = 1.0
 #: skipped steps in a row that stop a run
 PATIENCE = 20
+
+
+def scales_loss() -> bool:
+    """Whether this process trains with a loss scale."""
+    return session.active_with(lambda config: config.mode.scales_loss)
 
 
 class LossScale:

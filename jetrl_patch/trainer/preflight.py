@@ -20,10 +20,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-# ---- Where a model named in a framework's settings is on this machine. Imports no torch ----------
+# ---- Find a model on this machine ----------------------------------------------------------------
 
 def local_folder(path: Any) -> str:
-    """The folder of a model: the path itself, or the snapshot of a hub's id in the local cache; empty if there is neither."""
+    """The folder of a model: the path itself, or the snapshot of a hub id in the local cache; empty if there is neither."""
     folder = os.path.expanduser(str(path or ""))
     if os.path.isdir(folder):
         return folder
@@ -31,7 +31,7 @@ def local_folder(path: Any) -> str:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a path can name a model on a hub: ``name`` or ``owner/name``."""
+    """Whether a path can be a model on a hub: ``name`` or ``owner/name``."""
     return bool(path) and path.count("/") <= 1 and not path.startswith(("/", ".", "~")) and "://" not in path
 
 
@@ -48,7 +48,7 @@ def _cached(name: str) -> str:
     return os.path.dirname(found) if isinstance(found, str) else ""
 
 
-# ---- Checks on a model's config.json before anything starts, without its weights. Importing this imports no torch
+# ---- Check a model's config.json -----------------------------------------------------------------
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +64,7 @@ def checkpoint_problems(
             yield from model_problems(hf_config, config, rollout_tp, rollout_ep)
 
 
-def check_checkpoint(
-    path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False
-) -> Any:
+def check_checkpoint(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1, *, trust_remote_code: bool = False) -> Any:
     """Run ``check_model`` on a model's folder and return its config, or None if it was not checked (see ``read_config``).
 
     Raises:
@@ -93,7 +91,7 @@ def read_config(path: Any, config: Config, trust_remote_code: bool = False) -> A
 def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: bool = False) -> int:
     """Return the expert parallel size that keeps experts whole where ``rollout_tp`` ranks would cut a block of them; else 1.
 
-    It is 1 as well for a model that is remote, or wrong in a way that ``check_checkpoint`` reports.
+    Also 1 for a remote model, or one that ``check_checkpoint`` rejects.
     """
     from jetrl_patch.fp8.mixture import ExpertSplit
 
@@ -109,7 +107,7 @@ def needed_ep(path: Any, config: Config, rollout_tp: int, *, trust_remote_code: 
 
 
 def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> list[str]:
-    """Return the line that names the layers which ``on_cut="bf16"`` leaves in BF16, if the model is a local folder."""
+    """Return a line that names the layers which ``on_cut="bf16"`` keeps in BF16, if the model is a local folder."""
     if config.on_cut == "refuse" or rollout_tp == 1:
         return []
     from jetrl_patch.models.layers import cut_words
@@ -120,7 +118,7 @@ def cut_note(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) ->
 
 @functools.cache
 def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -> None:
-    """Log how much of the model is FP8, if it is and the model is a local folder. Says it once per process."""
+    """Log, once per process, how much of a quantized model is FP8, if the model is a local folder."""
     from jetrl_patch.fp8.convert import share_of
 
     split = _split(path, config, rollout_tp, rollout_ep) if config.fp8_rollout else None
@@ -132,7 +130,7 @@ def say_share(path: Any, config: Config, rollout_tp: int, rollout_ep: int = 1) -
 def _split(path: Any, config: Config, rollout_tp: int, rollout_ep: int) -> tuple[Any, Any, Any] | None:
     """Return the model on the meta device, its quantized layers and those that a split would cut.
 
-    Returns None if the model is remote, or wrong in a way that ``check_checkpoint`` reports.
+    Returns None if the model is remote, or if ``check_checkpoint`` rejects it.
     """
     from jetrl_patch.fp8.convert import split_layers
 
@@ -179,8 +177,8 @@ def check_model(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: int
         hf_config: the Hugging Face config; the model is built on the meta device.
 
     Raises:
-        ModelError: the structure is not handled; exact mode, smoothing or ``invariant_scale`` does not cover the family;
-            there is nothing to quantize; a split cuts a block or is not equal.
+        ModelError: the structure is not supported; exact mode, smoothing or ``invariant_scale`` does not cover the family;
+            there is nothing to quantize; a split cuts a block or is uneven.
         ConfigError: the checkpoint was scaled by another ``invariant_scale``; a guard with tensor parallelism.
     """
     for problem in model_problems(hf_config, config, rollout_tp, rollout_ep):
@@ -200,7 +198,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
         from jetrl_patch.exact.modules import check_family
 
         yield from raised(lambda: check_family(hf_config))
-    if structure:  # its layers are not those that a check looks for
+    if structure:  # the remaining checks would not find the layers that they look for
         return
     yield from raised(lambda: split_layers(_on_meta(hf_config), config, rollout_tp, rollout_ep))
     scalings = {"smoothing": config.resolved_smoothing, "invariant_scale": config.invariant_scale}
@@ -213,7 +211,7 @@ def model_problems(hf_config: Any, config: Config, rollout_tp: int, rollout_ep: 
 
 
 def _unreadable(what: str, required: str, error: Exception) -> ModelError:
-    """One line for an error of transformers, whose own may fill a page."""
+    """One line for an error of transformers, which may fill a page."""
     words = " ".join(str(error).split())
     found = f"{type(error).__name__}: {words if len(words) < 120 else words[:117] + '...'}"
     return ModelError(explain(what, required=required, found=found, fix=f"check the folder, or use {UNQUANTIZED}"))

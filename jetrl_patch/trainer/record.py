@@ -1,8 +1,8 @@
 """``jetrl.json``: the settings that a training checkpoint was saved with, compared before it is loaded.
 
-Master weights are FP32 in every precision, so a checkpoint of one precision loads silently into a run of another: training
-continues, with an unexplained kink in its curve. A checkpoint without the file comes from an unpatched framework, which
-means BF16 with FP32 optimizer states. Imports no torch.
+Master weights are FP32 in every precision, so a checkpoint of one precision loads without an error into a run of another, and
+training continues with an unexplained kink in its curve. A checkpoint without the file comes from an unpatched framework: BF16
+with FP32 optimizer states. Imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jetrl_patch.errors import ConfigError, differences, explain
 __all__ = ["ADAPTERS", "FILE", "check", "read", "write"]
 
 FILE = "jetrl.json"
-#: verl writes it beside the shards of a model with LoRA: rank and alpha
+#: verl writes rank and alpha of LoRA into this file, beside the shards
 ADAPTERS = "lora_train_meta.json"
 
 
@@ -44,22 +44,17 @@ def read(folder: str | os.PathLike[str]) -> Config | None:
         settings = json.loads(file.read_text())["settings"]
         return Config(**{name: value for name, value in settings.items() if name in known})
     except (ValueError, KeyError, TypeError, AttributeError) as error:  # ConfigError is a ValueError
-        raise ConfigError(
-            explain(
-                f"{file}",
-                required="the settings that the checkpoint was saved with",
-                found=f"{type(error).__name__}: {error}",
-                fix="restore the file from a copy of the checkpoint, or remove it and set resume_any=True",
-            )
-        ) from error
+        required, found = "the settings that the checkpoint was saved with", f"{type(error).__name__}: {error}"
+        fix = "restore the file from a copy of the checkpoint, or remove it and set resume_any=True"
+        raise ConfigError(explain(str(file), required=required, found=found, fix=fix)) from error
 
 
 def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = True, elsewhere: str = "") -> None:
     """Raise ConfigError if a checkpoint was saved with settings that do not match this run's.
 
     Args:
-        optimizer: whether the optimizer states are loaded too; ``resume_any`` does not permit another kind of states.
-        elsewhere: the framework's setting for the folder, where a run that did not mean to resume can still choose another.
+        optimizer: whether the optimizer states are loaded too; ``resume_any`` does not allow another kind of states.
+        elsewhere: the framework's setting for the folder, if a run that did not mean to resume can still choose another one.
     """
     found = read(folder)
     where = f"resuming {folder}"
@@ -67,32 +62,20 @@ def check(folder: str | os.PathLike[str], config: Config, *, optimizer: bool = T
     origin = " (no jetrl.json: saved without jetrl_patch)" if found is None else ""
     anew = f"start anew with another {elsewhere}, " if elsewhere else ""
     if optimizer and before.optimizer_states != config.optimizer_states:
-        raise ConfigError(
-            explain(
-                where,
-                required=f"optimizer_states={config.optimizer_states!r}",
-                found=f"{before.optimizer_states!r}{origin}",
-                fix=f"set optimizer_states={before.optimizer_states!r}, {anew}or load the checkpoint without its optimizer",
-            )
-        )
+        required, stored = f"optimizer_states={config.optimizer_states!r}", f"{before.optimizer_states!r}{origin}"
+        fix = f"set optimizer_states={before.optimizer_states!r}, {anew}or load the checkpoint without its optimizer"
+        raise ConfigError(explain(where, required=required, found=stored, fix=fix))
     if config.resume_any:
         return
     wanted = _numbers(config)
     saved = {**wanted, **{name: value for name, value in _numbers(before).items() if name in wanted}}
     if saved != wanted:
-        raise ConfigError(
-            differences(
-                where,
-                required=wanted,
-                found=saved,
-                origin=origin,
-                fix=f"use the checkpoint's settings, {anew}or set resume_any=True if the change is intended",
-            )
-        )
+        fix = f"use the checkpoint's settings, {anew}or set resume_any=True if the change is intended"
+        raise ConfigError(differences(where, required=wanted, found=saved, origin=origin, fix=fix))
 
 
 def _numbers(config: Config) -> dict[str, Any]:
-    """The settings that determine a run's numbers. ``invariant_scale`` is part of the weights and is checked with them."""
+    """The settings that decide a run's numbers. ``invariant_scale`` is part of the weights, and is checked with them."""
     names = ["precision", "kv_cache", "head_dtype"]
     if config.quantized_rollout:
         names += ["align", "exclude", "on_cut", "rollout_granularity"]

@@ -1,4 +1,4 @@
-"""What adapters find wrong with a framework's settings: findings, the rules that yield them, and marks that processes compare."""
+"""Check a framework's settings: findings, rules for settings that conflict, and the mark that processes compare."""
 
 from __future__ import annotations
 
@@ -12,22 +12,8 @@ from jetrl_patch.errors import ConfigError, ConflictError, JetrlError, NotPatche
 from jetrl_patch.session import PatchStatus
 
 __all__ = [
-    "LEAST_TEMPERATURE",
-    "MARK",
-    "REQUIRED_TEMPERATURE",
-    "Check",
-    "Report",
-    "Rule",
-    "broken",
-    "check",
-    "from_error",
-    "is_set",
-    "more_than_one",
-    "other_than",
-    "positive",
-    "raised",
-    "require_same",
-    "temperature",
+    "LEAST_TEMPERATURE", "MARK", "REQUIRED_TEMPERATURE", "Check", "Report", "Rule", "broken", "check", "from_error", "is_set",
+    "more_than_one", "other_than", "positive", "raised", "require_same", "temperature",
 ]  # fmt: skip
 
 
@@ -44,8 +30,8 @@ class Check:
 
     Attributes:
         name: what was checked, in a word or two.
-        state: "problem" stops a run, "unknown" may stop it and could not be checked, "warning" does not stop it, "skipped" does
-            not concern it.
+        state: "problem" stops a run; "unknown" could not be checked and may stop it; "warning" does not stop it; "skipped" does
+            not apply to it.
         finding: what was found.
         to_do: what to do about it; empty if nothing.
     """
@@ -62,8 +48,8 @@ class Report:
 
     Attributes:
         config: the plugin's settings.
-        framework: the framework that the command starts, whose runs alone the checks judge; None without a command.
-        stopped: without a command: framework -> the check that stops its runs and not those of another one.
+        framework: the framework that the command starts; the checks judge only its runs. None without a command.
+        stopped: without a command: framework -> the check that stops its runs but not those of other frameworks.
     """
 
     config: Config | None = None
@@ -74,13 +60,13 @@ class Report:
 
     @property
     def starts(self) -> bool | None:
-        """Whether a run would start; None if that cannot be told from here. What is sure to stop it goes first."""
+        """Whether a run would start; None if unknown. A problem outweighs an unknown."""
         states = {check.state for check in self.checks}
         return False if "problem" in states else None if "unknown" in states else True
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if a run would start, 1 if not, 2 if that cannot be told."""
+        """The exit status: 0 if a run would start, 1 if not, 2 if unknown."""
         return STATUS[self.starts]
 
     @property
@@ -109,7 +95,7 @@ class Report:
 
 
 def from_error(name: str, error: BaseException) -> Check:
-    """A problem from a JetrlError, whose last part says what to do (see ``errors.split_fix``)."""
+    """Turn a JetrlError into a problem (see ``errors.split_fix``)."""
     return Check(name, "problem", *split_fix(str(error)))
 
 
@@ -117,27 +103,26 @@ def _s(number: int) -> str:
     return "" if number == 1 else "s"
 
 
-# ---- Framework settings that conflict with the plugin: rules, and the ones that a configuration breaks
+# ---- Rules for framework settings that conflict with the plugin ----------------------------------
 
-#: vLLM samples at this temperature where a lower one, but not zero, is asked for (``_MAX_TEMP`` in ``vllm.sampling_params``)
+#: vLLM raises lower temperatures, except zero, to this one (``_MAX_TEMP`` in ``vllm.sampling_params``)
 LEAST_TEMPERATURE = 0.01
-#: the same, as an error says it
+#: ``required`` of an error about it
 REQUIRED_TEMPERATURE = f"at least {LEAST_TEMPERATURE}, the lowest temperature at which vLLM samples"
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One setting that is refused.
+    """One setting that some modes do not support.
 
     Attributes:
         path: dotted path in the framework's configuration.
-        bad: whether a value is refused.
+        bad: whether a value breaks the rule.
         required: what the plugin needs, as a noun phrase or a value.
         fix: what to do, as an imperative.
-        scope: the modes it holds in: "all", "changed" (all that do more than measure), "quantized" (rollout linears) or
-            "exact".
+        scope: its modes: "all", "changed" (all but measure-only), "quantized" (rollout linears) or "exact".
         error: ConflictError if another component does the same job, ConfigError if the plugin cannot support it.
-        absent: whether ``bad`` also judges ``None`` (the setting is missing); otherwise it is never refused.
+        absent: whether ``bad`` is also called for a missing setting (``None``), which otherwise breaks no rule.
     """
 
     path: str
@@ -163,7 +148,7 @@ def broken(
     Args:
         select: returns the value at a path, None if there is none.
         name: returns the user's name of a path.
-        beside: what of the plugin's settings the rules stand beside in a message; by default the mode.
+        beside: what the message names next to the setting; by default the mode.
     """
     mode = beside or f"precision={config.precision!r}, align={config.resolved_align!r}"
     for rule in rules:
@@ -184,7 +169,7 @@ def raised(check: Callable[[], object]) -> Iterator[JetrlError]:
 
 
 def temperature(path: str) -> Rule:
-    """The rule for the temperature of the rollout, by which the trainer divides as well: vLLM must take it as it is."""
+    """The rule for the rollout's temperature: the trainer divides by it too, so vLLM must use it unchanged."""
     return Rule(path, lambda value: float(value) < LEAST_TEMPERATURE, REQUIRED_TEMPERATURE, "set it to 1.0", "exact")
 
 
@@ -208,7 +193,7 @@ def other_than(*allowed: Any) -> Callable[[Any], bool]:
     return lambda value: value not in allowed
 
 
-# ---- Settings that the driver hands to every process inside the framework's own; each process compares them with its own
+# ---- The mark: settings that the driver passes to every process inside the framework's settings; each compares them with its own
 
 #: key of the plugin's settings in a framework's settings and in reports
 MARK = "jetrl"
@@ -219,7 +204,7 @@ def check(mark: Mapping[str, str] | None, config: Config, where: str, unpatched:
 
     Args:
         where: names this process in errors.
-        unpatched: the message if the driver wrote none.
+        unpatched: the error message if the driver wrote none.
 
     Raises NotPatchedError if there is no mark, ConflictError if it differs.
     """
@@ -231,11 +216,6 @@ def check(mark: Mapping[str, str] | None, config: Config, where: str, unpatched:
 def require_same(where: str, *, required: Mapping[str, str], found: Mapping[str, str]) -> None:
     """Raise ConflictError if the settings of a process (``Config.to_env``) differ from those of the run."""
     if required != found:
-        raise ConflictError(
-            differences(
-                f"settings of {where}",
-                required=environment.by_field(required),
-                found=environment.by_field(found),
-                fix="give every process of the run the same settings",
-            )
-        )
+        theirs, ours = environment.by_field(required), environment.by_field(found)
+        fix = "give every process of the run the same settings"
+        raise ConflictError(differences(f"settings of {where}", required=theirs, found=ours, fix=fix))

@@ -1,4 +1,4 @@
-"""The trainer's end of a weight sync: what it records of a model, the state of a training process, and the precision guard."""
+"""The trainer's end of a weight sync: what it records about a model, the precision guard, and shared state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from jetrl_patch.trainer.precision import LossScale
 __all__ = ["Driver", "Followers", "Source", "Worker", "begin_sync", "convert", "reset"]
 
 
-# ---- The precision guard around a weight sync: the policy decides, other models of the process follow
+# ---- The precision guard around a weight sync: the policy decides, the other models of the process follow
 
 class Followers:
     """Models of this process that move layers to BF16 with the policy. Holds weak references only."""
@@ -54,13 +54,13 @@ class Followers:
 def begin_sync(
     source: Source, weights: Callable[[], Iterable[NamedTensor]], followers: Followers, quantizes: bool = True
 ) -> None:
-    """Agree across ranks and carry out the guard's decision, before the first byte of a sync. Collective.
+    """Agree across ranks and apply the guard's decision before the first byte of a sync. Collective.
 
     Args:
         weights: yields the full weights; called only if the guard decides at this sync.
         quantizes: whether this rank quantizes them.
 
-    Raises SyncError if a layer cannot be moved; no engine has been told then.
+    Raises SyncError if a layer cannot be moved. No engine knows about the sync then.
     """
     source.agree()
     followers.to_bf16(source.begin_sync(weights, quantizes))
@@ -89,7 +89,7 @@ class Driver:
 
 
 def reset(*states: object) -> None:
-    """Reset each to its initial state."""
+    """Reset each object to its initial state."""
     for state in states:
         state.__init__()  # type: ignore[misc]
 
@@ -102,7 +102,7 @@ class Source:
 
     Attributes:
         layers: Hugging Face names of the quantized layers, also if only the rollout quantizes them.
-        modules: the converted layers, and the matrices of experts; sharding keeps the objects.
+        modules: the converted layers and the matrices of experts. Sharding keeps these objects.
         experts: the modules of experts, by name.
         shapes: name -> shape of every tensor that a weight sync sends.
         terms: how this side computes.
@@ -110,8 +110,8 @@ class Source:
         monitor: measures the FP8 layers of the trainer or of the rollout; None if there are none.
         guarded: layers that the precision guard moved to BF16; no longer in ``layers`` and ``modules``.
         base: what the last sync sent, with ``sync="delta"``; else None.
-        buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, also where the
-            framework yields parameters alone.
+        buffers: the buffers that a checkpoint holds, as module and attribute. A sync sends them in FP32, even if the framework
+            yields only parameters.
     """
 
     layers: list[str]
@@ -126,19 +126,19 @@ class Source:
     buffers: dict[str, tuple[Any, str]] = field(default_factory=dict)
 
     def agree(self) -> None:
-        """Make all training ranks agree before a sync, so that the weights sent do not depend on a rank's samples."""
+        """Make all training ranks agree before a sync, so that the weights do not depend on a rank's samples. Collective."""
         if self.smoother is not None:
             self.smoother.observer.agree()
 
     def begin_sync(self, weights: Callable[[], Iterable[NamedTensor]], quantizes: bool = True) -> list[str]:
-        """Carry out the guard's decision before the first byte of a sync, on every rank. Returns the units it moved.
+        """Apply the guard's decision before the first byte of a sync, on every rank. Returns the units it moved.
 
         Args:
             weights: yields the full weights once more; called only if the guard decides at this sync.
             quantizes: whether this rank sees the weights; other ranks only take part in the all-gather.
 
         Raises:
-            SyncError: a layer could not be moved to BF16; no engine has been told.
+            SyncError: a layer could not be moved to BF16. No engine knows about the sync then.
         """
         if self.monitor is None:
             return []
@@ -153,14 +153,14 @@ class Source:
         return {} if self.monitor is None else self.monitor.end()
 
     def take_lines(self) -> list[str]:
-        """Return log lines on guard decisions and exceeded thresholds, each line once."""
+        """Return log lines about guard decisions and exceeded thresholds, each once."""
         return [] if self.monitor is None else self.monitor.take_lines()
 
     def to_bf16(self, names: Iterable[str]) -> None:
-        """Move layers to BF16 for good, experts with all others of their block: all of them, or none and raise SyncError.
+        """Move layers to BF16 for good: all of them, or none with a SyncError. The experts of a block move together.
 
         Args:
-            names: of layers, or of units.
+            names: names of layers or units.
         """
         have = units(self.modules)
         new = [unit for unit in dict.fromkeys(map(unit_of, names)) if unit in have]
@@ -183,11 +183,11 @@ class Source:
         session.register_guarded(moved)
 
     def _apart(self, weights: Iterable[NamedTensor]) -> Iterable[NamedTensor]:
-        """The weights with stacked experts one by one."""
+        """The weights, with stacked experts split."""
         return chain.from_iterable(per_expert(name, weight) for name, weight in weights) if self.experts else weights
 
     def stream(self, weights: Iterable[NamedTensor], stats: SyncStats) -> Iterator[NamedTensor]:
-        """Yield the protocol of one sync over full weights; see ``quantized_stream``. Stacked experts are sent one by one."""
+        """Yield the messages of one sync over full weights (``quantized_stream``). Experts are sent one by one."""
         weights = self._apart(weights)
         if self.buffers:
             own = ((name, getattr(module, leaf)) for name, (module, leaf) in self.buffers.items())
@@ -225,12 +225,12 @@ def convert(
     reference: bool = False,
     rollout_ep: int = 1,
 ) -> Source:
-    """Convert a loaded Hugging Face model in place, before it is wrapped, and record what a sync needs.
+    """Convert a loaded Hugging Face model in place, before it is wrapped, and record what syncs need.
 
     Args:
         shapes: shape of every tensor that the framework yields, by Hugging Face name.
         rollout_tp: tensor-parallel size of the rollout.
-        reference: whether the model is never trained; ``invariant_scale`` then does not apply.
+        reference: whether the model is never trained; ``invariant_scale`` does not apply to it.
         rollout_ep: expert-parallel size of the rollout.
 
     Raises:
@@ -240,7 +240,7 @@ def convert(
     from jetrl_patch.backends import choose_backend
 
     if config.quantized_rollout:
-        check_structure(model.config, config)  # the driver has checked a local folder; a remote one is first seen here
+        check_structure(model.config, config)  # the driver has only checked local folders
     check_guard(config, rollout_tp)
     sizes: dict[str, Any] = {"rollout_tp": rollout_tp, "rollout_ep": rollout_ep}
     layers = registry.models().prepare_model(model, config, device_type=device_type, **sizes)
@@ -280,14 +280,8 @@ def make_monitor(config: Config, layers: list[str], modules: Mapping[str, Any], 
     """
     theirs = [name for name in layers if name in modules and is_te_linear(modules[name])]
     if theirs and config.guard_sqnr is not None:
-        raise ConfigError(
-            explain(
-                "guard_sqnr",
-                required="layers that can leave FP8 one by one",
-                found=f"TransformerEngine layers ({theirs[0]} and {len(theirs) - 1} more)",
-                fix="leave guard_sqnr unset, or name layers in exclude",
-            )
-        )
+        required, found = "layers that can leave FP8 one by one", f"TransformerEngine's ({theirs[0]} and {len(theirs) - 1} more)"
+        raise ConfigError(explain("guard_sqnr", required=required, found=found, fix="unset it, or name layers in exclude"))
     in_blocks = config.fp8_rollout and not config.channelwise
     if theirs or not config.monitor_every or not in_blocks:
         return None

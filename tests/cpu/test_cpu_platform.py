@@ -11,7 +11,7 @@ import textwrap
 import pytest
 import torch
 
-from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.adapters import cpu
 from jetrl_patch.adapters.cpu.adapter import ADAPTER
 from jetrl_patch.adapters.cpu.platform import DEVICE_MODULE
 from jetrl_patch.adapters.cpu.verl import cpu_overrides
@@ -41,10 +41,10 @@ def fake_distributions(monkeypatch, **versions):
 )
 def test_a_cpu_run_is_one_with_the_cpu_build_of_vllm(monkeypatch, installed, version):
     fake_distributions(monkeypatch, **installed)
-    assert detect.vllm_cpu_version() == version
-    assert detect.is_cpu_run(Config()) is (version is not None)
-    assert detect.is_cpu_run(Config(platform="cpu")) is True
-    assert detect.is_cpu_run(Config(platform="cuda")) is False
+    assert cpu.vllm_cpu_version() == version
+    assert cpu.is_cpu_run(Config()) is (version is not None)
+    assert cpu.is_cpu_run(Config(platform="cpu")) is True
+    assert cpu.is_cpu_run(Config(platform="cuda")) is False
 
 
 def test_does_nothing_elsewhere():

@@ -10,7 +10,7 @@ import torch
 
 base = pytest.importorskip("verl.checkpoint_engine.base")
 
-from jetrl_patch.adapters.cpu.gloo_engine import make_engine  # noqa: E402
+from jetrl_patch.adapters.cpu.platform import make_engine  # noqa: E402
 
 BUCKET = 1 << 12
 

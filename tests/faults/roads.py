@@ -88,6 +88,13 @@ class VerlIpc:
         asyncio.run(self.update(self.adapter, stream, global_steps=1))
 
 
+class Actor:
+    """OpenRLHF's ``Actor``, whose model DeepSpeed has wrapped."""
+
+    def __init__(self, module: Any) -> None:
+        self.model = SimpleNamespace(module=module)
+
+
 class OpenrlhfIpc:
     """OpenRLHF's colocated engines: ``broadcast_to_vllm`` over the orders' remote calls."""
 
@@ -104,11 +111,12 @@ class OpenrlhfIpc:
         args = SimpleNamespace(ds=SimpleNamespace(zero_stage=0), vllm=SimpleNamespace(sync_with_ray=True))
         self.trainer = trainer
         self.actor = SimpleNamespace(
-            actor=SimpleNamespace(_jetrl=trainer.source, model=SimpleNamespace(module=trainer.model)),
+            actor=Actor(trainer.model),
             strategy=SimpleNamespace(args=args),
             use_cuda_ipc=True,
             vllm_engines=[rollout],
         )
+        WORKER.sources[self.actor.actor] = trainer.source
 
     def sync(self) -> None:
         from jetrl_patch.adapters.openrlhf.sync import send

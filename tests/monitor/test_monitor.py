@@ -295,7 +295,7 @@ def test_all_ranks_decide_from_the_worst_of_all() -> None:
     rng = torch.Generator().manual_seed(0)
     fine, ill = torch.randn(8, 256, generator=rng).bfloat16(), torch.randn(8, 256, generator=rng).bfloat16()
     ill[:, 9] *= 1e6
-    from jetrl_patch.measure.observe import _figures
+    from jetrl_patch.measure.statistics import _figures
 
     state: Any = build_state()
     taken, said = [], []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from jetrl_patch.measure.observe import Recorder, Routes, compare
+from jetrl_patch.measure.routes import Recorder, Routes, compare
 from tests import models
 
 

@@ -27,11 +27,11 @@ def exact(monkeypatch):
 class Actor:
     """What ``Actor.forward`` does around the two replaced functions."""
 
-    _jetrl = object()
     packing_samples = False
 
     def __init__(self, logits, packed=False, temperature=1.0):
         self.logits, self.packing_samples, self.temperature = logits, packed, temperature
+        state.WORKER.sources[self] = object()
 
     def forward(self, sequences, action_mask=None, attention_mask=None, return_entropy=False, **_):
         logits, labels = self.logits, torch.roll(sequences, -1, 1)

@@ -135,7 +135,8 @@ def step_of(maker, step, freezing_steps):
         return {}, global_step + 1
 
     args = SimpleNamespace(critic=SimpleNamespace(freezing_steps=freezing_steps))
-    return train_step(SimpleNamespace(args=args, _jetrl_audited=True), samples(), step)[0]
+    DRIVER.audited = trainer = SimpleNamespace(args=args)
+    return train_step(trainer, samples(), step)[0]
 
 
 @pytest.mark.parametrize(("step", "freezing_steps", "passes"), [(0, 1, [2]), (1, 1, [2]), (2, 1, [2]), (3, 1, []), (0, -1, [])])

@@ -9,12 +9,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from jetrl_patch.adapters.openrlhf import services
+from jetrl_patch.adapters.openrlhf import doctor
 from jetrl_patch.config import Config
 from tests import vision_models
 from tests.models import config_of
 
-ADAPTER = Path(services.__file__ or "").parent
+ADAPTER = Path(doctor.__file__ or "").parent
 
 #: everything that makes a check read more: modes, corrections, and the settings with checks of their own
 CONFIGS = [
@@ -80,7 +80,7 @@ COMMANDS = (
 
 def options(model: Path, *extra: str) -> Any:
     """OpenRLHF's arguments, at their defaults but for what makes its checks pass."""
-    return services.read(["--actor.model_name_or_path", str(model), "--vllm.num_engines", "1", *extra])
+    return doctor.read(["--actor.model_name_or_path", str(model), "--vllm.num_engines", "1", *extra])
 
 
 def leaves(args: SimpleNamespace, at: str = "") -> Iterator[str]:
@@ -119,11 +119,11 @@ def read_by_the_driver(folder: Path) -> set[str]:
             make(family).save_pretrained(model)
         for extra in COMMANDS:
             recorded = Recorder(options(model, *extra), seen)
-            list(services.problems(recorded, config))
-            services.complete(recorded, config)
-            services.needs(recorded)
-            services.needs_flash_attn(recorded)
-            services.model_path(recorded)
+            list(doctor.problems(recorded, config))
+            doctor.complete(recorded, config)
+            doctor.needs(recorded)
+            doctor.needs_flash_attn(recorded)
+            doctor.model_path(recorded)
     return seen
 
 

@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from jetrl_patch.adapters.openrlhf import audit, metrics
+from jetrl_patch.adapters.openrlhf import metrics, startup
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ConflictError, NotPatchedError
 
@@ -83,9 +83,9 @@ def report(**changes):
     ],
 )
 def test_an_actor_that_stands_otherwise_stops_the_run(changes, error, says):
-    audit.check_report(report(), EXACT)
+    startup.check_report(report(), EXACT)
     with pytest.raises(error, match=says):
-        audit.check_report(report(**changes), EXACT)
+        startup.check_report(report(**changes), EXACT)
 
 
 def test_log_probs_are_asked_for_when_no_correction_does(monkeypatch):

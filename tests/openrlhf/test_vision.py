@@ -63,7 +63,7 @@ def test_what_is_not_handled_is_one_error(tmp_path, mode, changes, says):
 @pytest.mark.parametrize("family", MIXTURES)
 def test_experts_beside_a_tower_are_refused(tmp_path, family, mode):
     (problem,) = told(vision_models.config_of(family), tmp_path, mode)
-    assert problem.startswith("ModelError") and "required no experts beside a vision tower" in problem
+    assert problem.startswith("ModelError") and "required no experts with a vision tower" in problem
     assert told(vision_models.config_of(family), tmp_path, BF16) == []
 
 

@@ -11,8 +11,7 @@ import pytest
 from jetrl_patch import Config, ConfigError, JetrlError, ModelError
 from jetrl_patch.cli.parity import cli, explained
 from jetrl_patch.cli.parity.run import run_mode
-from jetrl_patch.measure.explain import OPS, PARTS
-from jetrl_patch.measure.parity import Job
+from jetrl_patch.measure.parity import OPS, PARTS, Job
 
 from .. import models
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from jetrl_patch.fp8.convert import expert_modules
-from jetrl_patch.measure.observe import Recorder
+from jetrl_patch.measure.routes import Recorder, Replay
 from jetrl_patch.models.families import FAMILIES
-from jetrl_patch.trainer.replay import Replay
 from tests import vision_models
 from tests.models import build
 

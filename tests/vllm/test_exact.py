@@ -15,8 +15,8 @@ import torch
 
 import jetrl_patch
 from jetrl_patch.measure.mismatch import Mismatch, mismatch
-from jetrl_patch.measure.observe import Routes
 from jetrl_patch.measure.parity import Job, Sample
+from jetrl_patch.measure.routes import Routes
 
 from .. import models
 

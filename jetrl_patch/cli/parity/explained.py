@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jetrl_patch.errors import JetrlError, writing
-from jetrl_patch.measure.explain import PARTS
+from jetrl_patch.measure.parity import PARTS
 from jetrl_patch.patching.guards import is_installed
 
 __all__ = ["draw", "require_matplotlib", "show"]

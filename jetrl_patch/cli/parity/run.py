@@ -90,7 +90,7 @@ def measure(job: Job, progress: Progress = SILENT) -> dict[str, Any]:
         ``attention`` and ``cut_layers`` (names of layers left in BF16, see ``on_cut``). With ``job.cost`` also
         ``rollout_tokens_per_second``, ``trainer_tokens_per_second`` and ``execution``
         ("compiled", "graphs" or "eager": how the engine ran the model). With ``job.explain`` also ``steps``, see
-        ``jetrl_patch.measure.explain.Step``.
+        ``jetrl_patch.measure.parity.Step``.
     """
     progress.stage("loading torch")
     import torch

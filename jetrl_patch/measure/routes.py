@@ -1,0 +1,168 @@
+"""Routes of a mixture of experts: which experts each token goes to. Compare them, record them, and replay the rollout's.
+
+A route is the set of experts that one block chooses for one token; their order does not count. Log-probs show that both sides are
+equal. Routes show how close a difference came to changing a choice.
+
+Shape legend: T tokens with routes, N tokens of the pass, L layers of the model (dense blocks included), E experts, k experts per
+token.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from jetrl_patch.fp8.convert import expert_modules
+from jetrl_patch.models.families import FAMILIES
+
+__all__ = ["Recorder", "Replay", "Routes", "compare", "layer_number"]
+
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Routes:
+    """How many routes were compared, and how many differ."""
+
+    compared: int = 0
+    differ: int = 0
+
+    def __add__(self, other: Routes) -> Routes:
+        return Routes(self.compared + other.compared, self.differ + other.differ)
+
+    @property
+    def mismatch(self) -> float:
+        """The share that differs."""
+        return self.differ / self.compared if self.compared else 0.0
+
+
+def compare(rollout_TLk: Tensor, trainer: Mapping[int, Tensor], rows: Tensor) -> Routes:
+    """Compare the routes of tokens.
+
+    Args:
+        rollout_TLk: the rollout's experts, any integer dtype.
+        trainer: number of a layer -> the trainer's experts [N, k].
+        rows: int64 [T], the positions of the tokens among those N.
+    """
+    found = Routes()
+    for layer, ids_Nk in trainer.items():
+        own, other = ids_Nk[rows].long().sort(-1).values, rollout_TLk[:, layer].to(ids_Nk.device).long().sort(-1).values
+        found += Routes(len(own), int((own != other).any(-1).sum()))
+    return found
+
+
+def layer_number(name: str) -> int:
+    """The number of the layer in a module's dotted name."""
+    layer = _LAYER.search(name)
+    assert layer is not None, name
+    return int(layer[1])
+
+
+class Recorder:
+    """Records the experts that a trainer's model chooses. Create it before FSDP or ZeRO wraps the model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._open: dict[int, Tensor] | None = None
+        for name, module in expert_modules(model).items():
+            module.register_forward_pre_hook(partial(self._note, layer_number(name)), with_kwargs=True)
+
+    @contextmanager
+    def recording(self) -> Iterator[dict[int, Tensor]]:
+        """Yield a dict that one forward pass fills: layer number -> experts [N, k]."""
+        found: dict[int, Tensor] = {}
+        self._open = found
+        try:
+            yield found
+        finally:
+            self._open = None
+
+    def _note(self, layer: int, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        if self._open is not None:  # transformers calls experts with hidden_states, top_k_index, top_k_weights
+            ids = kwargs["top_k_index"] if "top_k_index" in kwargs else args[1]
+            self._open[layer] = ids.detach().flatten(0, -2)
+
+
+# ---- Replay: the trainer's tokens go to the experts that the rollout chose (R3, "Rollout Routing Replay")
+#     ids_Tk = the rollout's      w_e = p_e / Σ(chosen p), or as the family defines it, with p from the trainer's logits
+#
+# The gradient flows through the gathered weights, so the router learns about the experts that were used. The logits do not
+# change, so a load-balancing loss sees the trainer's own. Where both sides chose the same set of experts, the token keeps the
+# trainer's order, and so the bits of a pass without replay. So does a token without routes.
+
+#: families with sigmoid scores add it to the sum of the chosen scores, which may be zero
+_TINY = 1e-20
+
+
+class Replay:
+    """Replays routes in a trainer's model. Create it before FSDP wraps the model.
+
+    Attributes:
+        own: layer number -> the trainer's own choice in the last pass, [N, k].
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.own: dict[int, Tensor] = {}
+        self._given: tuple[Tensor, Tensor] | None = None
+        families = [family for family in FAMILIES.values() if family.mixture]
+        choosers = {family.chooser for family in families} - {""}
+        routers = {family.router for family in families if not family.chooser}
+        for name, module in model.named_modules():
+            kind = type(module).__name__
+            if kind in choosers:
+                module.route_tokens_to_experts = partial(self._choose, layer_number(name), module, module.route_tokens_to_experts)
+            elif kind in routers:
+                module.register_forward_hook(partial(self._route, layer_number(name)))
+
+    def follow(self, experts_TLk: Tensor, rows: Tensor) -> None:
+        """Replay these routes until the next call, and so also when backward recomputes the forward pass.
+
+        Args:
+            experts_TLk: the rollout's experts, any integer dtype.
+            rows: int64 [T], the positions of the tokens among the N of each pass.
+        """
+        self.own, self._given = {}, (experts_TLk, rows)
+
+    def stop(self) -> None:
+        """Let the routers choose from now on."""
+        self.own, self._given = {}, None
+
+    def _ids(self, layer: int, own_Nk: Tensor) -> Tensor:
+        """The experts to use. Where the rollout names an expert twice, its row is invalid and the trainer's choice stays."""
+        assert self._given is not None
+        experts_TLk, rows = self._given
+        self.own[layer] = own_Nk.detach()
+        rows = rows.to(own_Nk.device)
+        theirs_Tk, mine_Tk = experts_TLk[:, layer].to(own_Nk.device).long(), own_Nk[rows]
+        ordered_Tk = theirs_Tk.sort(-1).values
+        same = (ordered_Tk == mine_Tk.sort(-1).values).all(-1)
+        twice = (ordered_Tk.diff(dim=-1) == 0).any(-1)
+        return own_Nk.index_copy(0, rows, torch.where((same | twice).unsqueeze(-1), mine_Tk, theirs_Tk))
+
+    def _route(self, layer: int, router: Any, _: Any, output: tuple[Tensor, Tensor, Tensor]) -> Any:
+        """Hook on transformers' softmax routers, which return logits [N, E], weights and experts [N, k]."""
+        if self._given is None:
+            return None
+        logits_NE, weights_Nk, own_Nk = output
+        ids_Nk = self._ids(layer, own_Nk)
+        chosen_Nk = nn.functional.softmax(logits_NE, dim=-1, dtype=torch.float32).gather(-1, ids_Nk)
+        if getattr(router, "norm_topk_prob", True):
+            chosen_Nk = chosen_Nk / chosen_Nk.sum(-1, keepdim=True)
+        return logits_NE, chosen_Nk.to(weights_Nk.dtype), ids_Nk
+
+    def _choose(self, layer: int, block: Any, original: Any, router_logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Replace ``route_tokens_to_experts`` of blocks with sigmoid scores, which returns experts and weights [N, k]."""
+        own_Nk, weights_Nk = original(router_logits)
+        if self._given is None:
+            return own_Nk, weights_Nk
+        ids_Nk = self._ids(layer, own_Nk)
+        chosen_Nk = router_logits.sigmoid().gather(-1, ids_Nk)
+        if block.norm_topk_prob:
+            chosen_Nk = chosen_Nk / (chosen_Nk.sum(-1, keepdim=True) + _TINY)
+        return ids_Nk, (chosen_Nk * block.routed_scaling_factor).to(weights_Nk.dtype)
