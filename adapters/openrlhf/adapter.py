@@ -29,6 +29,7 @@ from jetrl_patch.patching.patch import NO_REPORT
 from jetrl_patch.registry import Adapter, Config, Journal, OnImport, Patch, Services
 
 _ACTORS = "OpenRLHF loads plugins in its Ray actors (an entry point or a hook in BaseModelActor), with the driver's arguments"
+_VERSION = "vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync sets it"
 _FIRST = "OpenRLHF's ActorPPOTrainer.ppo_train passes a flag like TransformerEngine's is_first_microbatch to the layers"
 _STATE = "OpenRLHF's DeepspeedStrategy.save_ckpt and load_ckpt have a hook for extra state such as jetrl.json"
 
@@ -130,14 +131,12 @@ EVERY_MODE: tuple[Patch, ...] = (
     Patch(
         "vllm.v1.engine.async_llm", "AsyncLLM.generate", metrics.generate,
         reason="vLLM's outputs do not say which weights produced their tokens",
-        remove_when="vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync "
-        "sets it",
+        remove_when=_VERSION,
     ),
     Patch(
         "vllm.v1.engine.async_llm", "AsyncLLM.collective_rpc", metrics.collective_rpc,
         reason="a new weight version starts when a sync ends, which the engine process sees only in this call",
-        remove_when="vLLM's RequestOutput carries the engine core's weight version (set_weight_version), and OpenRLHF's sync "
-        "sets it",
+        remove_when=_VERSION,
     ),
 )
 
@@ -211,20 +210,11 @@ LOSS_SCALE = Patch(
     remove_when="OpenRLHF's DeepspeedStrategy.optimizer_step logs DeepSpeed's loss scale and skipped_steps",
 )
 
-INVARIANT_SCALE: tuple[Patch, ...] = tuple(
-    Patch(
-        "openrlhf.utils.deepspeed.deepspeed", f"DeepspeedStrategy.{name}", make,
-        reason="a checkpoint resumed with a different invariant_scale would scale the norms twice, or not at all",
-        remove_when=_STATE,
-    )
-    for name, make in (("save_ckpt", checkpoint.save_scales), ("load_ckpt", checkpoint.compare_scales))
-)
-
 CHECKPOINT: tuple[Patch, ...] = tuple(
     Patch(
         "openrlhf.utils.deepspeed.deepspeed", f"DeepspeedStrategy.{name}", make,
-        reason="OpenRLHF's checkpoints do not record the settings, so a run could silently resume in a different precision or "
-        "with different optimizer states",
+        reason="OpenRLHF's checkpoints do not record the settings, so a run could silently resume in a different precision, with "
+        "different optimizer states, or with norms that invariant_scale scales twice or not at all",
         remove_when=_STATE,
     )
     for name, make in (("save_ckpt", checkpoint.save_ckpt), ("load_ckpt", checkpoint.load_ckpt))
@@ -246,13 +236,12 @@ class OpenRLHFAdapter(Adapter):
     def patches(self, config: Config) -> Sequence[Patch]:
         """Return the patches of every mode, and those that the settings in ``config`` need."""
         ours = (CORRECTION,) if correction.is_ours(config) else ()
-        scaled = INVARIANT_SCALE if config.quantized_rollout else ()
         states = (OPTIMIZER,) if config.optimizer_states != "fp32" else ()
         loss_scale = (LOSS_SCALE,) if config.mode.scales_loss else ()
         same = SAME_LOG_PROBS if config.same_log_probs else ()
         old = OLD_LOG_PROBS if config.skips_old_pass else ()
         kept = SAME_WEIGHTS if config.fp8_train else ()
-        return EVERY_MODE + VISION + same + old + ours + scaled + loss_scale + CHECKPOINT + states + kept
+        return EVERY_MODE + VISION + same + old + ours + loss_scale + CHECKPOINT + states + kept
 
     def services(self) -> Services:
         """Offer OpenRLHF's arguments and models to the core."""

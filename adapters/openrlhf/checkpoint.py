@@ -15,48 +15,8 @@ from jetrl_patch.session import while_active
 from jetrl_patch.trainer import record
 from jetrl_patch.trainer.rules import raised
 
-__all__ = ["compare_scales", "load_ckpt", "problems", "save_ckpt", "save_scales"]
+__all__ = ["load_ckpt", "problems", "save_ckpt"]
 
-
-# ---- ``invariant_scale`` -------------------------------------------------------------------------
-# DeepSpeed's checkpoints hold no configuration, so the factor goes into the client state that OpenRLHF saves with them.
-
-@while_active
-def save_scales(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DeepspeedStrategy.save_ckpt``: record the model's factor."""
-    signature = inspect.signature(original)
-
-    def save_ckpt(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        recorded = _recorded(bound.arguments["model"])
-        if recorded is not None:
-            states = bound.arguments.get("client_state") or {}
-            bound.arguments["client_state"] = {**states, RECORD: recorded}
-        return original(*bound.args, **bound.kwargs)
-
-    return save_ckpt
-
-
-@while_active
-def compare_scales(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the factors. Critics are never scaled and have no record."""
-
-    def load_ckpt(self: Any, model: Any, load_dir: Any, *args: Any, **kwargs: Any) -> Any:
-        path, states = original(self, model, load_dir, *args, **kwargs)
-        if path is not None:
-            config = getattr(model.module, "config", None)
-            if config is not None:
-                take_over(config, states.pop(RECORD, None), str(load_dir))
-        return path, states
-
-    return load_ckpt
-
-
-def _recorded(model: Any) -> Any:
-    return getattr(getattr(model.module, "config", None), RECORD, None)
-
-
-# ---- ``jetrl.json``: the run's settings ----------------------------------------------------------
 
 def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlError]:
     """Yield the error of the checkpoint that OpenRLHF would resume from, in the driver, before an actor starts.
@@ -72,27 +32,32 @@ def problems(select: Callable[[str], Any], config: Config) -> Iterator[JetrlErro
 
 @while_active
 def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DeepspeedStrategy.save_ckpt``: rank 0 writes ``jetrl.json`` into the tag's folder.
+    """Wrap ``DeepspeedStrategy.save_ckpt``: add ``invariant_scale`` to the client state, and ``jetrl.json`` to the tag's folder.
 
-    It does so after OpenRLHF has deleted old checkpoints, which would include a new folder without a metric, and before DeepSpeed
-    marks the checkpoint as the latest. So a run killed in between leaves no checkpoint without a record.
+    DeepSpeed's checkpoints hold no configuration, so the scale goes into the client state that OpenRLHF saves with them. Rank 0
+    writes ``jetrl.json`` after OpenRLHF has deleted old checkpoints, which would include a new folder without a metric. DeepSpeed
+    marks the checkpoint as the latest afterwards, so a run killed in between leaves no checkpoint without a record.
     """
     signature = inspect.signature(original)
 
     def save_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        given = signature.bind(self, *args, **kwargs).arguments
+        bound, config = signature.bind(self, *args, **kwargs), session.active_config()
+        model = bound.arguments["model"]
+        scale = getattr(_config_of(model), RECORD, None)
+        if config.quantized_rollout and scale is not None:
+            bound.arguments["client_state"] = {**(bound.arguments.get("client_state") or {}), RECORD: scale}
         if not self.is_rank_0():
-            return original(self, *args, **kwargs)
-        model, save = given["model"], given["model"].save_checkpoint
+            return original(*bound.args, **bound.kwargs)
+        save = model.save_checkpoint
 
         def save_checkpoint(save_dir: str, tag: str | None = None, **more: Any) -> Any:
             folder = os.path.join(save_dir, tag or f"global_step{model.global_steps}")  # DeepSpeed's own tag
-            record.write(folder, session.active_config())
+            record.write(folder, config)
             return save(save_dir, tag=tag, **more)
 
         model.save_checkpoint = save_checkpoint
         try:
-            return original(self, *args, **kwargs)
+            return original(*bound.args, **bound.kwargs)
         finally:
             del model.save_checkpoint
 
@@ -101,21 +66,33 @@ def save_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @while_active
 def load_ckpt(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the recorded settings with those of the run."""
+    """Wrap ``DeepspeedStrategy.load_ckpt``: compare the recorded settings and ``invariant_scale`` with those of the run.
+
+    Critics are never scaled and have no record of a scale.
+    """
     signature = inspect.signature(original)
 
     def load_ckpt(self: Any, *args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(self, *args, **kwargs)
+        bound, config = signature.bind(self, *args, **kwargs), session.active_config()
         bound.apply_defaults()
         given = bound.arguments
         tag = given["tag"] or _latest(given["load_dir"])
         folder = os.path.join(given["load_dir"], tag) if tag else ""
         if os.path.isdir(folder):
             with_states = given["load_optimizer_states"] and not given["load_module_only"]
-            record.check(folder, session.active_config(), optimizer=with_states)
-        return original(self, *args, **kwargs)
+            record.check(folder, config, optimizer=with_states)
+        path, states = original(self, *args, **kwargs)
+        hf_config = _config_of(given["model"])
+        if config.quantized_rollout and path is not None and hf_config is not None:
+            take_over(hf_config, states.pop(RECORD, None), str(given["load_dir"]))
+        return path, states
 
     return load_ckpt
+
+
+def _config_of(engine: Any) -> Any:
+    """The Hugging Face config of a DeepSpeed engine's model; None if it has none."""
+    return getattr(getattr(engine, "module", None), "config", None)
 
 
 def _latest(folder: str) -> str:

@@ -160,7 +160,9 @@ def test_openrlhfs_reference_actor_is_known_by_its_class(monkeypatch: pytest.Mon
 def active(monkeypatch: pytest.MonkeyPatch) -> None:
     from jetrl_patch import session
 
+    config = Config(precision="int8-rollout").resolved()
     monkeypatch.setattr(session, "is_active", lambda: True)
+    monkeypatch.setattr(session, "active_config", lambda: config)
 
 
 BUILT_AND_SAVED = [(1.5, 1.5, None), (None, None, None), (None, 1.5, None), (1.5, None, "without"), (1.5, 2.0, "=2.0")]
@@ -196,7 +198,7 @@ def test_a_resumed_verl_run(tmp_path: Any, active: None, built: Any, saved: Any,
 
 @pytest.mark.parametrize(("built", "saved", "error"), BUILT_AND_SAVED)
 def test_a_resumed_openrlhf_run(active: None, built: Any, saved: Any, error: Any) -> None:
-    from jetrl_patch.adapters.openrlhf.checkpoint import compare_scales, save_scales
+    from jetrl_patch.adapters.openrlhf.checkpoint import load_ckpt, save_ckpt
 
     disk: dict[str, Any] = {}
 
@@ -209,10 +211,13 @@ def test_a_resumed_openrlhf_run(active: None, built: Any, saved: Any, error: Any
     if saved is not None:
         setattr(old, RECORD, saved)
     states = {"consumed_samples": 8}
-    save_scales(write)(None, SimpleNamespace(module=SimpleNamespace(config=old)), "here", "tag", 3, states)
+    rank = SimpleNamespace(is_rank_0=lambda: False)
+    save_ckpt(write)(rank, SimpleNamespace(module=SimpleNamespace(config=old)), "here", "tag", 3, states)
     assert disk == {**states, **({RECORD: saved} if saved else {})} and states == {"consumed_samples": 8}
     engine = SimpleNamespace(module=SimpleNamespace(config=fresh))
-    load = compare_scales(lambda self, model, load_dir: ("here", dict(disk)))
+    load = load_ckpt(
+        lambda self, model, load_dir, tag=None, load_optimizer_states=True, load_module_only=False: ("here", dict(disk))
+    )
     found: list[Any] = []
     settled(built, lambda: found.append(load(None, engine, "here")), error, fresh)
     if error is None:
