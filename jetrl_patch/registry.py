@@ -274,7 +274,7 @@ def installed() -> list[Adapter]:
                 "enable()",
                 required=f"one of {', '.join(frameworks)}",
                 found="none of them installed",
-                fix="install one, for instance with `pip install -e '.[verl]'` in the clone",
+                fix="install one in this environment, for instance with `pip install 'verl[vllm]'`",
             )
         )
     return found
