@@ -12,7 +12,6 @@ from torch import Tensor
 
 from benchmarks.timing import best_of
 from jetrl_patch.backends import get_backend
-from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.native import ops
 from jetrl_patch.sync.digest import digest
 
@@ -39,8 +38,8 @@ class Weight:
     @classmethod
     def random(cls, N: int, K: int) -> Weight:
         w, backend = torch.randn(N, K), get_backend("native")
-        q, blocks = backend.quantize_weight(w.to(BF16), "pow2")
-        return cls(w, w.to(BF16), q, expand_weight_scale(blocks, N), backend.pack(q))
+        quantized = backend.quantize_weight(w.to(BF16), "pow2")
+        return cls(w, w.to(BF16), quantized.q, quantized.s_rows, backend.pack(quantized))
 
 
 def products() -> Iterator[dict[str, object]]:
@@ -86,17 +85,16 @@ def layer() -> Iterator[dict[str, object]]:
     for M, N, K in ((32, 1024, 1024), (512, 768, 256), (2048, 1024, 1024)):
         g, x, w = torch.randn(M, N), torch.randn(M, K), torch.randn(N, K)
         gb, xb, wb = (t.to(BF16) for t in (g, x, w))
-        q, s = backend.quantize_weight(wb, "pow2")
-        rows, (qx, sx) = expand_weight_scale(s, N), backend.quantize_activation(xb, "pow2")
+        qw, qx = backend.quantize_weight(wb, "pow2"), backend.quantize_activation(xb, "pow2")
         best = best_of(
             {
-                "FProp": lambda x=xb, q=q, s=rows: backend.fprop(x, q, s, "pow2"),
+                "FProp": lambda x=xb, q=qw: backend.fprop(x, q),
                 "torch BF16, x W^T": lambda x=xb, w=wb: F.linear(x, w),
                 "torch FP32, x W^T": lambda x=x, w=w: F.linear(x, w),
-                "DGrad": lambda g=gb, q=q, s=s: backend.dgrad(g, q, s, "pow2", BF16),
+                "DGrad": lambda g=gb, q=qw: backend.dgrad(g, q, BF16),
                 "torch BF16, g W": lambda g=gb, w=wb: g @ w,
                 "torch FP32, g W": lambda g=g, w=w: g @ w,
-                "WGrad": lambda g=gb, q=qx, s=sx: backend.wgrad(g, q, s, "pow2", BF16),
+                "WGrad": lambda g=gb, q=qx: backend.wgrad(g, q, BF16),
                 "torch BF16, g^T x": lambda g=gb, x=xb: g.t() @ x,
                 "torch FP32, g^T x": lambda g=g, x=x: g.t() @ x,
             }

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 from jetrl_patch import session
 from jetrl_patch.adapters.openrlhf.state import START, where
 from jetrl_patch.errors import NotPatchedError, SyncError
+from jetrl_patch.sync.protocol import as_sync_error
 from jetrl_patch.sync.receive import State
-from jetrl_patch.sync.remote import as_sync_error
 from jetrl_patch.sync.send import Bucket, Entry, unpack
 
 __all__ = [

@@ -45,7 +45,7 @@ class MegatronSource(Source):
             own, terms=self.terms, layers=self.layers, shapes=self.shapes, stats=stats, quantize=self.quantize
         )
 
-    def quantize(self, layer: str, weight: Any) -> tuple[Any, Any]:
+    def quantize(self, layer: str, weight: Any) -> Any:
         """Return the bytes and scales that TransformerEngine makes of this weight in every forward pass."""
         from jetrl_patch.backends.transformer_engine import quantize_weight
 

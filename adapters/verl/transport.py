@@ -13,7 +13,7 @@ from multiprocessing.shared_memory import SharedMemory
 from typing import Any
 
 from jetrl_patch.errors import JetrlError, NotPatchedError, SyncError
-from jetrl_patch.sync import remote
+from jetrl_patch.sync import protocol
 
 _POLL_MS = 200
 _AHEAD_BYTES = 128 << 20  # quantized and digested while the worker loads a bucket; extra memory on the trainer's side
@@ -256,4 +256,4 @@ def as_sync_error(error: BaseException) -> JetrlError:
             "a vLLM worker is not patched: it does not know jetrl_patch's weight sync. Install jetrl_patch where vLLM runs, "
             "pass its processes the JETRL_* variables and do not exclude jetrl_patch in VLLM_PLUGINS."
         )
-    return remote.as_sync_error(error)
+    return protocol.as_sync_error(error)

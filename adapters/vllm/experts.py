@@ -17,14 +17,14 @@ from jetrl_patch.adapters.vllm.formats import format_of, logger
 from jetrl_patch.adapters.vllm.method import finite_bf16
 from jetrl_patch.adapters.vllm.ranks import sum_over_ranks
 from jetrl_patch.adapters.vllm.shards import Shard
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.config import Config
 from jetrl_patch.errors import UNQUANTIZED, ModelError, SyncError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import swap
-from jetrl_patch.fp8.expert_trial import require_expert_equality
-from jetrl_patch.fp8.experts import PARTS, Operands, run_experts
-from jetrl_patch.fp8.grouped import PlainProducts, Stacks, run_grouped
-from jetrl_patch.fp8.mixture import ExpertSplit, added
+from jetrl_patch.fp8.experts import PARTS, ExpertWeights, run_experts
+from jetrl_patch.fp8.grouped import Stacks, require_expert_equality, run_grouped
+from jetrl_patch.fp8.mixture import ExpertSplit, PlainProducts, added
 from jetrl_patch.kernels.formats import BLOCK, FP8, groups
 from jetrl_patch.models.structure import matrices_of
 
@@ -287,7 +287,8 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
             tensor.data.unflatten(1, (2, -1)).flatten(0, 1) for tensor in (layer.w13_weight, layer.w13_weight_scale_inv)
         )
         down, down_s = layer.w2_weight.data, layer.w2_weight_scale_inv.data
-        return Stacks((gate_up, kernels.block_view(gate_up_s)), (down, kernels.block_view(down_s)))
+        pairs = ((gate_up, gate_up_s), (down, down_s))
+        return Stacks(*(Quantized(q, kernels.block_view(s), "blocks", self.scale_format) for q, s in pairs))
 
     def _mix(
         self, layer: RoutedExperts, x_TH: torch.Tensor, weights_Tk: torch.Tensor, ids_Tk: torch.Tensor
@@ -295,30 +296,30 @@ class QuantizedExpertsMethod(FusedMoEMethodBase):
         backend, form, alone = self.plain or self.format.backend(x_TH.device), self.scale_format, self.split.ranks == 1
         summed = self.exact and not alone  # else vLLM's runner adds the ranks' rounded sums
 
-        def operands(expert: int) -> Operands:
-            return Operands(*(self._operand(layer, expert, shard_id) for shard_id in _SHARDS))
+        def matrices(expert: int) -> ExpertWeights:
+            return ExpertWeights(*(self._matrix(layer, expert, shard_id) for shard_id in _SHARDS))
 
         if self.capture is not None:
             self.capture(ids_Tk)
-        quantized = backend.quantize_activation(x_TH, form)
+        x = backend.quantize_activation(x_TH, form)
         kernels = backend.grouped(x_TH)
         if kernels is None:
             sizes = (self.experts, x_TH.shape[1])
-            mine_1TH = run_experts(quantized, weights_Tk, ids_Tk, operands, sizes, backend, form, held=self.held)
+            mine_1TH = run_experts(x, weights_Tk, ids_Tk, matrices, sizes, backend, held=self.held)
             return sum_over_ranks(mine_1TH[0]) if summed else added(mine_1TH)
         if not alone:  # experts of other ranks are beyond those of this one
             ids_Tk = torch.where((ids_Tk >= self.held.start) & (ids_Tk < self.held.stop), ids_Tk - self.held.start, -1)
         stacks = self.stacks(layer, kernels)
         dtype = torch.float32 if summed else torch.bfloat16
-        y_TH, _ = run_grouped(kernels, quantized, weights_Tk, ids_Tk, stacks, form, part=None if alone else dtype)
+        y_TH, *_ = run_grouped(kernels, x, weights_Tk, ids_Tk, stacks, part=None if alone else dtype)
         return sum_over_ranks(y_TH) if summed else y_TH
 
-    def _operand(self, layer: RoutedExperts, expert: int, shard_id: str) -> tuple[torch.Tensor, torch.Tensor]:
+    def _matrix(self, layer: RoutedExperts, expert: int, shard_id: str) -> Quantized:
         weight, scale, _ = self.piece(layer, expert, shard_id)
         if self.plain is not None:
-            return self.plain.quantize_activation(weight, self.scale_format)
+            return self.plain.quantize_weight(weight, self.scale_format)
         assert scale is not None
-        return weight, scale
+        return Quantized(weight, scale, "rows", self.scale_format)
 
     def _weight_loader(self, layer: RoutedExperts) -> Callable[..., bool]:
         def load_weight(

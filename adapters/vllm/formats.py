@@ -16,7 +16,7 @@ from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeigh
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.backends import choose_backend, get_backend, rowwise
 from jetrl_patch.backends.deep_gemm import pitched
-from jetrl_patch.backends.quantize import expand_weight_scale
+from jetrl_patch.backends.quantize import Quantized, expand_weight_scale
 from jetrl_patch.backends.row_equality import TRAINED, Layout, require_row_equality
 from jetrl_patch.errors import SyncError
 from jetrl_patch.fp8.producers import available, fits
@@ -184,26 +184,20 @@ class LinearFormat(abc.ABC):
         """Drop what was made of the weight: it is being written."""
 
     @abc.abstractmethod
-    def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, w_NK: torch.Tensor) -> Quantized:
         """Quantize a whole BF16 weight [N, K] to bytes [N, K] and scales, as the trainer does."""
+
+    def weight(self, layer: torch.nn.Module) -> Quantized:
+        """The layer's parameters as ``product`` reads them."""
+        return Quantized(layer.weight.data, layer.weight_scale_inv.data, "channels", self.config.scale_format)
 
     def producers(self, layer: torch.nn.Module) -> GpuBackend | None:
         """Return the backend that can quantize what this layer reads where it is computed; None: the layer takes BF16 alone."""
         return None
 
     @abc.abstractmethod
-    def product(
-        self,
-        x_MK: torch.Tensor,
-        w_NK: torch.Tensor,
-        scale: torch.Tensor,
-        out_dtype: torch.dtype,
-        blocks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Multiply BF16 activations by this rank's weight: [M, N] in BF16, or in FP32 as an unrounded partial sum.
-
-        ``blocks`` is what ``hold_blocks`` kept.
-        """
+    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+        """Multiply BF16 activations by this rank's weight: [M, N] in BF16, or in FP32 as an unrounded partial sum."""
 
 
 class BlockFp8(LinearFormat):
@@ -221,13 +215,16 @@ class BlockFp8(LinearFormat):
         """The next product packs the weight anew."""
         self._packed, self._is_packed = None, False
 
-    def _pack(self, w_NK: torch.Tensor) -> torch.Tensor | None:
-        """The weight as the backend reads it fastest, made once after a load."""
+    def weight(self, layer: torch.nn.Module) -> Quantized:
+        """With scales per row, per block if they are held, and packed as the backend reads it fastest, once after a load."""
+        q, s = layer.weight.data, layer.weight_scale_inv.data
+        w = Quantized(q, s, "rows", self.config.scale_format, s_blocks=getattr(layer, BLOCKS, None))
         if torch.compiler.is_compiling():  # a graph would keep the copy of the weights that it was traced with
-            return None
+            return w
         if not self._is_packed:
-            self._packed, self._is_packed = self.backend(w_NK.device).pack(w_NK), True
-        return self._packed
+            self._packed, self._is_packed = self.backend(q.device).pack(w), True
+        w.packed = self._packed
+        return w
 
     def check_serving(self, weight: torch.Tensor, layout: Layout | None = None, most: int = TRAINED) -> None:
         """Refuse a backend whose rows depend on the batch or on what the weight is fused with: the trainer computes others."""
@@ -277,23 +274,13 @@ class BlockFp8(LinearFormat):
         found = cast("GpuBackend", backend)
         return found if fits(found, weight, weight.shape[1]) else None
 
-    def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, w_NK: torch.Tensor) -> Quantized:
         """Scales [ceil(N/128), ceil(K/128)]."""
         return self.backend(w_NK.device).quantize_weight(w_NK, self.config.scale_format)
 
-    def product(
-        self,
-        x_MK: torch.Tensor,
-        w_NK: torch.Tensor,
-        scale: torch.Tensor,
-        out_dtype: torch.dtype,
-        blocks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         """By the backend, scales [N, ceil(K/128)]."""
-        backend, form, packed = self.backend(x_MK.device), self.config.scale_format, self._pack(w_NK)
-        if packed is not None:
-            return backend.packed_gemm(*backend.quantize_activation(x_MK, form), w_NK, scale, packed, out_dtype)
-        return backend.fprop(x_MK, w_NK, scale, form, out_dtype, s_blocks=blocks)
+        return self.backend(x_MK.device).fprop(x_MK, w, out_dtype)
 
 
 class ChannelFp8(LinearFormat):
@@ -302,20 +289,13 @@ class ChannelFp8(LinearFormat):
     dtype = FP8
     scales = RowScales()
 
-    def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, w_NK: torch.Tensor) -> Quantized:
         """Scales [N, 1]."""
         return rowwise.quantize_fp8_rows(w_NK, self.config.scale_format)
 
-    def product(
-        self,
-        x_MK: torch.Tensor,
-        w_NK: torch.Tensor,
-        scale: torch.Tensor,
-        out_dtype: torch.dtype,
-        blocks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         """By the backend, scales [N, 1]."""
-        return rowwise.channel_fprop(self.backend(x_MK.device), x_MK, w_NK, scale, self.config.scale_format, out_dtype)
+        return rowwise.channel_fprop(self.backend(x_MK.device), x_MK, w, out_dtype)
 
 
 #: format name -> class, imported on first use

@@ -1,7 +1,7 @@
 """Norms and activations of vLLM's models that write the bytes and scales of the FP8 linear behind them, in one launch.
 
 A family's record names the linears that alone read a norm (``readers``); SiLU * up is read by ``down_proj``. In a loaded model
-such a module gets a class whose result is ``Rows``: vLLM's model code passes it on as it is, and ``QuantizedLinearMethod``
+such a module gets a class whose result is ``Quantized``: vLLM's model code passes it on as it is, and ``QuantizedLinearMethod``
 multiplies it. vLLM has such a carrier of its own (``QuantizedActivation``), for its own formats and since 0.30 alone.
 
 Where the linear is not quantized, or no longer (``guard``), where the device has no producers, where a width or a tensor does
@@ -56,7 +56,7 @@ class FusedNorm(_Producer):
     variance_epsilon: float
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> Any:
-        """``x [M, K]`` BF16, ``residual`` the same or None -> ``Rows``, and the new residual if there was one."""
+        """``x [M, K]`` BF16, ``residual`` the same or None -> ``Quantized``, and the new residual if there was one."""
         form = self.scale_format()
         if form is None or not _plain(x) or not (residual is None or _plain(residual)):
             return super().forward(x, residual)  # type: ignore[misc]
@@ -68,7 +68,7 @@ class FusedSiluAndMul(_Producer):
     """``silu(gate) * up``, quantized."""
 
     def forward(self, x: torch.Tensor) -> Any:
-        """``x [M, 2K]`` BF16 -> ``Rows``."""
+        """``x [M, 2K]`` BF16 -> ``Quantized``."""
         form = self.scale_format()
         if form is None or not _plain(x):
             return super().forward(x)  # type: ignore[misc]

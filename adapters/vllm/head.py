@@ -11,6 +11,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 
 from jetrl_patch.adapters.vllm.formats import LinearFormat, RowScales
 from jetrl_patch.backends import rowwise
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import TRAINED
 from jetrl_patch.backends.rowwise import quantize_int8_rows
 from jetrl_patch.exact import ops
@@ -45,25 +46,18 @@ class ChannelInt8(LinearFormat):
         """Return nothing: vLLM's kernels are in its wheel."""
         return ()
 
-    def quantize(self, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def quantize(self, w_NK: torch.Tensor) -> Quantized:
         """Scales [N, 1]."""
         return quantize_int8_rows(w_NK)
 
-    def product(
-        self,
-        x_MK: torch.Tensor,
-        w_NK: torch.Tensor,
-        scale: torch.Tensor,
-        out_dtype: torch.dtype,
-        blocks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    def product(self, x_MK: torch.Tensor, w: Quantized, out_dtype: torch.dtype) -> torch.Tensor:
         """Use vLLM's kernels on CUDA, else torch's or the reference."""
         name = self.config.backend
         if x_MK.is_cuda and name != "torch" and out_dtype == torch.bfloat16:
-            return _vllm_product(x_MK, w_NK, scale)
+            return _vllm_product(x_MK, *w)
         if self._mm is None:
             self._mm = rowwise.choose(name, x_MK.device.type)
-        return rowwise.int8_fprop(x_MK, w_NK, scale, out_dtype, self._mm)
+        return rowwise.int8_fprop(x_MK, w, out_dtype, self._mm)
 
 
 def _vllm_product(x_MK: torch.Tensor, w_NK: torch.Tensor, s_N1: torch.Tensor) -> torch.Tensor:

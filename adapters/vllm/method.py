@@ -14,12 +14,13 @@ from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase, register_weight_loader_v2_supported_method
 from vllm.model_executor.parameter import ModelWeightParameter
 
-from jetrl_patch.adapters.vllm.formats import BLOCKS, format_of
+from jetrl_patch.adapters.vllm.formats import format_of
 from jetrl_patch.adapters.vllm.shards import Shard, hf_names, shards_of
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import TRAINED, Layout, Part
 from jetrl_patch.config import Config
 from jetrl_patch.errors import ModelError, SyncError
-from jetrl_patch.fp8.producers import Rows, product
+from jetrl_patch.fp8.producers import product
 
 __all__ = ["QuantizedLinearMethod", "cut_error", "finite_bf16", "layout_of", "quantized_modules"]
 
@@ -78,23 +79,23 @@ class QuantizedLinearMethod(LinearMethodBase):
         self.format.lay_out(layer)
         self.format.hold_blocks(layer, layout)
 
-    def apply(self, layer: torch.nn.Module, x: torch.Tensor | Rows, bias: torch.Tensor | None = None) -> torch.Tensor:
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor | Quantized, bias: torch.Tensor | None = None) -> torch.Tensor:
         """``x [..., K]``, BF16 or quantized by ``fused`` -> ``[..., N]`` BF16: one rounding, then the bias in BF16."""
-        if isinstance(x, Rows):
+        if isinstance(x, Quantized):
             y = self._product(layer, x, torch.bfloat16)
         else:
             y = self._product(layer, x.reshape(-1, x.shape[-1]), torch.bfloat16).reshape(*x.shape[:-1], -1)
         return y if bias is None else y + bias
 
-    def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor | Rows) -> torch.Tensor:
+    def partial_sum(self, layer: torch.nn.Module, x: torch.Tensor | Quantized) -> torch.Tensor:
         """``x [M, K of this rank]`` BF16 or quantized -> the unrounded FP32 sum ``[M, N]`` that the ranks add up."""
         return self._product(layer, x, torch.float32)
 
-    def _product(self, layer: torch.nn.Module, x_MK: torch.Tensor | Rows, out_dtype: torch.dtype) -> torch.Tensor:
-        weight, scale, blocks = layer.weight.data, layer.weight_scale_inv.data, getattr(layer, BLOCKS, None)
-        if isinstance(x_MK, Rows):  # only of a backend that ``format.producers`` has named
-            return product(x_MK, weight, scale, self.format.backend(weight.device), out_dtype, blocks)
-        return self.format.product(x_MK, weight, scale, out_dtype, blocks)
+    def _product(self, layer: torch.nn.Module, x: torch.Tensor | Quantized, out_dtype: torch.dtype) -> torch.Tensor:
+        w = self.format.weight(layer)
+        if isinstance(x, Quantized):  # only of a backend that ``format.producers`` has named
+            return product(x, w, self.format.backend(w.q.device), out_dtype)
+        return self.format.product(x, w, out_dtype)
 
     def _weight_loader(self, layer: LinearBase, load: Callable[..., None]) -> Callable[..., None]:
         def load_weight(param: torch.Tensor, loaded: torch.Tensor, *shard: Any, **kwargs: Any) -> None:

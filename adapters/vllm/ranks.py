@@ -16,8 +16,8 @@ from vllm.platforms import current_platform
 from jetrl_patch.adapters.vllm.formats import logger
 from jetrl_patch.adapters.vllm.head import ExactLinearMethod
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.fp8.mixture import added
-from jetrl_patch.fp8.producers import Rows
 
 if TYPE_CHECKING:
     from vllm.distributed.device_communicators.custom_all_reduce import CustomAllreduce
@@ -178,13 +178,13 @@ def _parts(size: int, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
 class ExactRowParallelLinear(RowParallelLinear):
     """Replaces ``RowParallelLinear`` in exact mode. Single-rank runs are unchanged."""
 
-    def forward(self, input_: torch.Tensor | Rows) -> Any:
+    def forward(self, input_: torch.Tensor | Quantized) -> Any:
         """``input_ [..., K / ranks]`` BF16 or quantized -> ``[..., N]`` BF16, the same on every rank."""
         method = self.quant_method
         ours = isinstance(method, (QuantizedLinearMethod, ExactLinearMethod))
         if not ours or self.tp_size == 1 or not self.reduce_results:
             return super().forward(input_)
-        if isinstance(input_, Rows):  # of this rank
+        if isinstance(input_, Quantized):  # of this rank
             output = sum_over_ranks(method.partial_sum(self, input_))
         else:
             if not self.input_is_parallel:

@@ -8,6 +8,7 @@ from benchmarks.counted.counter import Counter, Launch
 from benchmarks.counted.hopper import DEVICE, hopper
 from benchmarks.gpu.shapes import Model
 from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.kernels.formats import FP8, groups
 
 ROWS = 64
@@ -22,7 +23,6 @@ def count_decode(model: Model, fp8: bool, best: str = "deep_gemm", rows: int = R
             if not fp8:
                 torch.nn.functional.linear(x, empty(N, K))
                 continue
-            G = groups(K)
-            scales = [empty(height, G, dtype=torch.float32) for height in (N, groups(N))]
-            get_backend(best).fprop(x, empty(N, K, dtype=FP8), scales[0], "pow2", s_blocks=scales[1])
+            s_blocks = empty(groups(N), groups(K), dtype=torch.float32)
+            get_backend(best).fprop(x, Quantized(empty(N, K, dtype=FP8), s_blocks, "blocks", "pow2"))
     return tuple(counted.launches)

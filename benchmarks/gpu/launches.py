@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from functools import partial
 
-import torch
-
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import DECODE, MODELS, Model
 from benchmarks.gpu.timing import Call, copies
 from jetrl_patch.backends import Backend
-from jetrl_patch.backends.quantize import expand_weight_scale
-from jetrl_patch.backends.triton import TritonBackend
+from jetrl_patch.backends.gpu import TritonBackend
+from jetrl_patch.kernels.formats import ScaleFormat
 
-FORMAT = "pow2"
+FORMAT: ScaleFormat = "pow2"
 #: batch sizes for the one-launch kernel, up to its maximum
 ONE_LAUNCH_ROWS = (1, 7, 64)
 
@@ -59,9 +57,9 @@ def _decode(machine: Machine, model: Model, M: int) -> Iterator[dict[str, object
     for name, backend in (machine.backends | one_launch(machine) | two_launches(machine)).items():
         if M > 64 and name == "triton, one launch":
             continue
-        held = [[_weight(backend, w) for w in ws] for ws in weights]
+        held = [[backend.quantize_weight(w, FORMAT) for w in ws] for ws in weights]
         calls[name] = lambda i, b=backend, held=held: [
-            b.fprop(x, q, s, FORMAT, s_blocks=blocks) for x, ws in zip(xs, held) for q, s, blocks in (ws[i % len(ws)],)
+            b.fprop(x, ws[i % len(ws)]) for x, ws in zip(xs, held)
         ]
     times = machine.timer(calls)
     for name, timed in times.items():
@@ -70,8 +68,3 @@ def _decode(machine: Machine, model: Model, M: int) -> Iterator[dict[str, object
             "BF16 / this": times["bf16"].seconds / timed.seconds,
             "note": timed.note,
         }  # fmt: skip
-
-
-def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_NK, s_blocks = backend.quantize_weight(w_NK, FORMAT)
-    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), s_blocks

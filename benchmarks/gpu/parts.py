@@ -16,9 +16,8 @@ from benchmarks.gpu.memory import peak_mib
 from benchmarks.gpu.piece import Piece, named
 from benchmarks.gpu.shapes import DECODE, MODELS, RANKS, SMALL, TRAIN, Linear, Model
 from benchmarks.gpu.timing import Call, copies, told
-from jetrl_patch.backends import Backend, row_equality
+from jetrl_patch.backends import row_equality
 from jetrl_patch.backends.gpu import GpuBackend
-from jetrl_patch.backends.quantize import expand_weight_scale
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.kernels.formats import ScaleFormat
 
@@ -46,21 +45,9 @@ def _products(machine: Machine, model: Model, linear: Linear, M: int) -> Iterato
     x, weights = machine.random(M, K), [machine.random(N, K) for _ in range(copies(N * K, machine.cache))]
     calls: dict[str, Call] = {"bf16": lambda i: x @ weights[i % len(weights)].t()}
     for name, backend in machine.backends.items():
-        q, s = backend.quantize_activation(x, FORMAT)
-        held = [_weight(backend, w) for w in weights]
-        calls[name] = lambda i, b=backend, q=q, s=s, w=held: _product(b, q, s, *w[i % len(w)])
+        q, held = backend.quantize_activation(x, FORMAT), [backend.quantize_weight(w, FORMAT) for w in weights]
+        calls[name] = lambda i, b=backend, q=q, w=held: b.gemm(q, w[i % len(w)], torch.bfloat16)
     return _compared(machine, {"model": model.name, "linear": linear.name, "M": M}, calls, (M, N, K))
-
-
-def _product(
-    backend: Backend, q: torch.Tensor, s: torch.Tensor, q_NK: torch.Tensor, s_NG: torch.Tensor, s_blocks: torch.Tensor
-) -> torch.Tensor:
-    return backend.gemm(q, s, q_NK, s_NG, torch.bfloat16, 1, s_blocks)
-
-
-def _weight(backend: Backend, w_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    q_NK, s_blocks = backend.quantize_weight(w_NK, FORMAT)
-    return q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), s_blocks
 
 
 def gradients(machine: Machine, models: Sequence[Model] = MODELS, sizes: Sequence[int] = TRAIN) -> Iterator[Piece]:
@@ -76,10 +63,9 @@ def _gradients(machine: Machine, model: Model, linear: Linear, M: int) -> Iterat
     w, x, g = machine.random(N, K), machine.random(M, K), machine.random(M, N)
     both: dict[str, dict[str, Call]] = {"DGrad": {"bf16": lambda i: g @ w}, "WGrad": {"bf16": lambda i: g.t() @ x}}
     for name, backend in machine.backends.items():
-        q, s = backend.quantize_weight(w, FORMAT)
-        qx, sx = backend.quantize_activation(x, FORMAT)
-        both["DGrad"][name] = lambda i, b=backend, q=q, s=s: b.dgrad(g, q, s, FORMAT, torch.bfloat16)
-        both["WGrad"][name] = lambda i, b=backend, q=qx, s=sx: b.wgrad(g, q, s, FORMAT, torch.bfloat16)
+        qw, qx = backend.quantize_weight(w, FORMAT), backend.quantize_activation(x, FORMAT)
+        both["DGrad"][name] = lambda i, b=backend, q=qw: b.dgrad(g, q, torch.bfloat16)
+        both["WGrad"][name] = lambda i, b=backend, q=qx: b.wgrad(g, q, torch.bfloat16)
     for product, calls in both.items():
         head = {"model": model.name, "linear": linear.name, "product": product, "M": M}
         yield from _compared(machine, head, calls, (M, N, K))

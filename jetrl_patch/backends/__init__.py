@@ -19,7 +19,7 @@ _LOADED: dict[str, Backend] = {}
 _CLASSES = {
     "native": ("cpu", "NativeBackend"),
     "torch": ("cpu", "TorchBackend"),
-    "triton": ("triton", "TritonBackend"),
+    "triton": ("gpu", "TritonBackend"),
     "deep_gemm": ("deep_gemm", "DeepGemmBackend"),
     "cublaslt": ("cublaslt", "CublasLtBackend"),
     "te": ("cublaslt", "TeBackend"),

@@ -65,7 +65,7 @@ def check_deep_gemm() -> Check:
 
 
 def deep_gemm_installed() -> bool:
-    """Whether there is a DeepGEMM, or may be one inside a package that is broken: then it is missed, not absent."""
+    """Whether DeepGEMM is installed, also if the package that should hold it is broken."""
     return any((missing := _missing(name)) is None or not missing.endswith(ABSENT) for name in DEEP_GEMM)
 
 
@@ -116,7 +116,7 @@ def find_deep_gemm() -> tuple[Any, str]:
 
 
 def _missing(name: str) -> str | None:
-    """Why there is no module ``name`` to import, or None if there is one. To look for it imports the packages that it is in."""
+    """Why there is no module ``name`` to import, or None if there is one. Imports its parent packages."""
     try:
         return f"{name} {ABSENT}" if importlib.util.find_spec(name) is None else None
     except ModuleNotFoundError as error:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from jetrl_patch.backends import quantize
 from jetrl_patch.backends.base import Backend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
 from jetrl_patch.native import ops
 from jetrl_patch.native.build import multiplies_bf16
@@ -18,46 +19,25 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         return quantize.quantize_activation(x_MK, scale_format)
 
-    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         return quantize.quantize_tokens(x_MK, scale_format)
 
-    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
         return quantize.quantize_weight(w_NK, scale_format)
 
-    def gemm(
-        self,
-        q_MK: Tensor,
-        s_MG: Tensor,
-        w_NK: Tensor,
-        s_NG: Tensor,
-        out_dtype: torch.dtype,
-        splits: int = 1,
-        s_blocks: Tensor | None = None,
-    ) -> Tensor:
-        return quantize.fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
+        return quantize.fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits)
 
-    def dgrad(
-        self,
-        g_MN: Tensor,
-        w_NK: Tensor,
-        s_blocks: Tensor,
-        scale_format: ScaleFormat,
-        out_dtype: torch.dtype,
-        w_KN: Tensor | None = None,
-    ) -> Tensor:
-        q, s = self.quantize_activation(g_MN, scale_format)
-        return quantize.dgrad(q, s, w_NK, s_blocks).to(out_dtype)
+    def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return quantize.dgrad(*self.quantize_activation(dy_MN, w.scale_format), *w).to(out_dtype)
 
-    def wgrad(
-        self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
-    ) -> Tensor:
-        x = quantize.dequantize_activation(q_MK, s_MG, torch.bfloat16)
-        return quantize.wgrad(
-            *self.quantize_tokens(g_MN, scale_format), *self.quantize_tokens(x, scale_format)
-        ).to(out_dtype)
+    def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        x_MK = quantize.dequantize_activation(x.q, x.s, torch.bfloat16)
+        dy, again = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
+        return quantize.wgrad(*dy, *again).to(out_dtype)
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
         return None
@@ -70,59 +50,36 @@ class NativeBackend(Backend):
 
     name = "native"
 
-    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        return ops.quantize_rows(x_MK, scale_format == "pow2")
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        return Quantized(*ops.quantize_rows(x_MK, scale_format == "pow2"), "rows", scale_format)
 
-    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        return ops.quantize_tokens(x_MK, scale_format == "pow2")
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        return Quantized(*ops.quantize_tokens(x_MK, scale_format == "pow2"), "tokens", scale_format)
 
-    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-        return ops.quantize_blocks(w_NK.to(torch.bfloat16), scale_format == "pow2")
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        return Quantized(*ops.quantize_blocks(w_NK.to(torch.bfloat16), scale_format == "pow2"), "blocks", scale_format)
 
-    def gemm(
-        self,
-        q_MK: Tensor,
-        s_MG: Tensor,
-        w_NK: Tensor,
-        s_NG: Tensor,
-        out_dtype: torch.dtype,
-        splits: int = 1,
-        s_blocks: Tensor | None = None,
-    ) -> Tensor:
-        return ops.fp8_gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
+        packed = w.packed if splits == 1 else None
+        return ops.fp8_gemm(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits, packed)
 
-    def pack(self, w_NK: Tensor) -> Tensor | None:
-        return ops.pack(w_NK)
+    def pack(self, w: Quantized) -> Tensor | None:
+        return ops.pack(w.q)
 
-    def packed_gemm(
-        self, q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, packed: Tensor, out_dtype: torch.dtype
-    ) -> Tensor:
-        return ops.fp8_gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, packed=packed)
+    def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+        exact = _exact_dtype(w.scale_format)
+        dy = self.quantize_activation(dy_MN, w.scale_format)
+        g_MN = ops.dequantize(dy.q, dy.s, 1, BLOCK, exact)
+        w_NK = ops.dequantize(w.q, w.s, BLOCK, BLOCK, exact)
+        return torch.mm(g_MN, w_NK).to(out_dtype)
 
-    def dgrad(
-        self,
-        g_MN: Tensor,
-        w_NK: Tensor,
-        s_blocks: Tensor,
-        scale_format: ScaleFormat,
-        out_dtype: torch.dtype,
-        w_KN: Tensor | None = None,
-    ) -> Tensor:
-        exact = _exact_dtype(scale_format)
-        q, s = self.quantize_activation(g_MN, scale_format)
-        g = ops.dequantize(q, s, 1, BLOCK, exact)  # [M, N]
-        w = ops.dequantize(w_NK, s_blocks, BLOCK, BLOCK, exact)  # [N, K]
-        return torch.mm(g, w).to(out_dtype)
-
-    def wgrad(
-        self, g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, scale_format: ScaleFormat, out_dtype: torch.dtype
-    ) -> Tensor:
+    def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
         # FP32 operands keep the FP32 sums
-        exact = _exact_dtype(scale_format) if out_dtype == torch.bfloat16 else torch.float32
-        x = ops.dequantize(q_MK, s_MG, 1, BLOCK, torch.bfloat16)
-        x = ops.dequantize(*self.quantize_tokens(x, scale_format), BLOCK, 1, exact)  # [M, K]
-        g = ops.dequantize(*self.quantize_tokens(g_MN, scale_format), BLOCK, 1, exact)  # [M, N]
-        return torch.mm(g.t(), x).to(out_dtype)
+        exact = _exact_dtype(x.scale_format) if out_dtype == torch.bfloat16 else torch.float32
+        x_MK = ops.dequantize(x.q, x.s, 1, BLOCK, torch.bfloat16)
+        quantized = (self.quantize_tokens(t, x.scale_format) for t in (dy_MN, x_MK))
+        g_MN, x_MK = (ops.dequantize(t.q, t.s, BLOCK, 1, exact) for t in quantized)
+        return torch.mm(g_MN.t(), x_MK).to(out_dtype)
 
     def fingerprint(self, w_NK: Tensor) -> int | None:
         return ops.fingerprint(w_NK)
@@ -131,6 +88,6 @@ class NativeBackend(Backend):
 def _exact_dtype(scale_format: ScaleFormat) -> torch.dtype:
     """A dtype for q * s: BF16 is exact for "pow2" (4 significant bits times a power of two); "fp32" needs FP32, rounded once.
 
-    Where the processor does not multiply BF16, FP32 takes a tenth of the time, and the sums are FP32 in either case.
+    A processor that does not multiply BF16 takes ten times as long in it as in FP32; the sums are FP32 either way.
     """
     return torch.bfloat16 if scale_format == "pow2" and multiplies_bf16() else torch.float32

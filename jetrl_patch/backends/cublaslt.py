@@ -7,8 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from jetrl_patch.backends.gpu import GpuBackend, check_widths
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.transformer_engine import quantize_rows
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, check_fprop, split_width
+from jetrl_patch.kernels.formats import FP8, ScaleFormat, check_fprop, split_width
 
 # ---- cuBLASLt's block-scaled GEMM through ``torch.nn.functional.scaled_mm`` (CUDA 12.9 or newer, Hopper)
 # ``scaled_mm(a [M, K] row-major, b [K, N] column-major)`` with FP32 scales, the outer dimension contiguous:
@@ -17,7 +18,7 @@ from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, check_fprop, sp
 # | 1x128   | [M, K/128], strides (1, M) | [N, K/128], strides (1, N)                                             |
 # | 128x128 |                          | [L, N/128], strides (1, L), L = K/128 rounded up to 4 (older torch reads past less) |
 #
-# FProp uses 1x128 for the weight too: the interface has per-row scales, so any slice of rows stays correct. cuBLASLt chooses
+# FProp uses 1x128 for the weight too: with scales per row any slice of rows stays correct. cuBLASLt chooses
 # its kernel by shape and does not guarantee that rows are independent; ``row_equality`` tests it on the machine.
 
 #: ``scaled_mm`` requires a's row count to be a multiple of this
@@ -30,43 +31,26 @@ class CublasLtBackend(GpuBackend):
     name = "cublaslt"
     columns = True
 
-    def gemm(
-        self,
-        q_MK: Tensor,
-        s_MG: Tensor,
-        w_NK: Tensor,
-        s_NG: Tensor,
-        out_dtype: torch.dtype,
-        splits: int = 1,
-        s_blocks: Tensor | None = None,
-    ) -> Tensor:
-        check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
-        step = split_width(q_MK.shape[1], splits)
+    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
+        check_fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
+        K = w.shape[1]
+        step = split_width(K, splits)
         total: Tensor | None = None
-        for k in range(0, q_MK.shape[1], step):
-            q, w = q_MK[:, k : k + step], w_NK[:, k : k + step]
-            g = slice(k // BLOCK, -(-(k + step) // BLOCK))
-            part = row_product(q, s_MG[:, g], w, s_NG[:, g], out_dtype if splits == 1 else torch.float32)
+        for k in range(0, K, step):
+            dtype = out_dtype if splits == 1 else torch.float32
+            a, b = (operand.columns(k, k + step) for operand in (x, w))
+            part = row_product(a.q, a.s, b.q, b.s, dtype)
             total = part if total is None else total + part
         assert total is not None
         return total.to(out_dtype)
 
-    def dgrad_product(
-        self,
-        g_MN: Tensor,
-        s_MG: Tensor,
-        w_NK: Tensor,
-        s_blocks: Tensor,
-        out_dtype: torch.dtype,
-        w_KN: Tensor | None = None,
-    ) -> Tensor:
-        check_widths(self.name, *w_NK.shape)
-        s_KN = F.pad(s_blocks.t(), (0, -s_blocks.shape[0] % 4)).contiguous()  # [K/128, L]
-        w_KN = self.transposed(w_NK) if w_KN is None else w_KN
-        return _scaled_mm(g_MN, s_MG, w_KN, s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
+    def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+        check_widths(self.name, *w.shape)
+        s_KN = F.pad(w.s.t(), (0, -w.s.shape[0] % 4)).contiguous()  # [K/128, L]
+        return _scaled_mm(dy.q, dy.s, self.transposed(w), s_KN.t(), F.ScalingType.BlockWise128x128, out_dtype)
 
-    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
-        return row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
+    def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        return row_product(dy.q, dy.s.t(), x.q, x.s.t(), out_dtype)
 
 
 def row_product(a_MK: Tensor, sa_MG: Tensor, b_NK: Tensor, sb_NG: Tensor, out_dtype: torch.dtype) -> Tensor:
@@ -102,7 +86,7 @@ class TeBackend(CublasLtBackend):
 
     name = "te"
 
-    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
         if scale_format == "fp32" and x_MK.shape[0]:
             return quantize_rows(x_MK, scale_format)
         return super().quantize_activation(x_MK, scale_format)

@@ -6,16 +6,17 @@
 | (1, 128, 128) | 1D2D   | [N/128, K/128]   | BF16 | none         | FProp with block scales, DGrad                   |
 | (1, 1, 128)   | 1D1D   | [N, K/128]       | FP32 | d, added to  | FP32 partial sums, scales per row, WGrad in FP32 |
 
-Some of its requirements are not checked, or only where nvcc compiles a kernel, so this module sees to them:
+DeepGEMM does not check some of its requirements, or only when nvcc compiles a kernel. This module meets them:
 
 - 1D1D reads rows at a distance of K, whatever the strides say: a range of columns has to be copied first;
 - for M <= 32, 1D1D's heuristic may take a tile of 16 or 32 rows, which the kernel does not compile with: M is padded to 64;
 - 1D1D adds to d in memory. A main gradient is passed as it is; a new d starts as zeros;
-- TMA wants addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4: ``outputs.new_rows``
-  writes them so, and other layouts are copied here rather than by a further kernel of DeepGEMM's, compiled for each K.
+- TMA needs addresses at multiples of 16 bytes, and row scales as columns whose pitch is a multiple of 4. The quantizing kernels
+  write them so. Other layouts are copied here; DeepGEMM would copy them by a kernel that it compiles for each K.
 
-A dW in BF16 would cost zeros, the sum and a cast: 18 bytes an element where 2 do. cuBLASLt has the same product, one scale
-per row and group on both sides, and rounds in it. Where torch offers it, it computes that dW, which no other process shares.
+A dW in BF16 would take zeros, the sum and a cast: 18 bytes moved per element instead of 2. cuBLASLt has the same product, with
+one scale per row and group on both sides, and rounds inside it. If torch offers it, cuBLASLt computes the BF16 dW, which no
+other process has to match.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from torch import Tensor
 from jetrl_patch.backends import cublaslt
 from jetrl_patch.backends.capability import check_cublaslt, find_deep_gemm
 from jetrl_patch.backends.gpu import GpuBackend, check_widths
-from jetrl_patch.backends.quantize import QuantizedWeight
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ConfigError
 from jetrl_patch.kernels.formats import BLOCK, FP8, check_fprop, split_width
 
@@ -57,38 +58,21 @@ class DeepGemmBackend(GpuBackend):
         self._module: Any = module
         self.rounds = check_cublaslt()[0]
 
-    def gemm(
-        self,
-        q_MK: Tensor,
-        s_MG: Tensor,
-        w_NK: Tensor,
-        s_NG: Tensor,
-        out_dtype: torch.dtype,
-        splits: int = 1,
-        s_blocks: Tensor | None = None,
-    ) -> Tensor:
-        check_fprop(q_MK, s_MG, w_NK, s_NG, out_dtype)
-        N, K = w_NK.shape
+    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
+        N, K = w.shape
+        if splits == 1 and out_dtype == torch.bfloat16 and w.s_blocks is not None:
+            check_fprop(x.q, x.s_rows, w.q, w.s_blocks, out_dtype, blocks=True)
+            check_widths(self.name, K, N)
+            return self._blocks(x.q, x.s_rows, w.q, w.s_blocks)
+        check_fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
         step = split_width(K, splits)
         check_widths(self.name, K, N)
-        if splits == 1 and out_dtype == torch.bfloat16 and s_blocks is not None:
-            return self._blocks(q_MK, s_MG, w_NK, s_blocks)
         total: Tensor | None = None
         for k in range(0, K, step):
-            g = slice(k // BLOCK, -(-(k + step) // BLOCK))
-            part = self._rows(q_MK[:, k : k + step], s_MG[:, g], w_NK[:, k : k + step], s_NG[:, g])
+            part = self._rows(*x.columns(k, k + step), *w.columns(k, k + step))
             total = part if total is None else total + part
         assert total is not None
         return total.to(out_dtype)
-
-    def product(
-        self, q_MK: Tensor, s_MG: Tensor, w: QuantizedWeight, out_dtype: torch.dtype, splits: int = 1
-    ) -> Tensor:
-        if splits > 1 or out_dtype != torch.bfloat16:
-            return super().product(q_MK, s_MG, w, out_dtype, splits)
-        check_fprop(q_MK, s_MG, w.q, w.s_blocks, out_dtype, blocks=True)
-        check_widths(self.name, *reversed(w.q.shape))
-        return self._blocks(q_MK, s_MG, w.q, w.s_blocks)
 
     def block_scales(self, s_NG: Tensor) -> Tensor:
         """One launch; NaN for a block whose rows differ."""
@@ -101,38 +85,29 @@ class DeepGemmBackend(GpuBackend):
     def compiled_rows(self, most: int) -> Sequence[int]:
         """A kernel is compiled for each [N, K] and tile.
 
-        The tile follows from M only through ceil(M / height), for heights of 64, 128 and 256, and of 16 and 32 where M is not
-        above them; older versions also compare M with the heights and with 512. So all M of one range (64 j, 64 j + 64] share
-        a tile, but for those bounds.
+        The tile depends on M only through ceil(M / height), for heights of 64, 128 and 256, and of 16 and 32 if M is not above
+        them. Older versions also compare M with the heights and with 512. So all M of one range (64 j, 64 j + 64] share a tile,
+        except at those bounds.
         """
         rows = {16, 32, 63, 127, 255, 511, *range(64, most, 64)}
         return sorted({most, *(row for row in rows if row < most)})
 
-    def dgrad_product(
-        self,
-        g_MN: Tensor,
-        s_MG: Tensor,
-        w_NK: Tensor,
-        s_blocks: Tensor,
-        out_dtype: torch.dtype,
-        w_KN: Tensor | None = None,
-    ) -> Tensor:
-        check_widths(self.name, *w_NK.shape)
-        w_KN = self.transposed(w_NK) if w_KN is None else w_KN
-        return self._blocks(g_MN, s_MG, w_KN, s_blocks.t()).to(out_dtype)
+    def dgrad_product(self, dy: Quantized, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+        check_widths(self.name, *w.shape)
+        return self._blocks(dy.q, dy.s, self.transposed(w), w.s.t()).to(out_dtype)
 
-    def wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, out_dtype: torch.dtype) -> Tensor:
-        check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
-        if self.rounds and out_dtype == torch.bfloat16 and g_NM.numel():
-            return cublaslt.row_product(g_NM, sg.t(), x_KM, sx.t(), out_dtype)
-        return self._rows(g_NM, sg.t(), x_KM, sx.t()).to(out_dtype)
+    def wgrad_product(self, dy: Quantized, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        check_widths(self.name, dy.shape[0], x.shape[0])
+        if self.rounds and out_dtype == torch.bfloat16 and dy.q.numel():
+            return cublaslt.row_product(dy.q, dy.s.t(), x.q, x.s.t(), out_dtype)
+        return self._rows(dy.q, dy.s.t(), x.q, x.s.t()).to(out_dtype)
 
-    def add_wgrad_product(self, g_NM: Tensor, sg: Tensor, x_KM: Tensor, sx: Tensor, main: Tensor) -> None:
+    def add_wgrad_product(self, dy: Quantized, x: Quantized, main: Tensor) -> None:
         """1D1D adds to a main gradient that TMA can write and that is high enough for its tile."""
-        check_widths(self.name, g_NM.shape[0], x_KM.shape[0])
-        if g_NM.shape[0] <= FEW or not main.is_contiguous() or main.data_ptr() % ALIGN:
-            return super().add_wgrad_product(g_NM, sg, x_KM, sx, main)
-        self._rows(g_NM, sg.t(), x_KM, sx.t(), main)
+        check_widths(self.name, dy.shape[0], x.shape[0])
+        if dy.shape[0] <= FEW or not main.is_contiguous() or main.data_ptr() % ALIGN:
+            return super().add_wgrad_product(dy, x, main)
+        self._rows(dy.q, dy.s.t(), x.q, x.s.t(), main)
 
     def _blocks(self, a: Tensor, sa: Tensor, b: Tensor, sb: Tensor) -> Tensor:
         """The BF16 product; b [N, K] has one scale per 128x128 block."""

@@ -1,9 +1,10 @@
-"""The reference quantizers, a quantized weight, and the oracle of the three products in FP64."""
+"""``Quantized``, the type of every quantized matrix; the reference quantizers; the oracle of the three products in FP64."""
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -11,8 +12,110 @@ from torch import Tensor
 
 from jetrl_patch.kernels.formats import AMAX_FLOOR, BLOCK, FP8, FP8_MAX, ScaleFormat, check_fprop, groups, split_width
 
-# ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
+# ---- Quantized: bytes, their scales, and the layout of both -------------------------------------
 # Shape legend: M tokens, N output features, K input features, G = ceil(K / 128).
+
+#: | layout       | bytes           | FP32 scales          | one scale for              | what it is                          |
+#: | "rows"       | [M, K]          | [M, ceil(K/128)]     | 128 columns of a row       | X of FProp, dY of DGrad             |
+#: | "tokens"     | [M, K]          | [ceil(M/128), K]     | 128 rows of a column       | the operands of WGrad               |
+#: | "transposed" | [K, M padded]   | [ceil(M/128), K]     | as "tokens"                | the operands of WGrad on a GPU      |
+#: | "blocks"     | [N, K]          | [ceil(N/128), G]     | 128 rows of 128 columns    | a weight, or a stack [S, N, K]      |
+#: | "channels"   | [N, K]          | [N, 1]               | a row                      | a weight or X of a per-row format   |
+ScaleLayout = Literal["rows", "tokens", "transposed", "blocks", "channels"]
+
+
+@dataclass(slots=True, eq=False)
+class Quantized:
+    """A quantized matrix. It unpacks into its bytes and its scales: ``q, s = quantized``.
+
+    Attributes:
+        q: bytes: e4m3, or int8 in the INT8 format.
+        s: FP32 scales.
+        layout: which bytes share a scale; see the table above.
+        scale_format: how the scales were rounded. A product quantizes its other operand the same way.
+        transposed: W^T, e4m3 [K, N], for a DGrad that reads it.
+        packed: a copy of W laid out for FProp; see ``Backend.pack``.
+        s_blocks: scales per block of a weight. A weight in layout "rows" has them only if each 128 rows share one.
+        shared: what the layers that read this input share in backward.
+    """
+
+    q: Tensor
+    s: Tensor
+    layout: ScaleLayout
+    scale_format: ScaleFormat
+    transposed: Tensor | None = None
+    packed: Tensor | None = None
+    s_blocks: Tensor | None = None
+    shared: Regrouped | None = None
+    _s_rows: Tensor | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.layout == "blocks":
+            self.s_blocks = self.s
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield self.q
+        yield self.s
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the bytes."""
+        return self.q.shape
+
+    @property
+    def s_rows(self) -> Tensor:
+        """Scales per row and 128 columns, [rows, G]. Made from blocks or channels when a product first reads them."""
+        if self.layout == "rows":
+            return self.s
+        if self._s_rows is None:
+            if self.layout == "blocks":
+                self._s_rows = expand_weight_scale(self.s, self.q.shape[0])
+            elif self.layout == "channels":
+                self._s_rows = self.s.expand(-1, groups(self.q.shape[1])).contiguous()
+            else:
+                raise ValueError(f'scales per row: required layout "rows", "blocks" or "channels", found {self.layout!r}')
+        return self._s_rows
+
+    def rows(self, at: Tensor | slice) -> Quantized:
+        """These rows with their scales per row."""
+        return Quantized(self.q[at], self.s_rows[at], "rows", self.scale_format)
+
+    def columns(self, start: int, stop: int) -> Quantized:
+        """Columns from ``start``, a multiple of 128, to before ``stop``, with their scales per row."""
+        s_rows = self.s_rows[:, start // BLOCK : groups(stop)]
+        return Quantized(self.q[:, start:stop], s_rows, "rows", self.scale_format)
+
+
+class Regrouped:
+    """WGrad's operand of one quantized input, held from its first reader to its last within one backward pass.
+
+    The layers q, k and v read one input, as do gate and up. The input is quantized and saved once, and each layer's WGrad
+    needs it in groups of 128 tokens, which is the same for all of them. Making it moves 2 bytes an element.
+    """
+
+    def __init__(self) -> None:
+        self._readers: set[int] = set()
+        self._left = 0
+        self._made: tuple[int, Quantized] | None = None
+
+    def add_reader(self, layer: object) -> Regrouped:
+        """Expect a call of ``get`` from a layer's backward. A recomputation of its forward does not count again."""
+        self._readers.add(id(layer))
+        return self
+
+    def get(self, make: Callable[[], Quantized]) -> Quantized:
+        """The operand. Outside of a backward pass it is made each time."""
+        number = torch._C._current_graph_task_id()
+        if self._made is None or self._made[0] != number or number == -1:  # an earlier pass may have stopped halfway
+            self._made, self._left = (number, make()), len(self._readers)
+        value = self._made[1]
+        self._left -= 1
+        if self._left <= 0:
+            self._made = None
+        return value
+
+
+# ---- The reference quantizers. This code is the contract: every faster implementation must equal it bit for bit
 # For a group of values x:  amax = max |x|;  s = max(amax, 1e-10) / 448;  q = RNE-saturate(x / s) to e4m3fn.
 # With scale format "pow2", s is rounded up to a power of two; then q * s is exact in BF16.
 # A NaN or Inf in a group makes its scale NaN or Inf, so it stays visible.
@@ -35,43 +138,41 @@ def _to_fp8(scaled: Tensor) -> Tensor:
     return scaled.clamp(-FP8_MAX, FP8_MAX).to(FP8)  # older torch casts overflow to NaN, so always clamp
 
 
-def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Quantize in 1x128 groups along the last dimension: x along K for FProp, output gradients along N for DGrad.
-
-    Args:
-        x_MK: BF16 [M, K], any K.
+def quantize_activation(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+    """Quantize BF16 [M, K] in 1x128 groups along the last dimension: x along K for FProp, output gradients along N for DGrad.
 
     Returns:
-        e4m3fn [M, K] and FP32 scales [M, G].
+        Layout "rows": e4m3fn [M, K] and FP32 scales [M, G], for any K.
     """
     M, K = x_MK.shape
     x = F.pad(x_MK.float(), (0, groups(K) * BLOCK - K)).view(M, groups(K), BLOCK)
     s_MG = scale_from_amax(x.abs().amax(-1), scale_format)
-    return _to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous(), s_MG
+    q_MK = _to_fp8(x / s_MG.unsqueeze(-1)).view(M, groups(K) * BLOCK)[:, :K].contiguous()
+    return Quantized(q_MK, s_MG, "rows", scale_format)
 
 
-def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+def quantize_tokens(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize in 128x1 groups along M: the operands of WGrad, which contracts over tokens.
 
     Returns:
-        e4m3fn [M, K] and FP32 scales [ceil(M / 128), K].
+        Layout "tokens": e4m3fn [M, K] and FP32 scales [ceil(M / 128), K].
     """
     q_KM, s_KG = quantize_activation(x_MK.t(), scale_format)
-    return q_KM.t().contiguous(), s_KG.t().contiguous()
+    return Quantized(q_KM.t().contiguous(), s_KG.t().contiguous(), "tokens", scale_format)
 
 
-def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize in 128x128 blocks. An FP32 master is rounded to BF16 first, so its bytes are those of the BF16 weight.
 
     Returns:
-        e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
+        Layout "blocks": e4m3fn [N, K] and FP32 scales [ceil(N / 128), G] (``weight_scale_inv`` of DeepSeek's checkpoints).
     """
     N, K = w_NK.shape
     w = w_NK.to(torch.bfloat16).float()
     w = F.pad(w, (0, groups(K) * BLOCK - K, 0, groups(N) * BLOCK - N)).view(groups(N), BLOCK, groups(K), BLOCK)
     s_blocks = scale_from_amax(w.abs().amax(dim=(1, 3)), scale_format)
     q = _to_fp8(w / s_blocks[:, None, :, None]).view(groups(N) * BLOCK, groups(K) * BLOCK)
-    return q[:N, :K].contiguous(), s_blocks
+    return Quantized(q[:N, :K].contiguous(), s_blocks, "blocks", scale_format)
 
 
 def expand_weight_scale(s_blocks: Tensor, rows: int) -> Tensor:
@@ -94,25 +195,9 @@ def dequantize_weight(q_NK: Tensor, s_blocks: Tensor, dtype: torch.dtype = torch
     return dequantize_activation(q_NK, expand_weight_scale(s_blocks, q_NK.shape[0]), dtype)
 
 
-# ---- A quantized weight, as the products of a layer read it --------------------------------------
-
-@dataclass(frozen=True, eq=False)
-class QuantizedWeight:
-    """e4m3 [N, K] and its block scales [ceil(N/128), G]; of a weight that is held, also W^T [K, N] if the backend reads it."""
-
-    q: Tensor
-    s_blocks: Tensor
-    transposed: Tensor | None = None
-
-    @functools.cached_property
-    def s_rows(self) -> Tensor:
-        """The same scales per row, [N, G], made when a product first reads them."""
-        return expand_weight_scale(self.s_blocks, self.q.shape[0])
-
-
 # ---- The oracle: the three GEMMs of a linear layer in FP64, slow and independent of summation order
 # A product of two e4m3fn values needs 8 bits, and a dot product of 128 of them fewer than FP64 holds. The dot product
-# of a block is therefore exact in any order. Shape legend as in ``quantize``.
+# of a block is therefore exact in any order.
 
 def fprop(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, out_dtype: torch.dtype, splits: int = 1
@@ -141,12 +226,10 @@ def fprop(
 
 def dgrad(g_MN: Tensor, s_MG: Tensor, w_NK: Tensor, s_blocks: Tensor) -> Tensor:
     """dX [M, K] FP64 = dY W from quantized operands: dY in 1x128 groups along N, W in its 128x128 blocks."""
-
     return dequantize_activation(g_MN, s_MG, torch.float64) @ dequantize_weight(w_NK, s_blocks, torch.float64)
 
 
 def wgrad(g_MN: Tensor, gs: Tensor, x_MK: Tensor, xs: Tensor) -> Tensor:
     """dW [N, K] FP64 = dY^T X from operands quantized in groups of 128 tokens (scales [ceil(M / 128), .])."""
-
     assert gs.shape[0] == xs.shape[0] == groups(x_MK.shape[0])
     return dequantize_tokens(g_MN, gs, torch.float64).t() @ dequantize_tokens(x_MK, xs, torch.float64)

@@ -2,22 +2,23 @@
 
 A rollout decodes M = 1 to a few hundred rows, and the trainer multiplies thousands at once. The same rows must be equal
 bit for bit, and so must the sum of a tensor-parallel rollout's partial products. The rollout also fuses weights (qkv, gate_up)
-and holds slices of them, where the trainer multiplies whole ones: other N, the same columns of Y. A library that selects its
-kernel by M or N can break all of this, depending on version, device and shape. So a backend that takes another kernel for other
-batches is tried with a batch for each of them. The test suite proves the CPU backends.
+and holds slices of them, while the trainer multiplies whole ones: N differs, the columns of Y must not. A library that selects
+its kernel by M or N can break all of this, depending on version, device and shape. So a backend with several kernels is tried
+with a batch for each. The test suite proves the CPU backends.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from jetrl_patch.backends.base import Backend
-from jetrl_patch.backends.quantize import expand_weight_scale
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat
 
@@ -91,38 +92,29 @@ def compare_rows(
         for shape in ((trained, K), (trained, 1), (N, K))
     )
     x_MK, w_NK = x_MK * torch.exp(size), w_NK * K**-0.5
-    q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
-    s_NG = expand_weight_scale(s_blocks, N)
+    w = backend.quantize_weight(w_NK, scale_format)
+    by_rows = Quantized(w.q, w.s_rows, "rows", scale_format)
     served: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float32)
     if layout is not None:
         served = (torch.float32 if layout.ranks > 1 else torch.bfloat16,)
-    blocks = s_blocks if layout is None or layout.in_blocks else None
+    if layout is not None and not layout.in_blocks:
+        w = by_rows
     batches = sorted({*decoded, *(backend.compiled_rows(most) if most else ())})
     for out_dtype in served:
-        whole = backend.fprop(x_MK, q_NK, s_NG, scale_format, out_dtype, s_blocks=blocks)
+        whole = backend.fprop(x_MK, w, out_dtype)
         for rows in batches:
             for start in OFFSETS:
                 if start + rows > trained:
                     continue
-                part = backend.fprop(x_MK[start : start + rows], q_NK, s_NG, scale_format, out_dtype, s_blocks=blocks)
+                part = backend.fprop(x_MK[start : start + rows], w, out_dtype)
                 unequal = _unequal(part, whole[start : start + rows])
                 if unequal:
                     values = f"{unequal} of {part.numel()} {out_dtype} values"
                     return Verdict(False, f"{values} at M = {rows} differ from those at M = {trained}")
     if layout is not None or K % (2 * BLOCK):
         return _equal(batches, trained)
-    half, blocks_of_half = K // 2, K // 2 // BLOCK
-    sums = [
-        backend.fprop(
-            x_MK[:7, i * half : (i + 1) * half].contiguous(),
-            q_NK[:, i * half : (i + 1) * half].contiguous(),
-            s_NG[:, i * blocks_of_half : (i + 1) * blocks_of_half].contiguous(),
-            scale_format,
-            torch.float32,
-        )
-        for i in (0, 1)
-    ]
-    both = backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.float32, 2)[:7]
+    sums = [backend.fprop(x, part, torch.float32) for x, part in _ranks(x_MK[:7], by_rows, 2)]
+    both = backend.fprop(x_MK, by_rows, torch.float32, 2)[:7]
     unequal = _unequal(sums[0] + sums[1], both)
     if unequal:
         return Verdict(False, f"{unequal} of {both.numel()} values differ between splits=2 and the sum of two ranks")
@@ -157,20 +149,19 @@ def compare_parts(
     )
     expected, held = [], []
     for w_NK, part in zip(ws, layout.parts, strict=True):
-        q_NK, s_blocks = backend.quantize_weight(w_NK, scale_format)
-        s_NG, mine = expand_weight_scale(s_blocks, part.rows), slice(part.row0, part.row1)
-        y_MN = backend.fprop(x_MK[:most], q_NK, s_NG, scale_format, torch.bfloat16, layout.ranks, s_blocks)
+        w, mine = backend.quantize_weight(w_NK, scale_format), slice(part.row0, part.row1)
+        y_MN = backend.fprop(x_MK[:most], w, torch.bfloat16, layout.ranks)
         for M in longer:
-            more_MN = backend.fprop(x_MK[:M], q_NK, s_NG, scale_format, torch.bfloat16, layout.ranks, s_blocks)
-            unequal = _unequal(more_MN[:most], y_MN)
+            unequal = _unequal(backend.fprop(x_MK[:M], w, torch.bfloat16, layout.ranks)[:most], y_MN)
             if unequal:
                 values = f"{unequal} of {y_MN.numel()} values of a weight {[part.rows, K]}"
                 return Verdict(False, f"{values} differ between M = {most} and M = {M}")
         expected.append(y_MN[:, mine])
-        held.append((q_NK[mine].view(torch.uint8), s_NG[mine]))
+        held.append((w.q[mine].view(torch.uint8), w.s_rows[mine]))
     q_NK, s_NG = (torch.cat(tensors) for tensors in zip(*held, strict=True))
+    fused = Quantized(q_NK.view(FP8), s_NG, "rows", scale_format)
     for M in batches:
-        y_MN = _rollout(backend, x_MK[:M], q_NK.view(FP8), s_NG, layout, scale_format)
+        y_MN = _rollout(backend, x_MK[:M], fused, layout)
         for part, theirs in zip(layout.parts, expected, strict=True):
             unequal = _unequal(y_MN[:, part.offset : part.offset + part.row1 - part.row0], theirs[:M])
             if unequal:
@@ -181,21 +172,26 @@ def compare_parts(
     return Verdict(True, f"rows of {len(layout.parts)} whole weights equal those of the one that holds them")
 
 
-def _rollout(
-    backend: Backend, x_MK: Tensor, q_NK: Tensor, s_NG: Tensor, layout: Layout, scale_format: ScaleFormat
-) -> Tensor:
+def _rollout(backend: Backend, x_MK: Tensor, w: Quantized, layout: Layout) -> Tensor:
     """Y [M, N] BF16: one product, or the sum in rank order of the partial products over ranges of K."""
     if layout.ranks == 1:
-        s_blocks = backend.block_scales(s_NG) if backend.blocks and layout.in_blocks else None
-        return backend.fprop(x_MK, q_NK, s_NG, scale_format, torch.bfloat16, s_blocks=s_blocks)
+        if backend.blocks and layout.in_blocks:
+            w = replace(w, s_blocks=backend.block_scales(w.s))
+        return backend.fprop(x_MK, w)
     total: Tensor | None = None
-    for r in range(layout.ranks):
-        own = ((t, t.shape[1] // layout.ranks) for t in (x_MK, q_NK, s_NG))
-        x, q, s = (t[:, r * width : (r + 1) * width].contiguous() for t, width in own)
-        part = backend.fprop(x, q, s, scale_format, torch.float32)
+    for x, own in _ranks(x_MK, w, layout.ranks):
+        part = backend.fprop(x, own, torch.float32)
         total = part if total is None else total + part
     assert total is not None
     return total.to(torch.bfloat16)
+
+
+def _ranks(x_MK: Tensor, w: Quantized, ranks: int) -> Iterator[tuple[Tensor, Quantized]]:
+    """Yield what each tensor-parallel rank holds of an input and of a weight: a range of K, in memory of its own."""
+    K = w.shape[1] // ranks
+    for k in range(0, K * ranks, K):
+        q, s = (t.contiguous() for t in w.columns(k, k + K))
+        yield x_MK[:, k : k + K].contiguous(), Quantized(q, s, "rows", w.scale_format)
 
 
 def _unequal(a: Tensor, b: Tensor) -> int:

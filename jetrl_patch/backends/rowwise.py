@@ -12,12 +12,12 @@ from torch import Tensor
 
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends.base import Backend
-from jetrl_patch.backends.quantize import scale_from_amax
+from jetrl_patch.backends.quantize import Quantized, scale_from_amax
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.formats import AMAX_FLOOR, FP8, FP8_MAX, ScaleFormat, groups
+from jetrl_patch.kernels.formats import AMAX_FLOOR, FP8, FP8_MAX, ScaleFormat
 
 __all__ = [
-    "INT8_MAX", "MAX_K", "channel_fprop", "check_width", "choose", "dequantize_rows", "int8_fprop", "int_mm", "product",
+    "INT8_MAX", "MAX_K", "channel_fprop", "check_width", "choose", "dequantize_rows", "int8_fprop", "int_mm",
     "quantize_fp8_rows", "quantize_int8_rows", "reference_mm",
 ]  # fmt: skip
 
@@ -27,39 +27,27 @@ __all__ = [
 # q = RNE-saturate(x / s) to e4m3fn. The product is the block product with scales that are constant along K, so every
 # GEMM backend computes it unchanged:  Y = round(Σ_kb fma(dot128(qX, qW), sX · sW, acc)).
 
-def quantize_fp8_rows(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
-    """Quantize weights [N, K] or activations [M, K] to e4m3fn of the same shape and FP32 scales [rows, 1]."""
+def quantize_fp8_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+    """Quantize weights [N, K] or activations [M, K] to e4m3fn of the same shape and FP32 scales [rows, 1], "channels"."""
     x = x_MK.float()
     scale_M1 = scale_from_amax(x.abs().amax(-1, keepdim=True), scale_format)
-    return (x / scale_M1).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_M1
+    return Quantized((x / scale_M1).clamp(-FP8_MAX, FP8_MAX).to(FP8), scale_M1, "channels", scale_format)
 
 
-def channel_fprop(
-    backend: Backend,
-    x_MK: Tensor,
-    w_NK: Tensor,
-    s_N1: Tensor,
-    scale_format: ScaleFormat,
-    out_dtype: torch.dtype = torch.bfloat16,
-) -> Tensor:
+def channel_fprop(backend: Backend, x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """Quantize a BF16 activation per token and multiply. Returns [M, N] in BF16 or FP32 (an unrounded partial sum).
 
     In a compiled graph it is one opaque operator, because the libraries behind a backend cannot be traced.
     """
     if torch.compiler.is_compiling():
-        return _fprop(x_MK, w_NK, s_N1, backend.name, scale_format, out_dtype)
-    q_MK, s_M1 = quantize_fp8_rows(x_MK, scale_format)
-    G = groups(x_MK.shape[1])
-    return backend.gemm(q_MK, _along_K(s_M1, G), w_NK, _along_K(s_N1, G), out_dtype)
-
-
-def _along_K(scale: Tensor, G: int) -> Tensor:
-    return scale.expand(-1, G).contiguous()
+        return _fprop(x_MK, w.q, w.s, backend.name, w.scale_format, out_dtype)
+    return backend.gemm(quantize_fp8_rows(x_MK, w.scale_format), w, out_dtype)
 
 
 @torch.library.custom_op("jetrl_patch::fp8_channel_fprop", mutates_args=())
 def _fprop(x_MK: Tensor, w_NK: Tensor, s_N1: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype) -> Tensor:
-    return channel_fprop(get_backend(backend), x_MK, w_NK, s_N1, cast(ScaleFormat, scale_format), out_dtype)
+    w = Quantized(w_NK, s_N1, "channels", cast(ScaleFormat, scale_format))
+    return channel_fprop(get_backend(backend), x_MK, w, out_dtype)
 
 
 @_fprop.register_fake
@@ -76,14 +64,14 @@ def _(x_MK: Tensor, w_NK: Tensor, s_N1: Tensor, backend: str, scale_format: str,
 INT8_MAX = 127
 
 
-def quantize_int8_rows(x_MK: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_int8_rows(x_MK: Tensor) -> Quantized:
     """Quantize weights [N, K] or activations [M, K] of any float dtype to int8 of the same shape and FP32 scales [rows, 1]."""
     x = x_MK.float()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=AMAX_FLOOR)
     scale = scale / scale.new_full((), INT8_MAX)  # CUDA multiplies by the rounded reciprocal of a number
     # a non-finite value has no integer; the row's scale, also non-finite, keeps it visible
     steps = (x / scale).round().nan_to_num(0.0).clamp(-INT8_MAX, INT8_MAX)
-    return steps.to(torch.int8), scale
+    return Quantized(steps.to(torch.int8), scale, "channels", "fp32")
 
 
 def dequantize_rows(q_MK: Tensor, scale_M1: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -139,18 +127,16 @@ def _is_right_here() -> bool:
     return torch.equal(int_mm(x, x), reference_mm(x, x))
 
 
-def product(
-    q_MK: Tensor, s_M1: Tensor, w_NK: Tensor, s_N1: Tensor, out_dtype: torch.dtype, mm: IntMM = reference_mm
-) -> Tensor:
-    """Multiply quantized operands. Returns [M, N] in BF16, or in FP32 the unrounded partial sum of a tensor-parallel rank."""
-    return (s_M1 * (s_N1.t() * mm(q_MK, w_NK).float())).to(out_dtype)
-
-
 def int8_fprop(
-    x_MK: Tensor, w_NK: Tensor, s_N1: Tensor, out_dtype: torch.dtype = torch.bfloat16, mm: IntMM = reference_mm
+    x_MK: Tensor, w: Quantized, out_dtype: torch.dtype = torch.bfloat16, mm: IntMM = reference_mm
 ) -> Tensor:
-    """Quantize a BF16 activation per token and multiply, as a rollout's linear layer does."""
-    return product(*quantize_int8_rows(x_MK), w_NK, s_N1, out_dtype, mm)
+    """Quantize a BF16 activation per token and multiply, as a rollout's linear layer does.
+
+    Returns:
+        [M, N] in BF16, or in FP32 the unrounded partial sum of a tensor-parallel rank.
+    """
+    x = quantize_int8_rows(x_MK)
+    return (x.s * (w.s.t() * mm(x.q, w.q).float())).to(out_dtype)
 
 
 def check_width(name: str, K: int) -> None:

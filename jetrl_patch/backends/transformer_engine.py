@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ModelError, SyncError, explain
 from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.models.layers import is_quantized
@@ -143,11 +144,11 @@ def require_te_linears(model: nn.Module, expected: int) -> list[str]:
     return te
 
 
-def take(layer: str, weight: Any, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+def take(layer: str, weight: Any, scale_format: ScaleFormat) -> Quantized:
     """The bytes and scales of a ``Float8BlockwiseQTensor``, unchanged except that the padding of the scales is cut off.
 
     Returns:
-        e4m3fn [N, K] and FP32 [ceil(N/128), ceil(K/128)].
+        Layout "blocks": e4m3fn [N, K] and FP32 [ceil(N/128), ceil(K/128)].
 
     Raises:
         SyncError: the tensor is of another class, block, dtype or orientation, a scale is not a power of two in
@@ -180,10 +181,10 @@ def take(layer: str, weight: Any, scale_format: ScaleFormat) -> tuple[Tensor, Te
         )
     if scale_format == "pow2" and bool((s_blocks.view(torch.int32) & 0x7FFFFF).any()):
         raise _cannot_take(layer, 'power-of-two scales (scale_format="pow2")', "other scales")
-    return q.contiguous().view(FP8), s_blocks
+    return Quantized(q.contiguous().view(FP8), s_blocks, "blocks", scale_format)
 
 
-def quantize_weight(layer: str, weight_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+def quantize_weight(layer: str, weight_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize a BF16 parameter as TransformerEngine's layer does: its own quantizer on the same values.
 
     Raises:
@@ -192,11 +193,11 @@ def quantize_weight(layer: str, weight_NK: Tensor, scale_format: ScaleFormat) ->
     return take(layer, _quantizer(scale_format, 2)(weight_NK.to(torch.bfloat16).contiguous()), scale_format)
 
 
-def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
+def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
     """Quantize in 1x128 groups with TransformerEngine's quantizer, whose scales are [G, M padded to 4].
 
     Returns:
-        e4m3fn [M, K] and FP32 [M, G].
+        Layout "rows": e4m3fn [M, K] and FP32 [M, G].
 
     Raises:
         ModelError: the quantizer returns other shapes.
@@ -214,7 +215,7 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tens
                 fix='use scale_format="pow2"',
             )
         )
-    return q.view(FP8), s_GM[:, :M].t()
+    return Quantized(q.view(FP8), s_GM[:, :M].t(), "rows", scale_format)
 
 
 def _quantizer(scale_format: ScaleFormat, dims: int) -> Any:

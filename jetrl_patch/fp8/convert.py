@@ -15,9 +15,8 @@ from jetrl_patch.backends.transformer_engine import is_te_linear, left_alone
 from jetrl_patch.errors import UNQUANTIZED, ModelError, explain
 from jetrl_patch.fp8.experts import Experts, Matrix
 from jetrl_patch.fp8.gather import Fp8Shard
-from jetrl_patch.fp8.grouped import PlainProducts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
-from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
+from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, PlainProducts
 from jetrl_patch.kernels.formats import BLOCK, ScaleFormat
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.models.layers import check_splits, experts_quantized, is_cut, is_quantized, is_row_parallel
@@ -39,8 +38,8 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
 
     Raises:
         ModelError: there is nothing to quantize, a pattern of ``exclude`` matches nothing, a layer is neither a plain
-            ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), or a block holds stacked matrices that are no
-            experts, or experts of which ``exclude`` takes out some.
+            ``nn.Linear`` nor TransformerEngine's (another quantization, LoRA), a block holds stacked matrices that are not
+            experts, or ``exclude`` names only some experts of a block.
     """
     experts = expert_modules(model)
     _refuse_stacks(model, experts)
@@ -55,7 +54,7 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
     if not chosen:
         raise ModelError(
             f"{type(model).__name__} has no nn.Linear to quantize: none of its {len(linears)} linear layers is in a "
-            f"transformer block (`layers.N.`) and left over by exclude={list(exclude)}. "
+            f"transformer block (`layers.N.`) and not excluded by exclude={list(exclude)}. "
             "Exclude fewer layers, or check that the model is a decoder."
         )
     for pattern in exclude:
@@ -80,7 +79,7 @@ def select_layers(model: nn.Module, exclude: Sequence[str] = ()) -> list[str]:
 
 
 def _refuse_stacks(model: nn.Module, experts: Collection[str]) -> None:
-    """Raise ModelError for matrices that a block keeps in one 3-D parameter and that are no experts: they would stay in BF16."""
+    """Raise ModelError for a 3-D parameter of a block that does not hold experts: its matrices would stay in BF16."""
     for owner, module in model.named_modules():
         if owner in experts or isinstance(module, nn.modules.conv._ConvNd) or is_te_linear(module):
             continue
@@ -144,8 +143,8 @@ def swap_linears(
         k_splits: the rollout's tensor-parallel size, which must not cut a block.
         names: the layers to convert; by default those that ``select_layers`` chooses.
         rollout_ep: the rollout's expert-parallel size.
-        exact: whether the rollout's ranks add FP32 sums in rank order, which the trainer's layers and experts then form too, and
-            whether experts that stay in BF16 have products with independent rows.
+        exact: form the FP32 sums that the rollout's ranks add in rank order, and give experts in BF16 products with independent
+            rows.
 
     Returns:
         The names of the FP8 modules.
@@ -201,8 +200,7 @@ def check_experts(model: nn.Module, exclude: Iterable[str], split: ExpertSplit =
     """Check the experts of all blocks.
 
     Raises:
-        ModelError: ``exclude`` takes some experts of a block out of FP8 and not all, or the rollout cannot split them so over its
-            ranks.
+        ModelError: ``exclude`` names only some experts of a block, or the rollout cannot split them over its ranks this way.
     """
     for name, module in expert_modules(model).items():
         experts, _, width = whole_shape(module.down_proj)

@@ -6,7 +6,7 @@ Each of an expert's three matrices is quantized in 128x128 blocks of its own, as
 (``experts.3.gate_proj``), although transformers keeps all experts in two parameters. A token is quantized once for all its
 experts. Backward saves FP8 for the products, BF16 a and b for the activation, and the parameters themselves.
 
-Here the experts are computed one by one: the reference, and what a CPU runs. On a GPU ``grouped`` computes them together.
+This module computes the experts one by one, as the reference and on a CPU. On a GPU ``grouped`` computes them together.
 
 The gradient of a routing weight is the inner product of dy with the expert's output. That output is not saved: with
 u = dy Wd, which DGrad computes anyway, <dy, h Wd^T> = <u, h>, and dh = w u.
@@ -25,15 +25,25 @@ import torch
 from torch import Tensor
 
 from jetrl_patch.backends import Backend, get_backend
-from jetrl_patch.backends.quantize import QuantizedWeight, dequantize_activation
+from jetrl_patch.backends.quantize import Quantized, dequantize_activation
 from jetrl_patch.exact.elementwise import silu_mul
-from jetrl_patch.fp8.grouped import PlainProducts, Stacks, Watch, Watched, grouped_experts_forward
+from jetrl_patch.fp8.grouped import Saved, Stacks, grouped_experts_forward
 from jetrl_patch.fp8.linear import Fp8State, backward_pass
-from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, Group, added, groups_of, weighted_sums
-from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.fp8.mixture import (
+    WHOLE,
+    ExpertSplit,
+    Group,
+    PlainProducts,
+    Watch,
+    Watched,
+    added,
+    groups_of,
+    weighted_sums,
+)
+from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 from jetrl_patch.models.structure import PARTS, Part
 
-__all__ = ["PARTS", "Experts", "Matrix", "Operands", "experts_forward", "run_experts"]
+__all__ = ["PARTS", "ExpertWeights", "Experts", "Matrix", "experts_forward", "run_experts"]
 
 
 class Matrix(NamedTuple):
@@ -42,46 +52,30 @@ class Matrix(NamedTuple):
     fp8: Fp8State
 
 
-class _Quantized(NamedTuple):
-    gate: QuantizedWeight
-    up: QuantizedWeight
-    down: QuantizedWeight
+class ExpertWeights(NamedTuple):
+    """One expert's matrices: in blocks in the trainer, with scales per row in the rollout."""
 
-
-class Operands(NamedTuple):
-    """One expert's matrices, each e4m3 [N, K] with FP32 scales per row [N, ceil(K/128)]."""
-
-    gate: tuple[Tensor, Tensor]
-    up: tuple[Tensor, Tensor]
-    down: tuple[Tensor, Tensor]
-
-
-class _Saved(NamedTuple):
-    """What backward needs of the forward pass, sorted by expert."""
-
-    a_PI: Tensor
-    b_PI: Tensor
-    qh_PI: Tensor
-    sh_PG: Tensor
+    gate: Quantized
+    up: Quantized
+    down: Quantized
 
 
 def run_experts(
-    quantized: tuple[Tensor, Tensor],
+    x: Quantized,
     weights_Tk: Tensor,
     ids_Tk: Tensor,
-    operands: Callable[[int], Operands],
+    matrices: Callable[[int], ExpertWeights],
     sizes: tuple[int, int],
     backend: Backend,
-    scale_format: ScaleFormat,
-    saved: _Saved | None = None,
+    saved: Saved | None = None,
     split: ExpertSplit = WHOLE,
     held: range | None = None,
 ) -> Tensor:
     """FProp of the experts: the trainer's forward and the rollout's.
 
     Args:
-        quantized: the tokens, e4m3 [T, H] with scales [T, G].
-        operands: the matrices of an expert, asked for once and only if it has tokens.
+        x: the tokens, e4m3 [T, H] with scales [T, G].
+        matrices: those of an expert, asked for once and only if it has tokens.
         sizes: (E, H).
         saved: filled for backward.
         split: the parts of the sum. A rank of a rollout computes one.
@@ -90,19 +84,19 @@ def run_experts(
     Returns:
         The parts of the sum, FP32 [R, T, H], for ``added``.
     """
-    q_TH, s_TG = quantized
 
     def outputs(group: Group) -> Iterator[tuple[int, Tensor]]:
-        w, q, s = operands(group.expert), q_TH[group.tokens], s_TG[group.tokens]
-        a_nI, b_nI = (backend.gemm(q, s, *matrix, torch.bfloat16) for matrix in (w.gate, w.up))
-        h_nI, sh_nG = backend.quantize_activation(silu_mul(a_nI, b_nI), scale_format)
+        w, tokens = matrices(group.expert), x.rows(group.tokens)
+        a_nI, b_nI = (backend.gemm(tokens, matrix, torch.bfloat16) for matrix in (w.gate, w.up))
+        h, width = backend.quantize_activation(silu_mul(a_nI, b_nI), x.scale_format), a_nI.shape[1]
         if saved is not None:
-            for place, value in zip(saved, (a_nI, b_nI, h_nI, sh_nG), strict=True):
-                place[group.span] = value
-        down_HI, sd_HG = w.down
-        for part, at in split.places(group.expert, sizes[0], h_nI.shape[1]):
-            scales = slice(at.start // BLOCK, groups(at.stop))
-            yield part, backend.gemm(h_nI[:, at], sh_nG[:, scales], down_HI[:, at], sd_HG[:, scales], torch.float32)
+            saved.ab_PF[group.span, :width] = a_nI
+            saved.ab_PF[group.span, width:] = b_nI
+            saved.h.q[group.span], saved.h.s[group.span] = h
+        for part, at in split.places(group.expert, sizes[0], width):
+            whole = at.stop - at.start == width
+            left, right = (h, w.down) if whole else (m.columns(at.start, at.stop) for m in (h, w.down))
+            yield part, backend.gemm(left, right, torch.float32)
 
     return weighted_sums(ids_Tk, weights_Tk, sizes, outputs, split.ranks, held)
 
@@ -114,7 +108,7 @@ class Experts:
     Attributes:
         split: the rollout's.
         plain: the products of experts in BF16, which have no quantized weights; None in FP8.
-        watch: looks at the next forward that autograd records, and at its backward; see ``watched``.
+        watch: sees the next forward that autograd records, and its backward; see ``mixture.Watched``.
     """
 
     count: int
@@ -155,23 +149,23 @@ class Experts:
         yield from self._stacks
 
     def stacks(self, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None) -> Stacks:
-        """The bytes and scales of all experts, the same as those of ``quantized``, each kind in one tensor."""
+        """The bytes and scales of all experts in two stacks, the same as those of ``quantized``."""
         weights = (gate_up_EFH.unflatten(1, (2, -1)).flatten(0, 1), down_EHI)
         pairs = zip(self._stacks, weights, strict=True)
         gate_up, down = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
-        return Stacks((gate_up.q, gate_up.s_blocks), (down.q, down.s_blocks), (gate_up.transposed, down.transposed))
+        return Stacks(gate_up, down)
 
     def quantized(
         self, expert: int, gate_up_EFH: Tensor, down_EHI: Tensor, last: bool = False, made_in: int | None = None
-    ) -> _Quantized:
+    ) -> ExpertWeights:
         """The bytes and scales of one expert. ``last`` and ``made_in`` are those of ``Fp8State.quantized``."""
         width = down_EHI.shape[2]
         weights = (gate_up_EFH[expert, :width], gate_up_EFH[expert, width:], down_EHI[expert])
         if self.plain is not None:
-            return _Quantized(*(QuantizedWeight(*self.plain.quantize_weight(w, self.scale_format)) for w in weights))
+            return ExpertWeights(*(self.plain.quantize_weight(w, self.scale_format) for w in weights))
         pairs = zip((self._matrices[expert, part].fp8 for part in PARTS), weights, strict=True)
         found = (state.quantized(weight, own=True, last=last, made_in=made_in) for state, weight in pairs)
-        return _Quantized(*found)
+        return ExpertWeights(*found)
 
 
 class _Mixture(torch.autograd.Function):
@@ -186,32 +180,31 @@ class _Mixture(torch.autograd.Function):
         own: Experts,
         watched: Watched | None,
     ) -> Tensor:
-        backend, (E, H, I) = own.backend, down_EHI.shape
-        quantized = backend.quantize_activation(x_TH.to(torch.bfloat16), own.scale_format)
-        P = ids_Tk.numel()
+        backend, (E, H, I), form, P = own.backend, down_EHI.shape, own.scale_format, ids_Tk.numel()
+        x = backend.quantize_activation(x_TH.to(torch.bfloat16), form)
         stored = FP8 if own.plain is None else torch.bfloat16
-        kinds = ((I, torch.bfloat16), (I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
-        saved = _Saved(*(x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds))
-
+        kinds = ((2 * I, torch.bfloat16), (I, stored), (groups(I), torch.float32))
+        ab_PF, qh_PI, sh_PG = (x_TH.new_empty(P, width, dtype=dtype) for width, dtype in kinds)
+        saved = Saved(ab_PF, Quantized(qh_PI, sh_PG, "rows", form))
         last = not any(ctx.needs_input_grad)
 
-        def operands(expert: int) -> Operands:
-            found = own.quantized(expert, gate_up_EFH, down_EHI, last)
-            return Operands(*((w.q, w.s_rows) for w in found))
+        def matrices(expert: int) -> ExpertWeights:
+            return own.quantized(expert, gate_up_EFH, down_EHI, last)
 
-        form = own.scale_format
-        parts_RTH = run_experts(quantized, weights_Tk, ids_Tk, operands, (E, H), backend, form, saved, own.split)
-        ctx.save_for_backward(*quantized, *saved, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
+        parts_RTH = run_experts(x, weights_Tk, ids_Tk, matrices, (E, H), backend, saved, own.split)
+        ctx.save_for_backward(*x, ab_PF, *saved.h, gate_up_EFH, down_EHI, weights_Tk, ids_Tk)
         ctx.own, ctx.x_dtype, ctx.watched, ctx.made_in = own, x_TH.dtype, watched, backward_pass()
         if watched is not None:
-            watched.forward(x_TH, saved.a_PI, saved.b_PI)
+            watched.forward(x_TH, *ab_PF.chunk(2, 1))
         return added(parts_RTH)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        q_TH, s_TG, a_PI, b_PI, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, ids_Tk = ctx.saved_tensors
+        q_TH, s_TG, ab_PF, qh_PI, sh_PG, gate_up_EFH, down_EHI, weights_Tk, ids_Tk = ctx.saved_tensors
         own: Experts = ctx.own
         backend, form, (E, _, I) = own.backend, own.scale_format, down_EHI.shape
+        x, saved_h = Quantized(q_TH, s_TG, "rows", form), Quantized(qh_PI, sh_PG, "rows", form)
+        a_PI, b_PI = ab_PF.chunk(2, 1)
         dy_TH = grad_outputs[0].to(torch.bfloat16)
         wants_x, wants_gate_up, wants_down = ctx.needs_input_grad[:3]
         dx_TH = torch.zeros(dy_TH.shape, dtype=torch.float32, device=dy_TH.device) if wants_x else None
@@ -223,22 +216,23 @@ class _Mixture(torch.autograd.Function):
             at, tokens, expert = group.span, group.tokens, group.expert
             w = own.quantized(expert, gate_up_EFH, down_EHI, last=True, made_in=ctx.made_in)
             dy_nH, weight_n1 = dy_TH[tokens], weights_Tk[tokens, group.slots].float().unsqueeze(-1)
-            u_nI = backend.dgrad(dy_nH, w.down.q, w.down.s_blocks, form, torch.float32, w.down.transposed)
-            dweights_Tk[tokens, group.slots] = (u_nI * dequantize_activation(qh_PI[at], sh_PG[at])).sum(-1)
+            h = saved_h.rows(at)
+            u_nI = backend.dgrad(dy_nH, w.down, torch.float32)
+            dweights_Tk[tokens, group.slots] = (u_nI * dequantize_activation(*h)).sum(-1)
             if ddown is not None:
                 weighted_nH = (weight_n1 * dy_nH).to(torch.bfloat16)
-                ddown[expert] = backend.wgrad(weighted_nH, qh_PI[at], sh_PG[at], form, ddown.dtype)
+                ddown[expert] = backend.wgrad(weighted_nH, h, ddown.dtype)
             da_nI, db_nI = _through_activation(a_PI[at], b_PI[at], (weight_n1 * u_nI).to(torch.bfloat16))
             if ctx.watched is not None:
                 through.append((da_nI, db_nI))
             if dx_TH is not None:
-                dx_nH = backend.dgrad(da_nI, w.gate.q, w.gate.s_blocks, form, torch.float32, w.gate.transposed)
-                dx_nH = dx_nH + backend.dgrad(db_nI, w.up.q, w.up.s_blocks, form, torch.float32, w.up.transposed)
+                dx_nH = backend.dgrad(da_nI, w.gate, torch.float32)
+                dx_nH = dx_nH + backend.dgrad(db_nI, w.up, torch.float32)
                 dx_TH.index_add_(0, tokens, dx_nH)
             if dgate_up is not None:
-                q, s = q_TH[tokens], s_TG[tokens]
-                dgate_up[expert, :I] = backend.wgrad(da_nI, q, s, form, dgate_up.dtype)
-                dgate_up[expert, I:] = backend.wgrad(db_nI, q, s, form, dgate_up.dtype)
+                own_x = x.rows(tokens)
+                dgate_up[expert, :I] = backend.wgrad(da_nI, own_x, dgate_up.dtype)
+                dgate_up[expert, I:] = backend.wgrad(db_nI, own_x, dgate_up.dtype)
         if ctx.watched is not None and through:
             ctx.watched.backward(dy_TH, *(torch.cat(parts) for parts in zip(*through, strict=True)))
         dx = None if dx_TH is None else dx_TH.to(ctx.x_dtype)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.kernels.formats import FP8, ScaleFormat
 
@@ -37,8 +38,8 @@ _SAME_VALUE = {_aten.detach.default, _aten.alias.default, _aten.as_strided.defau
 class _Writes:
     """The writes to the memory that a tensor and its views share: their number, and whether there may be others.
 
-    A compiled graph takes the plain tensor out of its wrapper once, when it is traced, and writes to it from then on without
-    an operator, a count or, compiled by inductor, a new ``_version``. ``torch.compile(optimizer.step)`` is such a graph.
+    A compiled graph such as ``torch.compile(optimizer.step)`` unwraps the plain tensor once, when it is traced. From then on it
+    writes to it without an operator and without a count. If inductor compiled it, ``_version`` does not change either.
     """
 
     count, uncounted = 0, False
@@ -74,14 +75,14 @@ class Fp8Shard(torch.Tensor):
     ) -> None:
         self.plain, self.scale_format, self.backend_name = plain, scale_format, backend_name
         self.writes = _Writes() if writes is None else writes
-        self._cached: tuple[int, Tensor, Tensor] | None = None
+        self._cached: tuple[int, Quantized] | None = None
 
-    def quantized(self) -> tuple[Tensor, Tensor]:
+    def quantized(self) -> Quantized:
         """e4m3 [n, K] and block scales [ceil(n/128), G], computed once after each write, or always if a graph may write."""
         if self._cached is None or self._cached[0] != self.writes.count or self.writes.uncounted:
             w = self.plain.detach().to(torch.bfloat16).contiguous()
-            self._cached = (self.writes.count, *get_backend(self.backend_name).quantize_weight(w, self.scale_format))
-        return self._cached[1:]
+            self._cached = self.writes.count, get_backend(self.backend_name).quantize_weight(w, self.scale_format)
+        return self._cached[1]
 
     def fsdp_pre_all_gather(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: nn.Module, mp_policy: Any
@@ -119,7 +120,7 @@ class Fp8Shard(torch.Tensor):
         return return_and_correct_aliasing(func, args, kwargs, out) if func._schema.is_mutable else out
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        self.writes.uncounted = True  # who asks is a graph that takes the plain tensor
+        self.writes.uncounted = True  # a graph unwraps the plain tensor
         return ["plain"], (self.scale_format, self.backend_name)
 
     @classmethod
@@ -136,7 +137,7 @@ class Fp8Shard(torch.Tensor):
 
 
 class Fp8Gathered(torch.Tensor):
-    """A weight [N, K] that exists only as bytes and scales; only ``Fp8Linear`` can read it."""
+    """A weight [N, K] of which only bytes and scales exist. Only ``Fp8Linear`` can read it."""
 
     q: Tensor
     s_blocks: Tensor

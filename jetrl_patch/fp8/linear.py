@@ -1,9 +1,10 @@
 """``Fp8Linear``: FProp, DGrad and WGrad in FP8, with FP8 activations saved for backward.
 
 Formula: Jet-RL (arXiv 2601.14243, section 4). The table in ``backends.base`` gives the three GEMMs and the shape legend.
-Autograd saves the weight itself, as ``F.linear`` does, and backward asks for its FP8 bytes again: a sharded model frees
-the weight after a layer's forward and gathers it before its backward, so bytes kept in between would add up to a whole
-FP8 model on every rank.
+
+Autograd saves the weight itself, as ``F.linear`` does, and backward quantizes it again. A sharded model frees a weight after
+the layer's forward and gathers it before the backward. FP8 bytes kept in between would add up to a whole FP8 model on every
+rank.
 """
 
 from __future__ import annotations
@@ -12,31 +13,31 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from jetrl_patch.backends import Backend, get_backend
-from jetrl_patch.backends.quantize import QuantizedWeight
-from jetrl_patch.fp8 import traced
+from jetrl_patch.backends.base import BothLayouts
+from jetrl_patch.backends.quantize import Quantized, Regrouped
 from jetrl_patch.fp8.gather import Fp8Gathered, Fp8Shard
-from jetrl_patch.kernels.formats import HANDED, Regrouped, ScaleFormat
+from jetrl_patch.kernels.formats import ScaleFormat, groups
 
 
 @dataclass(frozen=True, eq=False)
 class Promise:
-    """That weights stay as they are (``unchanged``); ``gradients``: backward passes read them too."""
+    """A promise that weights do not change (``unchanged``). ``gradients``: backward passes read them too."""
 
     gradients: bool
 
 
-#: the promises that hold now. A copy of a state, here or in another process, has a copy, which is none of them.
+#: the promises that hold now. A copied state, here or in another process, has a copy of its promise, which is not in this set.
 PROMISES: set[Promise] = set()
 
 
 def backward_pass() -> int | None:
-    """The number of the backward pass that this thread runs, which no other pass has; None outside of one."""
+    """The unique number of the backward pass that this thread runs; None outside of one."""
     number = torch._C._current_graph_task_id()
     return None if number == -1 else number
 
@@ -47,38 +48,38 @@ class Fp8State:
 
     scale_format: ScaleFormat
     backend_name: str
-    #: ranges of K whose FP32 sums a tensor-parallel rollout adds in order; 1 unless in exact mode, in a layer row-parallel there
+    #: ranges of K whose FP32 sums a tensor-parallel rollout adds in order: above 1 only in exact mode, for row-parallel layers
     splits: int = 1
-    _cached: tuple[int, QuantizedWeight] | None = field(default=None, repr=False)
-    #: the promise that the layer's own weight stays as it is (``unchanged``)
+    _cached: tuple[int, Quantized] | None = field(default=None, repr=False)
+    #: the promise that the layer's own weight does not change (``unchanged``)
     promise: Promise | None = field(default=None, repr=False)
-    #: what is told whether a kept weight still is the weight, as a flag on its device (``unchanged``)
+    #: called with a flag on the device: whether a kept weight differs from the weight (``unchanged``)
     audit: Callable[[Tensor], None] | None = field(default=None, repr=False)
-    _kept: tuple[tuple[Any, ...], QuantizedWeight] | None = field(default=None, repr=False)
+    _kept: tuple[tuple[Any, ...], Quantized] | None = field(default=None, repr=False)
 
     @property
     def backend(self) -> Backend:
         return get_backend(self.backend_name)
 
     def promised(self, promise: Promise | None) -> None:
-        """Start to rely on a promise, or stop with None. What was kept is dropped."""
+        """Start to rely on a promise, or stop with None. Drops the kept weight."""
         self.promise, self.audit, self._kept = promise, None, None
 
-    def quantized(self, weight: Tensor, own: bool = False, last: bool = False, made_in: int | None = None) -> QuantizedWeight:
+    def quantized(self, weight: Tensor, own: bool = False, last: bool = False, made_in: int | None = None) -> Quantized:
         """The bytes and scales of ``weight`` [N, K], cached while its content is unchanged.
 
-        The layer's own weight is kept while a promise holds, and from a recomputation to the gradients that it is for: nothing
-        writes a weight between the two, and a sharded model frees it only after them.
+        The layer's own weight is kept while a promise holds. It is also kept from a recomputation to the gradients that follow
+        it: nothing writes a weight between the two, and a sharded model frees it only afterwards.
 
         Args:
-            own: it is the layer's weight and not, for example, one that LoRA changed.
-            last: this backward pass does not read it again.
-            made_in: the backward pass in which the graph that asks was made, by checkpointing that nests one pass in another.
+            own: this is the layer's weight, and not, for example, one that LoRA has changed.
+            last: this backward pass does not read the weight again.
+            made_in: the backward pass that built the calling graph, if checkpointing runs one pass inside another.
         """
         if isinstance(weight, Fp8Gathered):
-            return QuantizedWeight(weight.q, weight.s_blocks)
+            return Quantized(weight.q, weight.s_blocks, "blocks", self.scale_format)
         if isinstance(weight, Fp8Shard):  # not sharded, or not yet
-            return QuantizedWeight(*weight.quantized())
+            return weight.quantized()
         promise = self.promise if self.promise in PROMISES else None
         since = promise or (backward_pass() if made_in is None else made_in)
         if not own or since is None or weight.is_inference():  # inference tensors have no version
@@ -91,53 +92,50 @@ class Fp8State:
         self._kept = kept if promise is not None or not last else None
         return kept[1]
 
-    def _of_content(self, weight: Tensor, transposed: bool = False) -> QuantizedWeight:
+    def _of_content(self, weight: Tensor, transposed: bool = False) -> Quantized:
         w_NK = weight.detach().to(torch.bfloat16).contiguous()
-        # The key is the content: an optimizer, a checkpoint or an EMA may write in ways that leave no other trace.
+        # The key is the content: an optimizer, a checkpoint or an EMA can write without leaving another trace.
         key = self.backend.fingerprint(w_NK)
         if key is not None and self._cached is not None and self._cached[0] == key:
             return self._cached[1]
-        both = transposed and self.backend.reads_transposed
-        quantize = self.backend.quantize_weight_transposed if both else self.backend.quantize_weight
-        result = QuantizedWeight(*quantize(w_NK, self.scale_format))
+        with_transposed = transposed and self.backend.reads_transposed
+        quantize = self.backend.quantize_weight_transposed if with_transposed else self.backend.quantize_weight
+        result = quantize(w_NK, self.scale_format)
         if key is not None:
             self._cached = (key, result)
         return result
 
 
-def _differ(a: QuantizedWeight, b: QuantizedWeight) -> Tensor:
-    """Whether any bit differs, as a tensor on the device: nothing waits for it."""
+def _differ(a: Quantized, b: Quantized) -> Tensor:
+    """Whether any bit differs, as a tensor on the device, so that the host does not wait."""
     bytes_differ = (a.q.view(torch.uint8) != b.q.view(torch.uint8)).any()
-    return bytes_differ | (a.s_blocks.view(torch.int32) != b.s_blocks.view(torch.int32)).any()
-
-
-class Read(NamedTuple):
-    """A quantized input: e4m3 [M, K], scales [M, G], and what the layers that read it share in backward."""
-
-    q_MK: Tensor
-    s_MG: Tensor
-    shared: Regrouped
+    return bytes_differ | (a.s.view(torch.int32) != b.s.view(torch.int32)).any()
 
 
 class _LastActivation(threading.local):
-    """The last quantized input: q, k and v (or gate and up) read the same tensor, so it is quantized and saved once."""
+    """The last quantized input: q, k and v (or gate and up) read the same tensor, so it is quantized and saved once.
+
+    A model calls these layers one after the other with the same tensor. Only the identity of that tensor connects the calls.
+    """
 
     source: weakref.ref[Tensor] | None = None
     key: tuple[Any, ...] = ()
-    value: Read | None = None
+    value: Quantized | None = None
 
-    def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> Read:
-        if x.is_inference():  # inference tensors have no version to compare
-            return Read(*state.backend.quantize_activation(x_MK, state.scale_format), Regrouped())
-        key = (x._version, state.backend_name, state.scale_format)
-        if self.source is not None and self.source() is x and self.key == key and self.value is not None:
-            return self.value
-        value = Read(*state.backend.quantize_activation(x_MK, state.scale_format), Regrouped())
+    def quantize(self, x: Tensor, x_MK: Tensor, state: Fp8State) -> Quantized:
+        if not x.is_inference():  # inference tensors have no version to compare
+            key = (x._version, state.backend_name, state.scale_format)
+            if self.source is not None and self.source() is x and self.key == key and self.value is not None:
+                return self.value
+        value = state.backend.quantize_activation(x_MK, state.scale_format)
         self.keep(x, value, state)
         return value
 
-    def keep(self, x: Tensor, value: Read, state: Fp8State) -> None:
+    def keep(self, x: Tensor, value: Quantized, state: Fp8State) -> None:
         """Cache ``value`` for ``x`` until ``x`` changes or is freed, or another tensor is quantized."""
+        value.shared = Regrouped()
+        if x.is_inference():
+            return
         self.key = (x._version, state.backend_name, state.scale_format)
         self.value = value
         self.source = weakref.ref(x, self._forget)
@@ -150,33 +148,48 @@ class _LastActivation(threading.local):
 _last_activation = _LastActivation()
 
 
-def hand_over(x: Tensor, quantized: tuple[Tensor, Tensor], state: Fp8State) -> None:
-    """Pass on the bytes of ``x`` [..., K], which its producer quantized, to the layers that read ``x`` next.
+def set_quantized_input(x: Tensor, quantized: Quantized, state: Fp8State) -> None:
+    """Let the layers that read ``x`` [..., K] next use the bytes that its producer wrote.
 
     ``quantized`` must equal ``state.backend.quantize_activation`` of ``x`` as [M, K], bit for bit.
     """
-    if not x.is_inference():  # inference tensors have no version to compare
-        _last_activation.keep(x, Read(*quantized, Regrouped()), state)
+    _last_activation.keep(x, quantized, state)
 
 
-def fprop(x: Tensor, w: QuantizedWeight, bias: Tensor | None, state: Fp8State) -> tuple[Tensor, Read]:
-    """Y BF16 [..., N] of x [..., K] and a weight [N, K], and what backward needs of x."""
+def set_quantized_gradient(node: Any, grad: Tensor, both: BothLayouts, state: Fp8State) -> None:
+    """Let the next layer's backward use the bytes of its output gradient dY [..., N], which the producer quantized.
+
+    The BF16 gradient still goes through autograd, so that hooks, a bias and a monitor see it. The bytes are valid for this
+    tensor in this version only. If a gradient is changed, copied or added to another one on its way, the layer quantizes it.
+
+    Args:
+        node: the node that autograd runs next. Only the node of an ``Fp8Linear`` with these settings takes the bytes.
+    """
+    if isinstance(node, _Fp8Matmul._backward_cls):
+        theirs: Fp8State = node.state
+        if (theirs.backend_name, theirs.scale_format) == (state.backend_name, state.scale_format):
+            node.quantized_gradient = weakref.ref(grad), grad._version, both
+
+
+def fprop(x: Tensor, w: Quantized, bias: Tensor | None, state: Fp8State) -> tuple[Tensor, Quantized]:
+    """Y BF16 [..., N] of x [..., K] and a weight [N, K], and the quantized x."""
     x_MK = x.reshape(-1, x.shape[-1]).to(torch.bfloat16)
-    read = _last_activation.quantize(x, x_MK, state)
-    y_MN = state.backend.product(read.q_MK, read.s_MG, w, torch.bfloat16, state.splits)
+    quantized = _last_activation.quantize(x, x_MK, state)
+    y_MN = state.backend.gemm(quantized, w, torch.bfloat16, state.splits)
     if bias is not None:
         y_MN += bias.to(torch.bfloat16)  # in BF16, after the single rounding: the contract fixes this order
-    return y_MN.view(*x.shape[:-1], y_MN.shape[1]), read
+    return y_MN.view(*x.shape[:-1], y_MN.shape[1]), quantized
 
 
 class _Fp8Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, state: Fp8State) -> Tensor:
         # Without DGrad, backward does not ask for the bytes of a recomputation.
-        y, read = fprop(x, state.quantized(weight, own=True, last=not ctx.needs_input_grad[0]), bias, state)
-        ctx.save_for_backward(read.q_MK, read.s_MG, weight)
-        ctx.shared = read.shared.add_reader(state) if ctx.needs_input_grad[1] else None
-        ctx.state, ctx.made_in = state, backward_pass()
+        y, quantized = fprop(x, state.quantized(weight, own=True, last=not ctx.needs_input_grad[0]), bias, state)
+        ctx.save_for_backward(*quantized, weight)
+        # Not the ``Quantized`` itself: it would keep the input's bytes, which checkpointing drops.
+        ctx.shared = quantized.shared.add_reader(state) if quantized.shared and ctx.needs_input_grad[1] else None
+        ctx.state, ctx.made_in, ctx.quantized_gradient = state, backward_pass(), None
         # Keep the parameter that has main_grad: activation checkpointing may unpack another tensor of equal value.
         ctx.parameter = weight if has_main_grad(weight) else None
         ctx.x_dtype, ctx.w_dtype, ctx.b_dtype = x.dtype, weight.dtype, None if bias is None else bias.dtype
@@ -187,26 +200,19 @@ class _Fp8Matmul(torch.autograd.Function):
         q_MK, s_MG, weight = ctx.saved_tensors
         state: Fp8State = ctx.state
         grad = grad_outputs[0]
-        both = HANDED.take(grad, state.backend_name, state.scale_format)
-        g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
-        dx = dw = db = None
+        given, ctx.quantized_gradient = ctx.quantized_gradient, None
+        both = given[2] if given is not None and given[0]() is grad and given[1] == grad._version else None
+        dy_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
+        wants_x, wants_w, wants_b = ctx.needs_input_grad[:3]
         main = None if ctx.parameter is None else ctx.parameter.main_grad
-        wanted, dtypes = ctx.needs_input_grad[:2], (ctx.x_dtype, ctx.w_dtype)
-        if wanted[0]:
-            w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in)
-        if all(wanted):
-            saved = q_MK, s_MG, state.scale_format
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared, main, both, w.transposed)
-        elif wanted[0]:
-            dx = state.backend.dgrad(g_MN, w.q, w.s_blocks, state.scale_format, ctx.x_dtype, w.transposed)
-        elif wanted[1]:
-            dw = state.backend.weight_gradient(g_MN, q_MK, s_MG, state.scale_format, ctx.w_dtype, ctx.shared, main)
+        x = Quantized(q_MK, s_MG, "rows", state.scale_format, shared=ctx.shared)
+        w = state.quantized(weight, own=True, last=True, made_in=ctx.made_in) if wants_x else None
+        dx, dw = state.backend.gradients(dy_MN, x, w, (ctx.x_dtype, ctx.w_dtype if wants_w else None), main, both)
         if dx is not None:
             dx = dx.view(*grad.shape[:-1], dx.shape[1])
-        if wanted[1] and ctx.parameter is not None:
+        if wants_w and ctx.parameter is not None:
             dw = added_to_main_grad(ctx.parameter)
-        if ctx.needs_input_grad[2]:
-            db = g_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype)
+        db = dy_MN.sum(0, dtype=torch.float32).to(ctx.b_dtype) if wants_b else None
         return dx, dw, db, None
 
 
@@ -231,18 +237,18 @@ def keep_gathered_out_of_graphs() -> None:
 def has_main_grad(weight: Any) -> bool:
     """Whether the framework accumulates this weight's gradient in FP32 (Megatron's ``main_grad``).
 
-    Megatron-FSDP's parameters do not count: it creates ``main_grad`` anew in every backward, and its own hooks fill it.
+    False for Megatron-FSDP, which creates ``main_grad`` anew in every backward and fills it by its own hooks.
     """
     main = getattr(weight, "main_grad", None)
     return isinstance(main, Tensor) and main.dtype == torch.float32 and not hasattr(weight, "__fsdp_param__")
 
 
 def added_to_main_grad(weight: Any) -> Tensor | None:
-    """Say that ``weight.main_grad`` holds the WGrad: set its flag, as Megatron's fused accumulation does.
+    """Mark that ``weight.main_grad`` holds the WGrad, as Megatron's fused accumulation does.
 
     Returns:
-        The gradient for autograd. For a weight with ``grad_added_to_main_grad``, a dummy that makes the hooks run on
-        the backward thread and whose values nobody reads (zeros under ``zero_out_wgrad``); otherwise None.
+        The gradient for autograd. For a weight with ``grad_added_to_main_grad``, a dummy that makes the hooks run on the
+        backward thread. Nobody reads its values (zeros under ``zero_out_wgrad``). Otherwise None.
     """
     if not hasattr(weight, "grad_added_to_main_grad"):
         return None
@@ -266,9 +272,104 @@ class Fp8Linear(nn.Linear):
             if isinstance(self.weight, (Fp8Gathered, Fp8Shard)):  # a graph cannot hold the gradient of bytes
                 return _outside_of_graphs(input, self.weight, self.bias, self.fp8)
             state = self.fp8
-            return traced.linear(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
+            return _traced(input, self.weight, self.bias, state.backend_name, state.scale_format, state.splits)
         return _apply(input, self.weight, self.bias, self.fp8)
 
     def extra_repr(self) -> str:
         splits = f", splits={self.fp8.splits}" if self.fp8.splits > 1 else ""
         return f"{super().extra_repr()}, fp8={self.fp8.scale_format}, backend={self.fp8.backend_name}{splits}"
+
+
+# ---- The layer inside a compiled graph: opaque operators, because backends call libraries that cannot be traced
+# Operators take tensors, so a ``Quantized`` is taken apart here. Quantizing the input is a separate operator, so that layers
+# that read the same tensor share it. A graph has no cache, so every call quantizes the weight. Weight gradients are returned to
+# autograd even if the framework has ``main_grad``; its hooks then add them.
+
+def _traced(x: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str, splits: int) -> Tensor:
+    """``Fp8Linear.forward`` as operators that a graph can hold."""
+    x_MK = x.reshape(-1, x.shape[-1])
+    q_MK, s_MG = _traced_quantize(x_MK.detach(), backend, scale_format)
+    y_MN: Tensor = _traced_linear(x_MK, q_MK, s_MG, weight, bias, backend, scale_format, splits)
+    return y_MN.view(*x.shape[:-1], weight.shape[0])
+
+
+@torch.library.custom_op("jetrl_patch::fp8_quantize", mutates_args=())
+def _traced_quantize(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
+    kind = get_backend(backend)
+    q_MK, s_MG = kind.quantize_activation(x_MK.to(torch.bfloat16), cast(ScaleFormat, scale_format))
+    return q_MK, s_MG.t().contiguous().t() if getattr(kind, "columns", False) else s_MG
+
+
+@_traced_quantize.register_fake
+def _(x_MK: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]:
+    M, G = x_MK.shape[0], groups(x_MK.shape[1])
+    columns = getattr(get_backend(backend), "columns", False)
+    s_MG = x_MK.new_empty(G, M, dtype=torch.float32).t() if columns else x_MK.new_empty(M, G, dtype=torch.float32)
+    return x_MK.new_empty(x_MK.shape, dtype=torch.float8_e4m3fn), s_MG
+
+
+@torch.library.custom_op("jetrl_patch::fp8_linear", mutates_args=())
+def _traced_linear(
+    x_MK: Tensor,  # not read: autograd attaches the input gradient to it
+    q_MK: Tensor, s_MG: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str, splits: int,
+) -> Tensor:  # fmt: skip
+    kind = get_backend(backend)
+    form = cast(ScaleFormat, scale_format)
+    w = kind.quantize_weight(weight.to(torch.bfloat16).contiguous(), form)
+    y_MN = kind.gemm(Quantized(q_MK, s_MG, "rows", form), w, torch.bfloat16, splits)
+    if bias is not None:
+        y_MN += bias.to(torch.bfloat16)  # not in the graph: fused with the next op, the sum would not be rounded
+    return y_MN
+
+
+@_traced_linear.register_fake
+def _(
+    x_MK: Tensor, q_MK: Tensor, s_MG: Tensor, weight: Tensor, bias: Tensor | None, backend: str, scale_format: str,
+    splits: int,
+) -> Tensor:  # fmt: skip
+    return x_MK.new_empty(x_MK.shape[0], weight.shape[0], dtype=torch.bfloat16)
+
+
+@torch.library.custom_op("jetrl_patch::fp8_linear_backward", mutates_args=())
+def _traced_backward(
+    g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, weight: Tensor, backend: str, scale_format: str, wanted: list[bool],
+    x_dtype: torch.dtype, b_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    kind, form = get_backend(backend), cast(ScaleFormat, scale_format)
+    g_MN = g_MN.to(torch.bfloat16).contiguous()
+    x = Quantized(q_MK, s_MG, "rows", form)
+    w = kind.quantize_weight(weight.to(torch.bfloat16).contiguous(), form) if wanted[0] else None
+    dx, dw = kind.gradients(g_MN, x, w, (x_dtype, weight.dtype if wanted[1] else None))
+    db = g_MN.sum(0, dtype=torch.float32).to(b_dtype) if wanted[2] else None
+    dx, dw, db = (g_MN.new_empty(0) if t is None else t for t in (dx, dw, db))  # an operator cannot return None
+    return dx, dw, db
+
+
+@_traced_backward.register_fake
+def _(
+    g_MN: Tensor, q_MK: Tensor, s_MG: Tensor, weight: Tensor, backend: str, scale_format: str, wanted: list[bool],
+    x_dtype: torch.dtype, b_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    shapes, dtypes = (q_MK.shape, weight.shape, weight.shape[:1]), (x_dtype, weight.dtype, b_dtype)
+    dx, dw, db = (
+        g_MN.new_empty(shape, dtype=dtype) if want else g_MN.new_empty(0, dtype=torch.bfloat16)
+        for want, shape, dtype in zip(wanted, shapes, dtypes)
+    )
+    return dx, dw, db
+
+
+def _setup_traced(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x_MK, q_MK, s_MG, weight, bias, ctx.backend, ctx.scale_format, _ = inputs
+    ctx.save_for_backward(q_MK, s_MG, weight)
+    ctx.dtypes = (x_MK.dtype, weight.dtype if bias is None else bias.dtype)
+
+
+def _traced_gradients(ctx: Any, g_MN: Tensor) -> tuple[Tensor | None, ...]:
+    q_MK, s_MG, weight = ctx.saved_tensors
+    wanted = [ctx.needs_input_grad[i] for i in (0, 3, 4)]
+    found = _traced_backward(g_MN, q_MK, s_MG, weight, ctx.backend, ctx.scale_format, wanted, *ctx.dtypes)
+    dx, dw, db = (t if want else None for t, want in zip(found, wanted))
+    return dx, None, None, dw, db, None, None, None
+
+
+_traced_linear.register_autograd(_traced_gradients, setup_context=_setup_traced)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from jetrl_patch.backends.capability import check_triton
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ConfigError, explain
 from jetrl_patch.exact import ops
 from jetrl_patch.exact.modules import ExactLinear, swap
@@ -107,9 +108,9 @@ class _MergedMatmul(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, a_RK: Tensor, b_NR: Tensor, bias: Tensor | None, scaling: float, state: Fp8State
     ) -> Tensor:
-        y, read = fprop(x, state.quantized(merged_weight(weight, a_RK, b_NR, scaling)), bias, state)
-        ctx.save_for_backward(read.q_MK, read.s_MG, weight, a_RK, b_NR)
-        ctx.shared = read.shared.add_reader(state)
+        y, quantized = fprop(x, state.quantized(merged_weight(weight, a_RK, b_NR, scaling)), bias, state)
+        ctx.save_for_backward(*quantized, weight, a_RK, b_NR)
+        ctx.shared = quantized.shared.add_reader(state) if quantized.shared else None
         ctx.state, ctx.scaling, ctx.x_dtype = state, scaling, x.dtype
         return y
 
@@ -118,14 +119,12 @@ class _MergedMatmul(torch.autograd.Function):
         q_MK, s_MG, weight, a_RK, b_NR = ctx.saved_tensors
         state: Fp8State = ctx.state
         grad = grad_outputs[0]
-        g_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
-        if ctx.needs_input_grad[0]:
-            w = state.quantized(merged_weight(weight, a_RK, b_NR, ctx.scaling))
-            saved, dtypes = (q_MK, s_MG, state.scale_format), (ctx.x_dtype, torch.float32)
-            dx, dw = state.backend.gradients(g_MN, w.q, w.s_blocks, *saved, dtypes, ctx.shared)
+        dy_MN = grad.reshape(-1, grad.shape[-1]).to(torch.bfloat16).contiguous()
+        x = Quantized(q_MK, s_MG, "rows", state.scale_format, shared=ctx.shared)
+        w = state.quantized(merged_weight(weight, a_RK, b_NR, ctx.scaling)) if ctx.needs_input_grad[0] else None
+        dx, dw = state.backend.gradients(dy_MN, x, w, (ctx.x_dtype, torch.float32))
+        if dx is not None:
             dx = dx.view(*grad.shape[:-1], dx.shape[1])
-        else:
-            dx, dw = None, state.backend.weight_gradient(g_MN, q_MK, s_MG, state.scale_format, torch.float32, ctx.shared)
         assert dw is not None  # there is no main gradient
         return dx, None, *_factors(dw, a_RK, b_NR, ctx.scaling), None, None, None
 
@@ -142,7 +141,7 @@ class Fp8LoraLinear(Fp8Linear):
 
 
 class Whole:
-    """A factor of LoRA, A or B, whose forward returns its weight: calling the module is what gathers a sharded one."""
+    """A factor of LoRA, A or B. Its forward returns its weight, because calling the module gathers a sharded weight."""
 
     weight: Tensor
 

@@ -1,19 +1,28 @@
-"""What trainer and rollout share of a mixture of experts: the split over ranks, the grouping of tokens, and the weighted sums."""
+"""What trainer and rollout share of a mixture of experts: the split over ranks, the grouping of tokens, the weighted sums, the
+products in BF16, and what the monitor sees."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from jetrl_patch.backends import Backend
 from jetrl_patch.backends.capability import check_triton
+from jetrl_patch.backends.quantize import Quantized, ScaleLayout
 from jetrl_patch.errors import UNQUANTIZED, ConfigError, ModelError, explain
-from jetrl_patch.kernels.formats import BLOCK, split_width
+from jetrl_patch.exact import ops
+from jetrl_patch.exact.elementwise import silu_mul
+from jetrl_patch.kernels.formats import BLOCK, ScaleFormat, groups, split_width
+from jetrl_patch.models.structure import Part
 
-__all__ = ["WHOLE", "ExpertSplit", "Group", "added", "groups_of", "weighted_sums"]
+__all__ = [
+    "WHOLE", "ExpertSplit", "Group", "HasWatch", "PlainProducts", "Watch", "Watched", "added", "groups_of", "weighted_sums",
+]  # fmt: skip
 
 
 # ---- How a rollout splits the experts of a block over its ranks, and how the ranks' sums are added in exact mode
@@ -106,9 +115,8 @@ def added(parts_RMN: Tensor) -> Tensor:
 # ---- What trainer and rollout share of a mixture of experts: grouping tokens by expert, and the weighted sums
 #     y_t = bf16( sum over the chosen experts e, ascending, of w_te * expert_e(x_t) )         expert_e unrounded, FP32
 #
-# A product and a sum are each rounded to FP32. So a token's bits depend on its own input, experts and weights: not on how many
-# tokens an expert gets, nor on their order. Where a rollout splits the experts over ranks, the sum has one part per rank
-# (``ranks``).
+# A product and a sum are each rounded to FP32. So a token's bits depend on its own input, experts and weights, and not on the
+# number or order of an expert's tokens. If a rollout splits the experts over ranks, the sum has one part per rank (``ranks``).
 #
 # Shape legend: T tokens, k experts per token, E experts, H hidden size, n tokens of one expert, R parts.
 
@@ -177,3 +185,104 @@ def weighted_sums(
             for part, y_nH in outputs(group):
                 total_RTH[part].index_add_(0, group.tokens, weight_n1 * y_nH)
     return total_RTH
+
+
+# ---- What the monitor sees of experts: the operands of their products, which hooks on modules do not see
+#     activations: x of gate and up, SiLU(a) * b of down            gradients: da of gate, db of up, dy of down
+#
+# Each row belongs to a pair of token and expert; pairs are sorted by expert. A watch chooses rows, so only what it measures is
+# copied, and no count is read back to the host. The layer's results do not change.
+#
+# Shape legend: T tokens, k experts per token, P = T * k pairs, H hidden size, I intermediate size, n rows.
+
+class Watch(Protocol):
+    """Takes one operand: its kind, the matrix that reads it, the expert of each row [P], and a function from rows to values."""
+
+    def __call__(self, kind: str, part: Part, experts_P: Tensor, take: Callable[[Tensor], Tensor], /) -> None: ...
+
+
+class HasWatch(Protocol):
+    """The experts of a layer, which hold the watch of their next forward."""
+
+    watch: Watch | None
+
+
+class Watched:
+    """One forward and its backward."""
+
+    def __init__(self, watch: Watch, ids_Tk: Tensor) -> None:
+        self._watch = watch
+        self._experts_P, order_P = ids_Tk.reshape(-1).sort(stable=True)
+        self._tokens_P = order_P // ids_Tk.shape[1]
+
+    @classmethod
+    def begin(cls, own: HasWatch, ids_Tk: Tensor) -> Watched | None:
+        """Take the watch of these experts, if any. It sees one forward that autograd records and that has tokens."""
+        if own.watch is None or not torch.is_grad_enabled() or ids_Tk.numel() == 0 or torch.compiler.is_compiling():
+            return None
+        watch, own.watch = own.watch, None
+        return cls(watch, ids_Tk)
+
+    @torch.no_grad()
+    def forward(self, x_TH: Tensor, a_PI: Tensor, b_PI: Tensor) -> None:
+        """See the activations. Gate and up read the same, which is named after gate."""
+        self._watch("activation", "gate_proj", self._experts_P, lambda rows: x_TH[self._tokens_P[rows]])
+        self._watch("activation", "down_proj", self._experts_P, lambda rows: silu_mul(a_PI[rows], b_PI[rows]))
+
+    @torch.no_grad()
+    def backward(self, dy_TH: Tensor, da_PI: Tensor, db_PI: Tensor) -> None:
+        """See the gradients as DGrad quantizes them."""
+        self._watch("gradient", "gate_proj", self._experts_P, lambda rows: da_PI[rows])
+        self._watch("gradient", "up_proj", self._experts_P, lambda rows: db_PI[rows])
+        self._watch("gradient", "down_proj", self._experts_P, lambda rows: dy_TH[self._tokens_P[rows]])
+
+
+# ---- Experts in BF16, behind the interface of an FP8 backend: those that ``exclude`` names or the precision guard has moved
+# The quantizer is the identity, with scales of 1 that nobody reads. So ``experts`` computes the same sums over experts on both
+# sides, including the parts of a split. In exact mode a row's bits depend on that row alone.
+#
+# Shape legend as in ``backends.base``.
+
+class PlainProducts(Backend):
+    """BF16 products: with independent rows (``exact``), or torch's own."""
+
+    name = "bf16"
+
+    def __init__(self, exact: bool) -> None:
+        self.exact = exact
+
+    def quantize_activation(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """The tokens themselves, BF16."""
+        return self._plain(x_MK, (x_MK.shape[0], groups(x_MK.shape[1])), "rows", scale_format)
+
+    def quantize_tokens(self, x_MK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """As ``quantize_activation``; no product needs it."""
+        return self._plain(x_MK, (groups(x_MK.shape[0]), x_MK.shape[1]), "tokens", scale_format)
+
+    def quantize_weight(self, w_NK: Tensor, scale_format: ScaleFormat) -> Quantized:
+        """The BF16 value of a weight."""
+        return self._plain(w_NK.detach(), (groups(w_NK.shape[0]), groups(w_NK.shape[1])), "blocks", scale_format)
+
+    def _plain(self, x: Tensor, scales: tuple[int, int], layout: ScaleLayout, scale_format: ScaleFormat) -> Quantized:
+        one = torch.ones((), dtype=torch.float32, device=x.device)
+        return Quantized(x.to(torch.bfloat16), one.expand(scales), layout, scale_format)
+
+    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> Tensor:
+        """[M, N] of BF16 operands, in BF16 or FP32. In exact mode FP32 is the unrounded sum."""
+        assert splits == 1  # the parts of a sum over experts are formed outside of the products
+        if not self.exact:
+            return F.linear(x.q, w.q).to(out_dtype)
+        product = ops.linear if out_dtype == torch.bfloat16 else ops.partial_sum
+        return product(x.q, w.q)
+
+    def dgrad(self, dy_MN: Tensor, w: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """dX [M, K], summed in FP32."""
+        return torch.mm(dy_MN.float(), w.q.float()).to(out_dtype)
+
+    def wgrad(self, dy_MN: Tensor, x: Quantized, out_dtype: torch.dtype) -> Tensor:
+        """dW [N, K], summed in FP32."""
+        return torch.mm(dy_MN.float().t(), x.q.float()).to(out_dtype)
+
+    def fingerprint(self, w_NK: Tensor) -> int | None:
+        """Nothing is kept of a weight."""
+        return None

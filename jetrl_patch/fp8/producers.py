@@ -1,39 +1,33 @@
-"""What the FP8 linear behind a norm or an activation reads in the place of a BF16 tensor, in the rollout and in the trainer."""
+"""Norms and activations fused with the quantization of the next FP8 linear's input, in the rollout and in the trainer."""
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from jetrl_patch.backends import Backend, get_backend
-from jetrl_patch.backends.gpu import GpuBackend
+from jetrl_patch.backends.gpu import GpuBackend, both_layouts
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.exact.elementwise import rms_norm_gradients, silu_mul_gradients
-from jetrl_patch.fp8.linear import Fp8State, hand_over
-from jetrl_patch.kernels.formats import FP8, HANDED, ScaleFormat, groups
+from jetrl_patch.fp8.linear import Fp8State, set_quantized_gradient, set_quantized_input
+from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 
-__all__ = ["Rows", "available", "fits", "multiplied", "normed", "product", "rms_norm", "silu_mul"]
+__all__ = ["available", "fits", "multiplied", "normed", "product", "rms_norm", "silu_mul"]
 
 
-# ---- What a producer in the rollout hands to the FP8 linear behind it: bytes and scales, in the place of a BF16 tensor
+# ---- The rollout: a producer passes bytes and scales to the next FP8 linear instead of a BF16 tensor
 # | operation                     | one launch reads                     | and writes                                  |
 # | the residual's sum, RMSNorm   | x, residual BF16 [M, K], w [K]       | the sum BF16 [M, K], q e4m3 [M, K], s [M, G] |
 # | SiLU(gate) * up               | gate and up side by side, BF16 [M, 2K] | q e4m3 [M, K], s [M, G]                    |
 #
-# The bytes are those that the linear would have made of the BF16 result, which is never written: nothing else reads it. Nothing
-# is saved for a backward pass (``fp8.producers`` is the trainer's). In a compiled graph each is one opaque operator, so a
-# compiler neither changes a rounding nor sees a library call.
+# The linear would make the same bytes from the BF16 result. That result is never written, because nothing else reads it.
+# Nothing is saved for a backward pass. In a compiled graph each is one opaque operator, so that a compiler neither changes a
+# rounding nor sees a library call.
 
-#: the compiler spreads rows over threads as in ``kernels.norm`` if their width is a multiple of this (``kernels.norm``)
+#: the kernels' results do not depend on how the compiler spreads a row over threads if its width is a multiple of this
 ALIGN = 16
-
-
-class Rows(NamedTuple):
-    """A quantized activation: e4m3 [M, K], and FP32 scales [M, G] in the backend's layout."""
-
-    q_MK: Tensor
-    s_MG: Tensor
 
 
 def fits(backend: GpuBackend, like: Tensor, width: int) -> bool:
@@ -44,30 +38,28 @@ def fits(backend: GpuBackend, like: Tensor, width: int) -> bool:
 
 def normed(
     x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: GpuBackend, scale_format: ScaleFormat
-) -> tuple[Rows, Tensor | None]:
+) -> tuple[Quantized, Tensor | None]:
     """The quantized RMSNorm of x + residual, all BF16, and the sum; without a residual that of x, and None."""
     if torch.compiler.is_compiling():
         q_MK, s_MG, total_MK = _normed(x_MK, residual_MK, weight_K, eps, backend.name, scale_format)
-        return Rows(q_MK, s_MG), None if residual_MK is None else total_MK
-    q_MK, s_MG, total = backend.norm_rows(x_MK, residual_MK, weight_K, eps, scale_format)
-    return Rows(q_MK, s_MG), total
+        return Quantized(q_MK, s_MG, "rows", scale_format), None if residual_MK is None else total_MK
+    return backend.norm_rows(x_MK, residual_MK, weight_K, eps, scale_format)
 
 
-def multiplied(both_MF: Tensor, backend: GpuBackend, scale_format: ScaleFormat) -> Rows:
+def multiplied(both_MF: Tensor, backend: GpuBackend, scale_format: ScaleFormat) -> Quantized:
     """The quantized SiLU(gate) * up of gate and up [M, K] side by side in BF16 [M, 2K]."""
     if torch.compiler.is_compiling():
-        return Rows(*_multiplied(both_MF, backend.name, scale_format))
+        q_MK, s_MG = _multiplied(both_MF, backend.name, scale_format)
+        return Quantized(q_MK, s_MG, "rows", scale_format)
     gate_MK, up_MK = both_MF.chunk(2, 1)
-    return Rows(*backend.silu_mul_rows(gate_MK, up_MK, scale_format))
+    return backend.silu_mul_rows(gate_MK, up_MK, scale_format)
 
 
-def product(
-    rows: Rows, w_NK: Tensor, s_NG: Tensor, backend: Backend, out_dtype: torch.dtype, s_blocks: Tensor | None = None
-) -> Tensor:
-    """``Backend.gemm`` [M, N] of rows and a weight."""
+def product(x: Quantized, w: Quantized, backend: Backend, out_dtype: torch.dtype) -> Tensor:
+    """``Backend.gemm`` [M, N] of a producer's rows and a weight of the rollout, layout "rows"."""
     if torch.compiler.is_compiling():
-        return _product(*rows, w_NK, s_NG, backend.name, out_dtype, s_blocks)
-    return backend.gemm(*rows, w_NK, s_NG, out_dtype, s_blocks=s_blocks)
+        return _product(x.q, x.s, w.q, w.s, backend.name, w.scale_format, out_dtype, w.s_blocks)
+    return backend.gemm(x, w, out_dtype)
 
 
 def _gpu(name: str) -> GpuBackend:
@@ -87,8 +79,8 @@ def _new_rows(x: Tensor, K: int, backend: str) -> tuple[Tensor, Tensor]:
 def _normed(
     x_MK: Tensor, residual_MK: Tensor | None, weight_K: Tensor, eps: float, backend: str, scale_format: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q, s, total = _gpu(backend).norm_rows(x_MK, residual_MK, weight_K, eps, cast(ScaleFormat, scale_format))
-    return q, s, x_MK.new_empty(0) if total is None else total  # an operator cannot return None
+    rows, total = _gpu(backend).norm_rows(x_MK, residual_MK, weight_K, eps, cast(ScaleFormat, scale_format))
+    return rows.q, rows.s, x_MK.new_empty(0) if total is None else total  # an operator cannot return None
 
 
 @_normed.register_fake
@@ -111,45 +103,36 @@ def _(both_MF: Tensor, backend: str, scale_format: str) -> tuple[Tensor, Tensor]
 
 @torch.library.custom_op("jetrl_patch::fp8_rows_product", mutates_args=())
 def _product(
-    q_MK: Tensor,
-    s_MG: Tensor,
-    w_NK: Tensor,
-    s_NG: Tensor,
-    backend: str,
-    out_dtype: torch.dtype,
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype,
     s_blocks: Tensor | None,
-) -> Tensor:
-    return get_backend(backend).gemm(q_MK, s_MG, w_NK, s_NG, out_dtype, s_blocks=s_blocks)
+) -> Tensor:  # fmt: skip
+    form = cast(ScaleFormat, scale_format)
+    x, w = Quantized(q_MK, s_MG, "rows", form), Quantized(w_NK, s_NG, "rows", form, s_blocks=s_blocks)
+    return get_backend(backend).gemm(x, w, out_dtype)
 
 
 @_product.register_fake
 def _(
-    q_MK: Tensor,
-    s_MG: Tensor,
-    w_NK: Tensor,
-    s_NG: Tensor,
-    backend: str,
-    out_dtype: torch.dtype,
+    q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, s_NG: Tensor, backend: str, scale_format: str, out_dtype: torch.dtype,
     s_blocks: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     return q_MK.new_empty(q_MK.shape[0], w_NK.shape[0], dtype=out_dtype)
 
 
-# ---- RMSNorm and SiLU * up fused with quantization: the FP8 layers that follow reuse the bytes ---
-# | operation                 | one kernel reads          | and writes                                          | hands over     |
+# ---- The trainer: RMSNorm and SiLU * up also write the bytes that the next FP8 layers read -------
+# | operation                 | one kernel reads          | and writes                                          | bytes          |
 # | RMSNorm                   | x BF16 [M, K], w [K]      | y BF16 [M, K], q e4m3, s [M, G], 1 / rms [M]        | (q, s)         |
 # | its gradient              | x, dy, the residual's     | dx BF16 [M, K], the residual's gradient added       |                |
 # | SiLU(gate) * up           | gate, up BF16 [M, K]      | y BF16 [M, K], q e4m3, s [M, G]                     | (q, s)         |
-# | its gradient, where gate  | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
-# | and up come of FP8 layers |                           | of ``quantize_both``                                | of each        |
+# | its gradient, if gate and | gate, up, dy BF16 [M, K]  | dgate, dup BF16 [M, K], each also in both layouts   | both layouts   |
+# | up come from FP8 layers   |                           | of ``quantize_both``                                | of each        |
 #
-# y equals that of ``exact.elementwise`` or ``exact.elementwise``, and (q, s) equals ``quantize_activation(y)``, bit for bit.
-# Fusion
-# saves a pass over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in
-# FP32, so its last bit may differ; these replace it only under ``align="linear"``, which promises equal linears and nothing more.
+# y equals the result of ``exact.elementwise``, and (q, s) equals ``quantize_activation(y)``, bit for bit. Fusion saves a pass
+# over y and kernel launches. Backward is one kernel too, that of the exact ops. Hugging Face's own norm sums in FP32, so its
+# last bit may differ. These norms replace it only under ``align="linear"``, which promises equal linears and nothing more.
 
 def available(backend: str, device_type: str) -> bool:
-    """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. Decided only here."""
+    """Whether norms and activations can be fused: on a GPU, with a backend that has the kernels. The only place that decides."""
     return device_type == "cuda" and hasattr(get_backend(backend), "producers")
 
 
@@ -206,14 +189,15 @@ class _MultipliedRows(torch.autograd.Function):
 
         state, form, gradients = ctx.state, ctx.state.scale_format, []
         rows = _rows(gate), _rows(up), _rows(grad_outputs[0])
-        for grad_MK, both in silu_mul_backward_both(*rows, form, state.backend.columns):
+        made = silu_mul_backward_both(*rows, form, state.backend.columns)
+        for (node, _), (grad_MK, both) in zip(ctx.next_functions, made, strict=False):  # gate and up come first
             gradients.append(grad := grad_MK.view(gate.shape))
-            HANDED.keep(grad, both, state.backend_name, form)
+            set_quantized_gradient(node, grad, both_layouts(both, form), state)
         return *gradients, None, None, None
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Tensor, Tensor] | None:
-    """RMSNorm of x [..., K] in BF16, handing over the quantized rows; None if the kernel does not accept these inputs.
+    """RMSNorm of x [..., K] in BF16, with quantized rows for the next layers; None if the kernel does not accept the inputs.
 
     Args:
         state: quantization settings of the layers that read the result.
@@ -225,20 +209,20 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, state: Fp8State) -> tuple[Te
     if kernels is None or x.shape[-1] > kernels.WIDEST:
         return None
     y, passed, q, s = _NormedRows.apply(x, weight, eps, state, kernels)
-    hand_over(y, (q, s), state)
+    set_quantized_input(y, Quantized(q, s, "rows", state.scale_format), state)
     return y, passed if x.requires_grad else x
 
 
 def silu_mul(gate: Tensor, up: Tensor, state: Fp8State, quantize_gradients: bool = False) -> Tensor | None:
-    """SiLU(gate) * up, BF16 [..., K], handing over the quantized rows; None if the kernel does not accept these inputs.
+    """SiLU(gate) * up, BF16 [..., K], with quantized rows for the next layer; None if the kernel does not accept the inputs.
 
     Args:
-        quantize_gradients: hand over the quantized gradients too: gate and up come straight from FP8 layers of the same settings,
-            which compute both of their gradients.
+        quantize_gradients: also quantize the gradients. For gate and up that come straight from FP8 layers with the same
+            settings, which compute both of their gradients.
     """
     kernels = _kernels(state, gate, up)
     if kernels is None:
         return None
     y, q, s = _MultipliedRows.apply(gate, up, state, kernels, quantize_gradients)
-    hand_over(y, (q, s), state)
+    set_quantized_input(y, Quantized(q, s, "rows", state.scale_format), state)
     return y

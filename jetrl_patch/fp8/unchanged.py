@@ -1,26 +1,25 @@
-"""A block in which a model's weights stay as they are: each is quantized once in it, however many passes read it.
+"""A block in which a model's weights do not change: each is quantized once in it, however many passes read it.
 
-On a GPU nothing cheap tells whether a weight has changed. To read it costs two thirds of quantizing it, and to read the result
-back stalls the stream. A tensor's version counts neither what FSDP2 gathers nor what an optimizer, an EMA or a load of a
-checkpoint writes by ``.data`` or by a kernel of its own. So nothing outside is found out here: who runs the steps promises it.
+On a GPU there is no cheap way to see that a weight has changed. Reading it costs two thirds of quantizing it, and reading the
+result back stalls the stream. A tensor's version does not count what FSDP2 gathers, nor what an optimizer, an EMA or a checkpoint
+writes by ``.data`` or by a kernel of its own. So the caller, who runs the steps, promises that nothing writes:
 
     forward(a micro-batch) · recompute · backward · forward(the next) · … · optimizer step
     └───────────── with unchanged_weights(model): ─────────────┘
 
-Between the first forward and the optimizer step there are passes and gathers of the same values, and nothing else. With A
-micro-batches and activation checkpointing, a weight is quantized once instead of 3 A times. At the end of the block all bytes
-are dropped: none outlives the promise, and no memory is held while the optimizer or the rollout works. Outside of such a block
-every pass quantizes again, as does a weight whose version, shape, dtype or device differs after all. A weight sync never relies
-on a promise: it quantizes what it sends.
+Between the first forward and the optimizer step there are only passes and gathers of the same values. With A micro-batches and
+activation checkpointing, a weight is quantized once instead of 3 A times. At the end of the block all bytes are dropped, so no
+memory is held while the optimizer or the rollout works. Outside of a block every pass quantizes. So does, inside of it, a weight
+whose version, shape, dtype or device has changed after all. A weight sync does not use the promise: it quantizes what it sends.
 
-The promise is guarded. A step of any torch optimizer and a load of a state dict into one of the layers end it. In each block one
-layer, another one every time, is quantized again by each backward pass and compared on the device; the host reads the result when
-the next block begins: one wait in an optimizer step, and none among the passes.
+The promise is checked. A step of any torch optimizer, or loading a state dict into one of the layers, ends it. In each block one
+layer is quantized again by every backward pass and compared on the device; the next block takes another layer. The host reads the
+result when the next block begins: one wait in an optimizer step, and none between passes.
 
-What is held are the FP8 bytes of the layers, on every rank: 1 byte for each of their weights and, for a backend whose DGrad reads
-W^T, 1 more. One launch writes both; otherwise every backward would transpose W once more. Where ranks free the gathered
-weights after each layer, that would be the memory that sharding saves: there nothing is promised, and only a recomputation hands
-its bytes to the gradients after it (``linear``).
+Each rank holds the FP8 bytes of its layers: 1 byte for each weight, and 1 more for a backend whose DGrad reads W^T. One launch
+writes both; otherwise every backward would transpose W again. If ranks free the gathered weights after each layer, holding the
+bytes would cost the memory that sharding saves. Nothing is promised then, and only a recomputation keeps its bytes, for the
+gradients that follow it (``linear``).
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ def _states(model: nn.Module) -> list[tuple[str, Fp8State]]:
 
 
 def _audit(named: list[tuple[str, Fp8State]]) -> None:
-    """Compare the layer whose turn it is, from now until the promise ends."""
+    """Compare the next layer in turn, from now until the promise ends."""
     if named:
         name, state = named[next(_turns) % len(named)]
         state.audit = lambda differs: _compared.append((name, differs))
@@ -69,12 +68,12 @@ def _read() -> None:
 
 @contextlib.contextmanager
 def unchanged_weights(model: nn.Module, gradients: bool = True) -> Iterator[None]:
-    """Promise that in this block nobody writes another value to a weight of ``model``, and hold its FP8 bytes meanwhile.
+    """Promise that nobody changes a weight of ``model`` in this block, and hold the FP8 bytes of its layers.
 
-    Do not use it where ranks free the gathered weights between passes to save memory: the bytes of all layers add up.
+    Do not use it if ranks free the gathered weights between passes to save memory: the bytes of all layers add up.
 
     Args:
-        gradients: backward passes follow, which read W^T. It is made and held only then.
+        gradients: backward passes follow, so that W^T is made and held too.
 
     Raises:
         AuditError: in an earlier block, or on a CPU in this one, a weight was written.
@@ -105,7 +104,7 @@ def unchanged_weights(model: nn.Module, gradients: bool = True) -> Iterator[None
 
 @contextlib.contextmanager
 def written_weights(model: nn.Module) -> Iterator[None]:
-    """Inside a block of ``unchanged_weights``: here the weights are written. Nothing is held; afterwards they stay again."""
+    """Suspend ``unchanged_weights`` while the weights are written. Nothing is held meanwhile; the promise holds again after."""
     named = _states(model)
     promises = [state.promise for _, state in named]
     held = PROMISES.intersection(promises)

@@ -23,7 +23,7 @@ from jetrl_patch.kernels.common import (
     store_rows,
     store_tokens,
 )
-from jetrl_patch.kernels.formats import Both, ScaleFormat, groups
+from jetrl_patch.kernels.formats import ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 
@@ -251,9 +251,13 @@ def silu_mul_backward(
     return dgate, dup
 
 
+#: what ``quantize_both`` returns
+Bytes = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
 def silu_mul_backward_both(
     gate_MK: Tensor, up_MK: Tensor, dy_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
-) -> tuple[tuple[Tensor, Both], tuple[Tensor, Both]]:
+) -> tuple[tuple[Tensor, Bytes], tuple[Tensor, Bytes]]:
     """``silu_mul_backward`` in BF16, and ``quantize_both(…, pad=True)`` of each gradient, bit for bit.
 
     Args:
@@ -277,7 +281,7 @@ def silu_mul_backward_both(
     return (dgate, _as_fp8(*gates)), (dup, _as_fp8(*ups))
 
 
-def _as_fp8(q: Tensor, s: Tensor, qt: Tensor, st: Tensor) -> Both:
+def _as_fp8(q: Tensor, s: Tensor, qt: Tensor, st: Tensor) -> Bytes:
     return as_fp8(q), s, as_fp8(qt), st
 
 

@@ -386,7 +386,8 @@ def _figures(x: Tensor, state: Fp8State, slices: bool) -> Tensor:
     if x_MK.shape[0] > MOST_ROWS:  # groups lie within a row, so rows can be dropped
         x_MK = x_MK[_some(x_MK.shape[0], x.device)]
     x_MK = x_MK.to(torch.bfloat16).contiguous()
-    return measure(x_MK, *state.backend.quantize_activation(x_MK, state.scale_format), slices=slices)
+    x = state.backend.quantize_activation(x_MK, state.scale_format)
+    return measure(x_MK, x.q, x.s, slices=slices)
 
 
 def _each(
@@ -395,8 +396,8 @@ def _each(
     """Rows of ``measure_each`` with the number of each expert's matrix, FP64 [E, 9]."""
     rows = _some(experts_P.shape[0], experts_P.device)
     x_MK = take(rows).detach().to(torch.bfloat16).contiguous()
-    quantized = state.backend.quantize_activation(x_MK, state.scale_format)
-    found = measure_each(x_MK, *quantized, experts_P[rows].long(), count, slices)
+    x = state.backend.quantize_activation(x_MK, state.scale_format)
+    found = measure_each(x_MK, x.q, x.s, experts_P[rows].long(), count, slices)
     numbers = len(PARTS) * torch.arange(count, device=found.device, dtype=found.dtype) + part
     return torch.cat([found, numbers.unsqueeze(1)], 1)
 

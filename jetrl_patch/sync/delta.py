@@ -21,9 +21,9 @@ __all__ = ["Base", "NamedTensor", "Received", "Sent", "SyncStats", "apply", "enc
 #
 #     head (four int32: changes, symbols, width, 0) · symbols · the new bytes · padding to a multiple of 16
 #
-# The positions are written as gaps: the first position, then each one's distance from the one before, in symbols of one or two
-# bytes, whichever is smaller. A gap that does not fit is preceded by symbols of the largest value, which add that value and stand
-# for no change. So one byte in a hundred costs two bytes, and one in ten thousand costs three.
+# Positions are written as gaps: the first position, then the distance of each one from the one before it. A gap is a symbol of
+# one or two bytes, whichever makes the record smaller. The largest symbol means "add this value, no change here", and precedes a
+# gap that is too large for one symbol. One changed byte in a hundred costs two bytes, and one in ten thousand costs three.
 #
 # The unit is a byte whatever the dtype: an update of a BF16 weight mostly changes the lower of its two.
 
@@ -117,9 +117,9 @@ def _require(fits: bool, why: str) -> None:
 #     manifest (identity of the base) ───────────────▶  refuses another base
 #     per tensor: changes, or itself  ───────────────▶  base + changes = the tensor, which is loaded and checked as ever
 #
-# The identity of a sync is a hash over the digests of all its tensors: equal identities mean equal bytes, whoever counted what. A
-# sync that begins takes the identity away on both sides, and only its end gives a new one. So an engine that restarted, missed a
-# sync or failed in one reports another identity, and gets everything.
+# The identity of a sync is a hash over the digests of all its tensors, so equal identities mean equal bytes. When a sync begins,
+# both sides drop the identity, and they set the new one only at its end. An engine that has restarted, missed a sync or failed in
+# one therefore reports another identity, and gets everything.
 #
 # Each side keeps whole tensors, as they are sent, in CPU memory.
 

@@ -12,8 +12,8 @@ tensor add up to the digest of the whole. A byte that is wrong, missing, duplica
 The digest guards against mistakes, not against an adversary.
 
 ``start`` reads a tensor once: on the CPU with a C kernel, on CUDA with a Triton kernel, elsewhere with torch. On a device the
-result stays there; ``read`` fetches those of many tensors in one transfer. The three give the same value, and tell on the
-way whether a BF16 or FP32 tensor holds NaN or Inf.
+result stays there; ``read`` fetches those of many tensors in one transfer. All three give the same value. They also tell
+whether a BF16 or FP32 tensor holds NaN or Inf.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def start(tensor: torch.Tensor, row0: int = 0, col0: int = 0) -> Pending:
         return 0, False
     if matrix.stride(1) != 1 and matrix.shape[1] > 1:
         matrix = matrix.contiguous()
-    if not is_traceable_wrapper_subclass(matrix):  # has no memory of its own
+    if not is_traceable_wrapper_subclass(matrix):  # a wrapper has no memory of its own
         matrix = matrix.as_strided(matrix.shape, (matrix.stride(0), 1))
         if matrix.device.type == "cpu" and _native():
             return ops.digest(matrix, row0, col0)

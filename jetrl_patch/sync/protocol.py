@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from jetrl_patch import errors
 from jetrl_patch.config.modes import MODES, RolloutFormat
-from jetrl_patch.errors import AuditError, SyncError, explain
+from jetrl_patch.errors import AuditError, JetrlError, SyncError, explain
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ class Terms:
         granularity: of the weight scales: "block" (128x128) or "channel" (one per output channel).
         experts: how the rollout's ranks split experts, by which both sides group sums; empty if the ranks do not, or outside of
             exact mode, where no sum is grouped.
-        attention: what computes exact attention in the place of the backend's own; empty if that does.
+        attention: what computes exact attention; empty if the backend's own kernel does.
     """
 
     precision: str
@@ -246,3 +247,24 @@ def _some(names: set[str], most: int = 3) -> str:
     shown = sorted(names)[:most]
     rest = len(names) - len(shown)
     return ", ".join(shown) + (f" and {rest} more" if rest else "")
+
+
+# ---- Errors of a rollout engine's process, which the RPC layers have turned into text ------------
+
+_KINDS = ("AuditError", "NotPatchedError", "ConflictError", "ConfigError", "ModelError", "SyncError")
+
+
+def as_sync_error(error: BaseException) -> JetrlError:
+    """Return the ``JetrlError`` that the text quotes, else a SyncError: the worker failed or died."""
+    if isinstance(error, JetrlError):  # one that Ray has raised again is of its class, with a remote traceback as its text
+        cause = getattr(error, "cause", None)
+        return cause if isinstance(cause, JetrlError) else error
+    text = str(error)
+    for name in _KINDS:
+        marker = f"{name}: "
+        if marker in text:
+            message = text.rsplit(marker, 1)[1].splitlines()[0].strip("\"')")
+            kind: type[JetrlError] = getattr(errors, name)
+            return kind(message)
+    last = text.strip().splitlines()[-1] if text.strip() else type(error).__name__
+    return SyncError(f"the vLLM worker failed or died during a weight sync: {type(error).__name__}: {last}")

@@ -219,7 +219,7 @@ class Receiver:
         return error
 
     def restart(self) -> None:
-        """Drop what a sync that was never finished left, so that its error is not taken for that of the next one."""
+        """Drop the rest of an unfinished sync, so that its error is not reported for the next one."""
         if self._sync is not None or self.error is not None:
             self.abort("the weight sync was given up by the trainer")
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from jetrl_patch.backends import rowwise
-from jetrl_patch.backends.quantize import quantize_weight
+from jetrl_patch.backends.quantize import Quantized, quantize_weight
 from jetrl_patch.backends.transformer_engine import is_te_tensor, take
 from jetrl_patch.errors import ModelError, SyncError
 from jetrl_patch.kernels.formats import ScaleFormat
@@ -48,7 +48,7 @@ __all__ = [
 # ---- The weight quantizer of each rollout format, for a trainer that computes in BF16 itself -----
 
 #: name of a ``RolloutFormat`` -> (BF16 weight [N, K], scale format) -> bytes [N, K] and the FP32 scales to send
-QUANTIZERS: dict[str, Callable[[torch.Tensor, ScaleFormat], tuple[torch.Tensor, torch.Tensor]]] = {
+QUANTIZERS: dict[str, Callable[[torch.Tensor, ScaleFormat], Quantized]] = {
     "fp8-block": quantize_weight,
     "fp8-channel": rowwise.quantize_fp8_rows,
     "int8-channel": lambda weight, _: rowwise.quantize_int8_rows(weight),
@@ -58,13 +58,13 @@ QUANTIZERS: dict[str, Callable[[torch.Tensor, ScaleFormat], tuple[torch.Tensor, 
 # ---- The trainer's side of a weight sync: turn the framework's weights into the stream to send ---
 #     manifest · (q, scales) per quantized layer, BF16 for the rest, in the framework's order · commit
 #
-# Each weight is cast to BF16 (every process that sees the BF16 value then gets the same bytes) and quantized once. Its digest
+# Each weight is cast to BF16, so that every process that sees the BF16 value gets the same bytes, and quantized once. Its digest
 # also tells whether it is finite: NaN or Inf in a block of weights makes the block's scale NaN or Inf. The stream holds one
-# tensor at a time, besides what the framework's own transfer holds. With a base (``base.py``), what has changed since the last
-# sync takes a tensor's place.
+# tensor at a time, besides what the framework's transfer holds. With a base (``delta``), only the changes since the last sync
+# are sent.
 
-#: (layer name, BF16 weight [N, K]) -> the bytes to send and install: (q [N, K], scales in FP32)
-Quantize = Callable[[str, torch.Tensor], "tuple[torch.Tensor, torch.Tensor]"]
+#: (layer name, BF16 weight [N, K]) -> the bytes and scales to send and install
+Quantize = Callable[[str, torch.Tensor], Quantized]
 
 #: bytes sent between two reads of the device: a bucket's
 _READ_EVERY = 256 << 20

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from jetrl_patch import registry, session
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.transformer_engine import is_te_linear
 from jetrl_patch.backends.transformer_engine import quantize_weight as te_weight
 from jetrl_patch.config import Config
@@ -205,14 +206,14 @@ class Source:
             fp32=self.buffers,
         )
 
-    def quantize(self, layer: str, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the bytes and scales that this layer computes with: (q [N, K], scales [ceil(N/128), ceil(K/128)])."""
+    def quantize(self, layer: str, weight: torch.Tensor) -> Quantized:
+        """Return the bytes and scales that this layer computes with: [N, K] in 128x128 blocks."""
         if is_te_linear(self.modules[layer]):
             return te_weight(layer, weight, self.terms.scale_format)  # type: ignore[arg-type]
-        own = self.modules[layer].fp8.quantized(weight)
+        own: Quantized = self.modules[layer].fp8.quantized(weight)
         if self.monitor is not None:
-            self.monitor.see_weight(layer, weight, own.q, own.s_blocks)
-        return own.q, own.s_blocks
+            self.monitor.see_weight(layer, weight, *own)
+        return own
 
 
 def convert(

@@ -16,6 +16,7 @@ from benchmarks.gpu.floors import PUBLISHED
 from benchmarks.gpu.shapes import Model
 from jetrl_patch import backends
 from jetrl_patch.backends import get_backend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.fp8 import linear as layer
 
 #: it stands for a model of the type "llama"
@@ -59,9 +60,9 @@ def test_kernels_by_hand(best):
     M, N, K = 256, 128, 384
     loaded = dict(backends._LOADED)
     with hopper(best), Counter() as counted:
-        q, s = get_backend(best).quantize_activation(empty(M, K), "pow2")
-        w, blocks = empty(N, K, dtype=torch.float8_e4m3fn), empty(1, 3, dtype=torch.float32)
-        get_backend(best).gemm(q, s, w, empty(N, 3, dtype=torch.float32), torch.bfloat16, 1, blocks)
+        x = get_backend(best).quantize_activation(empty(M, K), "pow2")
+        w = Quantized(empty(N, K, dtype=torch.float8_e4m3fn), empty(1, 3, dtype=torch.float32), "blocks", "pow2")
+        get_backend(best).gemm(x, w, torch.bfloat16)
     product = "deep_gemm 1D2D" if best == "deep_gemm" else "fprop_kernel"
     assert counted.launches == [
         Launch("rows_kernel", M * K * 3 + 4 * M * 3),
@@ -76,7 +77,9 @@ def test_a_weight_gradient_by_hand(rounds, main):
     M, N, K = 256, 128, 384
     FP32, FP8 = torch.float32, torch.float8_e4m3fn
     with hopper(rounds=rounds):
-        given = empty(N, M, dtype=FP8), empty(2, N, dtype=FP32), empty(K, M, dtype=FP8), empty(2, K, dtype=FP32)
+        given = [
+            Quantized(empty(width, M, dtype=FP8), empty(2, width, dtype=FP32), "transposed", "pow2") for width in (N, K)
+        ]
         with Counter() as counted:
             backend = get_backend("deep_gemm")
             if main:

@@ -149,7 +149,7 @@ def test_a_run_s_record_decides_unless_the_command_line_does(copy, tmp_path):
     assert len(done.layers) == 14 and "fp32 scales" in lines.text and "worst SQNR" in lines.text
     name = "model.layers.0.mlp.up_proj.weight"
     expected = quantize_weight(tensors(copy)[name], "fp32")
-    assert torch.equal(tensors(tmp_path / "a")[name + "_scale_inv"], expected[1])
+    assert torch.equal(tensors(tmp_path / "a")[name + "_scale_inv"], expected.s)
     assert len(command(copy, tmp_path / "b", "fp8", "pow2", ["o_proj"], lines).layers) == 18
 
 

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from jetrl_patch.backends.quantize import expand_weight_scale
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.experts import Experts, Operands, experts_forward
+from jetrl_patch.fp8.experts import Experts, ExpertWeights, experts_forward
 from jetrl_patch.fp8.mixture import groups_of
 
 BF16 = torch.bfloat16
 
 
-def operands_of(stacks):
+def matrices_of(stacks):
     """What ``run_experts`` asks for, from the stacks that ``run_grouped`` takes."""
 
-    def operands(expert):
+    def matrices(expert):
         places = ((stacks.gate_up, 2 * expert), (stacks.gate_up, 2 * expert + 1), (stacks.down, expert))
-        return Operands(*((q[i], expand_weight_scale(s[i], q.shape[1])) for (q, s), i in places))
+        return ExpertWeights(*(Quantized(w.q[i], w.s[i], "blocks", w.scale_format) for w, i in places))
 
-    return operands
+    return matrices
 
 
 class Layer:

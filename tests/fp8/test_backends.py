@@ -13,6 +13,7 @@ from jetrl_patch import backends
 from jetrl_patch.backends import capability, choose_backend, get_backend, quantize, row_equality
 from jetrl_patch.backends.cublaslt import CublasLtBackend
 from jetrl_patch.backends.deep_gemm import DeepGemmBackend, block_scales
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ConfigError, ModelError
 
 from .deep_gemm_double import DeepGemm
@@ -147,6 +148,11 @@ def test_a_backend_of_the_gpu_needs_no_triton_to_be_imported(monkeypatch):
     assert get_backend("triton").fingerprint(torch.ones(1, 1)) is None
 
 
+def by_rows(w):
+    """A weight as the rollout holds it where its rows share no scales."""
+    return Quantized(w.q, w.s_rows, "rows", w.scale_format)
+
+
 def oracle(a, sa, b, sb_rows, out_dtype):
     return quantize.fprop(a.contiguous(), sa.contiguous(), b.contiguous(), sb_rows.contiguous(), out_dtype)
 
@@ -186,36 +192,31 @@ def test_what_the_libraries_are_handed(library, shape, scale_format):
     x, g = (torch.randn(M, width, generator=gen).to(torch.bfloat16) for width in (K, N))
     w = torch.randn(N, K, generator=gen).to(torch.bfloat16)
     torch_backend = get_backend("torch")
-    q, s = library.quantize_weight(w, scale_format)
-    rows = quantize.expand_weight_scale(s, N)
+    wq = library.quantize_weight(w, scale_format)
     for dtype in (torch.bfloat16, torch.float32):
-        assert torch.equal(
-            library.fprop(x, q, rows, scale_format, dtype), torch_backend.fprop(x, q, rows, scale_format, dtype)
-        )
-        dx = library.dgrad(g, q, s, scale_format, dtype)
-        assert dx.dtype == dtype and sqnr(dx, torch_backend.dgrad(g, q, s, scale_format, torch.float32)) > SQNR_GEMM
-        qx, sx = library.quantize_activation(x, scale_format)
-        dw = library.wgrad(g, qx, sx, scale_format, dtype)
+        for held in (wq, by_rows(wq)):
+            assert torch.equal(library.fprop(x, held, dtype), torch_backend.fprop(x, held, dtype))
+        dx = library.dgrad(g, wq, dtype)
+        assert dx.dtype == dtype and sqnr(dx, torch_backend.dgrad(g, wq, torch.float32)) > SQNR_GEMM
+        xq = library.quantize_activation(x, scale_format)
+        dw = library.wgrad(g, xq, dtype)
         assert dw.dtype == dtype and dw.shape == (N, K)
-        assert sqnr(dw, torch_backend.wgrad(g, qx, sx, scale_format, torch.float32)) > SQNR_GEMM
+        assert sqnr(dw, torch_backend.wgrad(g, xq, torch.float32)) > SQNR_GEMM
 
 
 @pytest.mark.parametrize("splits", [2, 4, 8])
 def test_the_libraries_add_partial_sums_in_the_order_of_the_ranks(library, splits):
     gen = torch.Generator().manual_seed(0)
     x = torch.randn(5, 1024, generator=gen).to(torch.bfloat16)
-    q, s = quantize.quantize_weight(torch.randn(64, 1024, generator=gen), "fp32")
-    rows = quantize.expand_weight_scale(s, 64)
-    expected = get_backend("torch").fprop(x, q, rows, "fp32", splits=splits)
-    assert torch.equal(library.fprop(x, q, rows, "fp32", splits=splits), expected)
+    w = by_rows(quantize.quantize_weight(torch.randn(64, 1024, generator=gen), "fp32"))
+    assert torch.equal(library.fprop(x, w, splits=splits), get_backend("torch").fprop(x, w, splits=splits))
     with pytest.raises(ValueError, match="without cutting a block"):
-        library.fprop(x, q, rows, "fp32", splits=16)
+        library.fprop(x, w, splits=16)
 
 
 def test_no_rows(library):
-    q, s = quantize.quantize_weight(torch.ones(64, 256), "pow2")
-    x = torch.zeros(0, 256, dtype=torch.bfloat16)
-    assert library.fprop(x, q, quantize.expand_weight_scale(s, 64), "pow2").shape == (0, 64)
+    w, x = quantize.quantize_weight(torch.ones(64, 256), "pow2"), torch.zeros(0, 256, dtype=torch.bfloat16)
+    assert library.fprop(x, w).shape == library.fprop(x, by_rows(w)).shape == (0, 64)
 
 
 def test_block_scales_of_rows():
@@ -229,29 +230,27 @@ def test_block_scales_of_rows():
 
 def test_widths_that_the_libraries_cannot_read(library):
     x = torch.ones(8, 264).bfloat16()
-    q, s = quantize.quantize_weight(torch.ones(64, 264), "pow2")
-    with pytest.raises(ModelError, match=f"'{library.name}': required widths .* of 16, found 264"):
-        library.fprop(x, q, quantize.expand_weight_scale(s, 64), "pow2")
-    q, s = quantize.quantize_weight(torch.ones(72, 256), "pow2")
+    w = quantize.quantize_weight(torch.ones(64, 264), "pow2")
+    for held in (w, by_rows(w)):
+        with pytest.raises(ModelError, match=f"'{library.name}': required widths .* of 16, found 264"):
+            library.fprop(x, held)
     g = torch.ones(8, 72).bfloat16()
     with pytest.raises(ModelError, match="of 16, found 72"):
-        library.dgrad(g, q, s, "pow2", torch.bfloat16)
+        library.dgrad(g, quantize.quantize_weight(torch.ones(72, 256), "pow2"), torch.bfloat16)
     with pytest.raises(ModelError, match="of 16, found 264"):
-        library.wgrad(g[:, :64], *quantize.quantize_activation(x, "pow2"), "pow2", torch.bfloat16)
+        library.wgrad(g[:, :64], quantize.quantize_activation(x, "pow2"), torch.bfloat16)
 
 
 def test_a_compiled_graph_holds_one_opaque_operator(library, monkeypatch):
     monkeypatch.setitem(backends._LOADED, library.name, library)
-    q, s = quantize.quantize_weight(torch.randn(64, 256), "pow2")
-    rows = quantize.expand_weight_scale(s, 64)
-    found = []
+    w, found = by_rows(quantize.quantize_weight(torch.randn(64, 256), "pow2")), []
 
     def look(graph, inputs):
         found.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return graph
 
     def layer(x):
-        return library.fprop(x, q, rows, "pow2") + 1
+        return library.fprop(x, w) + 1
 
     for M in (3, 5):
         x = torch.randn(M, 256).to(torch.bfloat16)
@@ -267,9 +266,9 @@ class Shifty(type(get_backend("torch"))):
     def __init__(self, few=0, split=False):
         self.few, self.split = few, split
 
-    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
-        y = super().gemm(q, s, w, rows, torch.float32, 1 if self.split else splits)
-        return (y * (1 + 2**-20) if len(q) <= self.few else y).to(out_dtype)
+    def gemm(self, x, w, out_dtype, splits=1):
+        y = super().gemm(x, w, torch.float32, 1 if self.split else splits)
+        return (y * (1 + 2**-20) if len(x.q) <= self.few else y).to(out_dtype)
 
 
 def test_row_comparison():

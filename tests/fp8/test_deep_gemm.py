@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,11 +11,11 @@ import torch
 
 from jetrl_patch.backends import deep_gemm, get_backend, quantize, rowwise
 from jetrl_patch.backends.deep_gemm import DeepGemmBackend, packed, pitched, row_major
-from jetrl_patch.backends.quantize import QuantizedWeight
+from jetrl_patch.backends.quantize import Quantized
 
 from . import deep_gemm_double as double
 from .deep_gemm_double import DeepGemm, Refused
-from .test_backends import fake_scaled_mm
+from .test_backends import by_rows, fake_scaled_mm
 from .thresholds import SQNR_GEMM, sqnr
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -35,49 +36,47 @@ def library(monkeypatch):
 def operands(M, N, K, scale_format="pow2"):
     g = torch.Generator().manual_seed(M + N + K)
     x = (torch.randn(M, K, generator=g) * torch.exp(torch.randn(M, 1, generator=g))).to(BF16)
-    q, s = quantize.quantize_weight(torch.randn(N, K, generator=g), scale_format)
-    return x, q, quantize.expand_weight_scale(s, N), s
+    return x, quantize.quantize_weight(torch.randn(N, K, generator=g), scale_format)
 
 
 @pytest.mark.parametrize(("N", "K"), WIDTHS)
 def test_every_number_of_rows(library, N, K):
     ours, oracle = DeepGemmBackend(), get_backend("torch")
     for M in ROWS if N * K < 10**5 else ROWS[:-2]:
-        x, q, rows, blocks = operands(M, N, K)
+        x, w = operands(M, N, K)
         for dtype in (BF16, FP32):
-            expected = oracle.fprop(x, q, rows, "pow2", dtype)
-            assert torch.equal(ours.fprop(x, q, rows, "pow2", dtype, s_blocks=blocks), expected), (M, dtype)
-            assert torch.equal(ours.fprop(x, q, rows, "pow2", dtype), expected), (M, dtype)
+            expected = oracle.fprop(x, w, dtype)
+            for held in (w, by_rows(w), replace(by_rows(w), s_blocks=w.s)):
+                assert torch.equal(ours.fprop(x, held, dtype), expected), (M, dtype)
     assert {kernel for kernel, *_ in library.calls} == {"1d1d", "1d2d"} and library.copies == 0
 
 
 def test_a_weight_in_blocks_needs_no_scales_per_row(library):
-    ours, (x, q, rows, blocks) = DeepGemmBackend(), operands(300, 320, 1008)
-    w, operand = QuantizedWeight(q, blocks), quantize.quantize_activation(x, "pow2")
-    expected = get_backend("torch").fprop(x, q, rows, "pow2")
-    assert torch.equal(ours.product(*operand, w, BF16), expected) and "s_rows" not in vars(w)
+    ours, (x_MK, w) = DeepGemmBackend(), operands(300, 320, 1008)
+    x, expected = quantize.quantize_activation(x_MK, "pow2"), get_backend("torch").fprop(x_MK, replace(w))
+    assert torch.equal(ours.gemm(x, w, BF16), expected) and w._s_rows is None
     with pytest.raises(ValueError, match="inputs of width 1008"):
-        ours.product(operand[0][:, :128], operand[1][:, :1], w, BF16)
+        ours.gemm(x.columns(0, 128), w, BF16)
     with pytest.raises(ValueError, match=r"W: \[320, 1008\] needs one scale per 128 rows"):
-        ours.product(*operand, QuantizedWeight(q, rows), BF16)
-    x, q, rows, blocks = operands(300, 48, 1024)
-    w, operand = QuantizedWeight(q, blocks), quantize.quantize_activation(x, "pow2")
+        ours.gemm(x, replace(w, s=w.s_rows), BF16)
+    x_MK, w = operands(300, 48, 1024)
+    x = quantize.quantize_activation(x_MK, "pow2")
     for dtype, splits in ((FP32, 1), (BF16, 4)):
-        assert torch.equal(ours.product(*operand, w, dtype, splits), ours.gemm(*operand, q, rows, dtype, splits, blocks))
-    assert torch.equal(vars(w)["s_rows"], rows)
+        assert torch.equal(ours.gemm(x, w, dtype, splits), ours.gemm(x, by_rows(w), dtype, splits))
+    assert torch.equal(w._s_rows, quantize.expand_weight_scale(w.s, 48))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 @pytest.mark.parametrize("M", [1, 32, 33, 300])
 def test_partial_sums_of_tensor_parallel_ranks(library, ranks, M):
     ours, oracle = DeepGemmBackend(), get_backend("torch")
-    x, q, rows, blocks = operands(M, 48, 128 * 8 * 3)
-    whole = ours.fprop(x, q, rows, "pow2", splits=ranks, s_blocks=blocks)
-    assert torch.equal(whole, oracle.fprop(x, q, rows, "pow2", splits=ranks))
-    K, G, total = 3072 // ranks, 24 // ranks, None
-    for r in range(ranks):
-        k, g = slice(r * K, (r + 1) * K), slice(r * G, (r + 1) * G)
-        part = ours.fprop(x[:, k].contiguous(), q[:, k].contiguous(), rows[:, g].contiguous(), "pow2", FP32)
+    x, w = operands(M, 48, 128 * 8 * 3)
+    whole = ours.fprop(x, w, splits=ranks)
+    assert torch.equal(whole, oracle.fprop(x, w, splits=ranks))
+    K, total = 3072 // ranks, None
+    for k in range(0, 3072, K):
+        q, s = (t.contiguous() for t in w.columns(k, k + K))
+        part = ours.fprop(x[:, k : k + K].contiguous(), Quantized(q, s, "rows", "pow2"), FP32)
         total = part if total is None else total + part
     assert torch.equal(total.to(BF16), whole)
 
@@ -86,12 +85,12 @@ def test_partial_sums_of_tensor_parallel_ranks(library, ranks, M):
 @pytest.mark.parametrize("M", [1, 33, 300])
 def test_gradients(library, M, N, K):
     ours, oracle = DeepGemmBackend(), get_backend("torch")
-    x, q, _, blocks = operands(M, N, K)
+    x_MK, w = operands(M, N, K)
     g = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(BF16)
-    qx, sx = ours.quantize_activation(x, "pow2")
+    x = ours.quantize_activation(x_MK, "pow2")
     for dtype in (BF16, FP32):
-        found = ours.gradients(g, q, blocks, qx, sx, "pow2", (dtype, dtype))
-        expected = oracle.gradients(g, q, blocks, qx, sx, "pow2", (FP32, FP32))
+        found = ours.gradients(g, x, w, (dtype, dtype))
+        expected = oracle.gradients(g, x, w, (FP32, FP32))
         for mine, theirs in zip(found, expected):
             assert mine.dtype == dtype and mine.shape == theirs.shape and sqnr(mine, theirs) > SQNR_GEMM
     assert library.copies == 0
@@ -106,14 +105,14 @@ def transposed(M, N, K):
 
 @pytest.mark.parametrize(("N", "K"), [(16, 48), (48, 16), (320, 1008)])
 def test_a_main_gradient_is_added_to_in_the_product(library, N, K, monkeypatch):
-    (g, sg), (x, sx), ours = transposed(300, N, K)
+    g, x, ours = transposed(300, N, K)
     handed, product = [], library.fp8_gemm_nt
     monkeypatch.setattr(library, "fp8_gemm_nt", lambda a, b, d, c, recipe: handed.append((c, d)) or product(a, b, d, c, recipe))
     kinds = {"whole": torch.randn(N, K), "turned": torch.randn(K, N).t(), "shifted": torch.randn(N * K + 1)[1:].view(N, K)}
     for kind, main in kinds.items():
-        expected = main + ours.wgrad_product(g, sg, x, sx, FP32)
+        expected = main + ours.wgrad_product(g, x, FP32)
         handed.clear()
-        ours.add_wgrad_product(g, sg, x, sx, main)
+        ours.add_wgrad_product(g, x, main)
         assert torch.equal(main, expected)
         direct = kind == "whole" and N > deep_gemm.FEW  # fewer rows are padded for its tile
         assert len(handed) == 1 and (handed[0][0] is handed[0][1] is main) == direct
@@ -122,31 +121,31 @@ def test_a_main_gradient_is_added_to_in_the_product(library, N, K, monkeypatch):
 def test_a_weight_gradient_in_bf16_is_rounded_in_the_product(library, monkeypatch):
     monkeypatch.setattr(deep_gemm, "check_cublaslt", lambda: (True, "CUDA 12.9"))
     monkeypatch.setattr(torch.nn.functional, "scaled_mm", fake_scaled_mm)
-    (g, sg), (x, sx), ours = transposed(300, 48, 144)
-    found = ours.wgrad_product(g, sg, x, sx, BF16)
+    g, x, ours = transposed(300, 48, 144)
+    found = ours.wgrad_product(g, x, BF16)
     assert not library.calls and found.dtype == BF16
-    assert torch.equal(found, ours.wgrad_product(g, sg, x, sx, FP32).to(BF16)) and len(library.calls) == 1
-    assert not ours.wgrad_product(g[:, :0], sg[:0], x[:, :0], sx[:0], BF16).any()  # no tokens
+    assert torch.equal(found, ours.wgrad_product(g, x, FP32).to(BF16)) and len(library.calls) == 1
+    g, x = (replace(t, q=t.q[:, :0], s=t.s[:0]) for t in (g, x))
+    assert not ours.wgrad_product(g, x, BF16).any()  # no tokens
 
 
 @pytest.mark.parametrize("M", [1, 40])
 def test_rows_whose_scales_make_no_blocks(library, M):
     """A slice that starts inside a block, and scales per channel: no block scale exists, the sum is the same."""
-    x, q, rows, _ = operands(M, 384, 256)
-    part = slice(64, 352)
-    expected = get_backend("torch").fprop(x, q[part], rows[part], "pow2")
-    assert torch.equal(DeepGemmBackend().fprop(x, q[part], rows[part], "pow2"), expected)
-    q, s_N1 = rowwise.quantize_fp8_rows(torch.randn(48, 256), "fp32")
-    found, expected = (rowwise.channel_fprop(b, x, q, s_N1, "fp32") for b in (DeepGemmBackend(), get_backend("torch")))
+    x, w = operands(M, 384, 256)
+    part = w.rows(slice(64, 352))
+    assert torch.equal(DeepGemmBackend().fprop(x, part), get_backend("torch").fprop(x, part))
+    w = rowwise.quantize_fp8_rows(torch.randn(48, 256), "fp32")
+    found, expected = (rowwise.channel_fprop(b, x, w) for b in (DeepGemmBackend(), get_backend("torch")))
     assert torch.equal(found, expected)
 
 
 def test_empty_batches(library):
-    x, q, rows, blocks = operands(0, 64, 256)
+    x, w = operands(0, 64, 256)
     ours = DeepGemmBackend()
     for dtype in (BF16, FP32):
-        assert ours.fprop(x, q, rows, "pow2", dtype, s_blocks=blocks).shape == (0, 64)
-    dw = ours.wgrad(x.new_zeros(0, 64), *ours.quantize_activation(x, "pow2"), "pow2", FP32)
+        assert ours.fprop(x, w, dtype).shape == (0, 64)
+    dw = ours.wgrad(x.new_zeros(0, 64), ours.quantize_activation(x, "pow2"), FP32)
     assert torch.equal(dw, torch.zeros(64, 256)) and not library.calls
 
 
@@ -170,8 +169,8 @@ def test_matrices_are_copied_only_where_they_must_be():
 
 
 def call(library, change, M=64, N=48, K=256, recipe=deep_gemm.ROWS):
-    x, q, rows, blocks = operands(M, N, K)
-    a, sa = quantize.quantize_activation(x, "pow2")
+    x, w = operands(M, N, K)
+    (a, sa), q, rows, blocks = quantize.quantize_activation(x, "pow2"), w.q, w.s_rows, w.s
     fp32 = recipe == deep_gemm.ROWS
     d = torch.zeros(M, N, dtype=FP32 if fp32 else BF16)
     given = {"a": a, "sa": sa, "b": q, "sb": rows if fp32 else blocks, "d": d, "c": d if fp32 else None, "recipe": recipe}

@@ -79,8 +79,8 @@ def test_the_sum_runs_over_ascending_experts_in_fp32_and_is_rounded_once():
         total = torch.zeros(320)
         for expert, weight in sorted(zip(layer.ids[t].tolist(), layer.weights[t].tolist(), strict=True)):
             w = layer.own.quantized(expert, layer.gate_up, layer.down)
-            a, b = (backend.fprop(layer.x.detach()[t : t + 1], m.q, m.s_rows, "pow2") for m in (w.gate, w.up))
-            out = backend.fprop(ops.silu_mul(a, b), w.down.q, w.down.s_rows, "pow2", torch.float32)
+            a, b = (backend.fprop(layer.x.detach()[t : t + 1], m) for m in (w.gate, w.up))
+            out = backend.fprop(ops.silu_mul(a, b), w.down, torch.float32)
             total = total + torch.tensor(weight) * out[0]
         rows.append(total.to(BF16))
     assert torch.equal(layer.run(), torch.stack(rows))
@@ -170,9 +170,9 @@ def test_a_watch_sees_the_operands_of_every_product_once():
         experts += [group.expert] * len(group.tokens)
         w = layer.own.quantized(group.expert, layer.gate_up, layer.down)
         x, g = layer.x.detach()[group.tokens], dy[group.tokens]
-        a, b = (backend.fprop(x, m.q, m.s_rows, "pow2").requires_grad_() for m in (w.gate, w.up))
+        a, b = (backend.fprop(x, m).requires_grad_() for m in (w.gate, w.up))
         h = ops.silu_mul(a, b)
-        u = backend.dgrad(g, w.down.q, w.down.s_blocks, "pow2", torch.float32)
+        u = backend.dgrad(g, w.down, torch.float32)
         weight = layer.weights.detach()[group.tokens, group.slots, None]
         da, db = torch.autograd.grad(h, (a, b), (weight * u).to(BF16))
         rows = {("activation", "gate_proj"): x, ("activation", "down_proj"): h}

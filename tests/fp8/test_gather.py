@@ -36,7 +36,7 @@ def current(weight):
     """Whether the bytes match the current values."""
     q, s = quantize.quantize_weight(weight.plain, "pow2")
     ours = weight.quantized()
-    return torch.equal(ours[0].view(torch.uint8), q.view(torch.uint8)) and torch.equal(ours[1], s)
+    return torch.equal(ours.q.view(torch.uint8), q.view(torch.uint8)) and torch.equal(ours.s, s)
 
 
 WRITES = {
@@ -59,11 +59,11 @@ def test_bytes_are_made_once_and_again_after_any_write(write):
     weight = shard()
     first = weight.quantized()
     _ = weight.float().sum(), weight.clone().mul_(2), weight + 1
-    assert weight.quantized()[0] is first[0]
+    assert weight.quantized().q is first.q
     with torch.no_grad():
         WRITES[write](weight)
-    assert weight.quantized()[0] is not first[0] and current(weight)
-    assert not torch.equal(weight.quantized()[0].view(torch.uint8), first[0].view(torch.uint8)) or write in (
+    assert weight.quantized().q is not first.q and current(weight)
+    assert not torch.equal(weight.quantized().q.view(torch.uint8), first.q.view(torch.uint8)) or write in (
         "in place",
         "foreach",
     )
@@ -93,12 +93,12 @@ def test_an_optimizer_leaves_no_bytes_of_old_values(how, kind, one_rank):
     assert type(weight) is Fp8Shard
     step = optimizer.step if how == "eager" else torch.compile(optimizer.step, backend=how)
     for _ in range(3):  # the first traces
-        before = weight.quantized()[0]
+        before = weight.quantized().q
         parameter.grad = torch.ones_like(parameter)
         step()
-        after = weight.quantized()[0]
+        after = weight.quantized().q
         assert current(weight) and not torch.equal(after.view(torch.uint8), before.view(torch.uint8))
-        assert (weight.quantized()[0] is after) == (not weight.writes.uncounted)
+        assert (weight.quantized().q is after) == (not weight.writes.uncounted)
     assert weight.writes.uncounted == (how != "eager")
 
 

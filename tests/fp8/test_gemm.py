@@ -28,12 +28,12 @@ def operands(M, N, K, seed=0):
 def test_fprop_sqnr(shape, scale_format, backend):
     x, w = operands(*shape)
     b = get_backend(backend)
-    q, s = b.quantize_weight(w, scale_format)
-    y = b.fprop(x, q, quantize.expand_weight_scale(s, w.shape[0]), scale_format)
+    wq = b.quantize_weight(w, scale_format)
+    y = b.fprop(x, wq)
     assert y.dtype == torch.bfloat16
     assert sqnr(y, x.double() @ w.double().t()) > SQNR_UNQUANTIZED["fprop", scale_format]
     qx, sx = quantize.quantize_activation(x, scale_format)
-    exact = quantize.dequantize_activation(qx, sx, torch.float64) @ quantize.dequantize_weight(q, s, torch.float64).t()
+    exact = quantize.dequantize_activation(qx, sx, torch.float64) @ quantize.dequantize_weight(*wq, torch.float64).t()
     assert sqnr(y, exact) > SQNR_GEMM
 
 
@@ -41,10 +41,8 @@ def test_fprop_sqnr(shape, scale_format, backend):
 @pytest.mark.parametrize("scale_format", FORMATS)
 def test_native_fprop_against_the_oracle(shape, scale_format):
     x, w = operands(*shape)
-    q, s = quantize.quantize_weight(w, scale_format)
-    rows = quantize.expand_weight_scale(s, w.shape[0])
-    args = (*quantize.quantize_activation(x, scale_format), q, rows, torch.bfloat16)
-    equal = get_backend("native").gemm(*args) == quantize.fprop(*args)
+    wq, xq = quantize.quantize_weight(w, scale_format), quantize.quantize_activation(x, scale_format)
+    equal = get_backend("native").gemm(xq, wq, torch.bfloat16) == quantize.fprop(*xq, wq.q, wq.s_rows, torch.bfloat16)
     assert equal.float().mean() >= NATIVE_EQUALS_ORACLE
 
 
@@ -53,12 +51,11 @@ def test_native_fprop_against_the_oracle(shape, scale_format):
 def test_a_row_depends_on_itself_alone(backend, out_dtype):
     x, w = operands(257, 320, 1000)
     b = get_backend(backend)
-    q, s = b.quantize_weight(w, "fp32")
-    rows = quantize.expand_weight_scale(s, 320)
-    whole = b.fprop(x, q, rows, "fp32", out_dtype)
+    wq = b.quantize_weight(w, "fp32")
+    whole = b.fprop(x, wq, out_dtype)
     for size in (1, 2, 7, 32, 193, 256):
         for start in (0, 1, 130, 257 - size):
-            part = b.fprop(x[start : start + size], q, rows, "fp32", out_dtype)
+            part = b.fprop(x[start : start + size], wq, out_dtype)
             assert torch.equal(part, whole[start : start + size])
 
 
@@ -87,14 +84,13 @@ def test_two_products_in_one_instruction_change_no_bit(shape):
 def test_threads_change_nothing(backend):
     x, w = operands(300, 512, 512)
     b = get_backend(backend)
-    q, s = b.quantize_weight(w, "pow2")
-    rows = quantize.expand_weight_scale(s, 512)
+    wq = b.quantize_weight(w, "pow2")
     before = torch.get_num_threads()
     try:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(b.fprop(x, q, rows, "pow2"))
+            results.append(b.fprop(x, wq))
     finally:
         torch.set_num_threads(before)
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
@@ -107,17 +103,15 @@ def test_splits_equal_what_tensor_parallel_ranks_add(backend, ranks, scale_forma
     width = max(1024, 256 * ranks)
     x, w = operands(9, 130, width)
     b = get_backend(backend)
-    q, s = b.quantize_weight(w, scale_format)
-    rows = quantize.expand_weight_scale(s, 130)
-    K, G = width // ranks, width // 128 // ranks
+    wq, K = b.quantize_weight(w, scale_format), width // ranks
     total = None
     for r in range(ranks):
-        k, g = slice(r * K, (r + 1) * K), slice(r * G, (r + 1) * G)
-        part = b.fprop(x[:, k].contiguous(), q[:, k].contiguous(), rows[:, g].contiguous(), scale_format, torch.float32)
+        k = slice(r * K, (r + 1) * K)
+        part = b.fprop(x[:, k].contiguous(), wq.columns(k.start, k.stop), torch.float32)
         total = part if total is None else total + part
-    assert torch.equal(b.fprop(x, q, rows, scale_format, splits=ranks), total.to(torch.bfloat16))
+    assert torch.equal(b.fprop(x, wq, splits=ranks), total.to(torch.bfloat16))
     with pytest.raises(ValueError, match="without cutting a block"):
-        b.fprop(x, q, rows, scale_format, splits=32)
+        b.fprop(x, wq, splits=32)
 
 
 @pytest.mark.parametrize("shape", [(1, 128, 128), (33, 320, 1000), (260, 130, 257)])
@@ -129,14 +123,14 @@ def test_gradients_sqnr(shape, scale_format, backend, dtype):
     x, w = operands(M, N, K)
     g = (torch.randn(M, N, generator=torch.Generator().manual_seed(5)) * 1e-6).to(torch.bfloat16)  # as small as real ones
     b = get_backend(backend)
-    qw, sw = b.quantize_weight(w, scale_format)
-    dx = b.dgrad(g, qw, sw, scale_format, dtype)
+    wq = b.quantize_weight(w, scale_format)
+    dx = b.dgrad(g, wq, dtype)
     assert dx.dtype == dtype and sqnr(dx, g.double() @ w.double()) > SQNR_UNQUANTIZED["dgrad", scale_format]
     qg, sg = quantize.quantize_activation(g, scale_format)
-    assert sqnr(dx, quantize.dgrad(qg, sg, qw, sw)) > SQNR_GEMM
-    qx, sx = b.quantize_activation(x, scale_format)
-    dw = b.wgrad(g, qx, sx, scale_format, dtype)
+    assert sqnr(dx, quantize.dgrad(qg, sg, *wq)) > SQNR_GEMM
+    xq = b.quantize_activation(x, scale_format)
+    dw = b.wgrad(g, xq, dtype)
     assert dw.dtype == dtype and sqnr(dw, g.double().t() @ x.double()) > SQNR_UNQUANTIZED["wgrad", scale_format]
-    back = quantize.dequantize_activation(qx, sx, torch.bfloat16)
+    back = quantize.dequantize_activation(*xq, torch.bfloat16)
     exact = quantize.wgrad(*quantize.quantize_tokens(g, scale_format), *quantize.quantize_tokens(back, scale_format))
     assert sqnr(dw, exact) > SQNR_GEMM

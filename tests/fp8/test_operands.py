@@ -9,6 +9,7 @@ from torch import nn
 from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.cublaslt import CublasLtBackend
 from jetrl_patch.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.native import ops
 
@@ -42,8 +43,9 @@ def operands():
 def test_fprop_refuses(backend, change, error, match):
     arguments = change(*operands())
     out = arguments[4:] or (torch.bfloat16,)
+    x, w = (Quantized(*arguments[i : i + 2], "rows", "pow2") for i in (0, 2))
     with pytest.raises(error, match=match):
-        BACKENDS[backend]().gemm(*arguments[:4], *out)
+        BACKENDS[backend]().gemm(x, w, *out)
 
 
 def layer(backend="native", K=256, N=64):

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ConfigError, ModelError
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.experts import Experts, Operands, run_experts
+from jetrl_patch.fp8.experts import Experts, ExpertWeights, run_experts
 from jetrl_patch.fp8.mixture import WHOLE, ExpertSplit, added
 
 from ..dispatched import dispatched
@@ -34,11 +35,11 @@ def trainer_parts(made, split):
     """The parts that the trainer forms: FP32 [R, T, H]."""
     own = made.own
 
-    def operands(expert):
-        return Operands(*((w.q, w.s_rows) for w in own.quantized(expert, made.gate_up.detach(), made.down.detach())))
+    def matrices(expert):
+        return own.quantized(expert, made.gate_up.detach(), made.down.detach())
 
-    quantized = own.backend.quantize_activation(made.x.detach(), "pow2")
-    return run_experts(quantized, made.weights.detach(), made.ids, operands, (6, 320), own.backend, "pow2", split=split)
+    x = own.backend.quantize_activation(made.x.detach(), "pow2")
+    return run_experts(x, made.weights.detach(), made.ids, matrices, (6, 320), own.backend, split=split)
 
 
 def rank_sum(made, split, rank):
@@ -48,15 +49,14 @@ def rank_sum(made, split, rank):
     at = slice(rank * step, (rank + 1) * step) if by_columns else slice(0, WIDTH)
     held = range(6) if by_columns else range(rank * each, (rank + 1) * each)
 
-    def operands(expert):
+    def matrices(expert):
         assert expert in held
         w = own.quantized(expert, made.gate_up.detach(), made.down.detach())
-        groups = slice(at.start // 128, at.stop // 128)
-        rows = [(m.q[at].clone(), m.s_rows[at].clone()) for m in (w.gate, w.up)]
-        return Operands(*rows, (w.down.q[:, at].clone(), w.down.s_rows[:, groups].clone()))
+        mine = (w.gate.rows(at), w.up.rows(at), w.down.columns(at.start, at.stop))
+        return ExpertWeights(*(Quantized(m.q.clone(), m.s.clone(), "rows", "pow2") for m in mine))
 
-    quantized = own.backend.quantize_activation(made.x.detach(), "pow2")
-    return run_experts(quantized, made.weights.detach(), made.ids, operands, (6, 320), own.backend, "pow2", held=held)
+    x = own.backend.quantize_activation(made.x.detach(), "pow2")
+    return run_experts(x, made.weights.detach(), made.ids, matrices, (6, 320), own.backend, held=held)
 
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
@@ -85,15 +85,15 @@ def test_the_order_of_the_sum(split):
         parts = torch.zeros(split.ranks, 320)
         for expert, weight in sorted(zip(made.ids[t].tolist(), made.weights[t].tolist(), strict=True)):
             w = own.quantized(expert, made.gate_up, made.down)
-            a, b = (own.backend.fprop(made.x.detach()[t : t + 1], m.q, m.s_rows, "pow2") for m in (w.gate, w.up))
+            a, b = (own.backend.fprop(made.x.detach()[t : t + 1], m) for m in (w.gate, w.up))
             h, step = ops.silu_mul(a, b), WIDTH // split.ranks
             if split.by == "experts":
-                out = own.backend.fprop(h, w.down.q, w.down.s_rows, "pow2", torch.float32)
+                out = own.backend.fprop(h, w.down, torch.float32)
                 parts[expert // (6 // split.ranks)] += torch.tensor(weight) * out[0]
                 continue
             for rank in range(split.ranks):
-                at, scales = slice(rank * step, (rank + 1) * step), slice(rank * step // 128, (rank + 1) * step // 128)
-                out = own.backend.fprop(h[:, at], w.down.q[:, at], w.down.s_rows[:, scales], "pow2", torch.float32)
+                start, stop = rank * step, (rank + 1) * step
+                out = own.backend.fprop(h[:, start:stop], w.down.columns(start, stop), torch.float32)
                 parts[rank] += torch.tensor(weight) * out[0]
         total = parts[0]
         for part in parts[1:]:

@@ -37,9 +37,9 @@ class ByN(type(get_backend("torch"))):
 
     name = "by-n"
 
-    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
-        y = super().gemm(q, s, w, rows, torch.float32, splits)
-        return (y * (1 + 2**-6 * (len(w) >= 500))).to(out_dtype)
+    def gemm(self, x, w, out_dtype, splits=1):
+        y = super().gemm(x, w, torch.float32, splits)
+        return (y * (1 + 2**-6 * (len(w.q) >= 500))).to(out_dtype)
 
 
 class Rounding(type(get_backend("torch"))):
@@ -47,8 +47,8 @@ class Rounding(type(get_backend("torch"))):
 
     name = "rounding"
 
-    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
-        y = super().gemm(q, s, w, rows, out_dtype, splits)
+    def gemm(self, x, w, out_dtype, splits=1):
+        y = super().gemm(x, w, out_dtype, splits)
         return y.to(torch.bfloat16).to(out_dtype)
 
 
@@ -145,9 +145,9 @@ class ByFew(type(get_backend("torch"))):
 
     name, few = "by-few", 64
 
-    def gemm(self, q, s, w, rows, out_dtype, splits=1, s_blocks=None):
-        y = super().gemm(q, s, w, rows, torch.float32, splits)
-        return (y * (1 + 2**-6 * (len(q) <= self.few))).to(out_dtype)
+    def gemm(self, x, w, out_dtype, splits=1):
+        y = super().gemm(x, w, torch.float32, splits)
+        return (y * (1 + 2**-6 * (len(x.q) <= self.few))).to(out_dtype)
 
     def give_up_few_rows(self):
         had, self.few = self.few > 0, 0

@@ -13,11 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from jetrl_patch import backends
 from jetrl_patch.backends.gpu import GpuBackend
-from jetrl_patch.backends.quantize import dequantize_activation, dequantize_weight, fprop
+from jetrl_patch.backends.quantize import Regrouped, dequantize_activation, dequantize_weight, fprop
 from jetrl_patch.fp8.convert import swap_linears
 from jetrl_patch.fp8.gather import Fp8Gathered
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, keep_gathered_out_of_graphs
-from jetrl_patch.kernels.formats import BLOCK, Regrouped
+from jetrl_patch.kernels.formats import BLOCK
 from tests.models import build
 
 from ..waits import NothingIsReadBack
@@ -29,15 +29,15 @@ class PlainGpu(GpuBackend):
 
     name = "plain-gpu"
 
-    def gemm(self, q_MK, s_MG, w_NK, s_NG, out_dtype, splits=1, s_blocks=None):
-        return fprop(q_MK, s_MG, w_NK, s_NG, out_dtype, splits)
+    def gemm(self, x, w, out_dtype, splits=1):
+        return fprop(*x, w.q, w.s_rows, out_dtype, splits)
 
-    def dgrad_product(self, g_MN, s_MG, w_NK, s_blocks, out_dtype, w_KN=None):
-        w_KN = self.transposed(w_NK) if w_KN is None else w_KN
-        return (dequantize_activation(g_MN, s_MG) @ dequantize_weight(w_KN.t().contiguous(), s_blocks)).to(out_dtype)
+    def dgrad_product(self, dy, w, out_dtype):
+        w_NK = dequantize_weight(self.transposed(w).t().contiguous(), w.s)
+        return (dequantize_activation(*dy) @ w_NK).to(out_dtype)
 
-    def wgrad_product(self, g_NM, sg, x_KM, sx, out_dtype):
-        g, x = (q.float() * s.t().repeat_interleave(BLOCK, 1) for q, s in ((g_NM, sg), (x_KM, sx)))
+    def wgrad_product(self, dy, x, out_dtype):
+        g, x = (q.float() * s.t().repeat_interleave(BLOCK, 1) for q, s in (dy, x))
         return (g @ x.t()).to(out_dtype)
 
 
@@ -162,10 +162,10 @@ class Counting(PlainGpu):
     def __init__(self):
         self.made = []
 
-    def regrouped(self, q_MK, s_MG, scale_format):
-        pair = super().regrouped(q_MK, s_MG, scale_format)
-        self.made.append(weakref.ref(pair[0]))
-        return pair
+    def regrouped(self, x):
+        operand = super().regrouped(x)
+        self.made.append(weakref.ref(operand.q))
+        return operand
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_the_rollouts_product_is_one_operator():
     layer = make()
     w = layer.fp8.quantized(layer.weight)
     (x, _), *_ = batches(1)
-    x, expected = x.detach(), PlainGpu().fprop(x.detach(), w.q, w.s_rows, "pow2")
+    x, expected = x.detach(), PlainGpu().fprop(x.detach(), w)
     nodes = []
 
     def keep(graph, inputs):
@@ -300,7 +300,7 @@ def test_the_rollouts_product_is_one_operator():
         return graph.forward
 
     torch._dynamo.reset()
-    run = torch.compile(lambda t: PlainGpu().fprop(t, w.q, w.s_rows, "pow2"), backend=keep, fullgraph=True)
+    run = torch.compile(lambda t: PlainGpu().fprop(t, w), backend=keep, fullgraph=True)
     assert torch.equal(run(x), expected)
     assert nodes == ["jetrl_patch.fp8_fprop.default"]
 

@@ -86,7 +86,7 @@ def sent(model):
     """The bytes that a weight sync makes of the full values."""
     backend = backends.get_backend(PlainGpu.name)
     wholes = (getattr(model.layers[0], name).weight.full_tensor().to(torch.bfloat16) for name in NAMES)
-    return [backend.quantize_weight(w, "pow2")[0].view(torch.uint8) for w in wholes]
+    return [backend.quantize_weight(w, "pow2").q.view(torch.uint8) for w in wholes]
 
 
 def same(left, right):

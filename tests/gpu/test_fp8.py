@@ -11,7 +11,7 @@ from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.capability import CHECKS
 from jetrl_patch.backends.row_equality import compare_parts, compare_rows
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.expert_trial import compare_experts
+from jetrl_patch.fp8.grouped import compare_experts
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 
 from ..dispatched import dispatched
@@ -46,8 +46,8 @@ def test_quantizers_are_those_of_the_contract(device, backend, shape, scale_form
     x = rand(device, *shape)
     for name in ("quantize_activation", "quantize_tokens", "quantize_weight"):
         found, expected = getattr(backend, name)(x, scale_format), getattr(quantize, name)(x, scale_format)
-        assert torch.equal(found[0].view(torch.uint8), expected[0].view(torch.uint8)), name
-        assert torch.equal(found[1], expected[1]), name
+        assert torch.equal(found.q.view(torch.uint8), expected.q.view(torch.uint8)), name
+        assert torch.equal(found.s, expected.s), name
 
 
 @pytest.mark.parametrize("scale_format", FORMATS)
@@ -74,12 +74,11 @@ def test_rows_do_not_depend_on_what_a_weight_is_fused_with(device, backend, mode
 @pytest.mark.parametrize("M", [1, 64, 300, 2048])
 def test_fprop_against_the_product_of_the_same_bytes(device, backend, M, scale_format):
     x, w = rand(device, M, 1024), rand(device, 768, 1024, seed=1)
-    q_NK, s_blocks = backend.quantize_weight(w, scale_format)
-    s_NG = quantize.expand_weight_scale(s_blocks, 768)
-    y = backend.fprop(x, q_NK, s_NG, scale_format)
+    quantized = backend.quantize_weight(w, scale_format)
+    y = backend.fprop(x, quantized)
     wide = [
         q.double() * s.double().repeat_interleave(128, 1)
-        for q, s in (quantize.quantize_activation(x, scale_format), (q_NK, s_NG))
+        for q, s in (quantize.quantize_activation(x, scale_format), (quantized.q, quantized.s_rows))
     ]
     assert sqnr(y, wide[0] @ wide[1].t()) > SQNR_GEMM
 

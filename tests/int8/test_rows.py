@@ -56,11 +56,11 @@ def test_what_is_not_finite_stays_visible(value: float) -> None:
     x[1, 7] = value
     weights = quantize_int8_rows(torch.randn(5, 40))
     fp8 = rowwise.quantize_fp8_rows(torch.randn(5, 40), "pow2")
-    for y in (rowwise.int8_fprop(x, *weights), rowwise.channel_fprop(get_backend("torch"), x, *fp8, "pow2")):
+    for y in (rowwise.int8_fprop(x, weights), rowwise.channel_fprop(get_backend("torch"), x, fp8)):
         assert bool(y[1].isnan().all()) and bool(y[[0, 2]].isfinite().all())
     broken = torch.randn(5, 40)
     broken[2, 3] = value
-    y = rowwise.int8_fprop(torch.randn(3, 40), *quantize_int8_rows(broken))
+    y = rowwise.int8_fprop(torch.randn(3, 40), quantize_int8_rows(broken))
     assert bool(y[:, 2].isnan().all()) and bool(y[:, [0, 1, 3, 4]].isfinite().all())
 
 
@@ -85,7 +85,7 @@ def test_the_widest_sum_fits() -> None:
 
 def test_no_rows() -> None:
     w = quantize_int8_rows(torch.randn(6, 10))
-    assert rowwise.int8_fprop(torch.zeros(0, 10, dtype=torch.bfloat16), *w, mm=rowwise.int_mm).shape == (0, 6)
+    assert rowwise.int8_fprop(torch.zeros(0, 10, dtype=torch.bfloat16), w, mm=rowwise.int_mm).shape == (0, 6)
 
 
 @settings(max_examples=40)
@@ -94,15 +94,15 @@ def test_the_int8_linear_rounds_once(drawn: tuple[int, int, int, float, bool], n
     """Against numpy: FP32 with the scales multiplied in the stated order, and BF16 rounding on the bits."""
     x = rows(drawn)
     w = torch.randn(n, x.shape[1], generator=torch.Generator().manual_seed(n))
-    q, s = (t.numpy() for t in quantize_int8_rows(x))
-    wq, ws = (t.numpy() for t in quantize_int8_rows(w))
+    weight = quantize_int8_rows(w)
+    (q, s), (wq, ws) = ([t.numpy() for t in quantized] for quantized in (quantize_int8_rows(x), weight))
     total = (q.astype(numpy.int64) @ wq.astype(numpy.int64).T).astype(numpy.float32)
     y = s * (ws.T * total)
     bits = y.view(numpy.uint32).astype(numpy.uint64)
     rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(numpy.uint16)  # half to even
-    found = rowwise.int8_fprop(x, torch.from_numpy(wq), torch.from_numpy(ws), mm=rowwise.int_mm)
+    found = rowwise.int8_fprop(x, weight, mm=rowwise.int_mm)
     assert torch.equal(found.view(torch.int16), torch.from_numpy(rounded.view(numpy.int16)))
-    partial = rowwise.int8_fprop(x, torch.from_numpy(wq), torch.from_numpy(ws), torch.float32)
+    partial = rowwise.int8_fprop(x, weight, torch.float32)
     assert torch.equal(partial, torch.from_numpy(y))
 
 
@@ -131,11 +131,12 @@ def test_the_fp8_product_on_every_backend_here(
 ) -> None:
     x = rows(drawn)
     w = torch.randn(n, x.shape[1], generator=torch.Generator().manual_seed(n))
-    q, s = rowwise.quantize_fp8_rows(w, scale_format)  # type: ignore[arg-type]
+    weight = rowwise.quantize_fp8_rows(w, scale_format)  # type: ignore[arg-type]
+    q, s = weight
     xq, xs = rowwise.quantize_fp8_rows(x, scale_format)  # type: ignore[arg-type]
     exact = (xq.double() @ q.double().t()) * xs.double() * s.double().t()
     found = [
-        rowwise.channel_fprop(get_backend(name), x, q, s, scale_format, torch.float32)  # type: ignore[arg-type]
+        rowwise.channel_fprop(get_backend(name), x, weight, torch.float32)
         for name in dict.fromkeys(("torch", choose_backend("auto", "cpu")))
     ]
     slack = (xq.double().abs() @ q.double().abs().t()) * xs.double() * s.double().t() * 2.0**-21 + 1e-30

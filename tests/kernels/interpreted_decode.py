@@ -17,6 +17,7 @@ from benchmarks.gpu.shapes import Model
 from benchmarks.gpu.timing import Timed
 from jetrl_patch.backends import get_backend
 from jetrl_patch.backends import quantize as reference
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import DECODED, compare_rows
 from jetrl_patch.kernels import gemm, gemm_common, quantize
 
@@ -79,26 +80,27 @@ def test_rows_may_have_a_stride_and_scales_any_layout():
 def test_the_backend_takes_it_for_few_rows_alone(monkeypatch):
     taken, original = [], gemm.fprop_few
     monkeypatch.setattr(gemm, "fprop_few", lambda x, *a: taken.append(x.shape[0]) or original(x, *a))
-    backend, (q, s) = get_backend("triton"), weight(64, 256, "pow2")
+    backend, w = get_backend("triton"), Quantized(*weight(64, 256, "pow2"), "rows", "pow2")
     x = data("wide", (gemm.FEW_TOKENS + 1, 256))
-    whole = backend.fprop(x, q, s, "pow2")
+    whole = backend.fprop(x, w)
     assert taken == []
     for rows in (1, 7, gemm.FEW_TOKENS):
-        assert same(backend.fprop(x[:rows], q, s, "pow2"), whole[:rows])
+        assert same(backend.fprop(x[:rows], w), whole[:rows])
     assert taken == [1, 7, gemm.FEW_TOKENS]
-    assert same(backend.fprop(x[:3], q, s, "pow2", splits=2), backend.fprop(x, q, s, "pow2", splits=2)[:3])
+    assert same(backend.fprop(x[:3], w, splits=2), backend.fprop(x, w, splits=2)[:3])
     assert len(taken) == 3  # two ranges of K are two launches
 
 
 def test_what_a_trial_refuses_is_given_up(monkeypatch):
     """From then on few rows take the tile of many."""
     monkeypatch.setattr(gemm_common, "_few_rows", gemm_common.FEW_ROWS)
-    backend, (q, s), x = get_backend("triton"), weight(64, 256, "pow2"), data("wide", (3, 256))
-    expected, taken = backend.fprop(x, q, s, "pow2"), []
+    backend, x = get_backend("triton"), data("wide", (3, 256))
+    w = Quantized(*weight(64, 256, "pow2"), "rows", "pow2")
+    expected, taken = backend.fprop(x, w), []
     assert backend.give_up_few_rows() and not backend.give_up_few_rows() and backend.few() == 0
     for module, name in ((gemm, "fprop_few"), (gemm, "few_tile_for")):
         monkeypatch.setattr(module, name, lambda *a: taken.append(a))
-    assert same(backend.fprop(x, q, s, "pow2"), expected) and not taken
+    assert same(backend.fprop(x, w), expected) and not taken
 
 
 def test_the_trial_of_rows_covers_both_ways():

@@ -11,17 +11,16 @@ import pytest
 import torch
 
 from jetrl_patch.backends import get_backend
-from jetrl_patch.backends.triton import TritonBackend
+from jetrl_patch.backends.gpu import TritonBackend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.errors import ModelError
-from jetrl_patch.fp8 import expert_trial
-from jetrl_patch.fp8.expert_trial import compare_experts
 from jetrl_patch.fp8.experts import run_experts
-from jetrl_patch.fp8.grouped import Stacks, run_grouped
+from jetrl_patch.fp8.grouped import Stacks, compare_experts, require_expert_equality, run_grouped
 from jetrl_patch.fp8.linear import Promise
 from jetrl_patch.fp8.mixture import ExpertSplit, added
 from jetrl_patch.kernels import gemm_grouped
 
-from ..fp8.mixture import Layer, operands_of
+from ..fp8.mixture import Layer, matrices_of
 from ..fp8.thresholds import SQNR_EXPERTS, sqnr
 from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
 from .interpreted_grouped import BF16, FP32, rand
@@ -184,8 +183,8 @@ def test_a_machine_that_fails_the_trial_is_refused(monkeypatch):
     backend = SimpleNamespace(name="triton", grouped=lambda x: None)
     monkeypatch.setattr(torch, "empty", lambda *size, device: None)
     with pytest.raises(ModelError, match=r"experts of 768 x 2048 with backend='triton': required grouped FP8.*found none"):
-        expert_trial.require_expert_equality(backend, 8, 2, (2048, 768), gpu)
-    assert not expert_trial.require_expert_equality(backend, 8, 2, (2048, 768), torch.device("cpu"))
+        require_expert_equality(backend, 8, 2, (2048, 768), gpu)
+    assert not require_expert_equality(backend, 8, 2, (2048, 768), torch.device("cpu"))
 
 
 def test_the_sum_of_a_rank_unrounded_and_rounded():
@@ -193,9 +192,9 @@ def test_the_sum_of_a_rank_unrounded_and_rounded():
     kernels = layer.own.backend.grouped(layer.x)
     tokens = layer.own.backend.quantize_activation(layer.x.detach(), "pow2")
     stacks = layer.own.stacks(layer.gate_up, layer.down)
-    total, _ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, "pow2", part=torch.float32)
+    total, *_ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, part=torch.float32)
     assert total.dtype == FP32 and torch.equal(total.to(BF16), layer.run())
-    rounded, _ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, "pow2", part=BF16)
+    rounded, *_ = run_grouped(kernels, tokens, layer.weights.detach(), layer.ids, stacks, part=BF16)
     assert rounded.dtype == BF16 and torch.equal(rounded, layer.run())
 
 
@@ -206,19 +205,20 @@ def test_the_trainer_adds_the_parts_that_a_rollouts_ranks_compute(by):
     backend, weights, ids, split = layer.own.backend, layer.weights.detach(), layer.ids, ExpertSplit(2, by)
     kernels, tokens = backend.grouped(layer.x), backend.quantize_activation(layer.x.detach(), "pow2")
     stacks = layer.own.stacks(layer.gate_up, layer.down)
-    found, _ = run_grouped(kernels, tokens, weights, ids, stacks, "pow2", split=split)
-    (up, up_s), (down, down_s) = stacks[:2]
+    found, *_ = run_grouped(kernels, tokens, weights, ids, stacks, split)
+    (up, up_s), (down, down_s) = stacks
     parts = []
     for rank in range(2):
         if by == "experts":
             two, four = slice(2 * rank, 2 * rank + 2), slice(4 * rank, 4 * rank + 4)
-            mine = Stacks((up[four], up_s[four]), (down[two], down_s[two]))
+            mine = (up[four], up_s[four]), (down[two], down_s[two])
             own = torch.where(ids // 2 == rank, ids - 2 * rank, -1)
         else:
             at, one, own = slice(128 * rank, 128 * rank + 128), slice(rank, rank + 1), ids
-            mine = Stacks((up[:, at].contiguous(), up_s[:, one]), (down[:, :, at].contiguous(), down_s[:, :, one]))
-        parts.append(run_grouped(kernels, tokens, weights, own, mine, "pow2", part=torch.float32)[0])
+            mine = (up[:, at].contiguous(), up_s[:, one]), (down[:, :, at].contiguous(), down_s[:, :, one])
+        mine = Stacks(*(Quantized(q, s, "blocks", "pow2") for q, s in mine))
+        parts.append(run_grouped(kernels, tokens, weights, own, mine, part=torch.float32)[0])
     assert found.dtype == BF16 and torch.equal(found, added(torch.stack(parts)))
 
-    loop = run_experts(tokens, weights, ids, operands_of(stacks), (4, 128), backend, "pow2", split=split)
+    loop = run_experts(tokens, weights, ids, matrices_of(stacks), (4, 128), backend, split=split)
     assert torch.equal(found, added(loop))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -16,9 +17,8 @@ from jetrl_patch.backends import get_backend
 from jetrl_patch.exact import dispatch, modules
 from jetrl_patch.fp8 import producers
 from jetrl_patch.fp8.convert import swap_linears
-from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
+from jetrl_patch.fp8.linear import Fp8Linear, Fp8State, set_quantized_gradient
 from jetrl_patch.kernels import norm, quantize
-from jetrl_patch.kernels.formats import HANDED
 
 from ..fp8.thresholds import sqnr
 from ..models import build
@@ -97,7 +97,7 @@ def test_outputs_and_gradients_are_the_same(family, scale_format, options, quant
     assert separate == layers * 4  # of a block's forward: before q, o, gate and down (backward writes both layouts at once)
     out, grads = run(ours)
     assert len(quantized) - separate == layers * 1  # before o
-    assert len(both) - gradients == layers * 5 and not len(HANDED)  # not those of gate and up
+    assert len(both) - gradients == layers * 5  # not those of gate and up
     assert torch.equal(out, expected[0])
     for name, grad in expected[1].items():
         assert grad is not None and torch.equal(grads[name], grad), name
@@ -165,7 +165,7 @@ def test_a_gradient_that_was_changed_is_quantized_again(change, both):
     expected = call(False, CHANGES.get(change))
     before = len(both)
     found = call(True, CHANGES.get(change))
-    assert before == 3 and len(both) - before == (2 if "changes" in str(change) else 1) and not len(HANDED)
+    assert before == 3 and len(both) - before == (2 if "changes" in str(change) else 1)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
@@ -173,13 +173,21 @@ def test_bytes_that_nobody_takes_are_dropped(both):
     layers, call = gated()
     layers[1].weight.requires_grad_(False)  # a layer that computes DGrad alone, and asks for its bytes all the same
     expected, found = call(False), call(True)
-    assert not len(HANDED) and all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    grad = torch.zeros(3, 128).bfloat16()
-    HANDED.keep(grad, (grad,) * 4, "triton", "pow2")
-    assert HANDED.take(grad, "triton", "fp32") is None and not len(HANDED)
-    HANDED.keep(grad, (grad.clone(),) * 4, "triton", "pow2")
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    x, grad, state = torch.zeros(3, 128).bfloat16().requires_grad_(), torch.zeros(3, 128).bfloat16(), layers[0].fp8
+    y = layers[0](x)
+    for taken, given in ((True, state), (False, Fp8State("fp32", "triton")), (False, Fp8State("pow2", "deep_gemm"))):
+        y.grad_fn.quantized_gradient = None
+        set_quantized_gradient(y.grad_fn, grad, (), given)
+        assert (y.grad_fn.quantized_gradient is not None) == taken
+    set_quantized_gradient((x * 2).grad_fn, grad, (), state)  # of another operation: it reads the gradient itself
+    set_quantized_gradient(None, grad, (), state)
+    set_quantized_gradient(y.grad_fn, grad, (grad.clone(),) * 2, state)
+    alive, both_alive = weakref.ref(grad), weakref.ref(y.grad_fn.quantized_gradient[2][0])
     del grad
-    assert not len(HANDED)
+    assert alive() is None
+    y.sum().backward()  # another gradient
+    assert both_alive() is None
 
 
 def test_only_layers_that_read_them_get_quantized_gradients():
@@ -255,6 +263,5 @@ def test_what_is_changed_in_place_is_quantized_again(quantized):
     with torch.no_grad():
         y.mul_(2)
     assert not torch.equal(layer(y), first) and quantized == [(4, 256)]
-    q, s = backend.quantize_activation(y.detach(), "pow2")
-    weight, s_blocks = backend.quantize_weight(layer.weight.detach(), "pow2")
-    assert torch.equal(layer(y), backend.gemm(q, s, weight, s_blocks.repeat_interleave(128, 0)[:64], torch.bfloat16))
+    weight = backend.quantize_weight(layer.weight.detach(), "pow2")
+    assert torch.equal(layer(y), backend.gemm(backend.quantize_activation(y.detach(), "pow2"), weight, torch.bfloat16))

@@ -17,6 +17,7 @@ from triton.runtime import interpreter
 
 from jetrl_patch.backends import get_backend, quantize
 from jetrl_patch.backends.deep_gemm import block_scales as in_torch
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import Layout, Part, compare_parts, compare_rows
 from jetrl_patch.fp8.linear import Fp8Linear, Fp8State
 from jetrl_patch.fp8.unchanged import unchanged_weights
@@ -310,18 +311,18 @@ def test_gradients_at_once_equal_those_one_by_one(scale_format):
     ours, torch_backend = get_backend("triton"), get_backend("torch")
     gen = torch.Generator().manual_seed(0)
     x, g = (torch.randn(130, width, generator=gen).to(torch.bfloat16) for width in (200, 257))
-    q, s = ours.quantize_weight(torch.randn(257, 200, generator=gen), scale_format)
-    qx, sx = ours.quantize_activation(x, scale_format)
+    w = ours.quantize_weight(torch.randn(257, 200, generator=gen), scale_format)
+    x = ours.quantize_activation(x, scale_format)
     dtypes = torch.float32, torch.bfloat16
-    dx, dw = ours.gradients(g, q, s, qx, sx, scale_format, dtypes)
-    assert torch.equal(dx, ours.dgrad(g, q, s, scale_format, dtypes[0])) and dx.dtype == dtypes[0]
-    assert torch.equal(dw, ours.wgrad(g, qx, sx, scale_format, dtypes[1])) and dw.dtype == dtypes[1]
+    dx, dw = ours.gradients(g, x, w, dtypes)
+    assert torch.equal(dx, ours.dgrad(g, w, dtypes[0])) and dx.dtype == dtypes[0]
+    assert torch.equal(dw, ours.wgrad(g, x, dtypes[1])) and dw.dtype == dtypes[1]
     main = torch.randn(257, 200, generator=gen)
     for layout in (main.clone(), main.t().contiguous().t()):  # the kernel adds, or torch does
-        same_dx, added = ours.gradients(g, q, s, qx, sx, scale_format, dtypes, main=layout)
+        same_dx, added = ours.gradients(g, x, w, dtypes, main=layout)
         assert added is None and torch.equal(same_dx, dx)
-        assert torch.equal(layout, main + ours.wgrad(g, qx, sx, scale_format, torch.float32))
-    expected = torch_backend.gradients(g, q, s, qx, sx, scale_format, dtypes)
+        assert torch.equal(layout, main + ours.wgrad(g, x, torch.float32))
+    expected = torch_backend.gradients(g, x, w, dtypes)
     assert sqnr(dx, expected[0]) > SQNR_KERNEL_FP32 and (dw == expected[1]).float().mean() >= KERNEL_EQUALS_ORACLE
     # and the backend's quantizers equal the reference
     for mine, theirs in zip(ours.quantize_tokens(g, scale_format), torch_backend.quantize_tokens(g, scale_format)):
@@ -376,7 +377,7 @@ def test_the_trial_of_fused_weights_sees_a_tile_that_rounds_otherwise(tiles, mon
 @pytest.mark.parametrize("shape", [(16, 16), (48, 272), (272, 144)])
 def test_w_transposed_by_tiles_is_its_transpose(shape):
     codes = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    found = get_backend("triton").transposed(codes.view(torch.float8_e4m3fn))
+    found = get_backend("triton").transposed(Quantized(codes.view(torch.float8_e4m3fn), torch.ones(1, 1), "blocks", "pow2"))
     assert found.is_contiguous() and torch.equal(found.view(torch.uint8), codes.t())
 
 

@@ -66,7 +66,7 @@ def test_takes_the_trainers_own_bytes_when_it_gives_them():
 
     sent = dict(_stream(weights(), quantize=own)[0])
     assert asked == [(layer, torch.bfloat16) for layer in LAYERS]
-    expected = quantize_weight(weights()[LAYERS[0] + ".weight"], "fp32")[1]
+    expected = quantize_weight(weights()[LAYERS[0] + ".weight"], "fp32").s
     assert torch.equal(sent[LAYERS[0] + ".weight_scale_inv"], expected)
 
 

@@ -89,7 +89,7 @@ if __name__ == "__main__":
             assert torch.equal(sent[name], q) and torch.equal(sent[name + SCALE_SUFFIX], s), name
     for name, weight in weights.items():
         quantized = name.removesuffix(".weight") in actor._jetrl.layers
-        assert torch.equal(sent[name], quantize_int8_rows(weight)[0] if quantized else weight.to(torch.bfloat16)), name
+        assert torch.equal(sent[name], quantize_int8_rows(weight).q if quantized else weight.to(torch.bfloat16)), name
     digests = decode_json(sent[COMMIT], COMMIT)["digests"]
     everybody = [None] * world
     torch.distributed.all_gather_object(everybody, digests)

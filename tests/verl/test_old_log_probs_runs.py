@@ -85,9 +85,9 @@ def make_wrong(model, what, data):
         quantized = state.quantized
         def changed(*args, **kwargs):
             found = quantized(*args, **kwargs)
-            scales = found.s_blocks.clone()
+            scales = found.s.clone()
             scales.view(torch.int32)[0, 0] ^= 1 << 23  # powers of two have no other bits
-            return dataclasses.replace(found, s_blocks=scales)
+            return dataclasses.replace(found, s=scales)
         state.quantized = changed
     elif what == "temperature":
         tensordict_utils.assign_non_tensor(data, temperature=1.01)

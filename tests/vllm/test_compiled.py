@@ -12,7 +12,7 @@ from jetrl_patch import Config, backends
 from jetrl_patch.adapters.vllm import formats
 from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod
 from jetrl_patch.backends.gpu import GpuBackend
-from jetrl_patch.backends.quantize import fprop
+from jetrl_patch.backends.quantize import Quantized, fprop
 from jetrl_patch.kernels.formats import check_fprop
 
 
@@ -21,12 +21,10 @@ class Untraceable(GpuBackend):
 
     name = "untraceable"
 
-    def gemm(
-        self, q: Any, s: Any, w: Any, rows: Any, out_dtype: torch.dtype, splits: int = 1, s_blocks: Any = None
-    ) -> torch.Tensor:
-        check_fprop(q, s, w, rows, out_dtype)
+    def gemm(self, x: Quantized, w: Quantized, out_dtype: torch.dtype, splits: int = 1) -> torch.Tensor:
+        check_fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype)
         assert not torch.compiler.is_compiling(), "a library call in a graph"
-        return fprop(q, s, w, rows, out_dtype, splits)
+        return fprop(x.q, x.s_rows, w.q, w.s_rows, out_dtype, splits)
 
     def dgrad_product(self, *args: Any) -> torch.Tensor:
         raise NotImplementedError

@@ -30,12 +30,10 @@ pytestmark = pytest.mark.e2e
 class Opaque(Producing):
     """Its products are one operator in a graph, as ``GpuBackend.fprop`` is."""
 
-    def fprop(
-        self, x: Any, w: Any, s: Any, form: Any, out_dtype: Any = torch.bfloat16, splits: int = 1, s_blocks: Any = None
-    ) -> torch.Tensor:
+    def fprop(self, x_MK: Any, w: Any, out_dtype: Any = torch.bfloat16, splits: int = 1) -> torch.Tensor:
         if torch.compiler.is_compiling():
-            return gpu._fprop(x, w, s, "native", form, out_dtype, splits, s_blocks)
-        return super().fprop(x, w, s, form, out_dtype, splits, s_blocks)
+            return gpu._fprop(x_MK, w.q, w.s_rows, "native", w.scale_format, out_dtype, splits, w.s_blocks)
+        return super().fprop(x_MK, w, out_dtype, splits)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from jetrl_patch.fp8.mixture import added
 from jetrl_patch.models.families import FAMILIES
 from jetrl_patch.session import active_config
 from jetrl_patch.sync.digest import Pieces, digest
-from tests.fp8.mixture import operands_of
+from tests.fp8.mixture import matrices_of
 from tests.models import config_of
 
 NAME = "model.layers.0.mlp.experts"
@@ -215,10 +215,10 @@ def test_on_a_gpu_all_experts_are_passed_at_once(monkeypatch: pytest.MonkeyPatch
     expected = experts_forward(x, *weights().values(), *ops.route(logits, K, True), own)
     storages = {t.data.untyped_storage().data_ptr() for t in layer.parameters()}
 
-    def run(kernels: Any, quantized: Any, chosen: Any, ids: Any, stacks: Any, scale_format: Any, part: Any) -> Any:
-        assert kernels is gemm_grouped and part is None and stacks.transposed == (None, None)
-        assert {t.untyped_storage().data_ptr() for pair in stacks[:2] for t in pair} == storages  # views, renewed by every sync
-        return added(run_experts(quantized, chosen, ids, operands_of(stacks), (E, H), own.backend, scale_format)), None
+    def run(kernels: Any, x: Any, chosen: Any, ids: Any, stacks: Any, part: Any) -> Any:
+        assert kernels is gemm_grouped and part is None and all(stack.transposed is None for stack in stacks)
+        assert {t.untyped_storage().data_ptr() for stack in stacks for t in stack} == storages  # views, renewed by every sync
+        return added(run_experts(x, chosen, ids, matrices_of(stacks), (E, H), own.backend)), None
 
     monkeypatch.setattr(NativeBackend, "grouped", lambda self, x: gemm_grouped)
     monkeypatch.setattr(experts, "run_grouped", run)

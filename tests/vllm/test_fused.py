@@ -7,6 +7,7 @@ kernels themselves.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,8 +19,8 @@ from jetrl_patch import backends
 from jetrl_patch.adapters.vllm import formats, install, ranks
 from jetrl_patch.adapters.vllm.fused import FusedNorm, FusedSiluAndMul, keep_equal
 from jetrl_patch.backends.cpu import NativeBackend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.exact import ops
-from jetrl_patch.fp8.producers import Rows
 from jetrl_patch.measure.parity import Job
 
 from .test_exact import assert_equal, run
@@ -41,20 +42,19 @@ class Producing(NativeBackend):
 
     def norm_rows(self, x: Any, residual: Any, weight: Any, eps: float, form: Any) -> Any:
         total = x if residual is None else x + residual
-        q, s = self._rows(ops.rms_norm(total, weight, eps), form)
-        return q, s, None if residual is None else total
+        return self._rows(ops.rms_norm(total, weight, eps), form), None if residual is None else total
 
     def silu_mul_rows(self, gate: torch.Tensor, up: torch.Tensor, form: Any) -> Any:
         return self._rows(ops.silu_mul(gate, up), form)
 
-    def _rows(self, y: torch.Tensor, form: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    def _rows(self, y: torch.Tensor, form: Any) -> Quantized:
         self.rows.append(y.shape[0])
-        q, s = self.quantize_activation(y, form)
-        M, G = s.shape
-        return q, torch.empty(G, -(-M // 4) * 4)[:, :M].t().copy_(s)
+        x = self.quantize_activation(y, form)
+        M, G = x.s.shape
+        return replace(x, s=torch.empty(G, -(-M // 4) * 4)[:, :M].t().copy_(x.s))
 
-    def gemm(self, q: Any, s: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
-        return super().gemm(q, s.contiguous(), *rest, **named)
+    def gemm(self, x: Quantized, *rest: Any, **named: Any) -> torch.Tensor:
+        return super().gemm(replace(x, s=x.s.contiguous()), *rest, **named)
 
 
 @pytest.fixture
@@ -122,13 +122,13 @@ def test_a_layer_that_leaves_fp8_gets_a_tensor_again(
     block = model.model.layers[0]
     norm, x = block.input_layernorm, torch.randn(5, 256).bfloat16()
     with torch.inference_mode():
-        assert isinstance(norm(x), Rows)
+        assert isinstance(norm(x), Quantized)
         install.to_bf16(model, [f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkv"])
         assert torch.equal(norm(x), ops.rms_norm(x, norm.weight, norm.variance_epsilon))
         y, total = norm(x, x)
         assert torch.equal(y, ops.rms_norm(x + x, norm.weight, norm.variance_epsilon)) and torch.equal(total, x + x)
         other = block.mlp.act_fn
-        assert isinstance(other(torch.randn(5, 2 * block.mlp.down_proj.weight.shape[1]).bfloat16()), Rows)
+        assert isinstance(other(torch.randn(5, 2 * block.mlp.down_proj.weight.shape[1]).bfloat16()), Quantized)
         assert other(torch.randn(1, 5, 2 * block.mlp.down_proj.weight.shape[1]).bfloat16()).dim() == 3  # not what kernels take
 
 
@@ -199,7 +199,7 @@ def test_ranks_add_the_products_of_rows(monkeypatch: pytest.MonkeyPatch) -> None
         quant_method=Method(), tp_size=2, tp_rank=0, reduce_results=True, input_is_parallel=True, bias=None,
         skip_bias_add=False, return_bias=True,
     )  # fmt: skip
-    rows = Rows(torch.zeros(3, 128, dtype=torch.float8_e4m3fn), torch.ones(3, 1))
+    rows = Quantized(torch.zeros(3, 128, dtype=torch.float8_e4m3fn), torch.ones(3, 1), "rows", "pow2")
     for given in (rows, torch.zeros(1, 3, 128).bfloat16()):
         output, bias = ranks.ExactRowParallelLinear.forward(layer, given)
         assert bias is None and output.shape == (*([] if given is rows else [1]), 3, 4) and (output == 3).all()

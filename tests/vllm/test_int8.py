@@ -94,7 +94,7 @@ def test_an_int8_layer_computes_the_reference(checkpoint: Callable[..., str], en
     parts = []
     for part in ("q", "k", "v"):
         name = f"model.layers.0.self_attn.{part}_proj"
-        y = int8_fprop(x, *quantize_int8_rows(weights[name + ".weight"]))  # the reference product, in FP64
+        y = int8_fprop(x, quantize_int8_rows(weights[name + ".weight"]))  # the reference product, in FP64
         parts.append(y + weights[name + ".bias"])
     assert torch.equal(layer(x)[0], torch.cat(parts, 1))
 

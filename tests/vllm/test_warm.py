@@ -15,6 +15,7 @@ from jetrl_patch.adapters.vllm.method import QuantizedLinearMethod, layout_of
 from jetrl_patch.adapters.vllm.shards import Shard
 from jetrl_patch.backends import deep_gemm, get_backend, quantize
 from jetrl_patch.backends.deep_gemm import DeepGemmBackend
+from jetrl_patch.backends.quantize import Quantized
 from jetrl_patch.backends.row_equality import Layout, Part
 from tests.fp8.deep_gemm_double import DeepGemm
 
@@ -67,7 +68,7 @@ def test_block_scales_follow_the_weight(library: DeepGemm) -> None:
     held = getattr(layer, BLOCKS)
     assert torch.equal(held, layer.weight_scale_inv[::128]) and BLOCKS not in layer.state_dict()
     x = torch.randn(5, 128).to(torch.bfloat16)
-    expected = get_backend("torch").fprop(x, layer.weight, layer.weight_scale_inv, "pow2")
+    expected = get_backend("torch").fprop(x, Quantized(layer.weight, layer.weight_scale_inv, "rows", "pow2"))
     assert torch.equal(method.apply(layer, x), expected) and {kernel for kernel, *_ in library.calls} == {"1d2d"}
     # a weight sync writes through the loaders
     shard = Shard("model.layers.0.mlp.down_proj", None, 256, 0, 256, 0, 128, 0)
@@ -92,7 +93,7 @@ def test_products_copy_no_scales_of_the_weight(library: DeepGemm, N: int) -> Non
     assert deep_gemm.pitched(scale.data).data_ptr() == scale.data_ptr()
     if N == 256:
         x = torch.randn(5, 128).to(torch.bfloat16)
-        expected = get_backend("torch").fprop(x, layer.weight, values, "pow2", torch.float32)
+        expected = get_backend("torch").fprop(x, Quantized(layer.weight, values, "rows", "pow2"), torch.float32)
         assert torch.equal(method.partial_sum(layer, x), expected) and {kernel for kernel, *_ in library.calls} == {"1d1d"}
     scale.data.narrow(0, 8, 16).copy_(torch.full((16, 1), 4.0))  # as vLLM's loaders write
     assert (layer.weight_scale_inv[8:24] == 4.0).all() and torch.equal(layer.weight_scale_inv[24:], values[24:])
