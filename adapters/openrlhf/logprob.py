@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 from jetrl_patch import session
@@ -131,23 +132,24 @@ _same_log_probs = while_config(lambda config: config.same_log_probs)
 MIN_TOKENS = 1
 
 
-class _Current(threading.local):
-    """The batch in this thread's ``Actor.forward``, which calls the two functions below without it.
+@dataclass(frozen=True)
+class _Batch:
+    """What the functions below need to know of the batch in ``Actor.forward``, which calls them without it.
 
     Attributes:
-        first: bool [B, T], the first tokens of responses. None outside of the forward pass.
+        first: bool [B, T], the first tokens of responses.
         packed: mask of tokens [B, T], if the batch is packed.
         temperature: the division that the logits still need.
         alone: whether the logits are used for nothing but log-probs.
     """
 
-    first: Any = None
-    packed: Any = None
-    temperature: float = 1.0
-    alone: bool = False
+    first: Any
+    packed: Any
+    temperature: float
+    alone: bool
 
 
-_current = _Current()
+_batch: ContextVar[_Batch | None] = ContextVar("jetrl_batch", default=None)
 
 
 @_same_log_probs
@@ -161,18 +163,21 @@ def actor_forward(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, sequences: Any, action_mask: Any = None, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         if action_mask is None or self not in WORKER.sources:
             return original(self, sequences, action_mask, attention_mask, *args, **kwargs)
-        _current.first = first_tokens(action_mask, sequences.shape[1])
-        _current.packed = attention_mask if getattr(self, "packing_samples", False) else None
-        _current.alone = not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY
-        _current.temperature, self.temperature = self.temperature, 1.0
+        batch = _Batch(
+            first=first_tokens(action_mask, sequences.shape[1]),
+            packed=attention_mask if getattr(self, "packing_samples", False) else None,
+            temperature=self.temperature,
+            alone=not kwargs.get("return_entropy", False) and len(args) < _RETURN_ENTROPY,
+        )
+        self.temperature, token = 1.0, _batch.set(batch)
         try:
             with attention.sequences(sequences.shape[0]):
                 found = original(self, sequences, action_mask, attention_mask, *args, **kwargs)
             check_forward(found[0] if isinstance(found, tuple) else found)
             return found
         finally:
-            self.temperature = _current.temperature
-            _current.first, _current.packed, _current.temperature, _current.alone = None, None, 1.0, False
+            self.temperature = batch.temperature
+            _batch.reset(token)
 
     return forward
 
@@ -201,16 +206,17 @@ def log_probs_from_logits(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replace ``log_probs_from_logits`` of ``openrlhf.models.actor``: logits [..., V] FP32, labels [...] -> [...]."""
 
     def log_probs_from_logits(logits: Any, labels: Any, temperature: float = 1.0) -> Any:
-        if _current.first is None:
+        batch = _batch.get()
+        if batch is None:
             return original(logits, labels, temperature)
         from jetrl_patch.exact.ops import token_log_probs
 
-        first = _current.first
-        if _current.packed is not None:
-            first = packed(first, _current.packed, labels.numel())
+        first = batch.first
+        if batch.packed is not None:
+            first = packed(first, batch.packed, labels.numel())
         tokens = tuple(token for token in WORKER.stop_tokens if token < logits.shape[-1])
         edit = ban_at(first.flatten(), _on(tokens, logits.device)) if tokens else None
-        return token_log_probs(logits, labels, _current.temperature, edit=edit, reuse=_current.alone)
+        return token_log_probs(logits, labels, batch.temperature, edit=edit, reuse=batch.alone)
 
     return log_probs_from_logits
 
@@ -220,11 +226,12 @@ def compute_entropy(original: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap ``compute_entropy`` of ``openrlhf.models.actor``: divide the logits [..., V] by the temperature first."""
 
     def compute_entropy(logits: Any) -> Any:
-        if _current.temperature == 1.0:
+        batch = _batch.get()
+        if batch is None or batch.temperature == 1.0:
             return original(logits)
         from jetrl_patch.exact.logprob import divisor
 
-        return original(logits / divisor(_current.temperature, logits))
+        return original(logits / divisor(batch.temperature, logits))
 
     return compute_entropy
 
