@@ -254,8 +254,8 @@ def problems(args: Any, config: Config) -> Iterator[JetrlError]:
         yield _without_rollout("OpenRLHF")
         return
     if config.fp8_all_gather:
-        found, fix = "OpenRLHF, which trains with DeepSpeed", "set fp8_all_gather=False"
-        yield ConfigError(explain("fp8_all_gather=True", required="FSDP2", found=found, fix=fix))
+        trains = "OpenRLHF, which trains with DeepSpeed"
+        yield ConfigError(explain("fp8_all_gather=True", required="FSDP2", found=trains, fix="set fp8_all_gather=False"))
     if config.returns_routes:
         what, off = "measure_routes=True", "measure_routes=False"
         if config.router_replay != "none":
