@@ -143,7 +143,7 @@ class ExactCudaAttentionBackend(TritonAttentionBackend):
 
     @classmethod
     def supports_head_size(cls, head_size: int) -> bool:
-        from jetrl_patch.kernels.chunks import HEAD_DIMS
+        from jetrl_patch.kernels.attention import HEAD_DIMS
 
         return head_size in HEAD_DIMS
 

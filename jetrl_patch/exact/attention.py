@@ -1,8 +1,4 @@
-"""How many sequences a packed batch holds at most, as the framework knows it on the host.
-
-Attention needs the boundaries of the sequences, which lie in the positions on the device. With a bound on their number the
-boundaries fill a tensor of fixed size, and the host need not wait for the device to count them.
-"""
+"""Causal attention with the rollout's forward pass, and the boundaries of the sequences in a packed batch."""
 
 from __future__ import annotations
 
@@ -19,6 +15,10 @@ from jetrl_patch.exact.dispatch import attention as serving_attention
 from jetrl_patch.exact.dispatch import implementation
 from jetrl_patch.native import ops
 
+# ---- A bound on the number of sequences in a packed batch, which the framework knows on the host
+# Attention needs the boundaries of the sequences, which follow from the positions on the device. With a bound on their number,
+# the boundaries fit in a tensor of fixed size, and the host need not wait for the device to count them.
+
 _ATTRIBUTE = "_jetrl_sequences"
 
 
@@ -30,13 +30,13 @@ _bound = _Bound()
 
 
 def mark(positions: Tensor, at_most: int) -> None:
-    """Note a bound for the batch with these positions. A copy of them has none: its boundaries are then counted."""
+    """Note a bound for the batch with these positions. A copy of the tensor has no bound; its sequences are then counted."""
     setattr(positions, _ATTRIBUTE, at_most)
 
 
 @contextlib.contextmanager
 def sequences(at_most: int) -> Iterator[None]:
-    """A bound for every packed batch of this thread in the block."""
+    """While the block runs, this bound holds for every packed batch of this thread."""
     before, _bound.value = _bound.value, at_most
     try:
         yield
@@ -45,20 +45,20 @@ def sequences(at_most: int) -> Iterator[None]:
 
 
 def bound(positions: Tensor | None) -> int | None:
-    """The bound for a batch with these positions, if there is one."""
+    """The bound for a batch with these positions, or None."""
     own: int | None = getattr(positions, _ATTRIBUTE, None)
     return _bound.value if own is None else own
 
 
 class Boundaries(NamedTuple):
-    """cu_seqlens int32 [at_most + 1], whose last sequences may be empty, and whether the bound was too small (bool [])."""
+    """cu_seqlens int32 [at_most + 1], in which the last sequences may be empty, and whether the bound was too small (bool [])."""
 
     cu_seqlens: Tensor
     exceeded: Tensor
 
 
 def boundaries(begins: Tensor, at_most: int) -> Boundaries:
-    """Return the boundaries of the sequences that begin where ``begins`` [T] is true, without a wait for the device."""
+    """Return the boundaries of the sequences that begin where ``begins`` [T] is true, without waiting for the device."""
     T = begins.shape[0]
     places = torch.where(begins, torch.arange(T, device=begins.device), T)
     starts = places.sort().values[:at_most]
@@ -67,12 +67,12 @@ def boundaries(begins: Tensor, at_most: int) -> Boundaries:
 
 
 # ---- Causal attention with the rollout's forward and an ordinary backward ------------------------
-# Each query row is computed alone: scores in FP32 over ascending keys, one rounding to BF16 (two passes in the C kernel,
-# online softmax over fixed blocks and chunks of keys in the Triton kernel, ``kernels.attention``). A row therefore has the same
-# bits in a packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper ``exact.flash3`` may compute the
-# forward in their place. Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
+# Each query row is computed by itself: FP32 scores over ascending keys, one rounding to BF16. The C kernel makes two passes; the
+# Triton kernel, ``kernels.attention``, an online softmax over fixed blocks and chunks of keys. So a row has the same bits in a
+# packed training batch, a prefill, a chunk of a prefill and a decode step. On Hopper, ``exact.flash3`` may compute the forward
+# instead. Shape legend: T tokens of all sequences, H query heads, KH key/value heads, D head width, R sequences.
 
-#: Up to this many scores, the backward pads all sequences into one batch; above, it processes them one by one.
+#: up to this many scores, the backward pads all sequences into one batch; above, it processes them one by one
 _BATCHED_SCORES = 1 << 26
 
 
@@ -89,9 +89,9 @@ def attention_paged(
     """Attention of the rollout over a paged cache (no gradient).
 
     Args:
-        q_THD: BF16 [T, H, D]; rows query_start_loc[r] : query_start_loc[r + 1] are the queries of request r, at
-            the last positions of its keys.
-        k_cache, v_cache: BF16 [blocks, block size, KH, D]; the last dimension is contiguous, other strides are free.
+        q_THD: BF16 [T, H, D]. Rows query_start_loc[r] to query_start_loc[r + 1] are the queries of request r, which are the last
+            of its keys' positions.
+        k_cache, v_cache: BF16 [blocks, block size, KH, D]. The last dimension is contiguous, other strides are free.
         block_table: int32 [R, B]. seq_lens: int32 [R], keys so far. query_start_loc: int32 [R + 1].
         out: BF16 [T, H, D], contiguous, to be filled.
 
@@ -226,8 +226,10 @@ def attention_varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Te
     """Causal attention of packed sequences, differentiable.
 
     Args:
-        q_THD: [T, H, D]; k_TKD, v_TKD: [T, KH, D], KH divides H; computed from their BF16 values.
-        cu_seqlens: int32 [R + 1], from 0 to T. scale: usually D ** -0.5.
+        q_THD: [T, H, D], converted to BF16.
+        k_TKD, v_TKD: [T, KH, D], converted to BF16; KH divides H.
+        cu_seqlens: int32 [R + 1], from 0 to T.
+        scale: usually D ** -0.5.
 
     Returns:
         BF16 [T, H, D]. Gradients are computed in FP32 and rounded to the inputs' dtypes.

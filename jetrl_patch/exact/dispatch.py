@@ -1,7 +1,7 @@
 """Choose the implementation of the exact ops: C kernels on the CPU, Triton kernels on CUDA, or FP64 torch formulas anywhere.
 
-With each of them a row's bits do not depend on the rest of the batch. Their bits differ from one another, so a run uses
-one implementation on both sides, chosen by ``Config.backend`` and the device type.
+In each of them, a row's bits do not depend on the rest of the batch. The bits of different implementations differ, so both sides
+of a run use the same one, chosen by ``Config.backend`` and the device type.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from jetrl_patch.backends.capability import check_exact_cuda
 from jetrl_patch.errors import ConfigError, explain
 
 _chosen: dict[str, str] = {}
-#: (device type, head width) -> what computes attention in the place of the implementation; "" if nothing does
+#: (device type, head width) -> what computes attention instead of the implementation; "" for the implementation itself
 attentions: dict[tuple[str, int], str] = {}
 
 
 def configure(backend: str, device_type: str = "cpu") -> str:
-    """Choose and store the implementation for ``Config.backend``; returns "native", "triton" or "torch".
+    """Choose and store the implementation for ``Config.backend``. Returns "native", "triton" or "torch".
 
     On CUDA every backend uses the Triton ops, except ``backend="torch"``, which uses the slow formulas.
 
@@ -40,35 +40,35 @@ def configure(backend: str, device_type: str = "cpu") -> str:
 
 
 def serving(device_type: str) -> str:
-    """The implementation on a type of device: "native", "triton" or "torch"."""
+    """The implementation for a device type: "native", "triton" or "torch"."""
     if device_type not in _chosen:
         configure("auto", device_type)
     return _chosen[device_type]
 
 
 def implementation(tensor: Tensor) -> str:
-    """The implementation for this tensor's device, as ``serving``."""
+    """The implementation for this tensor's device: "native", "triton" or "torch"."""
     return serving(tensor.device.type)
 
 
 def kernels_serve(tensor: Tensor, unless_chosen: bool = False) -> bool:
-    """Whether the Triton kernels were chosen for this tensor's device. Unlike ``implementation`` this chooses nothing.
+    """Whether the Triton kernels were chosen for this tensor's device. Unlike ``implementation``, this makes no choice.
 
     Args:
-        unless_chosen: the answer where nothing was chosen, as in ``align="linear"``.
+        unless_chosen: the answer if nothing was chosen, as with ``align="linear"``.
     """
     chosen = _chosen.get(tensor.device.type)
     return unless_chosen if chosen is None else chosen == "triton"
 
 
 def attention(q_THD: Tensor) -> str:
-    """What computes the attention of these queries: an implementation, or what ``exact.trial`` has chosen in its place."""
+    """What computes the attention of these queries: an implementation, or what ``exact.trial`` chose instead."""
     return attentions.get((q_THD.device.type, q_THD.shape[-1])) or implementation(q_THD)
 
 
 @contextlib.contextmanager
 def attention_by(name: str, device_type: str, head_dim: int) -> Iterator[None]:
-    """Have attention of this width computed in another way for a while."""
+    """While the block runs, ``name`` computes attention of this width."""
     before = dict(attentions)
     attentions[device_type, head_dim] = name
     try:
@@ -79,5 +79,5 @@ def attention_by(name: str, device_type: str, head_dim: int) -> Iterator[None]:
 
 
 def chosen_attention(device_type: str) -> str:
-    """What ``exact.trial`` has chosen in the place of the implementations on a type of device; "" if nothing."""
+    """What ``exact.trial`` chose instead of the implementation on a device type; "" if nothing."""
     return "+".join(sorted({name for (kind, _), name in attentions.items() if kind == device_type and name}))

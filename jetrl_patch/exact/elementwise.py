@@ -1,29 +1,31 @@
-"""RMSNorm and SiLU(gate) * up with the rounding of Hugging Face models."""
+"""RMSNorm, SiLU(gate) * up and the rotary embedding, with the rounding of Hugging Face models."""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from jetrl_patch.backends.gpu import written
-from jetrl_patch.exact.dispatch import implementation
+from jetrl_patch.exact.dispatch import implementation, kernels_serve
 from jetrl_patch.native import ops
 
-# ---- How a norm passes its input on to the residual of its block: beside its result, which stays a tensor for hooks and wrappers
+# ---- A norm passes its input on to the block's residual: as an attribute of its result, which hooks and wrappers see as a tensor
 
 _NAME = "jetrl_passed"
 
 
 def passing(y: Tensor, x: Tensor) -> Tensor:
-    """The result of a norm, which carries the input that the norm passes on."""
+    """Attach to a norm's result ``y`` the input ``x`` that it passes on. Returns ``y``."""
     setattr(y, _NAME, x)
     return y
 
 
 def passed(norm: Any, x: Tensor) -> tuple[Any, Tensor]:
-    """The result of a norm, and x as the norm passes it on. It is x itself if the norm passes nothing, or a wrapper lost it."""
+    """The result of a norm, and x as the norm passes it on: x itself if the norm passes nothing on, or a wrapper lost it."""
     y = norm(x)
     if torch.compiler.is_compiling():
         return y, x
@@ -44,7 +46,7 @@ class _RMSNorm(torch.autograd.Function):
             from jetrl_patch.kernels import norm
 
             y, rstd = norm.rms_norm(x_MK, w_K, eps)
-        else:  # FP64 sums: their order changes the FP32 result in about one row in 10^8
+        else:  # FP64 sums, whose order changes the FP32 result of about one row in 10^8
             exact = x_MK.double()
             rstd = (exact.pow(2).mean(-1) + eps).rsqrt().float()
             y = w_K * (x_MK.float() * rstd.unsqueeze(-1)).to(torch.bfloat16)
@@ -65,10 +67,10 @@ def rms_norm_gradients(
     """The gradients of x and of the weight, computed in FP32.
 
     Args:
-        ctx: of a forward pass on x and the weight, which saved their BF16 values [M, K] and [K] and 1/rms FP32 [M].
+        ctx: context of a forward pass with inputs x and weight, which saved their BF16 values [M, K] and [K], and 1/rms FP32 [M].
         kernel: use the Triton kernel, not torch's operations.
         dy: the gradient of the result.
-        other: the gradient of x as it was passed on, in BF16; it is added to that of x, as autograd would.
+        other: BF16, the gradient of x as the norm passed it on. It is added to the gradient of x, as autograd would.
     """
     if dy is None:
         return other, None
@@ -98,7 +100,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMSNorm over the last dimension.
 
     Args:
-        x: [..., K], computed from its BF16 value. weight: [K]. eps: added to the mean square.
+        x: [..., K], converted to BF16.
+        weight: [K].
+        eps: added to the mean square.
 
     Returns:
         BF16 [..., K].
@@ -108,10 +112,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_passing(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """RMSNorm, and x again for the residual: what comes back along it is added to the gradient of x in the norm's own kernel.
+    """RMSNorm, and x for the residual. The residual's gradient is added to the gradient of x in the norm's own kernel.
 
     Returns:
-        The result of ``rms_norm``, and x: a view of it in a graph that its gradient passes, if x is BF16.
+        The result of ``rms_norm``, and x. If x is BF16 and needs a gradient, the second is an output of the norm, so that its
+        gradient comes back to the norm.
     """
     if x.dtype != torch.bfloat16 or not (x.requires_grad and torch.is_grad_enabled()):
         return rms_norm(x, weight, eps), x
@@ -132,7 +137,7 @@ class _SiluMul(torch.autograd.Function):
             from jetrl_patch.kernels import elementwise
 
             y = elementwise.silu_mul(g.reshape(-1, width), u.reshape(-1, width)).view(g.shape)
-        else:  # elementwise: without a reduction, no element can depend on a neighbour
+        else:  # elementwise, so no element can depend on another one
             exact = g.double()
             y = (exact * torch.sigmoid(exact)).to(torch.bfloat16) * u
         ctx.save_for_backward(g, u)
@@ -148,7 +153,7 @@ class _SiluMul(torch.autograd.Function):
 def silu_mul_gradients(
     gate: Tensor, up: Tensor, dy: Tensor, dtypes: tuple[torch.dtype, torch.dtype], kernel: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of BF16 gate and up [..., K] in ``dtypes``, computed in FP32.
+    """The gradients of gate and up, BF16 [..., K], in ``dtypes``. Computed in FP32.
 
     Args:
         kernel: use the Triton kernel, not torch's operations.
@@ -169,3 +174,128 @@ def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """SiLU(gate) * up, BF16 [..., K], computed from the BF16 values of gate and up [..., K]."""
     result: Tensor = _SiluMul.apply(gate, up)
     return result
+
+
+# ---- Rotary embedding: one table of cosines and sines for both sides, in Hugging Face's rounding order
+
+def rope_parameters(hf_config: Any) -> dict[str, Any]:
+    """``rope_type``, ``rope_theta`` and the rest, from a config with ``rope_parameters`` or ``rope_scaling``."""
+    found = dict(getattr(hf_config, "rope_parameters", None) or getattr(hf_config, "rope_scaling", None) or {})
+    found["rope_type"] = found.get("rope_type") or found.get("type") or "default"
+    found.setdefault("rope_theta", getattr(hf_config, "rope_theta", None) or 10000.0)
+    return found
+
+
+def rope_frequencies(hf_config: Any) -> Tensor:
+    """inv_freq FP32 [D/2] for the rope types "default", "linear" and "llama3", as Hugging Face computes it.
+
+    D is the number of elements of a head that are rotated, usually all.
+
+    Both sides compute the frequencies from the config, because a module's buffer may have been rounded to BF16. They always
+    compute them on the CPU, whatever the default device, because powers on a GPU differ in the last bits.
+
+    Raises:
+        ValueError: the rope type is another one.
+    """
+    rope = rope_parameters(hf_config)
+    dim = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    dim = int(dim * rope.get("partial_rotary_factor", 1.0))
+    inv_freq = 1.0 / (rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.int64, device="cpu").float() / dim))
+    if rope["rope_type"] == "default":
+        return inv_freq
+    factor = rope["factor"]
+    if rope["rope_type"] == "linear":
+        return inv_freq / factor
+    if rope["rope_type"] != "llama3":
+        raise ValueError(f"rope type: expected default, linear or llama3, found {rope['rope_type']!r}")
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    context = rope["original_max_position_embeddings"]
+    wavelength = 2 * math.pi / inv_freq
+    scaled = torch.where(wavelength > context / low, inv_freq / factor, inv_freq)
+    smooth = (context / wavelength - low) / (high - low)
+    smoothed = (1 - smooth) * scaled / factor + smooth * scaled
+    medium = ~(wavelength < context / high) * ~(wavelength > context / low)
+    return torch.where(medium, smoothed, scaled)
+
+
+def rotary_table(inv_freq: Tensor, positions: int, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * inv_freq, BF16 [positions, D/2].
+
+    The angle is Hugging Face's FP32 product. Its cosine is computed in FP64: the last bit may depend on how a vectorized loop
+    splits the table, but is far too small to affect the rounding to BF16. ``scaling`` is the ``attention_scaling`` of the rope
+    type.
+    """
+    p = torch.arange(positions, dtype=torch.float32, device=inv_freq.device)
+    angle = (p[:, None] * inv_freq.float()[None, :]).double()
+    return (angle.cos() * scaling).float().to(torch.bfloat16), (angle.sin() * scaling).float().to(torch.bfloat16)
+
+
+def apply_rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor:
+    """Rotate [T, h, D] BF16 by the tables [P, D/2] at ``positions`` [T]: bf16(bf16(x cos) + bf16(rotate_half(x) sin)).
+
+    If the tables are narrower than D/2, only the first part of each head is rotated.
+
+    For the rollout (no gradient). The trainer runs Hugging Face's own expression on the same tables, or ``rotate_pair``. Each
+    operation rounds separately in all of them, so the bits are the same.
+    """
+    width = 2 * cos.shape[-1]
+    if width < x_ThD.shape[-1]:
+        rotated = apply_rotary(x_ThD[..., :width].contiguous(), cos, sin, positions)
+        return torch.cat((rotated, x_ThD[..., width:]), -1)
+    serves = implementation(x_ThD)
+    if serves == "native":
+        return ops.rotary(x_ThD, cos, sin, positions)
+    if serves == "triton":
+        from jetrl_patch.kernels import elementwise
+
+        return elementwise.rotary(x_ThD, cos, sin, positions)
+    c, s = (torch.cat((t, t), -1)[positions].unsqueeze(1) for t in (cos, sin))
+    low, high = x_ThD.chunk(2, -1)
+    return x_ThD * c + torch.cat((-high, low), -1) * s
+
+
+class _RotatedPair(torch.autograd.Function):
+    """Rotates queries and keys [B, T, heads, D] by tables [B or 1, T, R]."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        from jetrl_patch.kernels.elementwise import rotary_pair
+
+        ctx.save_for_backward(cos, sin)
+        ctx.dtypes = q.dtype, k.dtype
+        promoted = [t.dtype if t.dtype == cos.dtype else torch.float32 for t in (q, k)]
+        return rotary_pair(q, k, cos, sin, (promoted[0], promoted[1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        from jetrl_patch.kernels.elementwise import rotary_pair
+
+        cos, sin = ctx.saved_tensors
+        return *rotary_pair(grad_outputs[0], grad_outputs[1], cos, sin, ctx.dtypes, backward=True), None, None
+
+
+def rotate_pair(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Hugging Face's ``apply_rotary_pos_emb``, bit for bit, in one kernel forward and one backward.
+
+    The gradients are computed in FP32 and rounded once.
+
+    Args:
+        q, k: [B, heads, T, D], BF16 or FP32, with any strides.
+        cos, sin: [B or 1, T, R], BF16 or FP32; the first R elements of a head are rotated.
+
+    Returns:
+        The rotated queries and keys. None if the kernel does not take such inputs, or under torch.compile, which fuses the
+        operations itself.
+    """
+    if torch.compiler.is_compiling() or not kernels_serve(q, unless_chosen=q.is_cuda):
+        return None
+    if (q.dim(), k.dim(), cos.dim()) != (4, 4, 3) or cos.shape != sin.shape or cos.requires_grad or sin.requires_grad:
+        return None
+    if not {t.dtype for t in (q, k, cos, sin)} <= {torch.bfloat16, torch.float32} or cos.dtype != sin.dtype:
+        return None
+    (B, _, T, D), (rows, places, width) = q.shape, cos.shape
+    if (k.shape[0], *k.shape[2:]) != (B, T, D) or rows not in (1, B) or places != T or width % 2 or not 2 <= width <= D:
+        return None
+    q_BThD, k_BTgD = _RotatedPair.apply(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
+    return q_BThD.transpose(1, 2), k_BTgD.transpose(1, 2)

@@ -1,15 +1,15 @@
 """FlashAttention-3 as exact attention on Hopper: one configuration of one kernel for training, prefill and decoding.
 
-vLLM's CUDA wheels hold it, so trainer and rollout call the same binary. The bits of a row follow from the tiles in which its keys
-are read, and the library takes these from a call's arguments (Dao-AILab/flash-attention, ``hopper/flash_api.cpp``,
+vLLM's CUDA wheels contain it, so trainer and rollout call the same binary. The bits of a row depend on the tiles in which its
+keys are read, and the library chooses these from the arguments of a call (Dao-AILab/flash-attention, ``hopper/flash_api.cpp``,
 ``hopper/heuristics.h`` and ``hopper/tile_size.h``). So every call here
 
-- names a longest query of at least ``LONGEST``. With one of 1 the causal mask is dropped, with a few a smaller tile is taken, and
-  with either other tiles of keys. It is a bound: the kernel reads the lengths themselves on the device;
-- reads keys from pages, the trainer's too: keys that lie in a row may have other tiles;
+- gives a longest query of at least ``LONGEST``. With 1, the library drops the causal mask; with a few, it takes a smaller tile;
+  and either changes the tiles of keys. The value is only a bound: the kernel reads the actual lengths on the device;
+- reads keys from pages, in the trainer too, because contiguous keys may get other tiles;
 - does not split a row's keys (``num_splits=1``).
 
-Nobody promises that rows are equal then. ``exact.trial`` tries it on the machine before it serves.
+The library does not promise that rows are then equal. ``exact.trial`` tests it on the machine before it is used.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from jetrl_patch.native.machine import check_hopper
 #: its name in the settings
 FLASH3 = "flash3"
 MODULE = "vllm.vllm_flash_attn"
-#: at least; more than 64 rows of packed heads, and more than one tile of 128
+#: smallest "longest query": more than 64 rows of packed heads, and more than one tile of 128
 LONGEST = 256
-#: tokens of a page of the trainer's keys, as in vLLM's cache; less than a tile, which would be loaded in another way
+#: tokens per page of the trainer's keys, as in vLLM's cache. Less than a tile, because whole tiles would be loaded in another way
 PAGE = 16
-#: what ``flash_attn_varlen_func`` gets
+#: the arguments of ``flash_attn_varlen_func`` that are used here
 ARGUMENTS = frozenset(
     "q k v max_seqlen_q cu_seqlens_q max_seqlen_k seqused_k softmax_scale causal block_table return_softmax_lse num_splits "
     "out fa_version".split()
@@ -43,7 +43,7 @@ Kernel = Callable[..., tuple[Tensor, Tensor]]
 
 @functools.cache
 def find() -> tuple[Kernel | None, str]:
-    """The library's ``flash_attn_varlen_func`` and "", or None and what is missing. Launches nothing."""
+    """The library's ``flash_attn_varlen_func`` and "", or None and what is missing. Launches no kernel."""
     ok, reason = check_hopper()
     if not ok:
         return None, reason
@@ -70,10 +70,10 @@ def attention_paged(
     scale: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``exact.attention.attention_paged``, and the log-sum-exp FP32 [T, H]. Reads nothing back from the device.
+    """As ``exact.attention.attention_paged``, and the log-sum-exp FP32 [T, H]. The host does not wait for the device.
 
     Raises:
-        RuntimeError: the library is not there; ``exact.trial`` looks for it first.
+        RuntimeError: the library is missing, which ``exact.trial`` checks first.
     """
     kernel, missing = find()
     if kernel is None:
@@ -109,10 +109,10 @@ def attention_varlen(
 def pages(k_TKD: Tensor, v_TKD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Copy keys and values into pages, each sequence from the start of a page.
 
-    Sizes follow from shapes alone: T tokens of R sequences fill at most T // PAGE + R pages.
+    Sizes depend only on shapes: T tokens of R sequences fill at most T // PAGE + R pages.
 
     Returns:
-        Keys and values [pages, PAGE, KH, D], zero where no token lies, and the table of pages int32 [R, ceil(T / PAGE)].
+        Keys and values [pages, PAGE, KH, D], zero in unused places, and the table of pages int32 [R, ceil(T / PAGE)].
     """
     T, R = k_TKD.shape[0], cu_seqlens.numel() - 1
     lengths = cu_seqlens.diff().long()

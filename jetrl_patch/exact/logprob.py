@@ -36,7 +36,7 @@ class _Linear(torch.autograd.Function):
         w_NK = weight.detach().to(torch.bfloat16)
         if splits == 1:
             y = _product(x_MK, w_NK, torch.bfloat16)
-        else:  # FP32 partial sums of a row-parallel rollout, added in rank order, rounded once
+        else:  # as a row-parallel rollout: FP32 partial sums, added in rank order, rounded once
             total: Tensor | None = None
             for xs, ws in zip(x_MK.chunk(splits, 1), w_NK.chunk(splits, 1), strict=True):
                 part = _product(xs, ws, torch.float32)
@@ -64,7 +64,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 
     """Y = bf16(X W^T), then + bias in BF16.
 
     Args:
-        x: [..., K]. weight: [N, K]. bias: [N]. splits: number of ranges of K whose FP32 sums a tensor-parallel rollout adds.
+        x: [..., K].
+        weight: [N, K].
+        bias: [N].
+        splits: number of ranges of K whose FP32 sums a tensor-parallel rollout adds.
 
     Returns:
         BF16 [..., N]. Gradients use ordinary BF16 products.
@@ -74,7 +77,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, splits: int = 
 
 
 def partial_sum(x_MK: Tensor, w_NK: Tensor) -> Tensor:
-    """The unrounded FP32 product [M, N] of a row-parallel rank (no gradient)."""
+    """The unrounded FP32 product [M, N] of one rank of a row-parallel layer (no gradient)."""
     return _product(x_MK, w_NK, torch.float32)
 
 
@@ -101,31 +104,31 @@ class _Fp32Head(torch.autograd.Function):
 
 
 def head_linear_fp32(x: Tensor, w_VK: Tensor) -> Tensor:
-    """FP32 logits [..., V], the unrounded sum, of BF16 hidden states [..., K] and weight [V, K]. Gradients in FP32."""
+    """Unrounded FP32 logits [..., V] of BF16 hidden states [..., K] and weight [V, K]. Gradients are computed in FP32."""
     result: Tensor = _Fp32Head.apply(x, w_VK)
     return result
 
 
 def head_linear(x_MK: Tensor, w_VK: Tensor) -> Tensor:
-    """BF16 logits [..., V] of hidden states [..., K] and the live ``lm_head`` weight [V, K]."""
+    """BF16 logits [..., V] of hidden states [..., K] and the current ``lm_head`` weight [V, K]."""
     return linear(x_MK, w_VK)
 
 
-# ---- The single definition of a token's log-prob: log-softmax in FP32 of the logits after temperature
+# ---- The single definition of a token's log-prob: log-softmax in FP32 of the logits, divided by the temperature
 # The formula needs FP32 copies of the logits, which at a vocabulary of 150,000 are larger than the model's activations. A row's
-# log-prob and gradient depend on that row alone, so both passes work in blocks of rows and hold the copies of one block. The
-# backward pass runs autograd over the same formula, block by block, so that no bit differs from a single pass over all rows.
+# log-prob and gradient depend only on that row, so both passes work in blocks of rows and hold the copies of one block at a time.
+# The backward pass runs autograd over the same formula, block by block, so every bit is that of a single pass over all rows.
 #
-# On a GPU the gradient is one kernel's, without FP32 copies: it reads the logits once and writes their gradient once. For that
-# the forward pass keeps the largest logit of each row and its log-prob. Only an edit of the logits still needs FP32 copies of a
-# block.
+# On a GPU one kernel computes the gradient without FP32 copies: it reads the logits once and writes their gradient once. For
+# this, the forward pass keeps the largest logit of each row and its log-prob. FP32 copies of a block remain only if ``edit`` is
+# given.
 
-#: bytes of one FP32 copy of a block, of which the backward pass in torch's operations holds about four
+#: bytes of one FP32 copy of a block; the backward pass in torch's operations holds about four copies
 BLOCK_BYTES = 64 << 20
-#: Rows per block are a multiple of this: in every block, a row has the alignment to 16 bytes that it has among all rows.
+#: the rows of a block are a multiple of this, so that a row has the same alignment to 16 bytes in its block as among all rows
 _MULTIPLE = 16
 
-#: changes a block of FP32 logits [rows, V] before the temperature, differentiably; the slice says which rows they are
+#: changes a block of FP32 logits [rows, V], differentiably, before the division by the temperature. The slice gives the rows
 Edit = Callable[[Tensor, slice], Tensor]
 
 
@@ -139,16 +142,17 @@ def token_log_probs(
 ) -> Tensor:
     """FP32 log-probs [...] of ``labels`` [...] under ``logits`` [..., V].
 
-    The logits are converted to FP32 before the division, as in vLLM's sampler; verl divides in BF16 and uses a
-    different formula for each dtype. ``temperature`` is a number or a tensor that broadcasts against [..., 1].
+    The logits are converted to FP32 before the division, as in vLLM's sampler. verl divides in BF16 and uses a different formula
+    for each dtype.
 
-    On CUDA this is also vLLM's own formula: torch's log-softmax, one thread block per row, whose size depends on V. It
-    groups a row's elements by the row's alignment to 16 bytes, which is the same for all rows if V is a multiple of 4 (or
-    at most 1024). For other vocabularies ``exact.trial`` tests it on the machine.
+    On CUDA this is also vLLM's own formula: torch's log-softmax, with one thread block per row, whose size depends on V. It
+    groups a row's elements by the row's alignment to 16 bytes, which is the same for all rows if V is a multiple of 4 (or at most
+    1024). For other vocabularies, ``exact.trial`` tests it on the machine.
 
     Args:
+        temperature: a number, or a tensor that broadcasts against [..., 1].
         edit: applied to each block of the flattened rows, for example to ban tokens.
-        reuse: the backward pass writes the gradient over the logits, which nobody may read afterwards. A second backward
+        reuse: the backward pass overwrites the logits with their gradient, so nothing may read them afterwards. A second backward
             pass then raises autograd's error about a tensor that was modified in place.
     """
     rows = labels.shape
@@ -173,19 +177,19 @@ def _log_probs(x: Tensor, temperature: float | Tensor, part: slice) -> Tensor:
 
 
 def log_softmax(x: Tensor, temperature: float | Tensor) -> Tensor:
-    """FP32 log-probs [..., V] of every token under FP32 logits ``x`` [..., V]."""
+    """FP32 log-probs [..., V] of all tokens, from FP32 logits ``x`` [..., V]."""
     if isinstance(temperature, Tensor) or temperature != 1.0:
         x = x / temperature
     return torch.log_softmax(x, dim=-1)
 
 
 def pick(every: Tensor, labels: Tensor) -> Tensor:
-    """The values [...] of ``labels`` [...] among ``every`` [..., V]."""
+    """The values [...] at ``labels`` [...] in ``every`` [..., V]."""
     return every.gather(-1, labels.long().unsqueeze(-1)).squeeze(-1)
 
 
 def divisor(temperature: float | Tensor, like: Tensor) -> float | Tensor:
-    """``temperature`` as vLLM divides by it: on CUDA a tensor, because CUDA multiplies by the reciprocal of a number."""
+    """``temperature`` as vLLM divides by it: on CUDA a tensor, because CUDA would multiply by the reciprocal of a number."""
     if isinstance(temperature, Tensor) or not like.is_cuda:
         return temperature
     return torch.full((), temperature, dtype=torch.float32, device=like.device)
@@ -249,7 +253,7 @@ def _kernel_takes(logits: Tensor) -> bool:
 def _by_kernel(
     ctx: Any, logits: Tensor, labels: Tensor, dy: Tensor, tops: tuple[Tensor, Tensor], found: Tensor
 ) -> None:
-    """All rows at once; with an edit, block by block, each through the edit's own gradient."""
+    """All rows at once. With an edit, block by block, each through the edit's own gradient."""
     from jetrl_patch.kernels.head import log_prob_backward
 
     top, top_log_prob = tops
@@ -269,16 +273,16 @@ def _by_kernel(
         (found[part],) = torch.autograd.grad(x, block, dx)
 
 
-# ---- Log-probs and entropy of hidden states, a few rows at a time: the logits of a whole batch never exist
-# A micro-batch of T = 16,384 tokens and a vocabulary of V = 152,064 has 10 GB of FP32 logits. Frameworks therefore offer "fused
+# ---- Log-probs and entropy from hidden states, a few rows at a time, so that the logits of a whole batch never exist
+# The FP32 logits of a micro-batch of T = 16,384 tokens and a vocabulary of V = 152,064 take 10 GB. So frameworks offer "fused
 # kernels", which compute
 #
 #     z [t, V] = H [t, K] · W^T         l [t] = log-softmax(z / temperature)[label]         e [t] = -Σ_v p_v log p_v
 #
-# for t rows at a time, and once more in backward. Here z comes from the run's own head and l from the one definition of a
-# token's log-prob. With both, a row's bits do not depend on the other rows, so they do not depend on t either.
+# for t rows at a time, and again in the backward pass. Here z comes from the run's own head, and l from the single definition of
+# a token's log-prob. In both, a row's bits do not depend on other rows, so they do not depend on t.
 
-#: rows of logits that exist at a time
+#: number of rows whose logits exist at the same time
 ROWS = 512
 
 
@@ -310,7 +314,7 @@ class _Chunked(torch.autograd.Function):
             found = list(torch.autograd.grad([out for out, _ in given], sources, [grad for _, grad in given]))
             if dh is not None:
                 dh[piece] = found.pop(0)
-            if dw is not None:  # FP32: in BF16 the sum over chunks would round at each
+            if dw is not None:  # FP32, because a BF16 sum would round after each chunk
                 dw += found.pop(0)
         return dh, None if dw is None else dw.to(w_VK.dtype), None, None, None
 
@@ -328,7 +332,7 @@ def chunked_log_probs(
     Args:
         logits_of: (hidden states [t, K], weight [V, K]) -> logits [t, V], differentiable.
         temperature: one number for all rows.
-        rows: t; the results do not depend on it if ``logits_of`` is row-invariant.
+        rows: t. The results do not depend on it if the rows of ``logits_of`` are independent.
     """
 
     def score(h_tK: Tensor, weight: Tensor, labels_t: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,22 +11,22 @@ from torch import Tensor, nn
 
 from jetrl_patch.errors import ModelError, explain
 from jetrl_patch.exact import elementwise, ops
-from jetrl_patch.exact.rope import rope_parameters
+from jetrl_patch.exact.elementwise import rope_parameters
 from jetrl_patch.models.families import FAMILIES, Family, covering
 
 __all__ = ["check_family"]
 
 
-# ---- Exact counterparts of Hugging Face modules, for the trainer and for vLLM where it runs Hugging Face code
-# ``swap`` changes a module's class in place. The module keeps its parameters and name, and stays an instance of its
-# original class.
+# ---- Exact counterparts of Hugging Face modules, for the trainer, and for vLLM if it runs Hugging Face code
+# ``swap`` changes a module's class in place. The module keeps its parameters and name and remains an instance of its original
+# class.
 
 class ExactNorm:
     """RMSNorm with the rollout's kernel."""
 
     weight: Tensor
     variance_epsilon: float
-    #: whether the block takes its residual from here (``residual``)
+    #: whether the block takes its residual from this norm
     jetrl_passes: bool = False
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -49,8 +49,9 @@ class ExactMLP:
 class ExactRotary:
     """cos and sin from the rollout's table, which is as long as the model's context.
 
-    The host reads no position: on a GPU that would make it wait for the device in every forward pass. A CPU refuses an index
-    beyond the table, which then grows; CUDA stops the process with its own "index out of bounds".
+    The host does not read the positions, because on a GPU it would wait for the device in every forward pass. For a position
+    beyond the table, a CPU raises an error, after which the table grows. CUDA stops the process with its own "index out of
+    bounds".
     """
 
     config: Any
@@ -58,7 +59,7 @@ class ExactRotary:
 
     @torch.no_grad()
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up, so that the table seldom grows
+        tokens = 1 << (position_ids.shape[-1] - 1).bit_length()  # rounded up, so that the table rarely grows
         cos, sin = self._table(max(tokens, longest_context(self.config)), x.device)
         try:
             cos, sin = cos[position_ids], sin[position_ids]
@@ -70,13 +71,13 @@ class ExactRotary:
         if self._jetrl_table is None or self._jetrl_table[0].shape[0] < size:
             self._jetrl_table = ops.rotary_table(ops.rope_frequencies(self.config), size)
         cos, sin = self._jetrl_table
-        if cos.device != device:  # both sides compute it on the CPU, then keep it on the device
+        if cos.device != device:  # both sides compute it on the CPU, then move it to the device
             self._jetrl_table = cos, sin = cos.to(device), sin.to(device)
         return cos, sin
 
 
 def longest_context(config: Any) -> int:
-    """Positions that a model is made for: what vLLM derives from its config, which linear scaling multiplies."""
+    """The model's maximum number of positions, as vLLM derives it from the config: linear scaling multiplies it."""
     rope = rope_parameters(config)
     factor = rope.get("factor", 1.0) if rope["rope_type"] == "linear" else 1.0
     return math.ceil(config.max_position_embeddings * max(1.0, factor))
@@ -114,7 +115,7 @@ class ExactRouter:
 
 
 class ExactScores:
-    """The router of a mixture whose logits are FP32: the unrounded product, with independent rows."""
+    """The router of a mixture with FP32 logits: the unrounded product, with independent rows."""
 
     weight: Tensor
 
@@ -123,7 +124,7 @@ class ExactScores:
 
 
 class ExactChoice:
-    """A block that chooses its experts itself, from the logits of ``ExactScores``: by a sigmoid, a bias and groups."""
+    """A block that chooses its experts from the logits of ``ExactScores`` itself, by a sigmoid, a bias and groups."""
 
     gate: Any
     top_k: int
@@ -155,11 +156,11 @@ def swap(module: nn.Module, behaviour: type) -> None:
 
 
 def unswap(module: nn.Module) -> None:
-    """Take back the last ``swap``, in place."""
+    """Undo the last ``swap``, in place."""
     module.__class__ = type(module).__bases__[1]
 
 
-# ---- Check, by its family's record, whether exact mode covers a model ----------------------------
+# ---- Check whether exact mode covers a model, from the record of its family ----------------------
 
 _ROPE_TYPES = ("default", "llama3", "linear")
 _WAY_OUT = 'use align="linear" (shared FP8 linears, a small mismatch), or precision="bf16"'

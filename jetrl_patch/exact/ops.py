@@ -1,11 +1,18 @@
-"""All exact ops in one namespace. Each is defined in its own module."""
+"""All exact ops in one namespace."""
 
 from __future__ import annotations
 
 from jetrl_patch.exact.attention import attention_paged, attention_varlen
-from jetrl_patch.exact.elementwise import rms_norm, rms_norm_passing, silu_mul
+from jetrl_patch.exact.elementwise import (
+    apply_rotary,
+    rms_norm,
+    rms_norm_passing,
+    rope_frequencies,
+    rotary_table,
+    rotate_pair,
+    silu_mul,
+)
 from jetrl_patch.exact.logprob import head_linear, head_linear_fp32, linear, partial_sum, token_log_probs
-from jetrl_patch.exact.rope import apply_rotary, rope_frequencies, rotary_table, rotate_pair
 from jetrl_patch.exact.route import Sigmoid, route
 
 __all__ = [

@@ -2,12 +2,12 @@
 
     p = softmax(logits), FP32        the k largest p, the lower index on a tie        w_e = p_e, or p_e / (sum of the chosen p)
 
-Other models score each expert by itself and correct the choice, but not the weight, by a bias that balances the load:
+Other models score each expert by itself. A bias that balances the load corrects the choice, but not the weight:
 
     p = sigmoid(logits), FP32        the k largest c = p + bias, within the best groups of experts        w_e = scale * (as above)
 
-A group is as good as the sum of its two largest c. The experts of a token come in ascending order, which is the order in which
-their outputs are added. torch's ``topk`` leaves ties open, and a softmax that sums in another order moves the last bit of a
+A group is ranked by the sum of its two largest c. A token's experts are in ascending order, which is also the order in which
+their outputs are added. torch's ``topk`` leaves ties open, and a softmax that sums in another order may change the last bit of a
 weight.
 """
 
@@ -24,8 +24,10 @@ from jetrl_patch.native import ops
 
 __all__ = ["Sigmoid", "route"]
 
-#: what these models add to the sum of the chosen scores, which may all be zero
+#: these models add it to the sum of the chosen scores, which may all be zero
 _TINY = 1e-20
+#: what its errors are about
+_ROUTER = "the router of a mixture of experts"
 
 
 class Sigmoid(NamedTuple):
@@ -34,7 +36,7 @@ class Sigmoid(NamedTuple):
     Attributes:
         bias: the correction bias [E], FP32. It has no gradient.
         groups: number of equal groups of experts.
-        kept: of how many groups a token's experts are.
+        kept: number of groups from which a token's experts are chosen.
         scale: factor of all weights.
     """
 
@@ -51,11 +53,11 @@ class _Route(torch.autograd.Function):
         if serves == "native":
             weights_Tk, ids_Tk = ops.route(logits_TE.float(), k, renormalize, *(rule or ()))
         elif serves == "triton":
-            from jetrl_patch.kernels.route import route as in_one_launch
+            from jetrl_patch.kernels.mixture import route as in_one_launch
 
             logits = logits_TE if logits_TE.dtype == torch.bfloat16 else logits_TE.float()
             weights_Tk, ids_Tk = in_one_launch(logits, k, renormalize, *(rule or ()))
-        else:  # FP64 sums: their order changes an FP32 weight in about one of 10^8
+        else:  # FP64 sums, whose order changes about one FP32 weight in 10^8
             weights_Tk, ids_Tk = _formula(logits_TE, k, renormalize, rule)
         ctx.save_for_backward(logits_TE, ids_Tk)
         ctx.renormalize, ctx.scale = renormalize, None if rule is None else rule.scale
@@ -98,7 +100,7 @@ def _descending(values: Tensor) -> Tensor:
 
 
 def _corrected(p_TE: Tensor, rule: Sigmoid) -> Tensor:
-    """What the experts are chosen by: scores with the bias, and minus infinity in the groups that are not kept."""
+    """The values by which experts are chosen: scores plus bias, and minus infinity in the groups that are not kept."""
     c_TE = p_TE + rule.bias
     if rule.kept == rule.groups:
         return c_TE
@@ -125,14 +127,8 @@ def route(logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None = N
     """
     experts = logits_TE.shape[-1]
     if not 0 < k <= experts:
-        raise ModelError(
-            explain(
-                "the router of a mixture of experts",
-                required=f"1 to {experts} experts per token",
-                found=str(k),
-                fix="correct the number of experts per token in config.json",
-            )
-        )
+        required, fix = f"1 to {experts} experts per token", "correct the number of experts per token in config.json"
+        raise ModelError(explain(_ROUTER, required=required, found=str(k), fix=fix))
     if rule is not None:
         _check(rule, k, experts)
     weights_Tk, ids_Tk = _Route.apply(logits_TE, k, renormalize, rule)
@@ -142,20 +138,9 @@ def route(logits_TE: Tensor, k: int, renormalize: bool, rule: Sigmoid | None = N
 def _check(rule: Sigmoid, k: int, experts: int) -> None:
     size = experts // rule.groups if rule.groups > 0 and experts % rule.groups == 0 else 0
     if size < 2 or not 0 < rule.kept <= rule.groups or k > rule.kept * size:
-        raise ModelError(
-            explain(
-                "the router of a mixture of experts",
-                required=f"equal groups of {experts} experts, and {k} of them in those that are kept",
-                found=f"{rule.kept} of {rule.groups} groups",
-                fix="correct n_group and topk_group in config.json",
-            )
-        )
+        required = f"equal groups of {experts} experts, and {k} of them in those that are kept"
+        found, fix = f"{rule.kept} of {rule.groups} groups", "correct n_group and topk_group in config.json"
+        raise ModelError(explain(_ROUTER, required=required, found=found, fix=fix))
     if rule.bias.dtype != torch.float32:
-        raise ModelError(
-            explain(
-                "the correction bias of a router",
-                required="torch.float32, as its checkpoint has it",
-                found=str(rule.bias.dtype),
-                fix="keep buffers of the model in FP32",
-            )
-        )
+        what, required = "the correction bias of a router", "torch.float32, as its checkpoint has it"
+        raise ModelError(explain(what, required=required, found=str(rule.bias.dtype), fix="keep buffers of the model in FP32"))

@@ -1,4 +1,4 @@
-"""Tests on this machine, before a rollout serves, that exact ops do not depend on the batch; the choice of the attention."""
+"""Test on this machine, before a rollout serves, that exact ops do not depend on the batch, and choose the attention."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from jetrl_patch.errors import ConfigError, ModelError, explain
 from jetrl_patch.exact import dispatch, flash3, ops
 
 # ---- Test on this machine, before a rollout serves, that the exact ops do not depend on the batch
-# The ops are written so that a row's bits depend on that row alone. A compiler may break this on an untested GPU, so the
-# trial compares each op's decode rows with the same rows of a packed batch. The test suite proves the CPU implementations.
+# The ops are written so that a row's bits depend only on that row. A compiler may break this on an untested GPU, so the trial
+# compares each op's decode rows with the same rows of a packed batch. For CPUs the test suite does this.
 
-#: lengths of the packed sequences: tile edges, partial tiles, and one of many key blocks in three chunks
+#: lengths of the packed sequences: tile edges, partial tiles, and a long one with many key blocks in three chunks
 LENGTHS = (1, 33, 130, 64, 517, 8, 2050)
 #: (first row, rows) of the parts of a batch that are computed separately
 PARTS = ((0, 1), (129, 1), (5, 7), (64, 64), (130, 256))
-#: tokens per block of the trial's cache, unless an engine has others
+#: tokens per block of the trial's cache, unless the engine's size is given
 PAGE = 16
-#: columns of ``lm_head`` and rows of the log-softmax in the trial; no kernel is selected by either
+#: columns of ``lm_head`` and rows of the log-softmax in the trial. Neither selects a kernel
 COLUMNS, SCORED = 4096, 64
-#: first row of a weight's share on a tensor-parallel rank: within a tile, as Qwen's vocabulary is cut for eight ranks
+#: first row of a weight's shard on a tensor-parallel rank: inside a tile, as when Qwen's vocabulary is split over eight ranks
 HELD = 48
 
 _proven: set[tuple[object, ...]] = set()
 
 
 class Sizes(NamedTuple):
-    """One tensor-parallel rank's share of a model."""
+    """The sizes of one tensor-parallel rank's shard of a model."""
 
     hidden: int
     intermediate: int
@@ -57,7 +57,7 @@ class _Trial:
         return torch.tensor(values, dtype=torch.int32, device=self.device)
 
     def rows(self, call: Callable[[slice], Tensor], total: int) -> Verdict:
-        """Compare ``call``, which computes a range of rows, on the whole batch and on parts of it."""
+        """Compare the rows that ``call`` computes from the whole batch with those from parts of it."""
         whole = call(slice(0, total))
         for start, count in PARTS:
             part = slice(start, start + count)
@@ -76,7 +76,7 @@ class _Trial:
         return self.rows(lambda part: ops.silu_mul(*both[part].chunk(2, 1)), self.tokens)
 
     def rotary(self) -> Verdict:
-        """Compare also with Hugging Face's expression, and with the trainer's kernel for it where there is one."""
+        """Compare also with Hugging Face's expression, and with the trainer's kernel for it if there is one."""
         x = self.random(self.tokens, self.sizes.heads, self.sizes.head_dim)
         frequencies = 1e4 ** (-torch.arange(0, self.sizes.head_dim, 2) / self.sizes.head_dim)
         cos, sin = (t.to(self.device) for t in ops.rotary_table(frequencies, self.tokens))
@@ -171,9 +171,10 @@ def _tried(call: Callable[[], Verdict]) -> Verdict:
 def compare_attention(
     heads: tuple[int, int], head_dim: int, device: torch.device | str, page: int = PAGE, lengths: tuple[int, ...] = LENGTHS
 ) -> Verdict:
-    """The verdict on attention alone; ``heads`` of queries, and of keys and values. As ``compare_ops``.
+    """The verdict of ``compare_ops`` on attention. Works also while a framework's default device is another one (meta).
 
-    Also where a framework builds its model on another default device (meta).
+    Args:
+        heads: number of query heads, and of key/value heads.
     """
     with torch.device("cpu"):
         return _tried(_Trial(Sizes(0, 0, *heads, head_dim, 0), device, lengths, page).attention)
@@ -183,7 +184,7 @@ def compare_attention(
 def compare_ops(
     sizes: Sizes, device: torch.device | str, lengths: tuple[int, ...] = LENGTHS, page: int = PAGE
 ) -> Iterator[tuple[str, Verdict]]:
-    """Yield each op's name and verdict, on any device. Reads results back, so do not call it during graph capture."""
+    """Yield each op's name and verdict, on any device. It waits for the device, so do not call it during graph capture."""
     trial = _Trial(sizes, device, lengths, page)
     tried: dict[str, Callable[[], Verdict]] = {
         "attention": trial.attention,
@@ -200,7 +201,7 @@ def compare_ops(
 
 
 def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE) -> None:
-    """Run ``compare_ops`` once per process for each device and set of sizes; never on a CPU.
+    """Run ``compare_ops``, once per process for each device and set of sizes. On a CPU it does nothing.
 
     Raises:
         ModelError: an op depends on its batch or cannot run, so rollout and trainer would disagree.
@@ -222,30 +223,31 @@ def require_exact_ops(sizes: Sizes, device: torch.device, page: int = PAGE) -> N
     _proven.add(key)
 
 
-# ---- Choose the attention of exact mode on a GPU: the project's kernel, or FlashAttention-3 where its rows are equal
+# ---- Choose the attention of exact mode on a GPU: the project's kernel, or FlashAttention-3 if its rows are equal
 
 logger = logging.getLogger(__name__)
 
-#: (device, heads, head width, page) -> why FlashAttention-3 does not serve there; "" if it does
+#: (device, heads, head width, page) -> why FlashAttention-3 cannot be used; "" if it can
 _attention_tried: dict[tuple[object, ...], str] = {}
 
 
 def choose_attention(
     asked: str, heads: tuple[int, int], head_dim: int, device: torch.device, page: int = PAGE
 ) -> str:
-    """Choose what computes attention with this head width. Both sides of a run must come to the same; a sync compares it.
+    """Choose what computes attention with this head width. Both sides of a run must choose the same, which a sync checks.
 
     The trial runs once per process and set of sizes.
 
     Args:
         asked: ``Config.exact_attention``.
-        heads: of queries, and of keys and values, on one rank. page: tokens in a block of the cache.
+        heads: number of query heads, and of key/value heads, on one rank.
+        page: tokens per block of the cache.
 
     Returns:
         ``flash3.FLASH3``, or "" for the implementation's own attention (``dispatch.implementation``).
 
     Raises:
-        ConfigError: FlashAttention-3 is asked for by name and cannot serve here.
+        ConfigError: the setting names FlashAttention-3, which cannot be used here.
     """
     chosen = _choose(asked, heads, head_dim, device, page)
     dispatch.attentions[device.type, head_dim] = chosen
@@ -273,7 +275,7 @@ def _choose(asked: str, heads: tuple[int, int], head_dim: int, device: torch.dev
 
 
 def _problem(heads: tuple[int, int], head_dim: int, device: torch.device, page: int) -> str:
-    """Why FlashAttention-3 does not serve on a device; "" if it does."""
+    """Why FlashAttention-3 cannot be used on a device; "" if it can."""
     if dispatch.serving(device.type) != "triton":  # its backward is the project's
         return "the torch formulas in its place (backend='torch')"
     kernel, missing = flash3.find()

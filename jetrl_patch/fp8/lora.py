@@ -51,9 +51,9 @@ def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> T
     """W' in BF16 [N, K] (formula above), from tensors of any float dtype. No gradient."""
     w, a, b = (t.detach().to(torch.bfloat16) for t in (w_NK, a_RK, b_NR))
     if w.is_cuda and check_triton()[0]:
-        from jetrl_patch.kernels import attention
+        from jetrl_patch.kernels import elementwise
 
-        return attention.merged_weight(w, a, b, scaling)
+        return elementwise.merged_weight(w, a, b, scaling)
     a_RK, b_RN = a.float(), b.t().float().contiguous()
     merged = torch.empty(w.shape, dtype=torch.bfloat16, device=w.device)
     rows = w.shape[0] if w.is_cuda else max(1, _TILE // w.shape[1])

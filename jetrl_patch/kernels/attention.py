@@ -1,18 +1,19 @@
 """Batch-invariant causal attention: a row depends only on its own query and keys. One kernel for paged and packed sequences.
 
-A program computes ROWS rows of one key/value head (``attention_rows``). It walks keys in blocks of KEYS, ascending, and begins
-anew at each multiple of CHUNK, so that a context may be shared among programs (``attention_chunks``). Decode, chunked prefill
-and training use the same tile, so the same instructions compute a row everywhere.
+A program computes ROWS rows of one key/value head. It reads the keys in ascending blocks of KEYS and starts a new sum at each
+multiple of CHUNK, so that several programs can share a context. Decode, chunked prefill and training use the same tile, so the
+same instructions compute a row everywhere.
 
-A row also passes through blocks of keys that only later rows of its tile may see. They leave its state unchanged, bit for
-bit: its scores are -inf, so the maximum stays, its factor is exp2(0) = 1, its weights are exp2(-inf) = 0, the product with
-the values starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (The sign of a zero may differ, so zero results lose it;
-a NaN or Inf among the values of a later token in the same block would produce NaN.)
+A tile also reads blocks of keys that only its later rows may see. These blocks leave the state of an earlier row unchanged, bit
+for bit: its scores are -inf, so the maximum stays, the factor is exp2(0) = 1, the weights are exp2(-inf) = 0, the product with
+the values starts from a fresh zero and is 0, and fma(x, 1, 0) = x. (Only the sign of a zero could differ, so zero results lose
+their sign. A NaN or Inf among the values of a later token in the same block would produce NaN.)
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,31 +21,217 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels import chunks
-from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.chunks import (
-    HEAD_DIMS,
-    TILES,
-    block_of,
-    combine,
-    finish,
-    narrowed,
-    nothing,
-    row_blocks,
-    rows_from,
-)
-from jetrl_patch.kernels.common import load_tile, widened
-from jetrl_patch.kernels.formats import groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 
 LOG2E = math.log2(math.e)
 
 
+# ---- The rows that a program computes, in the forward kernel, the kernel that combines chunks, and the backward kernels
+# A row is one query of one of the PER query heads that share a key/value head. The rows of a sequence are in the order
+# (token, head), so that a decode step fills a tile as well as it can.
+
+class Tile(NamedTuple):
+    """Rows of a program of the forward (at least 64, for ``wgmma``), keys of a block, pipeline depth and warps."""
+
+    rows: int
+    keys: int
+    stages: int
+    warps: int
+
+
+#: head dimension -> tile. Each warpgroup has 64 rows, so that its scores stay in its registers. A program holds two sums: that
+#: of the current chunk, and that of the chunks before it, which may spill because it is used once per chunk. The tile must not
+#: depend on the number of rows, keys or requests
+TILES = {64: Tile(64, 64, 2, 4), 128: Tile(128, 64, 2, 8)}
+HEAD_DIMS = tuple(TILES)
+
+
+@triton.jit
+def narrowed(x, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Convert FP32 to BF16, ties to even."""
+    if HARDWARE:
+        return x.to(tl.bfloat16)
+    else:
+        return rounded(x)
+
+
+@triton.jit
+def sequence_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Find the sequence that a block of rows belongs to: the blocks of sequence r begin at starts[r] * PER // ROWS + r.
+
+    Every sequence gets at least as many blocks as it needs, and the grid depends only on shapes, not on values.
+    """
+    low = 0
+    high = R
+    while low < high:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) * PER // ROWS + middle <= block:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def block_of(block, starts, R, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the sequence of a block of rows, the sequence's first token, its number of tokens, and the block's first row.
+
+    If the first row is PER * tokens or more, the block has no rows.
+    """
+    r = sequence_of(block, starts, R, PER, ROWS)
+    start = tl.load(starts + r)
+    tokens = tl.load(starts + r + 1) - start
+    return r, start, tokens, (block - (start * PER // ROWS + r)) * ROWS
+
+
+@triton.jit
+def rows_from(begin, tokens, kh, PER: tl.constexpr, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return, for the ROWS rows of a sequence from ``begin`` on: whether the row exists, its token and its query head."""
+    row = begin + tl.arange(0, ROWS)
+    return row < tokens * PER, tl.minimum(row, tokens * PER - 1) // PER, kh * PER + row % PER
+
+
+def row_blocks(tokens: int, per: int, sequences: int, rows: int) -> int:
+    """Number of row blocks that covers any split of ``tokens`` into ``sequences``."""
+    return tokens * per // rows + sequences
+
+
+# ---- Chunks of keys: a row has the same bits however many programs share its context -------------
+# Attention cuts the keys of a sequence at multiples of CHUNK, counted from the sequence's first key. Each chunk has a state of
+# its own, computed from its keys alone:
+#
+#     m [ROWS]     the largest score        l [ROWS]     the sum of 2^(s - m)        a [ROWS, D]  the sum of 2^(s - m) v
+#
+# ``combine`` adds the states in ascending order. In training, one program does all of it. In decoding, several programs may
+# compute the states and store them in FP32, and ``combine_kernel`` adds them. Both do the same operations on the same values in
+# the same order.
+#
+# The rows of a tile may see different numbers of chunks. For a chunk that a row does not see, a program that does all chunks
+# adds the state (LOWEST, 0, 0), and ``combine_kernel`` adds this state too, whatever was stored. It changes nothing: the maximum
+# stays, the factors are exp2(0) = 1 and 0, and fma(x, 1, 0) = x.
+
+#: keys in a chunk. Trainer and rollout must use the same number, because a new sum begins with each chunk
+CHUNK = 1024
+#: the maximum of no scores. It is finite, because -inf - -inf is NaN
+LOWEST = tl.constexpr(-3.4028234663852886e38)
+
+#: maximum number of programs in a launch that shares contexts. Each of a Hopper's 132 multiprocessors runs two at a time.
+#: Programs without a chunk, because the context is short, end at once but still cost a little. The number is an estimate; no bit
+#: depends on it
+PROGRAMS = 2048
+#: maximum bytes of stored states. In a launch that would need more, one program does all chunks of a row
+WORKSPACE = 64 << 20
+
+#: head dimension -> rows per program of ``combine_kernel``, so that nine programs fit on an SM; its warps and pipeline stages
+COMBINE_ROWS = {64: 16, 128: 8}
+COMBINE_WARPS, COMBINE_STAGES = 4, 4
+
+
+@triton.jit
+def nothing(ROWS: tl.constexpr, D: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Return the state of an empty set of keys."""
+    top = tl.full((ROWS,), LOWEST, tl.float32)
+    return top, tl.zeros((ROWS,), tl.float32), tl.zeros((ROWS, D), tl.float32)
+
+
+@triton.jit
+def combine(top, total, acc, chunk_top, chunk_total, chunk_acc):  # type: ignore[no-untyped-def]
+    """Add the state of the next chunk to the state of all chunks before it."""
+    new = tl.maximum(top, chunk_top)
+    kept = tl.exp2(top - new)
+    added = tl.exp2(chunk_top - new)
+    total = tl.fma(total, kept, chunk_total * added)
+    acc = tl.fma(acc, tl.broadcast_to(kept[:, None], acc.shape), chunk_acc * added[:, None])
+    return new, total, acc
+
+
+@triton.jit
+def finish(out, lse, at, valid, top, total, acc, D: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Store a row's result, BF16, and its log-sum-exp. ``at`` counts rows of ``out``. A zero loses its sign."""
+    d = tl.arange(0, D)
+    result = acc * tl.math.div_rn(1.0, total)[:, None]
+    result = tl.where(result == 0.0, 0.0, result)
+    tl.store(out + at[:, None] * D + d[None, :], narrowed(result, HARDWARE), mask=valid[:, None])
+    tl.store(lse + at, (top + tl.math.log2(total)) * 0.6931471805599453, mask=valid)
+
+
+@triton.jit(do_not_specialize=["R", "T"])  # one binary for every number of requests and tokens
+def combine_kernel(  # type: ignore[no-untyped-def]
+    sums, ends, out, lse, starts, lengths, R, T,
+    KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, CHUNK: tl.constexpr, STAGES: tl.constexpr,
+    HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """Add the stored states of a row's chunks: sums [chunks, T, KH * PER, D] and ends [chunks, T, KH * PER, 2] (m, l)."""
+    block, kh = tl.program_id(0), tl.program_id(1)
+    r, start, queries, begin = block_of(block, starts, R, PER, ROWS)
+    if begin >= queries * PER:
+        return
+    valid, token, head = rows_from(begin, queries, kh, PER, ROWS)
+    d = tl.arange(0, D)
+    last = (tl.load(lengths + r) - queries + token) // CHUNK  # the last chunk that a row sees
+    at = (start + token).to(tl.int64) * (KH * PER) + head
+    top, total, acc = nothing(ROWS, D)
+    for chunk in tl.range(0, tl.max(last, 0) + 1, num_stages=STAGES):
+        stored = (chunk * T).to(tl.int64) * (KH * PER) + at
+        seen = valid & (chunk <= last)
+        chunk_top = tl.load(ends + stored * 2, mask=seen, other=LOWEST)
+        chunk_total = tl.load(ends + stored * 2 + 1, mask=seen, other=0.0)
+        chunk_acc = tl.load(sums + stored[:, None] * D + d[None, :], mask=seen[:, None], other=0.0)
+        top, total, acc = combine(top, total, acc, chunk_top, chunk_total, chunk_acc)
+    finish(out, lse, at, valid, top, total, acc, D, HARDWARE)
+
+
+def chunks_of(context: int) -> int:
+    """Number of chunks in a context of this many keys."""
+    return -(-context // CHUNK)
+
+
+def workspace_bytes(tokens: int, heads: int, width: int, context: int) -> int:
+    """Bytes of the stored states of ``tokens`` queries whose contexts have at most ``context`` keys."""
+    return 4 * chunks_of(context) * tokens * heads * (width + 2)
+
+
+def splits(programs: int, tokens: int, heads: int, width: int, context: int) -> int:
+    """Number of programs that share the chunks of a row. With 1, no state is stored.
+
+    The number depends only on shapes, so it is fixed in a CUDA graph.
+
+    Args:
+        programs: programs in a launch that does not share contexts.
+        context: the longest context that the block table has room for.
+    """
+    if workspace_bytes(tokens, heads, width, context) > WORKSPACE:
+        return 1
+    return max(1, min(chunks_of(context), PROGRAMS // programs))
+
+
+def workspace(q_THD: Tensor, context: int) -> tuple[Tensor, Tensor]:
+    """Allocate ``sums`` and ``ends`` for the queries. ``combine_kernel`` does not read the chunks that a row does not see."""
+    shape = (chunks_of(context), *q_THD.shape)
+    sums = torch.empty(shape, dtype=torch.float32, device=q_THD.device)
+    return sums, torch.empty(*shape[:3], 2, dtype=torch.float32, device=q_THD.device)
+
+
+def combine_chunks(sums: Tensor, ends: Tensor, out: Tensor, lse: Tensor, starts: Tensor, lengths: Tensor, kv_heads: int) -> None:
+    """Fill ``out`` [T, H, D] and ``lse`` [T, H] from the workspace that the attention kernel has filled."""
+    T, H, D = out.shape
+    per, sequences = H // kv_heads, starts.shape[0] - 1
+    combine_kernel[(row_blocks(T, per, sequences, COMBINE_ROWS[D]), kv_heads)](
+        sums, ends, out, lse, starts, lengths, sequences, T,
+        KH=kv_heads, PER=per, D=D, ROWS=COMBINE_ROWS[D], CHUNK=CHUNK, STAGES=COMBINE_STAGES,
+        HARDWARE=not triton.knobs.runtime.interpret, num_warps=COMBINE_WARPS, num_stages=COMBINE_STAGES, **PINNED,
+    )  # fmt: skip
+
+
+# ---- The forward pass ----------------------------------------------------------------------------
+
+
+
 @triton.jit
 def attend(q, k, v, key, limit, scale, top, total, acc, MASKED: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Process one block of keys: online softmax (arXiv 2205.14135) in base 2; the product with V starts from a fresh zero.
+    """Process one block of keys: online softmax (arXiv 2205.14135) in base 2. The product with V starts from a fresh zero.
 
-    Without MASKED every row sees every key of the block, where a mask would change nothing.
+    Without MASKED, every row must see every key of the block. A mask would then give the same bits.
     """
     s = tl.dot(q, tl.trans(k)) * scale
     if MASKED:
@@ -62,9 +249,9 @@ def block_of_keys(  # type: ignore[no-untyped-def]
     kb, k, v, r, start, length, table, k_b, k_t, k_h, table_r, kh,
     KEYS: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load keys and values of one block, from pages or packed: the positions of the keys, and both [KEYS, D].
+    """Load one block of a paged or a packed sequence: the positions of the keys, keys [KEYS, D] and values [KEYS, D].
 
-    With MASKED some of the block may lie behind the context: zeros.
+    With MASKED, the block may extend past the context; what lies past it reads as zero.
     """
     key, d = kb * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
     there = key < length if MASKED else tl.full((KEYS,), True, tl.int1)
@@ -84,10 +271,10 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr,
     STAGES: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Do every chunk of keys whose number is the program's on axis 2 plus a multiple of the programs there.
+    """Of n programs on axis 2, program i does the chunks i, i + n, i + 2n, ... of the keys.
 
     SIZE is the number of tokens per cache block; 0 means packed sequences, whose keys are laid out like their queries. With
-    SPLIT, ``out`` and ``lse`` are the ``sums`` and ``ends`` of ``attention_chunks``; without, one program does all chunks.
+    SPLIT, ``out`` and ``lse`` are the ``sums`` and ``ends`` of ``combine_kernel``. Without it, one program does all chunks.
     """
     tl.static_assert(CHUNK % KEYS == 0)
     block, kh = tl.program_id(0), tl.program_id(1)
@@ -149,7 +336,10 @@ def attention_paged(
     scale: float,
     out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H]. Shapes alone set the grid: no GPU synchronization."""
+    """As ``exact.attention.attention_paged``, and the log-sum-exp [T, H].
+
+    The grid depends only on shapes, so the host does not wait for the GPU.
+    """
     heads = _check(q_THD, k_cache, v_cache)
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1:
         raise ValueError("k_cache and v_cache must have the same strides and a contiguous last dimension")
@@ -193,29 +383,23 @@ def _launch(
         return out, lse
     blocks = row_blocks(T, per, sequences, tile.rows)
     context = table.shape[1] * size if size else 0
-    shared = chunks.splits(blocks * kv_heads, T, H, D, context)
-    into = (out, lse) if shared == 1 else chunks.workspace(q, context)
+    shared = splits(blocks * kv_heads, T, H, D, context)
+    into = (out, lse) if shared == 1 else workspace(q, context)
     attention_kernel[(blocks, kv_heads, shared)](
         q, k, v, *into, *ends, sequences, T, scale * LOG2E, q.stride(0), *strides,
-        KH=kv_heads, PER=per, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=chunks.CHUNK, STAGES=tile.stages, SIZE=size,
+        KH=kv_heads, PER=per, D=D, ROWS=tile.rows, KEYS=tile.keys, CHUNK=CHUNK, STAGES=tile.stages, SIZE=size,
         SPLIT=shared > 1, HARDWARE=not triton.knobs.runtime.interpret, num_warps=tile.warps, num_stages=tile.stages, **PINNED,
     )  # fmt: skip
     if shared > 1:
-        chunks.combine_chunks(*into, out, lse, starts, lengths, kv_heads)
+        combine_chunks(*into, out, lse, starts, lengths, kv_heads)
     return out, lse
 
 
 def check_head_dim(width: int) -> None:
     """Raise ModelError for a head dimension without a kernel."""
     if width not in HEAD_DIMS:
-        raise ModelError(
-            explain(
-                "align='exact' on CUDA",
-                required=f"head dimension {' or '.join(map(str, HEAD_DIMS))}",
-                found=width,
-                fix="use align='linear'",
-            )
-        )
+        required = f"head dimension {' or '.join(map(str, HEAD_DIMS))}"
+        raise ModelError(explain("align='exact' on CUDA", required=required, found=width, fix="use align='linear'"))
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
@@ -235,73 +419,3 @@ def _integers(name: str, t: Tensor) -> Tensor:
     if t.dtype != torch.int32:
         raise TypeError(explain(f"attention {name}", required="torch.int32", found=t.dtype, fix="convert it first"))
     return t if t.stride(-1) == 1 else t.contiguous()
-
-
-def _specs() -> tuple[Spec, ...]:
-    integers = dict.fromkeys(("starts", "lengths", "table"), "*i32") | {"R": "i32", "T": "i32"}
-    numbers = integers | {"scale": "fp32"} | dict.fromkeys(("q_t", "k_b", "k_t", "k_h", "table_r"), "i32")
-    kinds = {"varlen": (0, False), "paged": (16, False), "split": (16, True)}
-    found = []
-    for D, (rows, keys, stages, warps) in TILES.items():
-        fixed = {"KH": 4, "PER": 7, "D": D, "ROWS": rows, "KEYS": keys, "CHUNK": chunks.CHUNK, "STAGES": stages}
-        for kind, (size, split) in kinds.items():
-            types = dict.fromkeys(("q", "k", "v"), "*bf16") | {"out": "*fp32" if split else "*bf16", "lse": "*fp32"}
-            found.append(
-                Spec(
-                    f"attention_{kind}_{D}", attention_kernel, types | numbers,
-                    {**fixed, "SIZE": size, "SPLIT": split, "HARDWARE": True},
-                    {"num_warps": warps, "num_stages": stages, **PINNED}, ("q_t", "k_b", "k_t", "k_h"),
-                )
-            )  # fmt: skip
-    return tuple(found)
-
-
-ATTENTION_KERNELS = _specs()
-
-
-# ---- The merged weight of ``fp8.lora``, W' = bf16(W + scaling * Σ_j B_j A_j), in one pass over W -
-# Every element is a sum of its own in the order of j, so the tiling affects no bit. Products of BF16 values are exact in FP32:
-# the fma rounds once, as the formula does. The last product and sum are two roundings, which is why fusion is off.
-
-#: rows of a tile of 128 columns, and its warps
-ROWS, WARPS = 32, 4
-
-
-@triton.jit
-def merge_kernel(  # type: ignore[no-untyped-def]
-    w, a, b, y, N, K, R, scaling, ROWS: tl.constexpr, HARDWARE: tl.constexpr
-):
-    """W and y are [N, K], A [R, K] and B transposed, [R, N]."""
-    G = tl.cdiv(K, 128)
-    n = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
-    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
-    total = tl.zeros([ROWS, 128], tl.float32)
-    for j in range(R):
-        b_N = widened(tl.load(b + j * N + n, mask=n < N, other=0.0), HARDWARE)
-        a_K = widened(tl.load(a + j * K + k, mask=k < K, other=0.0), HARDWARE)
-        total = tl.fma(tl.broadcast_to(b_N[:, None], [ROWS, 128]), tl.broadcast_to(a_K[None, :], [ROWS, 128]), total)
-    tile = load_tile(w, n, k, N, K, K, HARDWARE) + total * scaling
-    tl.store(y + n.to(tl.int64)[:, None] * K + k[None, :], rounded(tile), mask=(n < N)[:, None] & (k < K)[None, :])
-
-
-def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
-    """``fp8.lora.merged_weight`` of BF16 tensors."""
-    w, a, b = w_NK.contiguous(), a_RK.contiguous(), b_NR.t().contiguous()
-    check_device(w, a, b)
-    N, K = w.shape
-    y = torch.empty(N, K, dtype=torch.bfloat16, device=w.device)
-    merge_kernel[(-(-N // ROWS) * groups(K),)](
-        w, a, b, y, N, K, a.shape[0], scaling, ROWS=ROWS, HARDWARE=not triton.knobs.runtime.interpret, num_warps=WARPS, **PINNED
-    )
-    return y
-
-
-MERGE_KERNELS = (
-    Spec(
-        "merge", merge_kernel, dict.fromkeys(("w", "a", "b", "y"), "*bf16")
-        | dict.fromkeys(("N", "K", "R"), "i32") | {"scaling": "fp32"},
-        {"ROWS": ROWS, "HARDWARE": True}, {"num_warps": WARPS, **PINNED}, ("N", "K"),
-    ),
-)  # fmt: skip
-
-KERNELS: tuple[Spec, ...] = ATTENTION_KERNELS + MERGE_KERNELS

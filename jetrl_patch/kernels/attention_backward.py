@@ -3,7 +3,7 @@
     P = exp(scale Q K^T - lse);  dV = P^T dO;  dP = dO V^T;  dS = P (dP - delta);  dQ = scale dS K;  dK = scale dS^T Q
 
 with delta = rowsum(dO * O). The products take BF16 operands (P and dS are rounded) and accumulate in FP32. The rollout has no
-counterpart, so the gradients need only be correct. Without atomics, they are also deterministic.
+counterpart, so the gradients only need to be correct. They use no atomics, so they are also deterministic.
 """
 
 from __future__ import annotations
@@ -15,27 +15,25 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.attention import LOG2E, check_head_dim
-from jetrl_patch.kernels.chunks import HEAD_DIMS, block_of, narrowed, row_blocks, rows_from
+from jetrl_patch.kernels.attention import LOG2E, block_of, check_head_dim, narrowed, row_blocks, rows_from
 from jetrl_patch.kernels.common import widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 
 class Tile(NamedTuple):
-    """What a program holds and what it walks, chosen by instructions a block and so that nothing spills in a loop."""
+    """What a program holds in registers and what it loops over. The sizes have few instructions per block, and no loop spills."""
 
     held: int
     walked: int
     warps: int
 
 
-#: head dimension -> rows that are held and keys that are walked for dQ
+#: head dimension -> rows held and keys looped over, for dQ
 DQ = {64: Tile(64, 64, 4), 128: Tile(128, 64, 8)}
-#: head dimension -> keys that are held and rows that are walked for dK and dV
+#: head dimension -> keys held and rows looped over, for dK and dV
 DKDV = {64: Tile(64, 32, 4), 128: Tile(128, 32, 8)}
 STAGES = 2
-#: rows of a program that sums them, and its warps
+#: rows per program of ``row_sums_kernel``, and its warps
 SUMMED, WARPS = 32, 4
 
 
@@ -44,9 +42,9 @@ def row_sums_kernel(  # type: ignore[no-untyped-def]
     grad, out, lse, delta, level, T,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, SUMMED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Write delta and the log-sum-exp in base 2 (``level``), FP32 [KH, T * PER]: the order in which the other kernels walk rows.
+    """Write delta and the log-sum-exp in base 2 (``level``), FP32 [KH, T * PER]: the order in which the other kernels read rows.
 
-    A row is one head of one token, contiguous in the tensors that are read.
+    A row is one head of one token, contiguous in the input tensors.
     """
     row, rows = tl.program_id(0) * SUMMED + tl.arange(0, SUMMED), T * (KH * PER)
     at = row.to(tl.int64)[:, None] * D + tl.arange(0, D)[None, :]
@@ -64,7 +62,7 @@ def dq_of(  # type: ignore[no-untyped-def]
     kb, k, v, q_rows, g_rows, levels, mean, acc, token, start, kh, rows, scale,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, KEYS: tl.constexpr, MASKED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of keys. Without MASKED every row sees every key of it."""
+    """Add a block of keys. Without MASKED, every row must see every key of the block."""
     key, d = kb * KEYS + tl.arange(0, KEYS), tl.arange(0, D)
     there = key * PER < rows if MASKED else tl.full((KEYS,), True, tl.int1)
     k_at = ((start + key).to(tl.int64) * KH + kh) * D
@@ -83,7 +81,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, STAGES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Tensors are contiguous [T, heads, D], but ``level`` and ``delta`` [KH, T * PER]; ``scale`` is ``natural`` * log2(e)."""
+    """``level`` and ``delta`` are [KH, T * PER], other tensors contiguous [T, heads, D]. ``scale`` is ``natural`` * log2(e)."""
     block, kh = tl.program_id(0), tl.program_id(1)
     _, start, tokens, begin = block_of(block, starts, R, PER, ROWS)
     rows = tokens * PER
@@ -99,7 +97,7 @@ def dq_kernel(  # type: ignore[no-untyped-def]
     mean = tl.load(delta + row_at, mask=valid, other=0.0)
     acc = tl.zeros((ROWS, D), tl.float32)
     end = (tl.minimum(begin + ROWS, rows) - 1) // PER // KEYS + 1
-    masked = tl.minimum((begin // PER + 1) // KEYS, end)  # every row sees the keys of the blocks before
+    masked = tl.minimum((begin // PER + 1) // KEYS, end)  # in the blocks before, every row sees every key
     for kb in tl.range(0, masked, num_stages=STAGES):
         acc = dq_of(
             kb, k, v, q_rows, g_rows, levels, mean, acc, token, start, kh, rows, scale, KH, PER, D, KEYS, False, HARDWARE
@@ -116,7 +114,7 @@ def dkdv_of(  # type: ignore[no-untyped-def]
     rb, q, grad, level, delta, k_rows, v_rows, dk_acc, dv_acc, key, keys, start, kh, T, scale,
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, WALKED: tl.constexpr, MASKED: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Add a block of rows. Without MASKED there is every row of it, and sees every key held."""
+    """Add a block of rows. Without MASKED, every row of the block must exist and see every key held."""
     row, d = rb * WALKED + tl.arange(0, WALKED), tl.arange(0, D)
     valid = row < keys * PER if MASKED else tl.full((WALKED,), True, tl.int1)
     token = row // PER
@@ -140,7 +138,7 @@ def dkdv_kernel(  # type: ignore[no-untyped-def]
     KH: tl.constexpr, PER: tl.constexpr, D: tl.constexpr, HELD: tl.constexpr, WALKED: tl.constexpr, STAGES: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Hold keys and values, and walk the rows of all query heads that share them."""
+    """Hold keys and values, and loop over the rows of all query heads that share them."""
     block, kh = tl.program_id(0), tl.program_id(1)
     _, start, keys, begin = block_of(block, starts, R, 1, HELD)
     if begin >= keys:
@@ -154,8 +152,8 @@ def dkdv_kernel(  # type: ignore[no-untyped-def]
     dk_acc = tl.zeros((HELD, D), tl.float32)
     dv_acc = tl.zeros((HELD, D), tl.float32)
     first, end = begin * PER // WALKED, tl.cdiv(keys * PER, WALKED)
-    whole = tl.minimum(tl.cdiv((begin + HELD - 1) * PER, WALKED), end)  # from here on every row sees all keys,
-    partial = tl.maximum(whole, keys * PER // WALKED)  # and up to here there are only rows of this sequence
+    whole = tl.minimum(tl.cdiv((begin + HELD - 1) * PER, WALKED), end)  # from this block on, every row sees all keys
+    partial = tl.maximum(whole, keys * PER // WALKED)  # up to this block, every row is one of this sequence
     for rb in tl.range(whole, partial, num_stages=STAGES):
         dk_acc, dv_acc = dkdv_of(
             rb, q, grad, level, delta, k_rows, v_rows, dk_acc, dv_acc, key, keys, start, kh, T, scale, KH, PER, D, WALKED, False,
@@ -198,26 +196,3 @@ def attention_backward(
             q, k, v, grad, level, delta, dk, dv, *numbers, HELD=held, WALKED=walked, num_warps=warps, **fixed
         )
     return dq, dk, dv
-
-
-def _specs() -> tuple[Spec, ...]:
-    inputs = dict.fromkeys(("q", "k", "v", "grad"), "*bf16") | dict.fromkeys(("level", "delta"), "*fp32")
-    numbers = {"starts": "*i32", "R": "i32", "T": "i32", "scale": "fp32", "natural": "fp32"}
-    found = []
-    for D in HEAD_DIMS:
-        heads = {"KH": 4, "PER": 7, "D": D, "HARDWARE": True}
-        for name, kernel, tile, sizes, written in (
-            ("dq", dq_kernel, DQ[D], ("ROWS", "KEYS"), ("dq",)),
-            ("dkdv", dkdv_kernel, DKDV[D], ("HELD", "WALKED"), ("dk", "dv")),
-        ):
-            fixed = {**heads, "STAGES": STAGES, **dict(zip(sizes, tile, strict=False))}
-            options = {"num_warps": tile.warps, "num_stages": STAGES, **PINNED}
-            types = inputs | dict.fromkeys(written, "*bf16") | numbers
-            found.append(Spec(f"attention_{name}_{D}", kernel, types, fixed, options))
-        types = dict.fromkeys(("grad", "out"), "*bf16") | dict.fromkeys(("lse", "delta", "level"), "*fp32") | {"T": "i32"}
-        options = {"num_warps": WARPS, **PINNED}
-        found.append(Spec(f"attention_row_sums_{D}", row_sums_kernel, types, {**heads, "SUMMED": SUMMED}, options))
-    return tuple(found)
-
-
-KERNELS = _specs()

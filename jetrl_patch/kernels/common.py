@@ -1,4 +1,4 @@
-"""What the quantizing kernels share: e4m3 arithmetic, tiles, and the checks and output tensors on the host."""
+"""Shared by the quantizing kernels: e4m3 arithmetic, tiles, and the input checks and output tensors on the host."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device
 
 # ---- Scales, e4m3fn bytes and BF16 rounding on the device, bit-equal to ``backends.quantize`` ---------
-# Everything uses bit operations or correctly rounded arithmetic, so that a GPU and the interpreter, whose casts are wrong,
-# give the same result. ``HARDWARE`` selects the GPU's conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
-# ``cvt.rn.bf16x2.f32``). Both ways turn every NaN into the byte 0x7f.
+# The casts of Triton's interpreter are wrong, so everything uses bit operations or correctly rounded arithmetic, which give the
+# same result there and on a GPU. ``HARDWARE`` selects the GPU's conversions instead (``cvt.rn.satfinite.e4m3x2.f32``,
+# ``cvt.rn.bf16x2.f32``). Both turn every NaN into the byte 0x7f.
 
 # the bits of 1e-10, the amax floor, and of infinity
 _FLOOR = tl.constexpr(0x2EDBE6FF)
@@ -26,7 +26,7 @@ _INF = tl.constexpr(0x7F800000)
 
 @triton.jit
 def magnitude(x):  # type: ignore[no-untyped-def]
-    """The bits of |x| for FP32 x. They compare like integers, with NaN above everything, so a maximum keeps a NaN."""
+    """The bits of |x| for FP32 x, which order as integers like the values do. NaN is above everything, so a maximum keeps it."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
@@ -35,7 +35,8 @@ def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
     """``backends.quantize.scale_from_amax`` on the ``magnitude`` of an amax, with IEEE division, not ``div.full``.
 
     A power of two needs no division: 448 is 1.75 * 2^8, so the exponent drops by 8, or by 7 if the mantissa is above 1.75.
-    (A quotient just above 1 does not round down to 1: one more mantissa bit is 2^-23 / 1.75, more than half a bit.)
+    (A quotient just above 1 does not round down to 1, because one more mantissa bit is worth 2^-23 / 1.75: more than half a bit
+    of the quotient.)
     """
     bits = tl.where(amax_bits < _FLOOR, _FLOOR, amax_bits)
     if POW2:
@@ -47,9 +48,9 @@ def scale_of(amax_bits, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def divided(x, scale, POW2: tl.constexpr):  # type: ignore[no-untyped-def]
-    """x / scale, correctly rounded; ``scale`` is broadcast against x and has one value per group.
+    """x / scale, correctly rounded. ``scale`` has one value per group and is broadcast against x.
 
-    A power of two between 2^-42 (from the floor) and 2^120 has an exact, normal reciprocal with the negated exponent.
+    A power of two between 2^-42 (from the floor) and 2^120 has an exact, normal reciprocal: the negated exponent.
     Products that become subnormal are far below the smallest e4m3 value.
     """
     if POW2:
@@ -160,8 +161,8 @@ def store_tokens(  # type: ignore[no-untyped-def]
 
 # ---- The host side of the quantizers: checks of the input, output tensors, launch options --------
 
-#: pinned as for the GEMMs, with instructions scheduled for few registers: the chain of operations per element is long and the
-#: tile wide, and a SiLU tile would spill otherwise. Older versions of triton lack the option.
+#: no fusion, as for the GEMMs, and instructions scheduled for few registers: each element passes through many operations and the
+#: tile is wide, so that a SiLU tile would spill otherwise. Older versions of triton lack ``sched4reg``
 COMPILER = {**PINNED, **({"sched4reg": True} if "sched4reg" in CUDAOptions.__dataclass_fields__ else {})}
 
 
@@ -173,35 +174,16 @@ def check_input(name: str, x: Tensor, *dtypes: torch.dtype) -> None:
         ValueError: the tensor is not two-dimensional, its rows are not contiguous, or it is not on the current device.
         ConfigError: the device is a CPU and the interpreter is off.
     """
-    dtypes = dtypes or (torch.bfloat16,)
+    dtypes, what = dtypes or (torch.bfloat16,), f"the quantizer's {name}"
     if x.dtype not in dtypes:
         wanted = " or ".join(map(str, dtypes))
-        raise TypeError(explain(f"the quantizer's {name}", required=wanted, found=x.dtype, fix="convert it first"))
+        raise TypeError(explain(what, required=wanted, found=x.dtype, fix="convert it first"))
     if x.dim() != 2:
-        raise ValueError(
-            explain(
-                f"the quantizer's {name}", required="two dimensions", found=list(x.shape), fix="flatten the batch first"
-            )
-        )
+        raise ValueError(explain(what, required="two dimensions", found=list(x.shape), fix="flatten the batch first"))
     if x.shape[1] > 1 and x.stride(1) != 1:
-        raise ValueError(
-            explain(
-                f"the quantizer's {name}",
-                required="contiguous rows",
-                found=f"strides {list(x.stride())}",
-                fix="call .contiguous() first",
-            )
-        )
+        found = f"strides {list(x.stride())}"
+        raise ValueError(explain(what, required="contiguous rows", found=found, fix="call .contiguous() first"))
     check_device(x)
-    if x.device.type == "cuda" and x.device.index != torch.cuda.current_device():
-        raise ValueError(
-            explain(
-                f"the quantizer's {name}",
-                required=f"the current device, cuda:{torch.cuda.current_device()}",
-                found=x.device,
-                fix="select the device with torch.cuda.device(...)",
-            )
-        )
 
 
 def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
@@ -213,7 +195,7 @@ def options(x: Tensor, scale_format: ScaleFormat) -> dict[str, Any]:
 
 
 def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, Tensor]:
-    """Allocate uint8 [M, K] and FP32 [M, G]; ``columns`` gives the scales strides (1, M rounded up to 4), not (G, 1)."""
+    """Allocate uint8 [M, K] and FP32 [M, G]. With ``columns``, the scales have strides (1, M rounded up to 4), not (G, 1)."""
     q, G = torch.empty(M, K, dtype=torch.uint8, device=x.device), groups(K)
     if columns:
         return q, torch.empty(G, -(-M // 4) * 4, dtype=torch.float32, device=x.device)[:, :M].t()
@@ -221,7 +203,7 @@ def new_rows(x: Tensor, M: int, K: int, columns: bool = False) -> tuple[Tensor, 
 
 
 def new_tokens(x: Tensor, M: int, K: int, transposed: bool, pad: bool) -> tuple[Tensor, Tensor]:
-    """Allocate uint8 [M, K], or [K, M] (``pad``: M in whole groups), and FP32 [ceil(M / 128), K]."""
+    """Allocate uint8 [M, K], or [K, M] (with ``pad``, M rounded up to whole groups), and FP32 [ceil(M / 128), K]."""
     s = torch.empty(groups(M), K, dtype=torch.float32, device=x.device)
     shape = (K, groups(M) * BLOCK if pad else M) if transposed else (M, K)
     return torch.empty(shape, dtype=torch.uint8, device=x.device), s

@@ -7,16 +7,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, rounded
 
-# ---- The digest of a weight (``sync.digest``) on a GPU: one launch a tensor, and nothing for the host to wait for
-# A program reads a tile of the matrix once. Sums modulo 2**64 have no order, so programs add theirs with an atomic.
-# Results stay in a slot on the device until the host reads those of many tensors together.
+# ---- The digest of a weight (``sync.digest``) on a GPU: one launch per tensor, without a wait of the host
+# A program reads its part of the matrix once. The order of a sum modulo 2**64 does not matter, so programs add with an atomic.
+# Each result stays in a slot on the device. The host reads the slots of many tensors together.
 
-#: rows and columns of a tile, and the number of tiles below one another that a program reads
+#: rows and columns of a tile, and tiles per program, one below the other
 ROWS, COLS, TILES = 16, 256, 4
-#: slots that are allocated, and set to zero, at a time
+#: number of slots that are allocated and set to zero together
 SLOTS = 1024
 
 
@@ -34,10 +33,10 @@ def digest_kernel(  # type: ignore[no-untyped-def]
     HALVES: tl.constexpr, SPECIAL: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, TILES: tl.constexpr,
     ROW_SALT: tl.constexpr, COL_SALT: tl.constexpr,
 ):  # fmt: skip
-    """``x`` holds bytes [rows, cols], or with HALVES 16-bit words; ``cols``, ``ld`` and ``col0`` count these.
+    """``x`` holds bytes [rows, cols], or with HALVES 16-bit words. ``cols``, ``ld`` and ``col0`` count bytes or words.
 
-    out[0] += digest; out[1] = 1 if a word has the exponent of NaN and infinity: any word with SPECIAL = 1 (BF16), every
-    second one with SPECIAL = 2 (the upper halves of FP32).
+    out[0] += digest. out[1] = 1 if there is a NaN or infinity, which the exponent of a word shows: of every word with SPECIAL = 1
+    (BF16), of every second word with SPECIAL = 2 (the upper halves of FP32).
     """
     strips = tl.cdiv(cols, COLS)
     c = (tl.program_id(0) % strips) * COLS + tl.arange(0, COLS)
@@ -72,18 +71,18 @@ SALTS = {"ROW_SALT": 0x9E3779B97F4A7C15, "COL_SALT": 0x9E3779B97F4A7C15 * 2 % (1
 FIXED = {"ROWS": ROWS, "COLS": COLS, "TILES": TILES, **SALTS}
 
 
-#: words in a value of the dtypes that may hold NaN or Inf
+#: words per value, for the dtypes that may hold NaN or Inf
 _SPECIAL = {torch.bfloat16: 1, torch.float32: 2}
 
 
 class Slots:
-    """Pairs of zeros on a device, cleared many at a time, so that a tensor needs no launch of its own for them."""
+    """Pairs of zeros on a device. Many are cleared together, so that a tensor needs no extra launch for its pair."""
 
     def __init__(self) -> None:
         self._free: dict[torch.device, list[Tensor]] = {}
 
     def take(self, device: torch.device) -> Tensor:
-        """Return int64 zeros [2]. The memory of a block lives as long as one of its slots is held."""
+        """Return int64 zeros [2]. A block's memory is freed with the last of its slots."""
         free = self._free.setdefault(device, [])
         if not free:
             free.extend(torch.zeros(SLOTS, 2, dtype=torch.int64, device=device).unbind())
@@ -97,7 +96,8 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
     """The digest, and 1 if the matrix is BF16 or FP32 and holds NaN or Inf: int64 [2] on the device.
 
     Args:
-        matrix_RC: any dtype, contiguous rows; the row stride is free. row0, col0: its place in the whole tensor, in elements.
+        matrix_RC: any dtype, with contiguous rows; any row stride.
+        row0, col0: the position of the matrix in the whole tensor, in elements.
     """
     size = matrix_RC.element_size()
     halves = size % 2 == 0
@@ -112,22 +112,9 @@ def digest(matrix_RC: Tensor, row0: int, col0: int) -> Tensor:
     return out
 
 
-_TYPES = {"out": "*i64", "rows": "i32", "cols": "i32", "ld": "i32", "row0": "i32", "col0": "i32"}
-DIGEST_KERNELS = (
-    Spec(
-        "digest_bytes", digest_kernel, {"x": "*u8", **_TYPES}, {"HALVES": False, "SPECIAL": 0, **FIXED},
-        {"num_warps": 4}, ("cols", "ld"),
-    ),
-    Spec(
-        "digest_bf16", digest_kernel, {"x": "*i16", **_TYPES}, {"HALVES": True, "SPECIAL": 1, **FIXED},
-        {"num_warps": 4}, ("cols", "ld"),
-    ),
-)  # fmt: skip
-
-
 # ---- ``fp8.mixture.added`` in one launch: the FP32 sums of R ranks, added in rank order and rounded once to BF16
-# Elements are independent, so neither tile nor batch affects a bit. torch's operators take R launches and move 12 (R - 1) + 6
-# bytes an element instead of 4 R + 2.
+# Elements are independent, so neither the tile nor the batch affects a bit. A launch moves 4 R + 2 bytes per element. torch's
+# operators take R launches and move 12 (R - 1) + 6.
 
 #: elements and warps of a program
 SIZE, WARPS = 1024, 4
@@ -158,14 +145,3 @@ def rank_sum(parts_RMN: Tensor) -> Tensor:
     if y.numel():
         rank_sum_kernel[(-(-M * N // SIZE),)](parts, y, M, N, RANKS=R, SIZE=SIZE, num_warps=WARPS, **PINNED)
     return y
-
-
-RANK_SUM_KERNELS = tuple(
-    Spec(
-        f"rank_sum{ranks}", rank_sum_kernel, {"parts": "*fp32", "y": "*bf16", "M": "i32", "N": "i32"},
-        {"RANKS": ranks, "SIZE": SIZE}, {"num_warps": WARPS, **PINNED}, ("N",),
-    )
-    for ranks in (2, 8)
-)  # fmt: skip
-
-KERNELS: tuple[Spec, ...] = DIGEST_KERNELS + RANK_SUM_KERNELS

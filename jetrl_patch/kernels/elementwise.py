@@ -1,4 +1,4 @@
-"""Elementwise kernels of exact mode, the rotary embedding among them."""
+"""Elementwise kernels: SiLU * up and the rotary embedding of exact mode, and the merged weight of LoRA."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.common import bf16_value, widened
-from jetrl_patch.kernels.formats import BLOCK, groups
+from jetrl_patch.kernels.common import bf16_value, load_tile, widened
+from jetrl_patch.kernels.formats import groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.silu import silu_mul_tile
 
-# ---- SiLU * up and rotary embedding with Hugging Face's rounding; each result depends on its own inputs only
+# ---- SiLU * up and rotary embedding with Hugging Face's rounding. Each result depends only on its own inputs
 
 #: rows and warps per tile
 ROWS, WARPS = 8, 4
-#: minimum of head dimension times heads in a rotary tile
+#: head dimension times heads in a rotary tile
 SPAN = 1024
 
 
 @triton.jit(do_not_specialize=["M"])  # one binary for every batch
 def silu_mul_kernel(gate, up, y, M, K, gate_m, up_m, ROWS: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile [ROWS, 128]; the values equal those of ``silu.py``, which quantizes them in the same kernel."""
+    """A tile [ROWS, 128]. The values equal those of ``silu.py``, which also quantizes them."""
     G = tl.cdiv(K, 128)
     m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
@@ -49,7 +48,7 @@ def silu_mul(gate_MK: Tensor, up_MK: Tensor) -> Tensor:
 def rotary_kernel(  # type: ignore[no-untyped-def]
     x, y, cos, sin, positions, heads, x_t, x_h, D: tl.constexpr, HEADS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """HEADS heads of one token: bf16(bf16(x cos) + bf16(rotate_half(x) sin)); tables [P, D/2], y contiguous."""
+    """HEADS heads of one token: bf16(bf16(x cos) + bf16(rotate_half(x) sin)). The tables are [P, D/2], y is contiguous."""
     t = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     d = tl.arange(0, D // 2)
@@ -86,31 +85,15 @@ def rotary(x_ThD: Tensor, cos: Tensor, sin: Tensor, positions: Tensor) -> Tensor
     return y
 
 
-ELEMENTWISE_KERNELS = (
-    Spec(
-        "silu_mul", silu_mul_kernel, dict.fromkeys(("gate", "up", "y"), "*bf16")
-        | dict.fromkeys(("M", "K", "gate_m", "up_m"), "i32"),
-        {"ROWS": ROWS, "HARDWARE": True}, {"num_warps": WARPS, **PINNED}, ("K", "gate_m", "up_m"),
-    ),
-    *(
-        Spec(
-            f"rotary_{D}", rotary_kernel, dict.fromkeys(("x", "y", "cos", "sin"), "*bf16")
-            | {"positions": "*i64", "heads": "i32", "x_t": "i32", "x_h": "i32"},
-            {"D": D, "HEADS": SPAN // D, "HARDWARE": True}, {"num_warps": WARPS, **PINNED}, ("x_t", "x_h"),
-        )
-        for D in (64, BLOCK)
-    ),
-)  # fmt: skip
-
-
-# ---- The rotary embedding of queries and keys in one launch, and its gradient in another: 4 bytes an element each in BF16
+# ---- The rotary embedding of queries and keys in one launch, and its gradient in another: 4 bytes per element each in BF16
 #     forward      first = low cos - high sin      second = high cos + low sin      low, high: the halves of a head's rotated part
 #     backward     dlow = dfirst cos + dsecond sin      dhigh = dsecond cos - dfirst sin
 #
-# Forward has Hugging Face's roundings: each product and the sum, in the dtype to which torch promotes a head and the tables. The
-# gradient is the trainer's own: FP32, rounded once. In torch's operations both take 24 launches and 48 bytes an element together.
+# The forward pass rounds as Hugging Face does: each product, then the sum, in the dtype to which torch promotes the head and the
+# tables. The gradient has no counterpart in the rollout: FP32, rounded once. torch's operations take 24 launches and 48 bytes per
+# element for both together.
 
-#: head dimension times heads in a tile, 8 or 16 elements a thread
+#: head dimension times heads in a tile: 8 or 16 elements per thread
 ROTARY_SPAN = 2048
 ROTARY_WARPS = 4
 
@@ -130,7 +113,7 @@ def _rotate(  # type: ignore[no-untyped-def]
     D: tl.constexpr, R: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BACKWARD: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """Heads ``h`` of one token: the first R of D elements are rotated by rows of the tables, the others are copied."""
+    """Heads ``h`` of one token: the first R of D elements are rotated by a row of the tables, the others are copied."""
     d = tl.arange(0, HALF)
     there = (h < heads)[:, None] & (d < R // 2)[None, :]
     c, s = cos + d, sin + d
@@ -184,9 +167,9 @@ def rotary_pair(
     """Queries and keys [B, T, heads, D], rotated, in ``dtypes`` and in memory of this order.
 
     Args:
-        q_BThD, k_BTgD: BF16 or FP32; anything but the elements of a head may be strided.
+        q_BThD, k_BTgD: BF16 or FP32; the elements of a head are contiguous, other strides are free.
         cos, sin: [B or 1, T, R], BF16 or FP32; the first R elements of a head are rotated.
-        backward: the inputs are gradients of the results; ``dtypes`` those of what was rotated.
+        backward: the inputs are the gradients of the results, and ``dtypes`` are those of the queries and keys.
     """
     q, k = (t if t.stride(3) == 1 else t.contiguous() for t in (q_BThD, k_BTgD))
     if cos.stride() != sin.stride() or cos.stride(2) != 1:
@@ -205,22 +188,43 @@ def rotary_pair(
 
 
 def _steps(t: Tensor, dims: int) -> list[int]:
-    """The first strides. That of a dimension of one element means nothing: 0 stands for all, or each would be compiled for."""
+    """The first strides, with 0 for a dimension of size 1: any value is right there, but Triton would compile for each."""
     return [step if n > 1 else 0 for n, step in zip(t.shape[:dims], t.stride())]
 
 
-def _spec(D: int, R: int, backward: bool) -> Spec:
-    return Spec(
-        f"rotary_pair_{D}{f'_of_{R}' * (R < D)}{'_backward' * backward}", rotary_pair_kernel,
-        dict.fromkeys(("q", "k", "cos", "sin", "q_out", "k_out"), "*bf16")
-        | dict.fromkeys(("T", "q_heads", "k_heads", "q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "c_b", "c_t"), "i32"),
-        {
-            "D": D, "R": R, "HALF": R // 2, "REST": D - R, "HEADS": ROTARY_SPAN // D, "BACKWARD": backward, "HARDWARE": True,
-        },
-        {"num_warps": ROTARY_WARPS, **PINNED}, ("q_b", "q_t", "q_h", "k_b", "k_t", "k_h", "c_b", "c_t"),
+# ---- The merged weight of ``fp8.lora``, W' = bf16(W + scaling * Σ_j B_j A_j), in one pass over W -
+# Each element is summed by itself in the order of j, so the tiling affects no bit. Products of BF16 values are exact in FP32, so
+# an fma rounds once, as the formula does. The last product and sum must round separately, which is why fusion is off.
+
+#: rows of a tile of 128 columns, and its warps
+MERGE_ROWS, MERGE_WARPS = 32, 4
+
+
+@triton.jit
+def merge_kernel(  # type: ignore[no-untyped-def]
+    w, a, b, y, N, K, R, scaling, ROWS: tl.constexpr, HARDWARE: tl.constexpr
+):
+    """W and y are [N, K], A [R, K] and B transposed, [R, N]."""
+    G = tl.cdiv(K, 128)
+    n = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
+    k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
+    total = tl.zeros([ROWS, 128], tl.float32)
+    for j in range(R):
+        b_N = widened(tl.load(b + j * N + n, mask=n < N, other=0.0), HARDWARE)
+        a_K = widened(tl.load(a + j * K + k, mask=k < K, other=0.0), HARDWARE)
+        total = tl.fma(tl.broadcast_to(b_N[:, None], [ROWS, 128]), tl.broadcast_to(a_K[None, :], [ROWS, 128]), total)
+    tile = load_tile(w, n, k, N, K, K, HARDWARE) + total * scaling
+    tl.store(y + n.to(tl.int64)[:, None] * K + k[None, :], rounded(tile), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def merged_weight(w_NK: Tensor, a_RK: Tensor, b_NR: Tensor, scaling: float) -> Tensor:
+    """``fp8.lora.merged_weight`` of BF16 tensors."""
+    w, a, b = w_NK.contiguous(), a_RK.contiguous(), b_NR.t().contiguous()
+    check_device(w, a, b)
+    N, K = w.shape
+    y = torch.empty(N, K, dtype=torch.bfloat16, device=w.device)
+    merge_kernel[(-(-N // MERGE_ROWS) * groups(K),)](
+        w, a, b, y, N, K, a.shape[0], scaling,
+        ROWS=MERGE_ROWS, HARDWARE=not triton.knobs.runtime.interpret, num_warps=MERGE_WARPS, **PINNED,
     )  # fmt: skip
-
-
-ROTARY_KERNELS = tuple(_spec(D, R, backward) for D, R in ((64, 64), (BLOCK, BLOCK), (BLOCK, 64)) for backward in (False, True))
-
-KERNELS: tuple[Spec, ...] = ELEMENTWISE_KERNELS + ROTARY_KERNELS
+    return y

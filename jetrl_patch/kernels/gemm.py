@@ -1,4 +1,4 @@
-"""FProp in FP8 ``wgmma``: tiles for many rows, and tiles for few that quantize the activation themselves."""
+"""FProp in FP8 ``wgmma``: a kernel for quantized rows, and one for few rows that also quantizes them."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import explain
-from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.common import COMPILER, check_input, magnitude, options, quantized, widened
+from jetrl_patch.kernels.common import check_input, magnitude, options, quantized, widened
 from jetrl_patch.kernels.formats import ScaleFormat, groups, split_width
+from jetrl_patch.kernels.gemm_common import FEW as FEW_TILES
 from jetrl_patch.kernels.gemm_common import (
-    FEW,
     FEW_ROWS,
-    NARROW,
     PINNED,
-    WIDE,
     Tile,
-    box,
     check_device,
     check_operand,
     check_output,
@@ -31,16 +27,15 @@ from jetrl_patch.kernels.gemm_common import (
     tile_for,
     weight_scales,
 )
-from jetrl_patch.kernels.gemm_common import FEW as FEW_TILES
 
 # ---- FProp on Hopper: Y [M, N] = round(sum over blocks kb, ascending, of fma(dot128(qX, qW), sX * sW, acc))
 #     X e4m3 [M, K] row-major, s [M, G];  W e4m3 [N, K] row-major, s [N, G] (per row) or [ceil(N / 128), G] (per block)
 #     Y [M, N];  G = ceil(K / 128)
 #
-# Both operands have K contiguous, the only layout that FP8 ``wgmma`` accepts. The dot product of a block goes to a fresh
-# accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``, as in the formula. A row's bits
-# depend on that row alone: N determines the tile, or the one for up to 64 rows, K is walked in a fixed order, and no two programs
-# share a sum.
+# Both operands have K contiguous, the only layout that FP8 ``wgmma`` accepts. The dot product of a block starts from a fresh
+# accumulator (four ``wgmma`` of k = 32) and is promoted to FP32 by an explicit ``fma``, as in the formula. A row's bits depend
+# only on that row: N alone chooses the tile (among those of up to 64 rows, or of more), the order of K is fixed, and no two
+# programs share a sum.
 
 #: rows of tiles per band; see ``place``
 HEIGHT = 8
@@ -54,8 +49,8 @@ def fprop_kernel(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """``x_MK`` and ``w_NK`` are TMA descriptors with boxes of ROWS x 128 and COLUMNS x 128.
 
-    With BLOCKS, ``sw`` holds one scale per 128 rows of W, of which a tile has one: a scalar in a block of K, where scales per
-    row need a load and a product for every column. The products are the same numbers.
+    With BLOCKS, ``sw`` holds one scale per 128 rows of W, so a tile reads one scalar per block of K. Scales per row need a load
+    and a product for every column. The products are the same numbers.
     """
     rows, columns = tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS)
     blocks = tl.cdiv(K, 128) // SPLITS
@@ -93,12 +88,11 @@ def fprop(
     splits: int = 1,
     s_blocks: Tensor | None = None,
 ) -> Tensor:
-    """Y [M, N] in BF16 or FP32, as ``backends.quantize.fprop``; scales may have any strides.
+    """Y [M, N] in BF16 or FP32, as ``backends.quantize.fprop``. Scales may have any strides.
 
     Args:
-        s_NG: not read with ``s_blocks``; None if they are not at hand.
-        s_blocks: the scales of W per block [ceil(N / 128), G], if every 128 rows share one: the same bits, with fewer
-            instructions.
+        s_NG: scales of W per row. Not read if ``s_blocks`` is given; then it may be None.
+        s_blocks: scales of W per block [ceil(N / 128), G], if every 128 rows share one. Same bits, fewer instructions.
 
     Raises:
         TypeError, ValueError: the operands do not match, or a split cuts a block.
@@ -122,7 +116,7 @@ def fprop(
 def launch(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, y_MN: Tensor, tile: Tile, blocks: bool, splits: int = 1
 ) -> None:
-    """Write the product of checked operands to ``y_MN``; with ``blocks``, ``sw`` has one scale per 128 rows of W."""
+    """Write the product of checked operands to ``y_MN``. With ``blocks``, ``sw`` has one scale per 128 rows of W."""
     (M, K), N = q_MK.shape, w_NK.shape[0]
     grid = programs(q_MK.device, -(-M // tile.rows) * -(-N // tile.columns), tile.per_sm)
     fprop_kernel[grid](
@@ -132,46 +126,23 @@ def launch(
     )  # fmt: skip
 
 
-def _spec(tile: Tile, out: str, splits: int, blocks: bool) -> Spec:
-    integers = dict.fromkeys(("M", "N", "K", "sx_m", "sx_g", "sw_n", "sw_g", "programs"), "i32")
-    return Spec(
-        name=f"fprop_{tile.rows}x{tile.columns}_{out}" + "_blocks" * blocks + (f"_splits{splits}" if splits > 1 else ""),
-        kernel=fprop_kernel,
-        types={"x_MK": box(tile.rows), "w_NK": box(tile.columns), "sx": "*fp32", "sw": "*fp32", "y": f"*{out}", **integers},
-        constexprs={
-            "BLOCKS": blocks, "SPLITS": splits, "ROWS": tile.rows, "COLUMNS": tile.columns, "STAGES": tile.stages,
-            "HEIGHT": HEIGHT,
-        },
-        options={"num_warps": tile.warps, "num_stages": tile.stages, **PINNED},
-        aligned=("N", "K"),
-    )  # fmt: skip
-
-
-GEMM_KERNELS = tuple(
-    _spec(tile, out, splits, blocks)
-    for blocks in (False, True)
-    for tile in (NARROW, WIDE)
-    for out in ("bf16", "fp32")
-    for splits in (1, 2, 4, 8)
-) + tuple(_spec(tile, out, 1, blocks) for blocks in (False, True) for tile in FEW for out in ("bf16", "fp32"))
-
-
-# ---- FProp of a few BF16 rows in one launch: each 1x128 group of X is quantized right before its product
+# ---- FProp of few BF16 rows in one launch: each 1x128 group of X is quantized right before its product
 #     X BF16 [M, K], M <= 64;  W e4m3 [N, K] row-major, s [N, G] (per row);  Y [M, N];  G = ceil(K / 128)
 #
-# The bytes equal those of ``quantize_rows`` (``e4m3``), and the product is that of ``gemm.fprop`` with as few rows: the same
-# ``wgmma`` (but for its columns, where scales are per row and N is large), K ascending in blocks of 128, and one scale product
-# and one ``fma`` per block. A row's bits therefore equal those of the two separate launches. Every program quantizes the rows
-# again, which pays off only for few rows (``FEW``).
+# The bytes equal those of ``quantize_rows``, and the product is that of ``fprop`` for few rows: the same ``wgmma`` (with fewer
+# columns if scales are per row and N is large), K ascending in blocks of 128, one scale product and one ``fma`` per block. So a
+# row has the bits of the two separate launches. Every program quantizes the rows again, which pays off only for few rows
+# (``FEW_TOKENS``).
 
 #: rows of a tile, and the maximum that this kernel accepts
 ROWS = FEW_ROWS
-#: up to this many rows it replaces the two launches. Every program reads X in BF16 from the L2 cache: at 64 rows that is one
-#: to two times the bytes of its weights and costs more than a launch, at 32 half of that (computed, not measured)
+#: maximum number of rows for which it replaces the two launches. Every program reads X in BF16 from the L2 cache. At 64 rows X
+#: has one to two times the bytes of the program's weights and costs more than a launch; at 32, half (computed, not measured)
 FEW_TOKENS = 32
-#: pipeline stages and programs per SM by the columns of a tile: a stage also holds 16 KiB of X in BF16
+#: columns of a tile -> pipeline stages, programs per SM. A stage also holds 16 KiB of X in BF16
 PIPELINE = {128: (4, 1), 64: (4, 2), 32: (5, 2)}
-#: by whether scales are per block: the rows to quantize, the sum and 128 scales would not fit into a thread's registers
+#: tiles for scales per row and per block. The widest needs scales per block: with 128 scales per row, the rows to quantize and
+#: the sum, a thread would run out of registers
 TILES = (FEW_TILES[1:], FEW_TILES)
 
 
@@ -181,7 +152,7 @@ def decode_kernel(  # type: ignore[no-untyped-def]
     BLOCKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, POW2: tl.constexpr,
     HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """``w_NK`` is a TMA descriptor with boxes of COLUMNS x 128. BLOCKS as in ``gemm.fprop_kernel``."""
+    """``w_NK`` is a TMA descriptor with boxes of COLUMNS x 128. BLOCKS as in ``fprop_kernel``."""
     columns = tl.cdiv(N, COLUMNS)
     m, k = tl.arange(0, ROWS), tl.arange(0, 128)
     for column in tl.range(tl.program_id(0), columns, programs):
@@ -213,11 +184,11 @@ def fprop_few(
     out_dtype: torch.dtype = torch.bfloat16,
     s_blocks: Tensor | None = None,
 ) -> Tensor:
-    """``gemm.fprop(*quantize_rows(x), w, s)`` for at most 64 rows, bit for bit; scales may have any strides.
+    """``fprop(*quantize_rows(x), w, s)`` for at most 64 rows, bit for bit. Scales may have any strides.
 
     Args:
-        x_MK: BF16 with contiguous rows; the row stride is free.
-        s_NG, s_blocks: as for ``gemm.fprop``.
+        x_MK: BF16 with contiguous rows; any row stride.
+        s_NG, s_blocks: as for ``fprop``.
 
     Raises:
         TypeError, ValueError: the operands do not match, or there are too many rows.
@@ -244,30 +215,3 @@ def fprop_few(
         **options(x_MK, scale_format),
     )  # fmt: skip
     return y
-
-
-def _few_spec(tile: Tile, out: str, scale: str, blocks: bool) -> Spec:
-    stages, _ = PIPELINE[tile.columns]
-    integers = dict.fromkeys(("M", "N", "K", "x_m", "sw_n", "sw_g", "programs"), "i32")
-    return Spec(
-        name=f"decode_{ROWS}x{tile.columns}_{out}{'_blocks' * blocks}_{scale}",
-        kernel=decode_kernel,
-        types={"x": "*bf16", "w_NK": box(tile.columns), "sw": "*fp32", "y": f"*{out}", **integers},
-        constexprs={
-            "BLOCKS": blocks, "ROWS": ROWS, "COLUMNS": tile.columns, "STAGES": stages, "POW2": scale == "pow2",
-            "HARDWARE": True,
-        },
-        options={"num_warps": tile.warps, "num_stages": stages, **COMPILER},
-        aligned=("N", "K", "x_m"),
-    )  # fmt: skip
-
-
-GEMM_DECODE_KERNELS = tuple(
-    _few_spec(tile, out, scale, blocks)
-    for blocks in (False, True)
-    for scale in ("pow2", "fp32")
-    for tile in TILES[blocks]
-    for out in ("bf16", "fp32")
-)
-
-KERNELS: tuple[Spec, ...] = GEMM_KERNELS + GEMM_DECODE_KERNELS

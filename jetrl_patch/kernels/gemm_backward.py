@@ -9,14 +9,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.formats import FP8, groups
 from jetrl_patch.kernels.gemm import launch
 from jetrl_patch.kernels.gemm_common import (
     ALIGN,
     PINNED,
     WIDE,
-    box,
     check_device,
     check_operand,
     check_output,
@@ -29,12 +27,12 @@ from jetrl_patch.kernels.gemm_common import (
 # ---- DGrad on Hopper: dX [M, K] = dY W, contracted over N in blocks of 128 -----------------------
 #     dY e4m3 [M, N] row-major, s [M, ceil(N/128)];  W e4m3 [N, K] row-major, s blocks [ceil(N/128), ceil(K/128)]
 #
-# ``wgmma`` needs the contraction dimension contiguous, but W has K contiguous. So W^T [K, N] is written first, 2 bytes an
-# element, unless the quantizer wrote it beside W, and the product is FProp's: dX = dY (W^T)^T, with block scales. Without that
-# the compiler transposes each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte stores a thread in a
-# loop of 320 instructions, where FProp's has 200.
+# ``wgmma`` needs the contraction dimension contiguous, but W has K contiguous. So W^T [K, N] is written first, which moves 2
+# bytes per element, unless the quantizer wrote it along with W. The product is then FProp's: dX = dY (W^T)^T, with block scales.
+# Without W^T, the compiler would transpose each box of W in shared memory, byte by byte and once for every tile of dX: 64 byte
+# stores per thread in a loop of 320 instructions. FProp's loop has 200.
 
-#: the tile, whatever K: a training batch has many rows
+#: the tile for every K, because a training batch has many rows
 TILE = WIDE
 #: warps that transpose a tile of 128 x 128 bytes
 WARPS = 8
@@ -42,7 +40,7 @@ WARPS = 8
 
 @triton.jit
 def transpose_kernel(w, transposed, N, K, w_n, pitch):  # type: ignore[no-untyped-def]
-    """Write the bytes of each [N, K] of a stack as [K, pitch]; columns past N are zero. Matrices are N rows apart."""
+    """Write the bytes of each matrix [N, K] of a stack as [K, pitch], with zeros past N. Matrices are N rows apart."""
     G, blocks = tl.cdiv(K, 128), tl.cdiv(N, 128) * tl.cdiv(K, 128)
     matrix, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
     n = (block // G) * 128 + tl.arange(0, 128)
@@ -54,7 +52,7 @@ def transpose_kernel(w, transposed, N, K, w_n, pitch):  # type: ignore[no-untype
 
 
 def transposed(w_NK: Tensor) -> Tensor:
-    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA reads them; of a stack [S, N, K] each matrix's."""
+    """W^T, e4m3 [K, N], in rows that start at multiples of 16 bytes, as TMA needs. Of a stack [S, N, K], that of each matrix."""
     if w_NK.stride(-1) != 1 or w_NK.dim() > 2:
         w_NK = w_NK.contiguous()
     *stack, N, K = w_NK.shape
@@ -77,7 +75,7 @@ def dgrad(
     """dX [M, K] in BF16 or FP32 from quantized operands; ``backends.quantize.dgrad`` is the reference.
 
     Args:
-        w_KN: ``transposed(w_NK)``, if it is at hand.
+        w_KN: ``transposed(w_NK)``, if it exists already.
 
     Raises:
         TypeError, ValueError: the operands do not match.
@@ -96,19 +94,11 @@ def dgrad(
     return dx
 
 
-GEMM_DGRAD_KERNELS = (
-    Spec(
-        "transpose", transpose_kernel, {"w": "*u8", "transposed": "*u8"} | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"), {},
-        {"num_warps": WARPS, **PINNED}, ("N", "K", "w_n", "pitch"),
-    ),
-)  # fmt: skip
-
-
 # ---- WGrad on Hopper: dW [N, K] = dY^T X, contracted over the tokens in groups of 128 ------------
 #     dY^T e4m3 [N, M] row-major, s [ceil(M/128), N];  X^T e4m3 [K, M] row-major, s [ceil(M/128), K]
 #
-# The quantizer delivers both operands transposed, with the tokens contiguous as FP8 ``wgmma`` needs them; each row has one
-# scale per 128 tokens. Adding the sum to an FP32 main gradient in place saves one rounding and one buffer.
+# The quantizer writes both operands transposed, with the tokens contiguous, as FP8 ``wgmma`` needs. Each row has one scale per
+# 128 tokens. Adding the sum to an FP32 main gradient in place saves one rounding and one buffer.
 
 SIDE, WGRAD_WARPS, STAGES, HEIGHT = 128, 8, 4, 8
 
@@ -129,7 +119,7 @@ def wgrad_kernel(  # type: ignore[no-untyped-def]
         for mb in tl.range(0, tl.cdiv(M, 128), num_stages=STAGES):
             g = g_NM.load([row * SIDE, mb * 128])
             x = x_KM.load([column * SIDE, mb * 128])
-            sg_here = tl.load(sg_at + mb * sg_g, mask=n < N, other=0.0)  # a mask, since a clamp hides what lies side by side
+            sg_here = tl.load(sg_at + mb * sg_g, mask=n < N, other=0.0)  # a mask, because a clamp hides that they are adjacent
             sx_here = tl.load(sx_at + mb * sx_g, mask=k < K, other=0.0)
             scale = sg_here[:, None] * sx_here[None, :]
             acc = tl.fma(tl.dot(g, x.T), scale, acc)
@@ -154,7 +144,7 @@ def wgrad(
         g_NM: e4m3 [N, M] with scales ``sg`` [ceil(M/128), N].
         x_KM: e4m3 [K, M] with scales ``sx`` [ceil(M/128), K].
         out_dtype: dtype of a new result.
-        add_to: a contiguous FP32 main gradient [N, K]; it is updated in place and returned.
+        add_to: a contiguous FP32 main gradient [N, K], which is updated in place and returned.
 
     Raises:
         TypeError, ValueError: the operands do not match.
@@ -184,21 +174,3 @@ def wgrad(
         **PINNED,
     )  # fmt: skip
     return dw
-
-
-GEMM_WGRAD_KERNELS = tuple(
-    Spec(
-        name=f"wgrad_{SIDE}x{SIDE}_{out}" + ("_add" if add else ""),
-        kernel=wgrad_kernel,
-        types={
-            "g_NM": box(SIDE), "x_KM": box(SIDE), "sg": "*fp32", "sx": "*fp32", "dw": f"*{out}",
-            **dict.fromkeys(("M", "N", "K", "sg_g", "sx_g", "programs"), "i32"),
-        },
-        constexprs={"sg_n": 1, "sx_k": 1, "ADD": add, "SIDE": SIDE, "STAGES": STAGES, "HEIGHT": HEIGHT},
-        options={"num_warps": WGRAD_WARPS, "num_stages": STAGES, **PINNED},
-        aligned=("N", "K", "sg_g", "sx_g"),
-    )
-    for out, add in (("bf16", False), ("fp32", False), ("fp32", True))
-)  # fmt: skip
-
-KERNELS: tuple[Spec, ...] = GEMM_DGRAD_KERNELS + GEMM_WGRAD_KERNELS

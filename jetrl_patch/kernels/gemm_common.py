@@ -12,7 +12,6 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from jetrl_patch.errors import ConfigError, explain
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.formats import BLOCK, FP8, groups
 
 #: TMA requires rows that start at multiples of 16 bytes
@@ -31,52 +30,52 @@ class Tile(NamedTuple):
     per_sm: int
 
 
-#: Both have at least the 64 rows that FP8 ``wgmma`` needs (16 and 32 would become FP16 ``mma.sync``).
-#: The narrow tile doubles the number of programs for a layer with few output features when few rows are decoded.
+#: Both tiles have at least the 64 rows that FP8 ``wgmma`` needs (16 or 32 rows would become FP16 ``mma.sync``). For a layer with
+#: few output features, the narrow tile doubles the number of programs, which a decode step needs
 NARROW = Tile(rows=128, columns=64, warps=4, stages=4, per_sm=2)
 WIDE = Tile(rows=128, columns=128, warps=8, stages=4, per_sm=1)
 WIDE_FROM = 8192
 
 
 def tile_for(columns: int) -> Tile:
-    """The tile of more rows for a product with this many output columns."""
+    """The tile of a product with this many output columns and more than ``few_rows()`` rows."""
     return WIDE if columns >= WIDE_FROM else NARROW
 
 
-#: the tiles of up to 64 rows, the widest first: one ``wgmma`` high, with the weights of many blocks of K on their way
+#: the tiles for up to 64 rows, the widest first: one ``wgmma`` high, with many pipeline stages to load weights early
 FEW_ROWS = 64
 FEW = tuple(Tile(FEW_ROWS, columns, 4, stages, 2) for columns, stages in ((128, 4), (64, 6), (32, 8)))
-#: the largest M that takes them; 0 once a trial has found on this machine that their rows are not those of the other tiles
+#: the largest M that uses them; 0 after a trial on this machine has found that their rows differ from those of the other tiles
 _few_rows = FEW_ROWS
-#: so many programs fill a Hopper GPU (132 SMs; an H200 is not asked, so that N alone decides)
+#: number of programs that fill a Hopper GPU (132 SMs). A constant, so that N alone chooses the tile
 FILLED = 120
 
 
 def few_rows() -> int:
-    """The largest M whose products take ``few_tile_for``."""
+    """The largest M whose products use ``few_tile_for``."""
     return _few_rows
 
 
 def give_up_few_rows() -> bool:
-    """From now on every product of this process takes ``tile_for``. Returns whether some did not."""
+    """From now on every product of this process uses ``tile_for``. Returns whether this is a change."""
     global _few_rows
     had, _few_rows = _few_rows > 0, 0
     return had
 
 
 def few_tile_for(columns: int, tiles: tuple[Tile, ...] = FEW) -> Tile:
-    """The tile of few rows for this many output columns: the widest of which enough run at once, else the narrowest.
+    """The tile for few rows and this many output columns: the widest that still gives enough programs, else the narrowest.
 
-    It may have another width than ``tile_for``'s. Within a block of 128 a sum is the same four ``wgmma`` of k = 32 in the same
-    order, and so are the promotion and the order of K. Only the number of columns of the instruction differs, and an element's
-    dot product has no part in other columns. As for weights that are fused (``row_equality``), the trial on the machine judges.
+    Its width may differ from that of ``tile_for``. The sum of a block of 128 is the same: four ``wgmma`` of k = 32 in the same
+    order, the same promotion, the same order of K. Only the instruction has another number of columns, and an element's dot
+    product does not involve other columns. A trial on the machine checks it, as for fused weights (``row_equality``).
     """
     return next((tile for tile in tiles if -(-columns // tile.columns) >= FILLED), tiles[-1])
 
 
 @triton.jit
 def place(tile, rows, columns, HEIGHT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Map a tile's number to (row, column), in bands of HEIGHT rows, so that concurrent programs share operands."""
+    """Map a tile's number to (row, column), in bands of HEIGHT rows, so that programs that run together share operands."""
     band = HEIGHT * columns
     first = (tile // band) * HEIGHT
     height = tl.minimum(rows - first, HEIGHT)
@@ -104,9 +103,9 @@ def converted(x, like):  # type: ignore[no-untyped-def]
 
 
 def descriptor(q: Tensor, rows: int, columns: int = BLOCK) -> TensorDescriptor:
-    """A TMA descriptor of a row-major e4m3 matrix, read in boxes of [rows, columns]; elements outside read as 0.
+    """A TMA descriptor of a row-major e4m3 matrix, which is read in boxes of [rows, columns]. Elements outside read as 0.
 
-    A matrix whose rows do not start at multiples of 16 bytes is first copied to a padded one.
+    If the rows do not start at multiples of 16 bytes, the matrix is first copied to a padded one.
     """
     height, width = q.shape
     pitch = -(-width // ALIGN) * ALIGN
@@ -123,7 +122,7 @@ def box(rows: int, columns: int = BLOCK) -> str:
 
 
 def programs(device: torch.device, tiles: int, per_sm: int) -> tuple[int]:
-    """The grid: as many persistent programs as run concurrently; each takes tiles at that stride."""
+    """The grid: as many persistent programs as run at the same time. Each computes every n-th tile, n being their number."""
     return (min(tiles, per_sm * _multiprocessors(device)),)
 
 
@@ -150,10 +149,10 @@ def check_operand(name: str, q: Tensor, s: Tensor, scale_shape: tuple[int, int])
 
 
 def weight_scales(w_NK: Tensor, s_NG: Tensor | None, s_blocks: Tensor | None) -> Tensor:
-    """The scales of W that a product reads: those per block if they are given, else those per row; both are checked.
+    """The scales of W that a product reads: those per block if given, else those per row. Checks both.
 
     Raises:
-        TypeError, ValueError: as ``check_operand``, or there are none.
+        TypeError, ValueError: as ``check_operand``, or both are None.
     """
     N, K = w_NK.shape
     for s, rows in ((s_NG, N), (s_blocks, groups(N))):
@@ -188,18 +187,13 @@ def check_device(*tensors: Tensor) -> None:
             f"Select the operands' device with torch.cuda.device(...)."
         )
     if device.type != "cuda" and not triton.knobs.runtime.interpret:
-        raise ConfigError(
-            explain(
-                "the Triton kernels",
-                required="a CUDA device",
-                found=tensors[0].device,
-                fix='use backend="native" or backend="torch" there',
-            )
-        )
+        fix = 'use backend="native" or backend="torch" there'
+        raise ConfigError(explain("the Triton kernels", required="a CUDA device", found=device, fix=fix))
 
 
 # ---- Convert per-row weight scales [N, G] to the block scales [ceil(N / 128), G] that DeepGEMM reads, in one launch
-# A block whose rows differ in scale gets NaN: the error stays visible in the result and needs no GPU synchronization.
+# If the rows of a block differ in scale, the block gets NaN. So the error shows in the result, and the host need not wait for the
+# GPU.
 
 #: groups per program
 WIDTH = 32
@@ -234,15 +228,3 @@ def block_scales(s_NG: Tensor) -> Tensor:
         grid = (groups(N) * -(-G // WIDTH),)
         block_scales_kernel[grid](s_NG, out, N, G, *s_NG.stride(), WIDTH=WIDTH, num_warps=4, **PINNED)
     return out
-
-
-KERNELS: tuple[Spec, ...] = (
-    Spec(
-        "block_scales",
-        block_scales_kernel,
-        {"s": "*fp32", "out": "*fp32", **dict.fromkeys(("N", "G", "s_n", "s_g"), "i32")},
-        {"WIDTH": WIDTH},
-        {"num_warps": 4, **PINNED},
-        ("N",),
-    ),
-)

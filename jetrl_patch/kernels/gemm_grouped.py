@@ -1,4 +1,4 @@
-"""The kernels of a mixture's experts: each takes all experts in one launch, whatever their number.
+"""The kernels of a mixture's experts. Each computes all experts in one launch.
 
 | kernel            | in                                     | out                                   |
 | plan              | experts of each token                  | the sorted pairs                      |
@@ -17,13 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.formats import BLOCK, FP8, groups
-from jetrl_patch.kernels.gemm_backward import transposed
+from jetrl_patch.kernels.common import as_fp8, bf16_value, decode, options, store_tokens, widened
+from jetrl_patch.kernels.formats import BLOCK, FP8, ScaleFormat, groups
+from jetrl_patch.kernels.gemm_backward import SIDE, STAGES, WGRAD_WARPS, transposed
 from jetrl_patch.kernels.gemm_common import (
     PINNED,
     Tile,
-    box,
     check_device,
     check_operand,
     check_output,
@@ -32,7 +31,6 @@ from jetrl_patch.kernels.gemm_common import (
     place,
     programs,
 )
-from jetrl_patch.kernels.gemm_grouped_wgrad import group_tokens, grouped_wgrad, regroup
 from jetrl_patch.kernels.mixture import ROWS, Plan, combine, pair_backward, plan
 from jetrl_patch.kernels.quantize import quantize_rows
 from jetrl_patch.kernels.silu import silu_mul_quantize_rows
@@ -51,10 +49,10 @@ __all__ = [
 #     side by side   Y [P, 2N] = (x Wg^T, x Wu^T)             FProp of gate and up
 #     summed         Y [P, N]  = x1 Wg^T + x2 Wu^T            their DGrad: W is transposed, and X [P, 2K] holds both gradients
 #
-# A row is a position of the ``Plan``, or the token of that position's pair, which the kernel looks up: no row is copied. A
-# position's sum is that of ``gemm.fprop`` for the same row: the same instruction, K ascending in blocks of 128, one ``fma`` of a
-# block with sX * sW. One tile serves every number of tokens, so a row's bits depend on its own bytes and its expert alone: not
-# on how many tokens that expert has, nor on where the row stands among them.
+# A row of X is a position of the ``Plan``, or the token at that position, which the kernel looks up without copying a row. A
+# position's sum is that of ``gemm.fprop`` for the same row: the same instruction, K ascending in blocks of 128, one ``fma`` per
+# block with sX * sW. Every number of tokens uses the same tile, so a row's bits depend only on its own bytes and its expert, not
+# on the number of tokens of that expert or the row's position among them.
 
 TILE = Tile(rows=ROWS, columns=128, warps=4, stages=4, per_sm=2)
 #: rows of tiles per band; see ``place``
@@ -67,8 +65,8 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr, BESIDE: tl.constexpr, SUMMED: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """``w_SNK`` is a TMA descriptor of [S * N, K] with boxes of COLUMNS x 128. A box that ends in the next matrix gives columns
-    that are not stored. TOKENS: a row of x is a token, and not a position.
+    """``w_SNK`` is a TMA descriptor of [S * N, K] with boxes of COLUMNS x 128. If a box reaches into the next matrix, those
+    columns are not stored. TOKENS: a row of x is a token, not a position.
     """
     G = tl.cdiv(K, 128)
     wide = tl.cdiv(N, COLUMNS)
@@ -112,14 +110,14 @@ def grouped(
     tokens: bool = False,
     summed: int = 1,
 ) -> Tensor:
-    """Y in BF16 or FP32, a row for each position: [P, N] or, with two matrices an expert side by side, [P, 2N].
+    """Y in BF16 or FP32, with a row for each position: [P, N], or [P, 2N] with two matrices per expert side by side.
 
     Args:
         q_RK: e4m3 with contiguous rows, [T, K] or [P, K]; [P, summed * K] for a sum of products.
         s_RG: its scales in groups of 128 columns of K, with any strides if ``summed`` is 1.
         w_SNK: contiguous rows. s_SBG: scales per block, with any strides.
-        tokens: rows of X are tokens; else they are positions.
-        summed: how many matrices of an expert are multiplied and added up.
+        tokens: rows of X are tokens, not positions.
+        summed: number of matrices per expert whose products are added.
 
     Raises:
         TypeError, ValueError: the operands do not match.
@@ -159,27 +157,153 @@ def block_view(s_SNG: Tensor) -> Tensor:
     return s_SNG[:, ::BLOCK]
 
 
-def _spec(name: str, out: str, tokens: bool, beside: int, summed: int) -> Spec:
-    sizes = ("E", "N", "K", "k", "x_r", "sx_r", "sx_g", "sw_s", "sw_n", "sw_g", "programs")
-    return Spec(
-        name=f"grouped_{name}_{out}",
-        kernel=grouped_kernel,
-        types={
-            "x": "*fp8e4nv", "w_SNK": box(TILE.columns), "sx": "*fp32", "sw": "*fp32", "y": f"*{out}",
-            **dict.fromkeys(("order", "tiles", "tile_first"), "*i32"), **dict.fromkeys(sizes, "i32"),
-        },
-        constexprs={
-            "TOKENS": tokens, "BESIDE": beside, "SUMMED": summed, "ROWS": TILE.rows, "COLUMNS": TILE.columns,
-            "STAGES": TILE.stages, "HEIGHT": HEIGHT,
-        },
-        options={"num_warps": TILE.warps, "num_stages": TILE.stages, **PINNED},
-        aligned=("N", "K", "x_r"),
+# ---- WGrad of all experts in one launch: dW [E, N, K] = dY^T X over each expert's own tokens, in groups of 128.
+#
+#     dY^T e4m3 [N, M] row-major, s [M / 128, N];  X^T e4m3 [K, M] row-major, s [M / 128, K];  M = 128 for each group
+#
+# The groups are those of the ``Plan``: each belongs to one expert, and the last group of an expert is filled up with zeros. Two
+# kernels write the operands, from values or from saved FP8 bytes, with the tokens contiguous as ``wgmma`` needs. An expert's sum
+# is that of ``gemm_backward.wgrad`` over its own tokens, and zero if it has none.
+
+#: columns of a tile of 128 tokens. It divides 128, so that each row of a saved tile has one scale
+SAVED_COLUMNS = 64
+
+
+@triton.jit
+def own_tokens(groups, group):  # type: ignore[no-untyped-def]
+    """Positions of the 128 tokens of a group, and which of them exist."""
+    p = tl.load(groups + group * 3 + 1) + tl.arange(0, 128)
+    return p, p < tl.load(groups + group * 3 + 2)
+
+
+@triton.jit(do_not_specialize=["E"])
+def group_tokens_kernel(  # type: ignore[no-untyped-def]
+    x, weights, order, groups, group_first, q, s, E, W, k, x_r, pitch,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One group and COLUMNS columns of BF16 x [R, W]. TOKENS: a row is a token, multiplied by its pair's weight and rounded."""
+    columns = tl.cdiv(W, COLUMNS)
+    group = tl.program_id(0) // columns
+    if group < tl.load(group_first + E):
+        p, there = own_tokens(groups, group)
+        n = (tl.program_id(0) % columns) * COLUMNS + tl.arange(0, COLUMNS)
+        inside = there[:, None] & (n < W)[None, :]
+        if TOKENS:
+            pair = tl.load(order + p, mask=there, other=0)
+            at = x + (pair // k).to(tl.int64)[:, None] * x_r + n[None, :]
+            weight = tl.load(weights + pair, mask=there, other=0.0)
+            tile = widened(tl.load(at, mask=inside, other=0.0), HARDWARE)
+            tile = bf16_value(weight[:, None] * tile, HARDWARE)
+        else:
+            tile = widened(tl.load(x + p.to(tl.int64)[:, None] * x_r + n[None, :], mask=inside, other=0.0), HARDWARE)
+        store_tokens(tile, q, s, group, n, 0, W, pitch, True, POW2, HARDWARE)
+
+
+@triton.jit(do_not_specialize=["E", "s_g"])  # one binary for every batch
+def regroup_kernel(  # type: ignore[no-untyped-def]
+    x, sx, order, groups, group_first, q, s, E, W, k, x_r, s_r, s_g, pitch,
+    TOKENS: tl.constexpr, COLUMNS: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """One group and COLUMNS columns of saved bytes [R, W] with 1x128 scales, requantized as by ``requantize_kernel``."""
+    columns = tl.cdiv(W, COLUMNS)
+    group = tl.program_id(0) // columns
+    if group < tl.load(group_first + E):
+        p, there = own_tokens(groups, group)
+        n0 = (tl.program_id(0) % columns) * COLUMNS
+        n = n0 + tl.arange(0, COLUMNS)
+        source = p
+        if TOKENS:
+            source = tl.load(order + p, mask=there, other=0) // k
+        row = source.to(tl.int64)
+        codes = tl.load(x + row[:, None] * x_r + n[None, :], mask=there[:, None] & (n < W)[None, :], other=0)
+        scale = tl.load(sx + row * s_r + (n0 // 128) * s_g, mask=there, other=1.0)
+        tile = bf16_value(decode(codes, HARDWARE) * scale[:, None], HARDWARE)
+        store_tokens(tile, q, s, group, n, 0, W, pitch, True, POW2, HARDWARE)
+
+
+@triton.jit(do_not_specialize=["E", "programs"])  # one binary for every batch
+def grouped_wgrad_kernel(  # type: ignore[no-untyped-def]
+    g_NM, x_KM, sg, sx, dw, group_first, E, N, K, programs, SIDE: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr
+):
+    """``g_NM`` and ``x_KM`` are TMA descriptors with boxes of SIDE x 128."""
+    rows, columns = tl.cdiv(N, SIDE), tl.cdiv(K, SIDE)
+    for tile in tl.range(tl.program_id(0), E * rows * columns, programs):
+        expert = tile // (rows * columns)
+        row, column = place(tile % (rows * columns), rows, columns, HEIGHT)
+        n = row * SIDE + tl.arange(0, SIDE)
+        k = column * SIDE + tl.arange(0, SIDE)
+        sg_at, sx_at = sg + n, sx + k
+        first, end = tl.load(group_first + expert), tl.load(group_first + expert + 1)
+        acc = tl.zeros((SIDE, SIDE), tl.float32)
+        for group in tl.range(first, end, num_stages=STAGES):
+            g = g_NM.load([row * SIDE, group * 128])
+            x = x_KM.load([column * SIDE, group * 128])
+            sg_here = tl.load(sg_at + group * N, mask=n < N, other=0.0)
+            sx_here = tl.load(sx_at + group * K, mask=k < K, other=0.0)
+            scale = sg_here[:, None] * sx_here[None, :]
+            acc = tl.fma(tl.dot(g, x.T), scale, acc)
+        at = dw + (expert.to(tl.int64) * N + n[:, None]) * K + k[None, :]
+        tl.store(at, converted(acc, dw), mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+Operand = tuple[Tensor, Tensor]
+
+
+def _new(x: Tensor, plan: Plan) -> tuple[Tensor, Tensor, tuple[int]]:
+    """Bytes [W, M], scales [M / 128, W], and the grid of the kernel that writes them."""
+    bound, W = plan.groups.entries.shape[0], x.shape[1]
+    q = torch.empty(W, bound * BLOCK, dtype=torch.uint8, device=x.device)
+    s = torch.empty(bound, W, dtype=torch.float32, device=x.device)
+    return q, s, (bound * -(-W // SAVED_COLUMNS),)
+
+
+def group_tokens(x_RW: Tensor, plan: Plan, scale_format: ScaleFormat, weights_Tk: Tensor | None = None) -> Operand:
+    """dY^T of BF16 rows: one per position or, with ``weights_Tk`` (FP32, contiguous), one per token, multiplied by the weight."""
+    check_device(x_RW, plan.order)
+    fixed, (q, s, grid) = options(x_RW, scale_format), _new(x_RW, plan)
+    tokens = weights_Tk is not None
+    if q.numel():
+        group_tokens_kernel[grid](
+            x_RW, weights_Tk if tokens else s, plan.order, plan.groups.entries, plan.groups.first, q, s, plan.experts,
+            x_RW.shape[1], plan.ids.shape[1], x_RW.stride(0), q.stride(0),
+            TOKENS=tokens, COLUMNS=SAVED_COLUMNS, num_warps=4, **fixed,
+        )  # fmt: skip
+    return as_fp8(q), s
+
+
+def regroup(q_RW: Tensor, s_RG: Tensor, plan: Plan, scale_format: ScaleFormat, tokens: bool) -> Operand:
+    """X^T of saved FP8 rows: one per position, or with ``tokens`` one per token."""
+    check_device(q_RW, s_RG, plan.order)
+    fixed, (q, s, grid) = options(q_RW, scale_format), _new(q_RW, plan)
+    if q.numel():
+        regroup_kernel[grid](
+            q_RW.view(torch.uint8), s_RG, plan.order, plan.groups.entries, plan.groups.first, q, s, plan.experts, q_RW.shape[1],
+            plan.ids.shape[1], q_RW.stride(0), *s_RG.stride(), q.stride(0),
+            TOKENS=tokens, COLUMNS=SAVED_COLUMNS, num_warps=4, **fixed,
+        )  # fmt: skip
+    return as_fp8(q), s
+
+
+def grouped_wgrad(g: Operand, x: Operand, plan: Plan, out_dtype: torch.dtype) -> Tensor:
+    """dW [E, N, K] in BF16 or FP32 from the operands of ``group_tokens`` and ``regroup``.
+
+    Raises:
+        TypeError, ValueError: the operands do not match.
+        ConfigError: the device is not a CUDA device.
+    """
+    check_output(out_dtype)
+    (g_NM, sg), (x_KM, sx) = g, x
+    N, K, bound = g_NM.shape[0], x_KM.shape[0], plan.groups.entries.shape[0]
+    for name, q, s in (("dY^T", g_NM, sg), ("X^T", x_KM, sx)):
+        if q.dtype != FP8 or q.shape[1] != bound * BLOCK or s.shape != (bound, q.shape[0]) or not s.is_contiguous():
+            raise ValueError(f"{name}: expected {bound} groups of this plan, found {list(q.shape)} with {list(s.shape)}")
+    check_device(g_NM, sg, x_KM, sx, plan.order)
+    dw = torch.empty(plan.experts, N, K, dtype=out_dtype, device=g_NM.device)
+    if bound == 0:
+        return dw.zero_()
+    grid = programs(g_NM.device, plan.experts * -(-N // SIDE) * -(-K // SIDE), 1)
+    grouped_wgrad_kernel[grid](
+        descriptor(g_NM, SIDE), descriptor(x_KM, SIDE), sg, sx, dw, plan.groups.first, plan.experts, N, K, grid[0],
+        SIDE=SIDE, STAGES=STAGES, HEIGHT=HEIGHT, num_warps=WGRAD_WARPS, num_stages=STAGES, **PINNED,
     )  # fmt: skip
-
-
-KERNELS: tuple[Spec, ...] = (
-    _spec("gate_up", "bf16", True, 2, 1),
-    _spec("down", "fp32", False, 1, 1),
-    _spec("down_dgrad", "fp32", True, 1, 1),
-    _spec("gate_up_dgrad", "fp32", False, 1, 2),
-)
+    return dw

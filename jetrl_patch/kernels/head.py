@@ -1,4 +1,4 @@
-"""Products of ``lm_head``, and the gradient of log-probs."""
+"""The products of ``lm_head``, and the gradient of log-probs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.common import widened
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, check_output, converted, place
 
@@ -15,7 +14,7 @@ from jetrl_patch.kernels.gemm_common import PINNED, check_device, check_output, 
 # Sums are FP32, with K ascending in one program. All M and N use the same tile, so decode and training run the same
 # instructions.
 
-#: a tile of Y, the step along K, warps, the depth of the pipeline, and tiles of a band (see ``place``)
+#: rows and columns of a tile, its step along K, warps, pipeline stages, and tiles per band (see ``place``)
 ROWS, COLUMNS, STEP, WARPS, STAGES, HEIGHT = 128, 128, 64, 8, 3, 8
 
 
@@ -24,7 +23,7 @@ def bf16_gemm_kernel(  # type: ignore[no-untyped-def]
     x, w, y, M, N, K, x_m, w_n,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, STAGES: tl.constexpr, HEIGHT: tl.constexpr,
 ):  # fmt: skip
-    """Rows past M or N read as the last row and are not stored; columns past K read as 0."""
+    """Rows past M or N read as the last row and are not stored. Columns past K read as 0."""
     row, column = place(tl.program_id(0), tl.cdiv(M, ROWS), tl.cdiv(N, COLUMNS), HEIGHT)
     m = row * ROWS + tl.arange(0, ROWS)
     n = column * COLUMNS + tl.arange(0, COLUMNS)
@@ -61,25 +60,14 @@ def bf16_gemm(x_MK: Tensor, w_NK: Tensor, out_dtype: torch.dtype) -> Tensor:
     return y
 
 
-HEAD_KERNELS = tuple(
-    Spec(
-        f"bf16_gemm_{out}", bf16_gemm_kernel,
-        {"x": "*bf16", "w": "*bf16", "y": f"*{out}"} | dict.fromkeys(("M", "N", "K", "x_m", "w_n"), "i32"),
-        {"ROWS": ROWS, "COLUMNS": COLUMNS, "STEP": STEP, "STAGES": STAGES, "HEIGHT": HEIGHT},
-        {"num_warps": WARPS, "num_stages": STAGES, **PINNED}, ("N", "K", "x_m", "w_n"),
-    )
-    for out in ("bf16", "fp32")
-)  # fmt: skip
-
-
-# ---- The gradient of a token's log-prob, one launch: the logits are read once, their gradient is written once, in their dtype
+# ---- The gradient of log-probs in one launch, which reads the logits once and writes their gradient once, in their dtype
 #     p = exp((x - top) / T + log p(top))      dx = ((token is the label) - p) * dy / T      top: the row's largest logit
 #
-# The forward pass keeps ``top`` and its log-prob, so that no row is summed again. Relative to the largest, every exponent is at
-# most 0 and a p that matters is computed from small numbers. In torch's operations a block of the same formula holds about four
-# copies of the logits in FP32.
+# The forward pass keeps ``top`` and its log-prob, so that no row is summed again. Relative to the largest logit, every exponent
+# is at most 0, and every p that matters is computed from small numbers. The same formula in torch's operations holds about four
+# FP32 copies of a block of logits.
 
-#: columns and warps of a tile, which has one row
+#: columns and warps of a tile of one row
 LOGPROB_COLUMNS, LOGPROB_WARPS = 2048, 4
 #: dtypes of logits that the kernel reads and writes
 DTYPES = (torch.bfloat16, torch.float32)
@@ -89,7 +77,7 @@ DTYPES = (torch.bfloat16, torch.float32)
 def log_prob_backward_kernel(  # type: ignore[no-untyped-def]
     x, labels, dy, top, top_log_prob, temperature, dx, V, x_m, dx_m, t_m, COLUMNS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """x may be dx: a program writes what it alone has read."""
+    """x may be dx, because a program writes only what it alone reads."""
     tiles = tl.cdiv(V, COLUMNS)
     m = (tl.program_id(0) // tiles).to(tl.int64)
     v = (tl.program_id(0) % tiles) * COLUMNS + tl.arange(0, COLUMNS)
@@ -108,8 +96,8 @@ def log_prob_backward(
     Args:
         x_MV, dx_MV: BF16 or FP32 with contiguous rows.
         labels_M: int64.
-        dy_M: the gradient of the log-probs. top_M: the largest logit of each row. top_log_prob_M: its log-prob. All FP32.
-        temperature: FP32, of one element or one per row.
+        dy_M, top_M, top_log_prob_M: FP32: the gradient of the log-probs, the largest logit of each row, and its log-prob.
+        temperature: FP32, one element or one per row.
     """
     labels_M, dy_M, temperature = labels_M.contiguous(), dy_M.contiguous(), temperature.contiguous()
     check_device(x_MV, labels_M, dy_M, top_M, top_log_prob_M, temperature, dx_MV)
@@ -120,16 +108,3 @@ def log_prob_backward(
             int(temperature.numel() > 1), COLUMNS=LOGPROB_COLUMNS, HARDWARE=not triton.knobs.runtime.interpret,
             num_warps=LOGPROB_WARPS, **PINNED,
         )  # fmt: skip
-
-
-LOGPROB_BACKWARD_KERNELS = tuple(
-    Spec(
-        f"log_prob_backward_{name}", log_prob_backward_kernel,
-        {"x": f"*{name}", "labels": "*i64", **dict.fromkeys(("dy", "top", "top_log_prob", "temperature"), "*fp32"),
-         "dx": f"*{name}", **dict.fromkeys(("V", "x_m", "dx_m", "t_m"), "i32")},
-        {"COLUMNS": LOGPROB_COLUMNS, "HARDWARE": True}, {"num_warps": LOGPROB_WARPS, **PINNED}, ("V", "x_m", "dx_m"),
-    )
-    for name in ("bf16", "fp32")
-)  # fmt: skip
-
-KERNELS: tuple[Spec, ...] = HEAD_KERNELS + LOGPROB_BACKWARD_KERNELS

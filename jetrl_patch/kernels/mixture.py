@@ -1,4 +1,4 @@
-"""The experts of a mixture without their products: which pairs of token and expert there are, and the weighted sum."""
+"""A mixture of experts without the experts' products: the router, the pairs of token and expert, and the weighted sum."""
 
 from __future__ import annotations
 
@@ -10,43 +10,47 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from jetrl_patch.kernels.aot import Spec
-from jetrl_patch.kernels.common import bf16_value, decode, load_tile
+from jetrl_patch.kernels.common import bf16_value, decode, load_tile, widened
 from jetrl_patch.kernels.formats import BLOCK
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, check_output, converted
 from jetrl_patch.kernels.silu import silu_mul_gradients
 
-# ---- Sort the pairs of token and expert by expert, on the device: no count is read back, so that no launch waits for the host
+# ---- Sort the pairs of token and expert by expert, on the device: the host reads no count back and need not wait
 #     ids [T, k]  ->  order [P], place [P], offsets [E + 1], and tables of tiles and groups        P = T * k pairs
 #
-# Pair t * k + j is token t's j-th expert. Sorted by expert, and by token within one, pair ``order[p]`` stands at position p and
-# pair i at ``place[i]``; expert e has the positions ``offsets[e]`` to ``offsets[e + 1]``. A product needs one tile for each 64
-# positions of an expert, WGrad one group for each 128. How many there are is known only on the device: grids follow from the
-# upper bound P // size + min(E, P), and programs without a tile end.
+# Pair t * k + j is token t's j-th expert. Pairs are sorted by expert, then by token: pair ``order[p]`` has position p, and pair i
+# has position ``place[i]``. Expert e has the positions ``offsets[e]`` to ``offsets[e + 1]``. A product needs one tile per 64
+# positions of an expert, WGrad one group per 128. Only the device knows how many there are, so grids have the size of the upper
+# bound, P // size + min(E, P), and programs without a tile end at once.
 #
-# An index beyond the experts gets no position. ``combine`` turns its token into NaN.
+# A pair whose expert index is out of range gets no position, and ``combine`` makes its token NaN.
 
-#: rows of a product's tile: the least that FP8 ``wgmma`` has, because a decoding step gives an expert few tokens
+#: rows of a product's tile: the fewest that FP8 ``wgmma`` has, because a decode step gives each expert few tokens
 ROWS = 64
 #: pairs that a program reads at once, and its warps
 STEP, WARPS = 1024, 4
 
 
 class Table(NamedTuple):
-    """Ranges of positions of one expert each: ``entries`` [bound, 3] of expert, first position, end; ``first`` [E + 1] of an
-    expert's first entry, and last the number of entries."""
+    """Ranges of positions, each of one expert.
+
+    Attributes:
+        entries: [bound, 3], an entry per range: expert, first position, end.
+        first: [E + 1], the first entry of each expert, then the number of entries.
+    """
 
     entries: Tensor
     first: Tensor
 
 
 class Plan(NamedTuple):
-    """The sorted pairs of a batch; everything is int32 but ``ids``.
+    """The sorted pairs of a batch. All tensors but ``ids`` are int32.
 
     Attributes:
         ids: indices of the experts [T, k], contiguous.
-        order, place, offsets: see the module.
-        tiles: ranges of at most ``ROWS`` positions. groups: of at most 128.
+        order, place, offsets: see the comment above.
+        tiles: ranges of at most ``ROWS`` positions.
+        groups: ranges of at most 128 positions.
     """
 
     ids: Tensor
@@ -61,19 +65,19 @@ class Plan(NamedTuple):
         return self.offsets.shape[0] - 1
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Everything, for ``of``."""
+        """All tensors, as ``of`` takes them."""
         return (*self[:4], *self.tiles, *self.groups)
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Plan:
-        """The plan that consists of these tensors."""
+        """The plan with these tensors."""
         ids, order, place, offsets, *tables = tensors
         return cls(ids, order, place, offsets, Table(*tables[:2]), Table(*tables[2:]))
 
 
 @triton.jit(do_not_specialize=["P"])  # one binary for every batch
 def count_kernel(ids, counts, P, STEP: tl.constexpr):  # type: ignore[no-untyped-def]
-    """One program an expert: the number of its pairs."""
+    """One program per expert: the number of its pairs."""
     expert = tl.program_id(0)
     total = tl.zeros((STEP,), tl.int32)
     for start in tl.range(0, P, STEP):
@@ -84,7 +88,7 @@ def count_kernel(ids, counts, P, STEP: tl.constexpr):  # type: ignore[no-untyped
 
 @triton.jit
 def fill_table(entries, first, expert, E, counts, offset, SIZE: tl.constexpr, EXPERTS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Write the entries of one expert, from the counts of all."""
+    """Write the entries of one expert, from the number of pairs of each expert."""
     each = (counts + (SIZE - 1)) // SIZE
     index = tl.arange(0, EXPERTS)
     mine = tl.sum(tl.where(index == expert, each, 0), 0)
@@ -106,7 +110,7 @@ def plan_kernel(  # type: ignore[no-untyped-def]
     ids, counts, order, place, offsets, tiles, tile_first, groups, group_first, P, E,
     ROWS: tl.constexpr, STEP: tl.constexpr, EXPERTS: tl.constexpr,
 ):  # fmt: skip
-    """One program an expert: the positions of its pairs, and its entries. EXPERTS is a power of two that covers E."""
+    """One program per expert: the positions of its pairs, and its entries. EXPERTS is a power of two, at least E."""
     expert = tl.program_id(0)
     index = tl.arange(0, EXPERTS)
     every = tl.load(counts + index, mask=index < E, other=0)
@@ -152,27 +156,13 @@ def plan(ids_Tk: Tensor, experts: int) -> Plan:
     return Plan(ids, order, place, offsets, Table(tiles.view(-1, 3), tile_first), Table(groups.view(-1, 3), group_first))
 
 
-_OUTPUTS = ("order", "place", "offsets", "tiles", "tile_first", "groups", "group_first")
-PLAN_KERNELS = (
-    Spec(
-        "expert_counts", count_kernel, {"ids": "*i64", "counts": "*i32", "P": "i32"}, {"STEP": STEP},
-        {"num_warps": WARPS, **PINNED},
-    ),
-    Spec(
-        "expert_plan", plan_kernel,
-        {"ids": "*i64", "counts": "*i32", **dict.fromkeys(_OUTPUTS, "*i32"), "P": "i32", "E": "i32"},
-        {"ROWS": ROWS, "STEP": STEP, "EXPERTS": 128}, {"num_warps": WARPS, **PINNED},
-    ),
-)  # fmt: skip
-
-
 # ---- The weighted sum of a mixture and its gradients, without the products -----------------------
 #     y_t = sum over the token's pairs, experts ascending, of w * out[place]        FP32, or rounded once to BF16
 #
-# A product and a sum are each rounded to FP32, as in ``fp8.mixture``: fusion is off. A token's pairs are added in ascending
-# position, which is ascending expert, in whatever order the token lists them.
+# Each product and each sum is rounded to FP32, as in ``fp8.mixture``, so fusion is off. The pairs of a token are added by
+# ascending position, which is ascending expert, whatever their order in ``ids``.
 #
-# Backward, for each position, with u = dy Wd unrounded and h = SiLU(a) * b as it was quantized:
+# Backward, for each position, with u = dy Wd (unrounded) and h = SiLU(a) * b (quantized):
 #
 #     dw = <u, h>        dh = bf16(w u)        (da, db) = the gradients of SiLU(a) * b for dh, each rounded to BF16
 
@@ -189,8 +179,8 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     out, weights, ids, place, y, E, k, H,
     COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, WEIGHTED: tl.constexpr, PART: tl.constexpr,
 ):  # fmt: skip
-    """One token and COLUMNS columns; CHOSEN is a power of two that covers k. A wrong index makes the token NaN, but in a PART
-    it is an expert of another rank.
+    """One token and COLUMNS columns. CHOSEN is a power of two, at least k. An index out of range makes the token NaN, except with
+    PART, where it is an expert of another rank.
     """
     wide = tl.cdiv(H, COLUMNS)
     t = (tl.program_id(0) // wide).to(tl.int64)
@@ -205,7 +195,7 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     last = -1
     for _ in tl.range(0, k):
         last = tl.min(tl.where(position > last, position, _NONE), 0)
-        there = tl.where(last == _NONE, 0, last).to(tl.int64)  # any row for a wrong index
+        there = tl.where(last == _NONE, 0, last).to(tl.int64)  # any row if the index is out of range
         row = tl.load(out + there * H + h, mask=h < H, other=0.0)
         if WEIGHTED:
             row = row * tl.sum(tl.where(position == last, weight, 0.0), 0)
@@ -224,9 +214,9 @@ def combine(
     """Y [T, H] in BF16, or the unrounded sum in FP32.
 
     Args:
-        out_PH: FP32, a row for each position.
-        weights_Tk: FP32, contiguous; None adds the rows as they are.
-        part: leave out pairs with an index beyond the experts; else it makes its token NaN.
+        out_PH: FP32, a row per position.
+        weights_Tk: FP32, contiguous. None adds the rows without weights.
+        part: skip pairs whose index is out of range. Otherwise such an index makes the token NaN.
     """
     check_output(out_dtype)
     (T, k), H = plan.ids.shape, out_PH.shape[1]
@@ -248,7 +238,7 @@ def combine(
 def pair_backward_kernel(  # type: ignore[no-untyped-def]
     u, a, qh, sh, weights, order, offsets, dab, dweights, P, E, I, sh_m, sh_g, ROWS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """ROWS positions, all of I. ``a`` and ``dab`` are [P, 2I]: gate, then up. Positions past the last pair stay unwritten."""
+    """ROWS positions and all I columns. ``a`` and ``dab`` are [P, 2I]: gate, then up. Positions without a pair stay unwritten."""
     p = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     there = p < tl.load(offsets + E)
     pair = tl.load(order + p, mask=there, other=0)
@@ -290,25 +280,116 @@ def pair_backward(
     return dab, dweights
 
 
-COMBINE_KERNELS = (
-    *(
-        Spec(
-            f"combine_{out}{'_weighted' * weighted}{'_part' * part}", combine_kernel,
-            {"out": "*fp32", "weights": "*fp32", "ids": "*i64", "place": "*i32", "y": f"*{out}"}
-            | dict.fromkeys(("E", "k", "H"), "i32"),
-            {"COLUMNS": COLUMNS, "CHOSEN": 8, "WEIGHTED": weighted, "PART": part}, {"num_warps": COMBINE_WARPS, **PINNED}, ("H",),
-        )
-        for out, weighted, part in (
-            ("bf16", True, False), ("fp32", True, False), ("bf16", True, True), ("fp32", True, True), ("bf16", False, False),
-            ("fp32", False, False),
-        )
-    ),
-    Spec(
-        "pair_backward", pair_backward_kernel,
-        {"u": "*fp32", "a": "*bf16", "qh": "*u8", "sh": "*fp32", "weights": "*fp32", "order": "*i32", "offsets": "*i32",
-         "dab": "*bf16", "dweights": "*fp32"} | dict.fromkeys(("P", "E", "I", "sh_m", "sh_g"), "i32"),
-        {"ROWS": COMBINE_ROWS, "HARDWARE": True}, {"num_warps": COMBINE_WARPS, **PINNED}, ("I",),
-    ),
-)  # fmt: skip
+# ---- The router's choice of experts in one launch, as ``exact.route`` defines it -----------------
+# Each program takes one token, so rows are independent. Scores are computed in FP64 and rounded to FP32, as torch does it. Only
+# the order of the softmax's sum differs, which changes about one weight in 10^8. Scores are compared by bits that order as the
+# numbers do, with NaN above everything: k times the largest that is not yet chosen, the lowest index on a tie. A cumulative sum
+# puts the chosen experts in ascending order.
 
-KERNELS: tuple[Spec, ...] = PLAN_KERNELS + COMBINE_KERNELS
+#: less than ``ordered`` of any number
+_LEAST = tl.constexpr(-0x80000000)
+ROUTE_WARPS = 1
+
+
+@triton.jit
+def ordered(x):  # type: ignore[no-untyped-def]
+    """The bits of FP32 x as integers that order as the numbers do. Both zeros are equal, and NaN is the largest."""
+    bits = tl.where(x == 0.0, 0.0, x).to(tl.int32, bitcast=True)
+    return tl.where(x == x, bits ^ ((bits >> 31) & 0x7FFFFFFF), 0x7FFFFFFF)
+
+
+@triton.jit
+def largest(keys, e, among, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The index of the largest key where ``among`` is true, the lowest index on a tie."""
+    top = tl.max(tl.where(among, keys, _LEAST), 0)
+    return tl.min(tl.where(among & (keys == top), e, WIDTH), 0)
+
+
+@triton.jit
+def at_index(x, e, index):  # type: ignore[no-untyped-def]
+    return tl.sum(tl.where(e == index, x, 0.0), 0)
+
+
+@triton.jit
+def route_kernel(  # type: ignore[no-untyped-def]
+    logits, bias, weights, ids, E, k, x_t, size, kept, scale,
+    RENORMALIZE: tl.constexpr, SIGMOID: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, HARDWARE: tl.constexpr,
+):  # fmt: skip
+    """``kept`` of GROUPS groups of ``size`` experts are open; GROUPS is 1 if all are. WIDTH is a power of two, at least E."""
+    t = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, WIDTH)
+    there = e < E
+    x = widened(tl.load(logits + t * x_t + e, mask=there, other=0.0), HARDWARE).to(tl.float64)
+    if SIGMOID:
+        one = tl.full((WIDTH,), 1.0, tl.float64)
+        p = (one / (one + tl.exp(-x))).to(tl.float32)
+        score = p + tl.load(bias + e, mask=there, other=0.0)
+    else:
+        z = tl.where(there, tl.exp(x - tl.max(tl.where(there, x, float("-inf")), 0)), 0.0)
+        p = (z / tl.sum(z, 0)).to(tl.float32)
+        score = p
+    keys = ordered(score)
+    if GROUPS > 1:
+        group = e // size
+        best = tl.zeros((WIDTH,), tl.float32)
+        for g in tl.static_range(GROUPS):
+            mine = there & (group == g)
+            first = largest(keys, e, mine, WIDTH)
+            second = largest(keys, e, mine & (e != first), WIDTH)
+            best = tl.where(mine, at_index(score, e, first) + at_index(score, e, second), best)
+        best_keys = ordered(best)
+        opened = tl.zeros((WIDTH,), tl.int32)
+        for _ in tl.range(0, kept):
+            found = largest(best_keys, e, there & (opened == 0), WIDTH)
+            opened = tl.where(group == found // size, 1, opened)
+        keys = tl.where(opened == 1, keys, ordered(tl.full((WIDTH,), float("-inf"), tl.float32)))
+    chosen = tl.zeros((WIDTH,), tl.int32)
+    for _ in tl.range(0, k):
+        chosen = tl.where(e == largest(keys, e, there & (chosen == 0), WIDTH), 1, chosen)
+    place = tl.cumsum(chosen, 0) - 1
+    w = p
+    if RENORMALIZE:
+        wide = p.to(tl.float64)
+        total = tl.sum(tl.where((chosen == 1) & (place == 0), wide, 0.0), 0)
+        for j in tl.range(1, k):
+            total += tl.sum(tl.where((chosen == 1) & (place == j), wide, 0.0), 0)
+        if SIGMOID:
+            total += tl.full([], 1e-20, tl.float64)
+        w = (wide / total).to(tl.float32)
+    if SIGMOID:
+        broken = tl.max((there & (p != p)).to(tl.int32), 0)
+        w = tl.where(broken == 0, w * scale, float("nan"))
+    tl.store(weights + t * k + place, w, mask=chosen == 1)
+    tl.store(ids + t * k + place, e.to(tl.int64), mask=chosen == 1)
+
+
+def route(
+    logits_TE: Tensor,
+    k: int,
+    renormalize: bool,
+    bias_E: Tensor | None = None,
+    groups: int = 1,
+    kept: int = 1,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Weights FP32 [T, k] and ascending indices int64 [T, k]: from a softmax or, with a bias FP32 [E], from a sigmoid.
+
+    Args:
+        logits_TE: BF16 or FP32.
+        groups: number of equal groups of experts.
+        kept: number of groups from which experts are chosen.
+    """
+    if logits_TE.dtype not in (torch.bfloat16, torch.float32):
+        raise TypeError(f"the router's logits: expected BF16 or FP32, found {logits_TE.dtype}")
+    logits_TE = logits_TE if logits_TE.stride(1) == 1 else logits_TE.contiguous()
+    (T, E), device = logits_TE.shape, logits_TE.device
+    weights, ids = torch.empty(T, k, dtype=torch.float32, device=device), torch.empty(T, k, dtype=torch.int64, device=device)
+    bias = weights if bias_E is None else bias_E.contiguous()
+    check_device(logits_TE, bias)
+    if T:
+        route_kernel[(T,)](
+            logits_TE, bias, weights, ids, E, k, logits_TE.stride(0), E // groups, kept, scale,
+            RENORMALIZE=renormalize, SIGMOID=bias_E is not None, GROUPS=1 if kept == groups else groups,
+            WIDTH=triton.next_power_of_2(E), HARDWARE=not triton.knobs.runtime.interpret, num_warps=ROUTE_WARPS, **PINNED,
+        )  # fmt: skip
+    return weights, ids

@@ -10,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import ModelError, explain
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.common import (
-    COMPILER,
     as_fp8,
     bf16_value,
     check_input,
@@ -30,19 +28,22 @@ from jetrl_patch.kernels.silu import silu_mul_quantize_rows
 __all__ = ["WIDEST", "Normed", "rmsnorm_quantize_rows", "silu_mul_quantize_rows"]
 
 
-# ---- Fused producers, which compute and quantize in one kernel: RMSNorm here, SiLU * up in ``silu``
-# The RMSNorm values are those of ``exact.elementwise`` on a GPU (its FP64 formula). Exact squares are summed in FP64, and the
-# root is FP64 too; only the order of the sum differs, by a few 2^-53. Rounding to FP32 hides the difference unless the exact
-# root is that close to the midpoint of two FP32 numbers (one row in 10^8).
+# ---- RMSNorm and the quantization of its result in one kernel. SiLU * up is in ``silu``
+# The values are those of the FP64 formula in ``exact.elementwise``: exact squares, summed in FP64, and an FP64 root. Only the
+# order of the sum differs, which changes it by a few 2^-53. Rounding to FP32 hides this unless the exact root is that close to
+# the midpoint of two FP32 numbers (one row in 10^8).
 
-#: the widest row that a program can hold
+#: maximum width of a row, which one program holds
 WIDEST = 16384
 
 
 @triton.jit
 def reciprocal_rms(value, K, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / rms of a row of BF16 values [GROUPS, 128], in FP64 and rounded to FP32. The order of its sum follows the layout of
-    ``value`` in the compiled kernel, which a test compares between the kernels whose rows must be equal."""
+    """1 / rms of a row of BF16 values [GROUPS, 128], computed in FP64 and rounded to FP32.
+
+    The order of the sum follows from the layout of ``value`` in the compiled kernel. A test compares the layouts of the kernels
+    whose rows must be equal.
+    """
     square = (value * value).to(tl.float64)  # 16 bits: exact
     mean = tl.sum(tl.sum(square, 1), 0) / tl.cast(K, tl.float64)
     return (1.0 / tl.math.sqrt(mean + tl.full([], EPS, tl.float64))).to(tl.float32)
@@ -53,7 +54,7 @@ def rmsnorm_rows_kernel(  # type: ignore[no-untyped-def]
     x, w, q, s, y, rstd, M, K, x_m, s_m, s_g,
     EPS: tl.constexpr, GROUPS: tl.constexpr, KEEP: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; GROUPS is a power of two that covers the row. KEEP also stores the BF16 result."""
+    """One row per program. GROUPS is a power of two, at least K / 128. KEEP also stores the BF16 result."""
     m = tl.program_id(0).to(tl.int64)
     g = tl.arange(0, GROUPS)
     k = g[:, None] * 128 + tl.arange(0, 128)[None, :]
@@ -85,13 +86,13 @@ def rmsnorm_quantize_rows(
     """``quantize_rows(rms_norm(x, weight, eps))``.
 
     Args:
-        x_MK: BF16 with contiguous rows of at most 16384 elements; the row stride is free.
+        x_MK: BF16 with contiguous rows of at most 16384 elements; any row stride.
         weight_K: BF16 [K], contiguous.
         keep: also return the BF16 result.
         columns: as for ``quantize_rows``.
 
     Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
+        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     check_input("x", x_MK)
     M, K = x_MK.shape
@@ -132,22 +133,9 @@ def warps_for(covering: int) -> int:
     return min(max(covering * 128 // (32 * 32), 1), 16)
 
 
-PRODUCERS_KERNELS = tuple(
-    Spec(
-        f"rmsnorm_rows{covering * 128}_{scale}", rmsnorm_rows_kernel,
-        {"x": "*bf16", "w": "*bf16", "q": "*u8", "s": "*fp32", "y": "*bf16", "rstd": "*fp32"}
-        | dict.fromkeys(("M", "K", "x_m", "s_m", "s_g"), "i32"),
-        {"EPS": 1e-6, "GROUPS": covering, "KEEP": True, "POW2": scale == "pow2", "HARDWARE": True},
-        {"num_warps": warps_for(covering), **COMPILER}, ("K", "x_m"),
-    )
-    for scale in ("pow2", "fp32")
-    for covering in (8, 32, 64, 128)
-)  # fmt: skip
-
-
 # ---- RMSNorm in the rounding order of Hugging Face models, one row per program: y = bf16(w * bf16(x / rms(x)))
-# A program holds its whole row, so the order of the sum depends on the width alone. Squares of BF16 values are exact, and their
-# sum and root are FP64. The values equal those of the fused producers, which also quantize them.
+# A program holds its whole row, so the order of the sum depends only on the width. Squares of BF16 values are exact, and their
+# sum and root are FP64. The values equal those of the kernels that also quantize.
 
 @triton.jit
 def rms_norm_kernel(  # type: ignore[no-untyped-def]
@@ -187,31 +175,20 @@ def rms_norm(x_MK: Tensor, weight_K: Tensor, eps: float) -> tuple[Tensor, Tensor
     return y, rstd
 
 
-NORM_KERNELS = tuple(
-    Spec(
-        f"rms_norm{covering * 128}", rms_norm_kernel,
-        {"x": "*bf16", "w": "*bf16", "y": "*bf16", "rstd": "*fp32", "K": "i32", "x_m": "i32"},
-        {"EPS": 1e-6, "GROUPS": covering, "HARDWARE": True}, {"num_warps": warps_for(covering), **PINNED}, ("K", "x_m"),
-    )
-    for covering in (1, 8, 32, 64, 128)
-)  # fmt: skip
-
-
-# ---- RMSNorm of the sum of a layer's output and the residual, quantized for the FP8 linear that reads it: the rollout's one
-# launch
+# ---- RMSNorm of a layer's output plus the residual, quantized for the next FP8 linear: one launch in the rollout
 #     total = bf16(x + residual);   y = bf16(w * bf16(total / rms(total)));   q, s = quantize_rows(y)
 #
-# The rows are bit-equal to ``norm.rms_norm`` and ``quantize_rows``. Nothing in them depends on an order but the sum of squares,
-# whose order follows from how the compiler spreads a tile over threads: accesses of 16 bytes in tiles of one shape are spread
-# alike, 8 elements of BF16 in ``norm``, but 16 where the same tile also stores bytes. So the row is read twice, the second time
-# from the cache and as a tile of another shape: the sum is spread as in ``norm`` (a test compares the compiled kernels).
+# The rows are bit-equal to ``rms_norm`` and ``quantize_rows``. The only sum is that of the squares, and its order follows from
+# how the compiler spreads a tile over threads. In ``rms_norm`` a thread gets 8 elements of BF16, which are 16 bytes. In a kernel
+# whose tile also stores FP8 bytes, it would get 16 elements. So this kernel reads the row twice, the second time from the cache
+# and as a tile of another shape, which leaves the sum spread as in ``rms_norm``. A test compares the compiled kernels.
 
 @triton.jit(do_not_specialize=["s_g"])  # one binary for every batch
 def norm_rows_kernel(  # type: ignore[no-untyped-def]
     x, residual, w, q, s, total, K, x_m, r_m, s_m, s_g,
     EPS: tl.constexpr, GROUPS: tl.constexpr, ADD: tl.constexpr, POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """One row per program; GROUPS is a power of two that covers the row. Without ADD there is no residual, and no total."""
+    """One row per program. GROUPS is a power of two, at least K / 128. Without ADD there is no residual and no total."""
     m = tl.program_id(0).to(tl.int64)
     k = tl.arange(0, GROUPS)[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = widened(tl.load(x + m * x_m + k, mask=k < K, other=0.0), HARDWARE)
@@ -246,12 +223,12 @@ def norm_quantize_rows(
     """``quantize_rows(rms_norm(x + residual, weight, eps))``, and the sum.
 
     Args:
-        x_MK, residual_MK: BF16 with contiguous rows of at most 16384 elements; the row stride is free.
+        x_MK, residual_MK: BF16 with contiguous rows of at most 16384 elements; any row stride.
         weight_K: BF16 [K], contiguous.
         columns: as for ``quantize_rows``.
 
     Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
+        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     check_input("x", x_MK)
     M, K = x_MK.shape
@@ -277,39 +254,24 @@ def norm_quantize_rows(
     return NormedRows(as_fp8(q), s, total)
 
 
-NORM_ROWS_KERNELS = tuple(
-    Spec(
-        f"norm_rows{covering * 128}{'_added' * add}_{scale}", norm_rows_kernel,
-        dict.fromkeys(("x", "residual", "w"), "*bf16") | {"q": "*u8", "s": "*fp32", "total": "*bf16"}
-        | dict.fromkeys(("K", "x_m", "r_m", "s_m", "s_g"), "i32"),
-        {"EPS": 1e-6, "GROUPS": covering, "ADD": add, "POW2": scale == "pow2", "HARDWARE": True},
-        {"num_warps": warps_for(covering), **COMPILER}, ("K", "x_m", "r_m"),
-    )
-    for scale in ("pow2", "fp32")
-    for add in (False, True)
-    for covering in (8, 32, 64, 128)
-)  # fmt: skip
-
-
 # ---- The gradients of RMSNorm in one pass over its rows ---------------------------------------------
-# X and dy are read, dx is written, 6 bytes an element of memory. With the gradient of the residual, which is added to dx, they
-# are 8.
+# Reading x and dy and writing dx moves 6 bytes per element; 8 with the gradient of the residual, which is added to dx.
 #
 #     h = x * rstd      dx = rstd * (w * dy - h * mean(w * dy * h))      dw = sum over rows of dy * h
 #
-# In torch's operations the same takes 94 bytes an element. A program walks over rows with a fixed stride and keeps the sums of
-# dw for all columns in registers; at the end it writes them as one row of FP32, and torch adds up the programs' rows. There are
-# at most an eighth as many programs as tiles, so those rows add no more than a byte an element. The sums have a fixed order: the
+# torch's operations move 94 bytes per element. A program loops over rows at a fixed stride and keeps the sums of dw for all
+# columns in registers. At the end it writes them as one row of FP32, and torch adds up the rows of all programs. There are at
+# most an eighth as many programs as tiles, so those rows add at most one byte per element. The order of the sums is fixed: the
 # same batch gives the same bits.
 #
-# The FP8 layouts of dx are left to a launch of their own, which reads 2 bytes an element and writes 2. That for WGrad needs 128
-# rows at a time: with rows of thousands of elements no program holds them, and to read x and dy again for it would be 4 bytes.
+# dx is quantized by a launch of its own, which reads 2 bytes per element and writes 2. WGrad's layout needs 128 rows at a time,
+# more than a program can hold when rows have thousands of elements, and reading x and dy again for it would cost 4 bytes.
 
-#: elements of a tile, at least
+#: minimum number of elements of a tile
 SPAN = 2048
-#: warps that an SM holds with the registers that a tile needs
+#: warps that fit on an SM with the registers that a tile needs
 ACTIVE = 32
-#: tiles of a program, at least, where there are enough
+#: minimum number of tiles per program, if there are enough
 TILES = 8
 
 
@@ -322,7 +284,7 @@ class Shape(NamedTuple):
 
 
 def shape_for(K: int) -> Shape:
-    """Whole rows, several of them if they are short."""
+    """A tile of whole rows: one, or several short ones."""
     width = max(BLOCK, triton.next_power_of_2(K))
     rows = max(1, SPAN // width)
     per_thread = 16 if width > 8192 else 8  # a program has at most 1024 threads
@@ -386,19 +348,3 @@ def rms_norm_backward(
             HARDWARE=not triton.knobs.runtime.interpret, num_warps=shape.warps, **PINNED,
         )  # fmt: skip
     return dx, parts.sum(0) if wants_weight else None
-
-
-def _spec(width: int, add: bool) -> Spec:
-    shape = shape_for(width)
-    return Spec(
-        f"rms_norm_backward{width}{'_added' * add}", rms_norm_backward_kernel,
-        dict.fromkeys(("x", "w", "dy", "other", "dx"), "*bf16") | dict.fromkeys(("rstd", "dw"), "*fp32")
-        | dict.fromkeys(("M", "K", "x_m", "dy_m", "other_m", "programs"), "i32"),
-        {"ROWS": shape.rows, "WIDTH": shape.width, "WEIGHT": True, "ADD": add, "HARDWARE": True},
-        {"num_warps": shape.warps, **PINNED}, ("K", "x_m", "dy_m", "other_m"),
-    )  # fmt: skip
-
-
-NORM_BACKWARD_KERNELS = tuple(_spec(width, add) for add in (False, True) for width in (128, 1024, 2048, 4096, 8192, 16384))
-
-KERNELS: tuple[Spec, ...] = PRODUCERS_KERNELS + NORM_KERNELS + NORM_ROWS_KERNELS + NORM_BACKWARD_KERNELS

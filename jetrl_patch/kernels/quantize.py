@@ -17,9 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import explain
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.common import (
-    COMPILER,
     as_fp8,
     bf16_value,
     check_input,
@@ -195,56 +193,9 @@ def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[
     return as_fp8(q), s, as_fp8(qt)
 
 
-_X = {"x": "*bf16", "q": "*u8", "s": "*fp32"}
-_TRANSPOSED = {"qt": "*u8", "st": "*fp32"}
-_SIZES = {"M": "i32", "K": "i32", "x_m": "i32"}
-_STRIDES = {"s_m": "i32", "s_g": "i32"}
-
-
-def _specs() -> tuple[Spec, ...]:
-    found = []
-    for scale in ("pow2", "fp32"):
-        fixed = {"POW2": scale == "pow2", "HARDWARE": True}
-        for rows, warps in ((ROWS, 4), (FEW_ROWS, 1)):
-            found.append(
-                Spec(
-                    f"quantize_rows{rows}_{scale}", rows_kernel, _X | _SIZES | _STRIDES, {"ROWS": rows, **fixed},
-                    {"num_warps": warps, **COMPILER}, ("K", "x_m", "s_m"),
-                )
-            )  # fmt: skip
-        for transposed in (False, True):
-            found.append(
-                Spec(
-                    f"quantize_tokens{'_transposed' * transposed}_{scale}", tokens_kernel, _X | _SIZES | {"pitch": "i32"},
-                    {"COLUMNS": COLUMNS, "TRANSPOSED": transposed, **fixed}, {"num_warps": 4, **COMPILER}, ("K", "x_m", "pitch"),
-                )
-            )  # fmt: skip
-        found.append(
-            Spec(
-                f"quantize_both_{scale}", both_kernel, _X | _TRANSPOSED | _SIZES | _STRIDES | {"pitch": "i32"}, fixed,
-                {"num_warps": BOTH_WARPS, **COMPILER}, ("K", "x_m", "pitch"),
-            )
-        )  # fmt: skip
-        for dtype, transposed in (("bf16", False), ("bf16", True), ("fp32", False), ("fp32", True)):
-            found.append(
-                Spec(
-                    f"quantize_weight_{dtype}{'_transposed' * transposed}_{scale}", weight_kernel,
-                    {"w": f"*{dtype}", "q": "*u8", "s": "*fp32", "qt": "*u8"}
-                    | dict.fromkeys(("N", "K", "w_n", "pitch"), "i32"),
-                    {"TRANSPOSED": transposed, **fixed}, {"num_warps": WEIGHT_WARPS[transposed], **COMPILER},
-                    ("N", "K", "w_n", "pitch"),
-                )
-            )  # fmt: skip
-    return tuple(found)
-
-
-QUANTIZE_KERNELS = _specs()
-
-
 # ---- Requantize a saved FP8 activation in groups of 128 tokens, which makes WGrad's operand from bytes alone
 # X e4m3 [M, K] with s [M, G] in 1x128 groups -> X^T e4m3 [K, M] with s [ceil(M / 128), K]. As in ``NativeBackend.wgrad``,
 # q * s is rounded to BF16 (exact with power-of-two scales) and quantized again. The BF16 values never reach memory.
-
 
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
@@ -293,16 +244,3 @@ def requantize_tokens(
             COLUMNS=COLUMNS, num_warps=4, **fixed,
         )  # fmt: skip
     return as_fp8(qt), st
-
-
-REQUANTIZE_KERNELS = tuple(
-    Spec(
-        f"requantize_tokens_{scale}", requantize_kernel,
-        {"q": "*u8", "s": "*fp32", "qt": "*u8", "st": "*fp32"} | dict.fromkeys(("M", "K", "q_m", "s_m", "s_g", "pitch"), "i32"),
-        {"COLUMNS": COLUMNS, "POW2": scale == "pow2", "HARDWARE": True}, {"num_warps": 4, **COMPILER},
-        ("K", "q_m", "pitch"),
-    )
-    for scale in ("pow2", "fp32")
-)  # fmt: skip
-
-KERNELS: tuple[Spec, ...] = QUANTIZE_KERNELS + REQUANTIZE_KERNELS

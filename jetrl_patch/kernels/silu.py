@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from jetrl_patch.errors import explain
-from jetrl_patch.kernels.aot import Spec
 from jetrl_patch.kernels.common import (
     COMPILER,
     as_fp8,
@@ -27,14 +26,14 @@ from jetrl_patch.kernels.formats import ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import PINNED, check_device, converted, rounded
 from jetrl_patch.kernels.quantize import BOTH_WARPS, FEW, FEW_ROWS, ROWS
 
-# ---- SiLU * up and its quantization in one kernel; the BF16 product reaches memory only if requested
-# The values are those of ``exact.elementwise`` on a GPU (its FP64 formula). SiLU is computed in FP32 with only fma, product, sum
-# and IEEE division, in a fixed order, and rounds to the same BF16 for each of the 65,536 gates: all exact values but two are at
-# least 2^-26 away from a rounding boundary (a test checks all of them).
+# ---- SiLU * up and its quantization in one kernel, which writes the BF16 product only if requested
+# The values are those of the FP64 formula in ``exact.elementwise``. SiLU is computed in FP32 with only fma, product, sum and IEEE
+# division, in a fixed order. It rounds to the same BF16 value for each of the 65,536 gates: all exact values but two are at least
+# 2^-26 away from a rounding boundary (a test checks all of them).
 
-#: rows and warps of a tile, for many and for few tokens. A triton that cannot schedule for few registers needs more than 64 for
-#: 16 elements a thread: there a thread gets 8
+#: factor of the warps: without ``sched4reg``, 16 elements per thread need more than 64 registers, so a thread gets 8
 SPREAD = 1 if "sched4reg" in COMPILER else 2
+#: rows and warps of a tile, for many and for few tokens
 TILE, TILE_OF_FEW = (ROWS, 8 * SPREAD), (FEW_ROWS, SPREAD)
 
 
@@ -52,7 +51,7 @@ def silu(g):  # type: ignore[no-untyped-def]
     p = tl.fma(p, r, 0.5)
     p = tl.fma(tl.fma(p, r, 1.0), r, 1.0)
     whole = n.to(tl.int32)
-    first = tl.maximum(whole, -100)  # 2^n in two factors: only the second product can be subnormal, so there is one rounding
+    first = tl.maximum(whole, -100)  # 2^n in two factors, so that only the second product can be subnormal and round
     second = tl.maximum(whole - first, -126)
     one = ((first + 127) << 23).to(tl.float32, bitcast=True)
     two = ((second + 127) << 23).to(tl.float32, bitcast=True)
@@ -89,14 +88,9 @@ def _gate_and_up(gate_MK: Tensor, up_MK: Tensor) -> None:
     check_input("gate", gate_MK)
     check_input("up", up_MK)
     if gate_MK.shape != up_MK.shape or gate_MK.device != up_MK.device:
-        raise ValueError(
-            explain(
-                "SiLU * up",
-                required="gate and up with the same shape and device",
-                found=f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}",
-                fix="pass both halves of one projection",
-            )
-        )
+        required = "gate and up with the same shape and device"
+        found = f"{list(gate_MK.shape)} on {gate_MK.device} and {list(up_MK.shape)} on {up_MK.device}"
+        raise ValueError(explain("SiLU * up", required=required, found=found, fix="pass both halves of one projection"))
 
 
 class Multiplied(NamedTuple):
@@ -110,14 +104,14 @@ class Multiplied(NamedTuple):
 def silu_mul_quantize_rows(
     gate_MK: Tensor, up_MK: Tensor, scale_format: ScaleFormat, columns: bool = False, keep: bool = False
 ) -> Multiplied:
-    """``quantize_rows(silu_mul(gate, up))``; the two may be halves of one tensor.
+    """``quantize_rows(silu_mul(gate, up))``. Gate and up may be halves of one tensor.
 
     Args:
         columns: as for ``quantize_rows``.
         keep: also return the BF16 result.
 
     Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
+        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     _gate_and_up(gate_MK, up_MK)
     fixed, (M, K) = options(gate_MK, scale_format), gate_MK.shape
@@ -132,36 +126,15 @@ def silu_mul_quantize_rows(
     return Multiplied(as_fp8(q), s, y)
 
 
-def _specs() -> tuple[Spec, ...]:
-    found = []
-    inputs = {"gate": "*bf16", "up": "*bf16", "q": "*u8", "s": "*fp32"}
-    sizes = dict.fromkeys(("M", "K", "gate_m", "up_m", "s_m", "s_g"), "i32")
-    aligned = ("K", "gate_m", "up_m")
-    for scale in ("pow2", "fp32"):
-        fixed = {"POW2": scale == "pow2", "HARDWARE": True}
-        for rows, warps in (TILE, TILE_OF_FEW):
-            for keep in (False, True):
-                found.append(
-                    Spec(
-                        f"silu_mul_rows{rows}{'_kept' * keep}_{scale}", silu_mul_rows_kernel,
-                        inputs | {"y": "*bf16"} | sizes, {"ROWS": rows, "KEEP": keep, **fixed},
-                        {"num_warps": warps, **COMPILER}, aligned,
-                    )
-                )  # fmt: skip
-    return tuple(found)
-
-
-SILU_KERNELS = _specs()
-
-
-# ---- The gradients of SiLU(gate) * up in one kernel, 10 bytes an element: gate, up and dy are read, dgate and dup written
+# ---- The gradients of SiLU(gate) * up in one kernel, which reads gate, up and dy and writes dgate and dup: 10 bytes per element
 #     s = 1 / (1 + e^-gate)      dgate = dy * up * s * (1 + gate * (1 - s))      dup = dy * (gate * s)
 #
-# In FP32, each rounded once. In torch's operations the same formula takes fourteen kernels and 126 bytes an element. A gradient
-# is the trainer's own, so that its last bit may be a GPU's: the exponential is the hardware's.
+# Computed in FP32, each rounded once. In torch's operations the same formula takes fourteen kernels and 126 bytes per element.
+# Gradients have no counterpart in the rollout, so the exponential may be the hardware's.
 #
-# Where the layers before it compute in FP8, the same pass also quantizes both gradients, each in the two layouts that DGrad and
-# WGrad read: 4 bytes an element more, and those layers need not read the gradients again, which would be 4 and a launch for each.
+# If the layers before it compute in FP8, the same pass also quantizes both gradients, each in the two layouts that DGrad and
+# WGrad read. That writes 4 more bytes per element, but saves those layers a launch each and 4 bytes of reading the gradients
+# again.
 
 #: rows and warps of a tile with 128 columns
 BACKWARD_ROWS, WARPS = 8, 4
@@ -169,7 +142,7 @@ BACKWARD_ROWS, WARPS = 8, 4
 
 @triton.jit
 def sigmoids(g):  # type: ignore[no-untyped-def]
-    """(s, 1 - s). e^-|g| cannot overflow, and 1 - s is computed without a difference of nearly equal numbers."""
+    """(s, 1 - s). e^-|g| cannot overflow, and 1 - s is not computed as the difference of nearly equal numbers."""
     e = tl.exp(-tl.abs(g))
     near = 1.0 / (1.0 + e)  # sigmoid(|g|)
     far = e * near  # sigmoid(-|g|)
@@ -187,7 +160,7 @@ def silu_mul_gradients(g, u, dy):  # type: ignore[no-untyped-def]
 def silu_mul_backward_kernel(  # type: ignore[no-untyped-def]
     gate, up, dy, dgate, dup, M, K, gate_m, up_m, dy_m, ROWS: tl.constexpr, HARDWARE: tl.constexpr
 ):
-    """A tile [ROWS, 128]; the gradients are contiguous."""
+    """A tile [ROWS, 128]. The gradients are contiguous."""
     G = tl.cdiv(K, 128)
     m = (tl.program_id(0) // G) * ROWS + tl.arange(0, ROWS)
     k = (tl.program_id(0) % G) * 128 + tl.arange(0, 128)
@@ -200,7 +173,7 @@ def silu_mul_backward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _store_both(x, y, q, s, qt, st, gm, gk, M, K, s_m, s_g, pitch, POW2: tl.constexpr, HARDWARE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store a tile 128 x 128 of a gradient in BF16, and that value in both layouts."""
+    """Store a tile 128 x 128 of a gradient in BF16, and the BF16 value quantized in both layouts."""
     m, k = gm * 128 + tl.arange(0, 128), gk * 128 + tl.arange(0, 128)
     tl.store(y + m.to(tl.int64)[:, None] * K + k[None, :], rounded(x), mask=(m < M)[:, None] & (k < K)[None, :])
     tile = bf16_value(x, HARDWARE)
@@ -213,8 +186,8 @@ def silu_mul_backward_both_kernel(  # type: ignore[no-untyped-def]
     gate, up, dy, dgate, qg, sg, qgt, sgt, dup, qu, su, qut, sut, M, K, gate_m, up_m, dy_m, s_m, s_g, pitch,
     POW2: tl.constexpr, HARDWARE: tl.constexpr,
 ):  # fmt: skip
-    """A tile 128 x 128 of one gradient and then of the other. gate and dy are loaded twice, the second time from the L1 cache:
-    a thread has not the registers to hold them. The operations and their order are those of ``silu_mul_gradients``.
+    """A tile 128 x 128 of one gradient, then of the other. gate and dy are loaded twice, the second time from the L1 cache,
+    because a thread has too few registers to hold them. The operations and their order are those of ``silu_mul_gradients``.
     """
     G = tl.cdiv(K, 128)
     gm, gk = tl.program_id(0) // G, tl.program_id(0) % G
@@ -236,7 +209,7 @@ def silu_mul_backward(
     """The gradients of gate and up, [M, K], in ``dtypes`` (BF16 or FP32).
 
     Args:
-        gate_MK, up_MK: BF16, as the forward pass read them; their rows may be strided halves of one tensor.
+        gate_MK, up_MK: BF16, as the forward pass read them. They may be strided halves of one tensor.
         dy_MK: the gradient of the product, BF16 or FP32.
     """
     gate_MK, up_MK, dy_MK = (t if t.stride(1) == 1 else t.contiguous() for t in (gate_MK, up_MK, dy_MK))
@@ -283,26 +256,3 @@ def silu_mul_backward_both(
 
 def _as_fp8(q: Tensor, s: Tensor, qt: Tensor, st: Tensor) -> Bytes:
     return as_fp8(q), s, as_fp8(qt), st
-
-
-_TENSORS = dict.fromkeys(("gate", "up", "dy", "dgate", "dup"), "*bf16")
-_BYTES, _SCALES = dict.fromkeys(("qg", "qgt", "qu", "qut"), "*u8"), dict.fromkeys(("sg", "sgt", "su", "sut"), "*fp32")
-_SIZES = dict.fromkeys(("M", "K", "gate_m", "up_m", "dy_m"), "i32")
-_ALIGNED = ("K", "gate_m", "up_m", "dy_m")
-
-SILU_BACKWARD_KERNELS = (
-    Spec(
-        "silu_mul_backward", silu_mul_backward_kernel, _TENSORS | _SIZES, {"ROWS": BACKWARD_ROWS, "HARDWARE": True},
-        {"num_warps": WARPS, **PINNED}, _ALIGNED,
-    ),
-    *(
-        Spec(
-            f"silu_mul_backward_both_{scale}", silu_mul_backward_both_kernel,
-            _TENSORS | _BYTES | _SCALES | _SIZES | dict.fromkeys(("s_m", "s_g", "pitch"), "i32"),
-            {"POW2": scale == "pow2", "HARDWARE": True}, {"num_warps": BOTH_WARPS, **COMPILER}, (*_ALIGNED, "pitch"),
-        )
-        for scale in ("pow2", "fp32")
-    ),
-)  # fmt: skip
-
-KERNELS: tuple[Spec, ...] = SILU_KERNELS + SILU_BACKWARD_KERNELS

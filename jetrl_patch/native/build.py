@@ -1,11 +1,11 @@
 """Compile the C sources for this processor at first use and keep the result in the user's cache.
 
-There is one source and a library for each instruction set of ``SETS``; all give the same bits. The widest set that the processor
-has and the compiler knows is used, or the one that ``JETRL_CPU_ISA`` names. The file name contains the set and a hash of the
-sources and the compiler, so a new release, a new compiler or another kind of machine with the same home folder never loads a
-library that does not fit. The file ends with a hash of itself, which the linker ignores: a file that a full disk or a broken copy
-cut short would load and then end the process with a bus error, so it is compiled anew. What somebody else could have put there
-is not loaded.
+One source gives a library for each instruction set of ``SETS``, all with the same bits. The library in use is that of the widest
+set that both processor and compiler support, or of the set that ``JETRL_CPU_ISA`` names. The file name contains the set and a
+hash of the sources and the compiler, so a new release, a new compiler or another machine with the same home folder never loads
+the wrong library. The file ends with a hash of its contents, which the loader ignores. A file cut short by a full disk or a broken
+copy would load and then kill the process with a bus error. The hash shows this, and the library is compiled again. Files that
+another user could have written are not loaded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _REPAIR = 'repair the compiler, or use backend="torch" (slower, the same contrac
 _HASH = hashlib.sha256
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("kernels.c", "gemm.c", "digest.c"))
 HEADER = Path(__file__).with_name("numbers.h")
-# The sources write each FMA out. If a compiler made others of a * b + c, the bits would depend on the compiler.
+# The sources write each FMA explicitly. If the compiler turned a * b + c into one, the bits would depend on the compiler.
 FLAGS = (
     "-O3",
     "-ffp-contract=off",
@@ -46,12 +46,12 @@ _VARIABLE = "JETRL_CPU_ISA"
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What the kernels are compiled for.
+    """An instruction set that the kernels are compiled for.
 
     Attributes:
-        flags: of the compiler.
-        needs: what /proc/cpuinfo lists of a processor that has the set.
-        speed: of the FP8 product beside the next wider set's, as measured (docs/benchmarks/cpu.md).
+        flags: compiler flags.
+        needs: flags that /proc/cpuinfo lists for a processor with this set.
+        speed: speed of the FP8 product compared with the next wider set, as measured (docs/benchmarks/cpu.md).
     """
 
     flags: tuple[str, ...]
@@ -92,7 +92,7 @@ def compiler() -> str | None:
 def available() -> tuple[bool, str]:
     """Whether the kernels can be built and loaded here, and for which instruction set, or why not. Compiles them if necessary.
 
-    Raises ConfigError for a ``JETRL_CPU_ISA`` that cannot be.
+    Raises ConfigError if ``JETRL_CPU_ISA`` names a set that is unknown, or that the processor lacks.
     """
     try:
         found = instruction_set()
@@ -104,7 +104,7 @@ def available() -> tuple[bool, str]:
 
 
 def supported() -> list[str]:
-    """The sets that this processor has, the widest first."""
+    """The sets that this processor supports, the widest first."""
     has = _features()
     on_x86 = platform.machine() in ("x86_64", "AMD64")
     return [name for name, one in SETS.items() if one.needs <= has and (on_x86 or not one.needs)]
@@ -112,7 +112,7 @@ def supported() -> list[str]:
 
 @functools.cache
 def multiplies_bf16() -> bool:
-    """Whether this processor multiplies BF16, or torch's BF16 products widen each operand, at a tenth of the speed of FP32."""
+    """Whether this processor multiplies BF16. Otherwise torch's BF16 products widen each operand, at a tenth of FP32's speed."""
     return _wanted()[0] == "avx512_bf16"
 
 
@@ -121,19 +121,19 @@ def library() -> ctypes.CDLL:
 
     Raises:
         ConfigError: ``JETRL_CPU_ISA`` names a set that this processor lacks.
-        JetrlError: there is no compiler, or it does not work; the cache cannot be written, or others can write it.
+        JetrlError: there is no compiler, or it does not work; the cache cannot be written, or other users can write it.
     """
     return _loaded()[1]
 
 
 def instruction_set() -> str:
-    """The set for which ``library`` was compiled. Raises what that raises."""
+    """The set for which ``library`` was compiled. Raises the same errors."""
     return _loaded()[0]
 
 
 @functools.lru_cache(maxsize=1)
 def _loaded() -> tuple[str, ctypes.CDLL]:
-    """The set and its library; one choice per process."""
+    """The set and its library. A process chooses once."""
     wanted, failed = _wanted(), ""
     for name in wanted:
         try:
@@ -165,7 +165,7 @@ def _wanted() -> list[str]:
 
 
 def load(name: str) -> ctypes.CDLL:
-    """The kernels of one set of ``SETS``, compiled if the cache has none. Raises as ``library``."""
+    """The kernels of one set of ``SETS``, compiled if the cache has no library for it. Raises the same errors as ``library``."""
     cc = compiler()
     if cc is None:
         raise JetrlError(
@@ -190,11 +190,11 @@ def load(name: str) -> ctypes.CDLL:
 
 
 class _CompilerError(JetrlError):
-    """The compiler made no library."""
+    """The compiler failed."""
 
 
 def is_whole(file: Path) -> bool:
-    """Whether a library in the cache is complete: its last bytes are the hash of those before them."""
+    """Whether a library in the cache is complete: its last bytes are the hash of the bytes before them."""
     try:
         content = file.read_bytes()
     except OSError:
@@ -204,7 +204,7 @@ def is_whole(file: Path) -> bool:
 
 
 def _require_own(file: Path) -> None:
-    """Raise JetrlError if anybody but this user and root could have written the file, or can replace it in its folder."""
+    """Raise JetrlError if a user other than this one and root could have written the file, or can replace it in its folder."""
     own, folder = file.stat(), file.parent.stat()
     if own.st_uid not in (os.getuid(), 0):
         found = f"{file} of user {own.st_uid}"
@@ -247,7 +247,7 @@ def _fingerprint(cc: str, name: str) -> str:
 
 
 def _features() -> frozenset[str]:
-    """What the processor can do, in the words of /proc/cpuinfo."""
+    """The processor's flags in /proc/cpuinfo."""
     try:
         lines = Path("/proc/cpuinfo").read_text().split("\n\n", 1)[0].splitlines()
     except OSError:
@@ -261,13 +261,13 @@ def _compile(cc: str, name: str, target: Path) -> None:
     handle, scratch = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        for openmp in (("-fopenmp",), ()):  # without OpenMP the kernels run on one thread, with the same bits
+        for openmp in (("-fopenmp",), ()):  # without OpenMP, the kernels use one thread and give the same bits
             command = [cc, *FLAGS, *SETS[name].flags, *openmp, *map(str, SOURCES), "-o", scratch, "-lm"]
             result = subprocess.run(command, capture_output=True, text=True)
             if result.returncode == 0:
                 content = Path(scratch).read_bytes()
                 Path(scratch).write_bytes(content + _HASH(content).digest())
-                os.chmod(scratch, 0o755)  # mkstemp's files are for their owner alone, and users may share what root has compiled
+                os.chmod(scratch, 0o755)  # mkstemp's files are private, but users may share what root has compiled
                 os.replace(scratch, target)
                 return
         lines = [line for line in result.stderr.splitlines() if line.strip()]

@@ -6,9 +6,9 @@
  *
  *     col = d0 + d1 * 2^16 + d2 * 2^32 + d3 * 2^48   mod 2^64,   -32768 <= d < 32768
  *
- * so that one vector instruction multiplies 16 or 32 bytes by as many digits and adds neighbours in 32 bits. Over BLOCK columns
- * a 32-bit lane collects at most BLOCK/8 products of magnitude 255 * 32768, which stays below 2^31. Everything is exact modulo 2^64,
- * so neither the order of summation nor the number of threads can change a digest.
+ * so that one vector instruction multiplies 16 or 32 bytes by as many digits and adds neighbours in 32 bits. Over BLOCK columns, a
+ * 32-bit lane adds at most BLOCK/8 products of magnitude 255 * 32768, which stays below 2^31. Everything is exact modulo 2^64, so
+ * neither the order of the sums nor the number of threads changes a digest.
  */
 #include <stdint.h>
 #include <string.h>
@@ -19,7 +19,7 @@
 #include <immintrin.h>
 #endif
 
-#define BLOCK 2048 /* byte columns whose digits are kept at a time: 16 KiB, half of an L1 cache */
+#define BLOCK 2048 /* byte columns whose digits are in memory together: 16 KiB, half of an L1 cache */
 
 static inline uint64_t odd_hash(uint64_t index, uint64_t salt) {  /* splitmix64, forced odd */
     uint64_t z = index + 0x9e3779b97f4a7c15ull * salt;
@@ -86,7 +86,7 @@ static inline uint64_t dot(const uint8_t *x, int64_t n, int64_t ld, const column
         a3 = multiply_add(a3, v, t->digit[3] + c); \
     }
     for (; c + STEP <= n; c += STEP) {
-        __builtin_prefetch(x + ld + c);  /* the next row's part of this block: the processor does not guess the jump */
+        __builtin_prefetch(x + ld + c);  /* the next row of this block, because the processor does not predict the jump */
         ADD(x + c)
     }
     if (c < n) {

@@ -4,9 +4,9 @@
  * total = fma(dot, sX * sW, total) for FP8; for BF16 one dot runs over all groups. Every element is summed in the
  * order k = 0, 1, 2, ..., whatever its tile and the instruction set.
  *
- * The way of a weight: NT columns and one group of K are transposed to `codes` [k][NT], still e4m3 or BF16, unless
- * `jetrl_pack` did that before. Few rows then read the codes and convert them on the way; for more rows they are widened to FP32
- * once (`widen`), or to pairs of BF16 (`pair_weights`), and read by one register tile after the other (`tile`). */
+ * How a weight is read: NT columns of one group of K are transposed to `codes` [k][NT], still e4m3 or BF16, unless `jetrl_pack` has
+ * done so. Few rows read the codes and convert them as they go. For more rows, the codes are widened once, to FP32 (`widen`) or to
+ * pairs of BF16 (`pair_weights`), and each register tile (`tile`) reads the result. */
 #include "numbers.h"
 
 #if defined(__AVX512BF16__) && WIDTH == 16
@@ -17,8 +17,8 @@
 #define MTILE 256 /* rows whose operands and sums are kept in scratch at a time */
 #define VECTORS (NT / WIDTH)
 
-/* Rows of a register tile, and the vectors of columns that it takes at once: the accumulators must fit in the registers, and be
- * enough of them to hide the latency of an FMA. */
+/* Rows of a register tile, and its vectors of columns. The accumulators must fit in the registers, and there must be enough of them
+ * to hide the latency of an FMA. */
 #if WIDTH == 16
 #define MR 8
 #define ACROSS(rows) 2
@@ -27,7 +27,7 @@
 #define ACROSS(rows) ((rows) > 3 ? VECTORS / 2 : VECTORS)
 #endif
 
-/* Up to so many rows convert codes on the way. */
+/* With up to this many rows, codes are converted as they are read. */
 #ifdef PAIRS
 #define FEW 4
 #else
@@ -154,7 +154,7 @@ INLINE void tile(const int rows, const int across, const form as, const float *x
     for (int i = 0; i < rows; i++)
         for (int c = 0; c < across; c++) a[i][c] = sx ? (vf){0} : *(vf *)(total + i * NT + c * WIDTH);
     for (int64_t k = 0; k < count; k++) {
-        /* Registers are short: with few rows x stays in them while weights pass by, with more rows the weights stay. */
+        /* There are few registers: with few rows they hold x, and with more rows the weights. */
         vf v[MR], wk[VECTORS];
         for (int i = 0; i < rows && rows < 4; i++) v[i] = all(x[i * ldx + k]);
         for (int c = 0; c < across; c += PARTS) {
@@ -174,9 +174,9 @@ INLINE void tile(const int rows, const int across, const form as, const float *x
 
 /* ---- pairs of BF16 ------------------------------------------------------------------------ */
 
-/* VDPBF16PS adds the products of two BF16 pairs to an FP32 sum: the high halves' first, rounded after each. A product of two
- * e4m3 values is exact in FP32, so with the lower k in the high half the bits are those of two FMAs, in half the instructions.
- * `use_pairs` tries that on this processor. */
+/* VDPBF16PS adds the products of two BF16 pairs to an FP32 sum: first that of the high halves, rounding after each. A product of two
+ * e4m3 values is exact in FP32. So with the lower k in the high half, the bits are those of two FMAs, in half the instructions.
+ * `use_pairs` tests this on the processor. */
 static int wanted = 1;
 
 #ifdef PAIRS
@@ -240,7 +240,7 @@ INLINE void tile_pairs(const int rows, const uint32_t *x, int64_t ldx, const uin
 }
 
 static int use_pairs(void) {
-    /* 2^24 + 3 - 1 and 2^24 + 1 + 1 tell the order, and one rounding from two */
+    /* 2^24 + 3 - 1 and 2^24 + 1 + 1 show the order, and whether each addition rounds */
     const __m512i x = _mm512_set1_epi32(0x3f803f80);
     const float one = _mm512_cvtss_f32(add_pair(_mm512_set1_ps(0x1p24f), x, _mm512_set1_epi32(0x3f803f80)));
     const float other = _mm512_cvtss_f32(add_pair(_mm512_set1_ps(0x1p24f), x, _mm512_set1_epi32(0x4040bf80)));
@@ -267,7 +267,7 @@ typedef struct {  /* scratch of a thread */
     uint8_t *codes;
 } room;
 
-/* Calls CALL(rows), in which the number of rows is a constant. */
+/* Calls CALL(rows) with the number of rows as a constant. */
 #define BY_ROWS(rows, CALL)                                                                         \
     switch (rows) {                                                                                 \
         case 1: CALL(1) break; case 2: CALL(2) break; case 3: CALL(3) break; case 4: CALL(4) break; \
@@ -328,8 +328,8 @@ static void read_row(const uint8_t *from, int64_t K, int fp8, float *row) {
     for (; k < K; k++) row[k] = fp8 ? decode_e4m3(from[k]) : from_bf16(((const uint16_t *)from)[k]);
 }
 
-/* X: e4m3 with scales sx [M,G] (fp8 = 1) or bf16 (fp8 = 0); W likewise with per-row scales sw [N,G]. `packed`: what
- * jetrl_pack made of W, if it has no NaN, or NULL. `splits` > 1 adds the partial sums of `splits` equal ranges of K in
+/* X: e4m3 with scales sx [M,G] (fp8 = 1) or bf16 (fp8 = 0); W likewise, with scales per row, sw [N,G]. `packed`: the output of
+ * jetrl_pack if W has no NaN, or NULL. `splits` > 1 adds the partial sums of `splits` equal ranges of K in
  * ascending order, as the ranks of a tensor-parallel rollout do. out: FP32 (bf16 = 0) or BF16, rounded once. Returns 0, or 1
  * if out of memory. */
 int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64_t ldw, const float *sw,
@@ -338,7 +338,7 @@ int jetrl_gemm(const void *x, int64_t ldx, const float *sx, const void *w, int64
     const int64_t size = fp8 ? 1 : 2, G = (K + GROUP - 1) / GROUP, width = splits > 1 ? K / splits : K;
     const product p = {x, w, packed, sx, sw, ldx * size, ldw * size, ldsw, M, N, K, G, fp8};
     const int64_t most = M < MTILE ? M : MTILE;
-    const int64_t ldf = round_up(K, LANES) + LANES;  /* no multiple of 4 KB, which would put all rows in one set of the L1 cache */
+    const int64_t ldf = round_up(K, LANES) + LANES;  /* not a multiple of 4 KB, which would put all rows in one set of the L1 cache */
     float *xf = aligned_alloc(64, (size_t)(most * ldf * 4));
     if (!xf) return 1;
     int failed = 0;

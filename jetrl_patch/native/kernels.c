@@ -1,9 +1,8 @@
 /* CPU kernels of the exact FP8 mode.
  *
- * One rule holds for every function of the forward pass: the bits of an output row depend on that row's inputs alone
- * (jetrl_quantize_tokens and jetrl_quantize_blocks have groups of 128 rows). Sums run in a fixed order. A row's tile only
- * decides when the row is computed, and threads split rows or columns, never a sum. So decoding one token and training
- * on a packed batch give the same bits.
+ * One rule holds for every function of the forward pass: the bits of an output row depend only on that row's inputs. (The groups of
+ * jetrl_quantize_tokens and jetrl_quantize_blocks span 128 rows.) Sums have a fixed order. Tiles only decide when a row is computed,
+ * and threads split rows or columns, never a sum. So decoding one token and training on a packed batch give the same bits.
  *
  * Legend: M tokens, N output features, K input features, G = ceil(K/128) groups, T query tokens,
  * H query heads, D head width, L keys. All matrices are row-major; `ld*` is the row stride in elements.
@@ -138,7 +137,7 @@ void jetrl_dequantize(const uint8_t *q, const float *s, int64_t lds, int64_t M, 
     }
 }
 
-/* A 64-bit fingerprint of `bytes` bytes, which shows whether a weight has changed since it was quantized. */
+/* A 64-bit fingerprint of `bytes` bytes. It shows whether a weight has changed since it was quantized. */
 uint64_t jetrl_fingerprint(const uint8_t *data, int64_t bytes) {
     uint64_t lane[8], tail[8] = {0};
     for (int i = 0; i < 8; i++) lane[i] = 0x9e3779b97f4a7c15ull * (uint64_t)(i + 1);
@@ -223,7 +222,7 @@ void jetrl_silu_mul(const uint16_t *g, int64_t ldg, const uint16_t *u, int64_t l
         }
 }
 
-/* Index of the largest of v [n] that is not taken and whose group of `size` is open (NULL: all are), the lower one on a tie. */
+/* Index of the largest v [n] that is not taken and whose group of `size` is open (NULL: all are); the lower index on a tie. */
 static int64_t largest(const float *v, const uint8_t *taken, int64_t n, const uint8_t *open, int64_t size) {
     int64_t best = -1;
     for (int64_t i = 0; i < n; i++)
@@ -231,10 +230,10 @@ static int64_t largest(const float *v, const uint8_t *taken, int64_t n, const ui
     return best;
 }
 
-/* Router of a mixture: scores p [M,E], computed in FP64 and rounded to FP32; the k largest of a row, the lower index on a tie, in
- * ascending order of index. Without a bias p = softmax(logits), summed over ascending experts. With one, p = sigmoid(logits); the
- * largest are those of c = p + bias [E], within the `kept` of `groups` groups of experts whose two largest c add up to most.
- * `renormalize` divides the weights p by their sum, with one rounding; then they are multiplied by `scale`.
+/* Router of a mixture. Scores p [M,E] are computed in FP64 and rounded to FP32. Each row gets the k experts with the largest score,
+ * the lower index on a tie, in ascending order. Without a bias, p = softmax(logits), summed over ascending experts. With a bias [E],
+ * p = sigmoid(logits), and experts are chosen by c = p + bias, from the `kept` of `groups` groups whose two largest c have the
+ * largest sum. `renormalize` divides the weights p by their sum, with one rounding. Then they are multiplied by `scale`.
  * A NaN among the logits makes every weight of its row NaN. ids, weights [M,k]. */
 void jetrl_route(const float *logits, int64_t M, int64_t E, int64_t k, int renormalize, const float *bias, int64_t groups,
                  int64_t kept, float scale, int64_t *ids, float *weights, int threads) {
@@ -267,7 +266,7 @@ void jetrl_route(const float *logits, int64_t M, int64_t E, int64_t k, int renor
         int64_t j = m * k;
         for (int64_t e = 0; e < E; e++)
             if (taken[e]) { total += p[e]; ids[j] = e; weights[j++] = special ? NAN : p[e]; }
-        if (bias) total += 1e-20; /* as the models have it: all scores may be zero */
+        if (bias) total += 1e-20; /* as in the models, because all scores may be zero */
         for (j = m * k; j < (m + 1) * k; j++) weights[j] = (renormalize ? (float)(weights[j] / total) : weights[j]) * scale;
     }
 }

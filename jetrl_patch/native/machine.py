@@ -1,5 +1,4 @@
-"""Checks of this machine, ``check_*() -> (ok, reason)``, for errors, test skips and ``jetrl status``; and what compiles
-DeepGEMM."""
+"""Checks of this machine, for errors, test skips and ``jetrl status``, and of the compiler that DeepGEMM needs."""
 
 from __future__ import annotations
 
@@ -24,14 +23,14 @@ __all__ = [
 
 
 # ---- Checks of this machine, ``check_*() -> (ok, reason)``, for errors, test skips and ``jetrl status``
-# If ok, the reason is what was found (a version, a device name). If not, it says what is missing. Only the hardware checks
-# import torch.
+# If ok, the reason is what was found, such as a version or a device name. If not, it says what is missing. Only ``check_torch``
+# and the checks of hardware import torch.
 
 Check = tuple[bool, str]
 
 MINIMUM_PYTHON = (3, 10)
-#: FP8 ``wgmma`` and the block-scaled kernels of the GPU libraries exist only on Hopper (8.9 accumulates in another
-#: order, 10.0 uses other scales)
+#: the compute capability with FP8 ``wgmma`` and the GPU libraries' block-scaled kernels (8.9 accumulates in another order, 10.0
+#: uses other scales)
 HOPPER = (9, 0)
 
 
@@ -51,7 +50,7 @@ def check_framework(name: str) -> Check:
 
 
 def installed_frameworks() -> list[str]:
-    """The frameworks of ``_versions.SUPPORTED`` that can be imported, in a supported version or not."""
+    """The frameworks of ``_versions.SUPPORTED`` that are installed, in a supported version or not."""
     return [name for name in SUPPORTED if is_installed(name)]
 
 
@@ -61,14 +60,14 @@ def check_torch() -> Check:
         return False, "torch is not installed"
     try:
         import torch
-    except Exception as error:  # whatever a damaged installation raises
+    except Exception as error:  # a damaged installation may raise anything
         words = " ".join(str(error).split())
         return False, f"torch cannot be imported ({type(error).__name__}: {words[:160]})"
     return True, str(torch.__version__)
 
 
 def require_torch(command: str) -> None:
-    """Raise VersionError, in the name of a command, if torch cannot be imported."""
+    """Raise VersionError if torch cannot be imported. The message names the command that needs it."""
     ok, found = check_torch()
     if not ok:
         fix = f"install torch{SUPPORTED['torch'][0]} anew"
@@ -98,7 +97,7 @@ def check_cuda() -> Check:
 
 
 def count_gpus() -> int:
-    """The number of CUDA devices that torch sees, under ``CUDA_VISIBLE_DEVICES``."""
+    """The number of CUDA devices that torch sees, within ``CUDA_VISIBLE_DEVICES``."""
     if not check_cuda()[0]:
         return 0
     import torch
@@ -107,7 +106,7 @@ def count_gpus() -> int:
 
 
 def check_hopper() -> Check:
-    """Whether torch sees a Hopper GPU, the only kind that the fast FP8 backends serve."""
+    """Whether torch sees a Hopper GPU, which the fast FP8 backends require."""
     ok, reason = check_cuda()
     if not ok:
         return ok, reason
@@ -122,14 +121,13 @@ def check_hopper() -> Check:
 
 
 # ---- What DeepGEMM needs to compile its kernels, which it does at the first product of each shape
-# It looks for these things itself, by the rules repeated here (``tests/anchors/deep_gemm.json``), at import or at that product:
-# too
-# late to take another backend.
+# DeepGEMM looks for a toolkit and a compiler itself, by the rules repeated here (``tests/anchors/deep_gemm.json``). But it looks
+# at import or at the first product, which is too late to choose another backend.
 
-
-#: the oldest nvcc that DeepGEMM accepts, from which version of it on, newest first; the newer one no longer knows NVRTC
+#: (DeepGEMM's version, the oldest nvcc that it accepts from that version on), newest first. The newer one no longer supports
+#: NVRTC
 NVCC = (((2, 7), (12, 9)), ((0,), (12, 3)))
-#: where it looks for a toolkit if neither ``CUDA_HOME`` nor ``CUDA_PATH`` is set and no nvcc is on PATH
+#: where DeepGEMM looks for a toolkit if neither ``CUDA_HOME`` nor ``CUDA_PATH`` is set and no nvcc is on PATH
 TOOLKIT = "/usr/local/cuda"
 
 
@@ -137,7 +135,7 @@ def check_nvcc(version: str | None) -> Check:
     """Whether this version of DeepGEMM can compile here: a CUDA toolkit, nvcc with its host compiler, and a cache to write to.
 
     Args:
-        version: None if it is not known; then it is treated as the newest.
+        version: None if unknown; it is then treated as the newest.
     """
     since, oldest = next(rule for rule in NVCC if version is None or Version(version).release >= rule[0])
     home = cuda_home()
@@ -151,7 +149,7 @@ def check_nvcc(version: str | None) -> Check:
 
 
 def cuda_home() -> Path | None:
-    """The toolkit that DeepGEMM takes."""
+    """The CUDA toolkit that DeepGEMM uses, or None."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if named:
         return Path(named)
@@ -176,7 +174,7 @@ def _check_nvcc(nvcc: Path, oldest: tuple[int, int]) -> Check:
 
 @functools.cache
 def _version(nvcc: Path) -> tuple[int, int] | None:
-    """What ``nvcc --version`` says; None if it cannot be run."""
+    """The version that ``nvcc --version`` prints; None if it cannot be run."""
     try:
         said = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True, timeout=60)
     except (OSError, subprocess.SubprocessError):

@@ -1,9 +1,9 @@
 /* Vectors, and conversions of BF16 and e4m3fn, for all C sources here.
  *
- * The sources are compiled once for each instruction set (build.py). `vf` and `vi` are the widest vectors of the set, of WIDTH
- * lanes. Where lanes are added up, there are LANES of them whatever the set, so every set adds in the same order; `lanes` is that
- * many, in as many vectors as it takes. A multiply-add that is to round once is written `fma_v`: the compiler contracts nothing
- * (-ffp-contract=off), so the bits are those of this source with every compiler and set. */
+ * The sources are compiled once for each instruction set (build.py). `vf` and `vi` are the widest vectors of the set, with WIDTH
+ * lanes. A sum over lanes always has LANES of them, so every set adds in the same order; the type `lanes` holds LANES values in as
+ * many vectors as the set needs. A multiply-add that rounds once is written `fma_v`. The compiler fuses nothing else
+ * (-ffp-contract=off), so the bits are the same with every compiler and set. */
 #pragma once
 #include <math.h>
 #include <stdint.h>
@@ -47,7 +47,7 @@ INLINE vf fma_v(vf a, vf b, vf c) { return (vf)_mm512_fmadd_ps((__m512)a, (__m51
 INLINE vf fma_v(vf a, vf b, vf c) { return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 #elif defined(__aarch64__)
 INLINE vf fma_v(vf a, vf b, vf c) { return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b); }
-#else  /* no instruction: the C library's, lane by lane */
+#else  /* no such instruction: the C library's fmaf, lane by lane */
 INLINE vf fma_v(vf a, vf b, vf c) {
     for (int i = 0; i < WIDTH; i++) c[i] = fmaf(a[i], b[i], c[i]);
     return c;
@@ -94,8 +94,8 @@ typedef struct { vf part[PARTS]; } lanes;  /* LANES values */
 
 /* LANES codes -> values divided by SMALLER, exactly; NaN becomes 480 / SMALLER. */
 #if WIDTH > 4
-/* A code is the upper part of an FP16 value 2^8 times as small, subnormals included. FP16 has them too, and its conversion does
- * not heed the mode that turns subnormals off. */
+/* The bits of a code, shifted, are those of the FP16 value divided by 2^8, subnormals included. The conversion from FP16 ignores the
+ * mode that turns subnormals off. */
 #define SMALLER 256.0f
 INLINE lanes decode_smaller(const uint8_t *q) {
     const __m256i wide = _mm256_slli_epi16(_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)q)), 7);

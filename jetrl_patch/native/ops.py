@@ -1,4 +1,4 @@
-"""Thin, checked wrappers of the C kernels for torch tensors, without autograd.
+"""Thin wrappers of the C kernels for torch tensors, which check the arguments. Without autograd.
 
 Shape legend: M tokens, N output features, K input features, G = ceil(K/128); T query tokens,
 H query heads, KH key/value heads, D head width, R requests.
@@ -27,19 +27,19 @@ def _long(value: int) -> ctypes.c_int64:
 
 
 def _threads(work: int) -> int:
-    """Threads for ``work`` multiply-adds: below about 20 microseconds of work a second thread costs more than it saves."""
+    """Threads for ``work`` multiply-adds. Below about 20 microseconds of work, a second thread costs more than it saves."""
     return torch.get_num_threads() if work > 1_000_000 else 1
 
 
 def _rows(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
-    """The tensor with a contiguous last dimension (any row stride). Raises TypeError if it is not a CPU ``dtype`` tensor."""
+    """The tensor with a contiguous last dimension and any row stride. Raises TypeError if it is not a CPU tensor of ``dtype``."""
     if tensor.dtype != dtype or tensor.device.type != "cpu":
         raise TypeError(f"{name}: expected a CPU {dtype} tensor, found {tensor.dtype} on {tensor.device}")
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 def _sized(tensor: Tensor, shape: tuple[int, ...], name: str) -> Tensor:
-    """The tensor, if it has this shape, which tells the kernel what memory to read. Raises ValueError otherwise."""
+    """The tensor. Raises ValueError if it does not have this shape, from which the kernel computes addresses."""
     if tensor.shape != shape:
         raise ValueError(f"{name}: expected shape {list(shape)}, found {list(tensor.shape)}")
     return tensor

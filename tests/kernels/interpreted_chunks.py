@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from jetrl_patch.kernels import attention, chunks
+from jetrl_patch.kernels import attention
 
 from ..fp8.thresholds import SQNR_ATTENTION, sqnr
 from .interpreted_exact import ends, exact_dot, gradients_against_fp64, oracle, packed, paged, rand  # noqa: F401
@@ -24,13 +24,13 @@ LENGTHS = [1, 65, 129, 64]
 @pytest.fixture
 def launched(monkeypatch):
     """How many programs shared a context, launch by launch."""
-    counts, original = [], chunks.splits
-    monkeypatch.setattr(chunks, "splits", lambda *sizes: counts.append(original(*sizes)) or counts[-1])
+    counts, original = [], attention.splits
+    monkeypatch.setattr(attention, "splits", lambda *sizes: counts.append(original(*sizes)) or counts[-1])
     return counts
 
 
 def shared_by(programs, monkeypatch):
-    monkeypatch.setattr(chunks, "splits", lambda *sizes: programs)
+    monkeypatch.setattr(attention, "splits", lambda *sizes: programs)
 
 
 def served(q, cache, cu, seen, fresh, width):
@@ -43,12 +43,12 @@ def served(q, cache, cu, seen, fresh, width):
 
 @pytest.mark.parametrize(("chunk", "heads", "kv_heads", "width"), [(128, 2, 1, 64), (64, 1, 1, 128)])
 def test_rows_are_equal_however_many_programs_share_a_context(chunk, heads, kv_heads, width, monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", chunk)
+    monkeypatch.setattr(attention, "CHUNK", chunk)
     q, k, v, cu = packed(heads, kv_heads, width, LENGTHS)
     trained = attention.attention_varlen(q, k, v, cu, width**-0.5)
     assert sqnr(trained[0], oracle(q, k, v, cu, width**-0.5)) > SQNR_ATTENTION
     cache = paged(k, v, cu, 16, seed=1)
-    most = chunks.chunks_of(cache[2].shape[1] * 16)
+    most = attention.chunks_of(cache[2].shape[1] * 16)
     assert most == {128: 2, 64: 3}[chunk]
     steps = {
         "decode": (LENGTHS, [1] * 4, range(1, most + 1)),  # one for a context, some, and one for a chunk
@@ -63,7 +63,7 @@ def test_rows_are_equal_however_many_programs_share_a_context(chunk, heads, kv_h
 
 
 def test_a_graphs_padding_changes_nothing_where_programs_share_contexts(monkeypatch, launched):
-    monkeypatch.setattr(chunks, "CHUNK", 64)
+    monkeypatch.setattr(attention, "CHUNK", 64)
     q, k, v, cu = packed(2, 1, 64, [70, 130])
     k_cache, v_cache, table = paged(k, v, cu, 16, seed=3)
     rows = cu[1:].long() - 1
@@ -90,16 +90,16 @@ def each_normalized(top, total, acc, chunk_top, chunk_total, chunk_acc):
 @pytest.mark.parametrize("other", ["formula", "order"])
 def test_another_formula_or_order_gives_other_bits(other, monkeypatch):
     """What the tests above would see."""
-    monkeypatch.setattr(chunks, "CHUNK", 64)
+    monkeypatch.setattr(attention, "CHUNK", 64)
     lengths = [256]
     q, k, v, cu = packed(2, 1, 64, lengths)
     out, lse = attention.attention_varlen(q, k, v, cu, 0.125)
     if other == "formula":
-        monkeypatch.setattr(chunks, "combine", each_normalized)
+        monkeypatch.setattr(attention, "combine", each_normalized)
     else:
-        original = chunks.combine_chunks
+        original = attention.combine_chunks
         monkeypatch.setattr(
-            chunks, "combine_chunks", lambda sums, ends, *a: original(*flipped(sums, ends), *a)
+            attention, "combine_chunks", lambda sums, ends, *a: original(*flipped(sums, ends), *a)
         )
     k_cache, v_cache, table = paged(k, v, cu, 16, seed=1)
     rows, found = served(q, (k_cache, v_cache, table[:, :16].contiguous()), cu, lengths, [64], 64)
@@ -113,28 +113,28 @@ def flipped(*states):
 
 
 def test_gradients_over_several_chunks_against_fp64(monkeypatch):
-    monkeypatch.setattr(chunks, "CHUNK", 64)
+    monkeypatch.setattr(attention, "CHUNK", 64)
     gradients_against_fp64(64, *packed(2, 1, 64, [1, 130]))
 
 
 def test_what_is_stored_is_bounded(monkeypatch):
     """Qwen3-8B with room for 32,768 tokens: 32 chunks."""
     sizes = 32, 128, 32768
-    assert chunks.workspace_bytes(64, *sizes) == 4 * 32 * 64 * 32 * 130
-    sums, ends = chunks.workspace(torch.zeros(64, 32, 128), 32768)
-    assert sums.nbytes + ends.nbytes == chunks.workspace_bytes(64, *sizes)
-    assert chunks.splits(8, 1, *sizes) == 32
-    assert chunks.splits(272, 32, *sizes) == 2048 // 272
-    assert chunks.splits(8, 127, *sizes) == 1  # more than 64 MiB
-    assert chunks.splits(4096, 1, *sizes) == 1  # they fill the GPU
-    assert chunks.splits(8, 1, 32, 128, 1024) == chunks.splits(8, 1, 32, 128, 0) == 1
+    assert attention.workspace_bytes(64, *sizes) == 4 * 32 * 64 * 32 * 130
+    sums, ends = attention.workspace(torch.zeros(64, 32, 128), 32768)
+    assert sums.nbytes + ends.nbytes == attention.workspace_bytes(64, *sizes)
+    assert attention.splits(8, 1, *sizes) == 32
+    assert attention.splits(272, 32, *sizes) == 2048 // 272
+    assert attention.splits(8, 127, *sizes) == 1  # more than 64 MiB
+    assert attention.splits(4096, 1, *sizes) == 1  # they fill the GPU
+    assert attention.splits(8, 1, 32, 128, 1024) == attention.splits(8, 1, 32, 128, 0) == 1
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("width", [64, 128])
 def test_contexts_of_8192_keys_in_chunks_of_1024(width, launched):
-    assert chunks.CHUNK == 1024
+    assert attention.CHUNK == 1024
     lengths = [8192, 1025]
     q, k, v, cu = packed(1, 1, width, lengths)
     trained = attention.attention_varlen(q, k, v, cu, width**-0.5)

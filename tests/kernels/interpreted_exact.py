@@ -22,7 +22,7 @@ from jetrl_patch.errors import ModelError
 from jetrl_patch.exact import dispatch, ops
 from jetrl_patch.fp8.lora import merged_weight
 from jetrl_patch.fp8.mixture import added
-from jetrl_patch.kernels import attention, attention_backward, digest, norm
+from jetrl_patch.kernels import attention, attention_backward, digest, elementwise, norm
 
 from ..fp8.thresholds import KERNEL_EQUALS_ORACLE, SQNR_ATTENTION, SQNR_ATTENTION_GRADIENT, SQNR_KERNEL_FP32, sqnr
 
@@ -266,7 +266,7 @@ def test_the_differentiable_ops_use_the_kernels(kernels):
 @pytest.mark.parametrize(("N", "K", "R"), [(1, 1, 1), (130, 260, 8), (33, 128, 64)])
 def test_the_merged_weight_of_lora_is_the_formula(N, K, R):
     w, a, b = rand(N, K), rand(R, K, seed=1), rand(N, R, seed=2)
-    assert torch.equal(attention.merged_weight(w, a, b, 0.3), merged_weight(w, a, b, 0.3))
+    assert torch.equal(elementwise.merged_weight(w, a, b, 0.3), merged_weight(w, a, b, 0.3))
 
 
 def test_what_has_no_kernel_is_refused():

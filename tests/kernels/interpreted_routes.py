@@ -11,8 +11,7 @@ import torch
 from jetrl_patch.exact.route import Sigmoid, _formula
 from jetrl_patch.fp8.mixture import added, weighted_sums
 from jetrl_patch.kernels import gemm_grouped
-from jetrl_patch.kernels.mixture import ROWS
-from jetrl_patch.kernels.route import route
+from jetrl_patch.kernels.mixture import ROWS, route
 
 from .interpreted_gemm import exact_dot  # noqa: F401  # a fixture for every test here
 from .interpreted_grouped import BF16, FP32, chosen

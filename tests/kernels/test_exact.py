@@ -15,14 +15,17 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import attention, attention_backward, chunks, digest, elementwise, head, norm, silu
-from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, loops, specs
+from jetrl_patch.kernels import attention, attention_backward, digest, elementwise, head, norm
 from jetrl_patch.kernels.common import COMPILER
+
+from . import specs as registered
+from .aot import Spec, compile_one, inner_loop, loops
+from .specs import specs
 
 ROOT = Path(__file__).resolve().parents[2]
 SPECS = [
-    *attention.KERNELS, *chunks.KERNELS, *attention_backward.KERNELS, *elementwise.KERNELS, *head.KERNELS, *norm.NORM_KERNELS,
-    *norm.NORM_BACKWARD_KERNELS, *digest.RANK_SUM_KERNELS, *silu.SILU_BACKWARD_KERNELS,
+    *registered.ATTENTION_ALL, *registered.CHUNKS, *registered.ATTENTION_BACKWARD, *registered.ELEMENTWISE_ALL,
+    *registered.HEAD_ALL, *registered.NORM, *registered.NORM_BACKWARD, *registered.RANK_SUM, *registered.SILU_BACKWARD,
 ]  # fmt: skip
 #: maximum registers per thread, so that the stated number of programs fits on an SM; nothing else may spill
 REGISTERS = {
@@ -38,9 +41,9 @@ REGISTERS = {
     "merge": 96,
     **dict.fromkeys(("rank_sum2", "rank_sum8"), 64),
     **dict.fromkeys(("rotary_64", "rotary_128"), 32),
-    **dict.fromkeys((s.name for s in (*elementwise.ROTARY_KERNELS, *head.LOGPROB_BACKWARD_KERNELS)), 40),  # 12, of 128 threads
+    **dict.fromkeys((s.name for s in (*registered.ROTARY, *registered.LOGPROB_BACKWARD)), 40),  # 12, of 128 threads
     **{f"rms_norm{width}": 64 for width in (128, 1024, 4096, 8192, 16384)},
-    **dict.fromkeys((spec.name for spec in norm.NORM_BACKWARD_KERNELS), 64),  # 32 warps
+    **dict.fromkeys((spec.name for spec in registered.NORM_BACKWARD), 64),  # 32 warps
     "silu_mul_backward": 64,
     **dict.fromkeys(("silu_mul_backward_both_pow2", "silu_mul_backward_both_fp32"), 128),  # 1, of 512 threads
 }
@@ -104,7 +107,7 @@ def test_compiles_within_an_sm(spec: Spec):
     assert "mad.f32" not in made.ptx  # nothing fused but what is written as fma
     if spec.kernel is attention_backward.row_sums_kernel:
         assert not products(made.ptx) and "ld.global.v4.b32" in made.ptx
-    elif spec in chunks.KERNELS:
+    elif spec in registered.CHUNKS:
         assert not products(made.ptx) and made.ptx.count("fma.rn.f32") and "ex2.approx" in made.ptx
     elif "attention" in spec.name or "gemm" in spec.name:
         assert products(made.ptx) and all(
@@ -134,7 +137,7 @@ def test_a_block_that_every_row_sees_is_computed_like_a_masked_one(name: str):
     assert sum(masked.values()) > sum(plain.values())
 
 
-@pytest.mark.parametrize("spec", digest.RANK_SUM_KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", registered.RANK_SUM, ids=lambda spec: spec.name)
 def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     made = compile_one(spec).ptx
     ranks = spec.constexprs["RANKS"]
@@ -142,7 +145,7 @@ def test_ranks_are_read_16_bytes_at_a_time(spec: Spec):
     assert made.count("add.f32") + made.count("add.rn.f32") == 8 * (ranks - 1)
 
 
-@pytest.mark.parametrize("spec", [*elementwise.ROTARY_KERNELS, *head.LOGPROB_BACKWARD_KERNELS], ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", [*registered.ROTARY, *registered.LOGPROB_BACKWARD], ids=lambda spec: spec.name)
 def test_rows_are_read_and_written_16_bytes_at_a_time(spec: Spec):
     ptx = compile_one(spec).ptx
     least = "v4" if spec.constexprs.get("R", 0) == spec.constexprs.get("D", 0) else r"v[24]"  # 8 bytes, of parts of heads
@@ -164,7 +167,7 @@ def test_the_paged_and_the_packed_kernel_compute_alike(width: int):
 
 def test_attention_sums_values_from_a_fresh_zero():
     # In a block that it may not see, a row gets fma(x, 1, 0): the product must not add to the sum by itself.
-    for name in (spec.name for spec in attention.ATTENTION_KERNELS):
+    for name in (spec.name for spec in registered.ATTENTION):
         ptx = compile_one(specs()[name]).ptx
         # "scale-d", after the last operand: 0 overwrites, a predicate adds
         starts = [found == "0" for found in re.findall(r"wgmma\.mma_async.*%rd\d+, (0|%p\d+), 1, 1, ", ptx)]

@@ -13,16 +13,19 @@ import torch
 
 pytest.importorskip("triton")
 
-from jetrl_patch.kernels import gemm_grouped, gemm_grouped_wgrad, mixture, route
-from jetrl_patch.kernels.aot import Spec, compile_one, inner_loop, specs
+from jetrl_patch.kernels import gemm_grouped, mixture
+
+from . import specs as registered
+from .aot import Spec, compile_one, inner_loop
+from .specs import specs
 
 ROOT = Path(__file__).resolve().parents[2]
 #: kernels without a product
 SPECS = [
-    *mixture.PLAN_KERNELS,
-    *mixture.COMBINE_KERNELS,
-    *route.KERNELS,
-    *(spec for spec in gemm_grouped_wgrad.KERNELS if "wgrad" not in spec.name),
+    *registered.PLAN,
+    *registered.COMBINE,
+    *registered.ROUTE,
+    *(spec for spec in registered.GEMM_GROUPED_WGRAD if "wgrad" not in spec.name),
 ]
 #: maximum instructions that a warp runs per block of 128, and asynchronous copies of rows and scales among them
 LOOPS = {"grouped_gate_up_bf16": (260, 12), "grouped_down_fp32": (260, 12), "grouped_gate_up_dgrad_fp32": (280, 12)}
@@ -47,7 +50,7 @@ def test_compiles_without_spills(spec: Spec):
     made = compile_one(spec)
     assert made.spills == 0 and "mma" not in made.ptx, made[:3]
     assert made.registers * spec.options["num_warps"] * 32 * 2 <= 65536, made[:3]
-    if spec in mixture.COMBINE_KERNELS and spec.name.startswith("combine"):
+    if spec in registered.COMBINE and spec.name.startswith("combine"):
         assert "fma.rn.f32" not in made.ptx  # a product and a sum, each rounded
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import subprocess
@@ -15,12 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from jetrl_patch.errors import ConfigError
-from jetrl_patch.kernels import aot, norm, quantize, silu
-from jetrl_patch.kernels.aot import Spec, compile_one
+from jetrl_patch.kernels import norm, quantize, silu
 from jetrl_patch.kernels.common import COMPILER
 
+from . import specs as registered
+from .aot import Spec, compile_one
+
 ROOT = Path(__file__).resolve().parents[2]
-SPECS = [*quantize.KERNELS, *norm.PRODUCERS_KERNELS, *norm.NORM_ROWS_KERNELS, *silu.SILU_KERNELS]
+SPECS = [*registered.QUANTIZE_ALL, *registered.PRODUCERS, *registered.NORM_ROWS, *registered.SILU]
 
 #: maximum registers per thread and bytes of shared memory per program. An SM has 65,536 registers:
 #: the third column is how many of its 64 warps can then be active
@@ -80,16 +81,16 @@ def test_compiles_for_hopper_without_spills_and_with_exact_arithmetic(spec: Spec
 
 def sum_of_squares(spec: Spec) -> list[str]:
     """The tiles of FP64 that a kernel reduces, with the way in which its threads hold them: that is the order of the sum."""
-    lines = aot.compile_one(spec).ttgir
+    lines = compile_one(spec).ttgir
     layouts = dict(re.findall(r"^(#\w+) = (.*)$", lines, re.M))
     tiles = re.findall(r"\}\) : \((tensor<[^)]*f64[^)]*>)\) ->", lines)
     return [re.sub(r"#(?!ttg)\w+", lambda found: layouts[found[0]], tile) for tile in tiles]
 
 
-@pytest.mark.parametrize("spec", norm.NORM_ROWS_KERNELS, ids=lambda spec: spec.name)
+@pytest.mark.parametrize("spec", registered.NORM_ROWS, ids=lambda spec: spec.name)
 def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
     """Else one row in 10^8 would have another last bit, which no comparison of values would find."""
-    alone = next(s for s in norm.NORM_KERNELS if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
+    alone = next(s for s in registered.NORM if s.constexprs["GROUPS"] == spec.constexprs["GROUPS"])
     assert alone.options["num_warps"] == spec.options["num_warps"]
     found = sum_of_squares(spec)
     assert len(found) == 2 and "sizePerThread = [1, 8]" in found[0] and found == sum_of_squares(alone)
@@ -97,7 +98,7 @@ def test_the_fused_norm_adds_in_the_order_of_the_norm(spec: Spec):
 
 def test_another_order_would_be_found():
     """The trainer's kernel for ``align="linear"`` spreads a row as its bytes are stored."""
-    kinds = norm.NORM_KERNELS, norm.PRODUCERS_KERNELS
+    kinds = registered.NORM, registered.PRODUCERS
     alone, fused = (next(s for s in found if s.constexprs["GROUPS"] == 32) for found in kinds)
     assert sum_of_squares(fused) != sum_of_squares(alone)
 
@@ -116,13 +117,13 @@ def test_sizes_of_one_are_constants_to_the_compiler(spec: Spec):
 
 
 def test_all_kernels_are_registered_once():
-    found = aot.specs()
+    found = registered.specs()
     assert {spec.name for spec in SPECS} <= set(found)
-    folder = ROOT / "jetrl_patch" / "kernels"
-    with_kernels = {path.stem for path in folder.glob("*.py") if re.search(r"^@triton.jit", path.read_text(), re.M)}
-    helpers = {"common", "gemm_common"}  # device functions for other files
-    for name in with_kernels - helpers:
-        assert importlib.import_module(f"jetrl_patch.kernels.{name}").KERNELS, name
+    here = {(spec.kernel.fn.__module__, spec.kernel.fn.__name__) for spec in found.values()}
+    for path in (ROOT / "jetrl_patch" / "kernels").glob("*.py"):
+        module = f"jetrl_patch.kernels.{path.stem}"
+        for name in re.findall(r"^def (\w+_kernel)\(", path.read_text(), re.M):
+            assert (module, name) in here, f"{module}.{name}"
 
 
 def test_a_cpu_without_the_interpreter_is_told():

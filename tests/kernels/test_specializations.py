@@ -17,7 +17,6 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from jetrl_patch.backends import quantize as formulas
 from jetrl_patch.kernels import (
-    aot,
     attention_backward,
     digest,
     elementwise,
@@ -26,11 +25,13 @@ from jetrl_patch.kernels import (
     gemm_common,
     gemm_grouped,
     head,
+    mixture,
     norm,
     quantize,
-    route,
     silu,
 )
+
+from .specs import specs
 
 BATCHES = (1, 2, 3, 16, 17, 31, 32, 128, 1008, 1024)
 N, K = 64, 256
@@ -109,7 +110,7 @@ def experts(M: int) -> None:
     gemm_grouped.pair_backward(torch.zeros(M, K), rows(M, 2 * K), *x, ones, plan)
     operands = gemm_grouped.group_tokens(rows(M, N), plan, "pow2"), gemm_grouped.group_tokens(rows(M, K), plan, "pow2", ones)
     gemm_grouped.grouped_wgrad(*operands, plan, torch.bfloat16)
-    route.route(torch.zeros(M, 16), 4, True)
+    mixture.route(torch.zeros(M, 16), 4, True)
 
 
 def scored(M: int) -> None:
@@ -147,6 +148,6 @@ def test_what_is_specialized_on_shows(compiled: set[tuple[str, str]], monkeypatc
 
 
 def test_kernels_are_inspected_as_they_are_compiled() -> None:
-    for spec in aot.specs().values():
+    for spec in specs().values():
         assert not set(spec.aligned) & set(spec.kernel.do_not_specialize), spec.name
     assert attention_backward.dq_kernel.do_not_specialize == attention_backward.dkdv_kernel.do_not_specialize == ["R", "T"]

@@ -1,13 +1,11 @@
 """Compile every kernel for Hopper ahead of time, to inspect registers, spills, shared memory and PTX without a GPU.
 
-Each module with kernels in this package ends with ``KERNELS``, a tuple of ``Spec``.
+``specs`` lists the kernels.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 import re
 import subprocess
 import tempfile
@@ -19,7 +17,6 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-MODULES = tuple(module.name for module in pkgutil.iter_modules([str(Path(__file__).parent)]))
 HOPPER = GPUTarget("cuda", 90, 32)
 
 #: in the text of nvdisasm: a label, a jump to one, and an instruction after its address and predicate
@@ -53,21 +50,6 @@ class Compiled(NamedTuple):
     ptx: str
     cubin: bytes
     ttgir: str
-
-
-def specs() -> dict[str, Spec]:
-    """All registered kernels by name.
-
-    Raises:
-        ValueError: two kernels have the same name.
-    """
-    found: dict[str, Spec] = {}
-    for module in MODULES:
-        for spec in getattr(importlib.import_module(f"jetrl_patch.kernels.{module}"), "KERNELS", ()):
-            if spec.name in found:
-                raise ValueError(f"two kernels are registered as {spec.name}")
-            found[spec.name] = spec
-    return found
 
 
 def compile_one(spec: Spec, target: GPUTarget = HOPPER) -> Compiled:
