@@ -35,7 +35,7 @@ def split_width(K: int, splits: int) -> int:
     return K // splits
 
 
-# ---- Operand checks shared by all backends: a kernel computes addresses from the sizes, so a wrong size reads foreign memory
+# ---- Operand checks shared by all backends: a kernel computes addresses from sizes, so a wrong size would read other memory
 
 def check_fprop(
     q_MK: Tensor, s_MG: Tensor, w_NK: Tensor, sw: Tensor, out_dtype: torch.dtype, blocks: bool = False

@@ -5,8 +5,8 @@
     both    both in one read: DGrad's operand [M, K] and WGrad's [K, M]
     weight  128x128 blocks    q [N, K], also as [K, N]         s [ceil(N / 128), G]
 
-G = ceil(K / 128). Matrices are row-major; elements outside count as zero. The tiling never affects a bit: a group's scale is
-a maximum, which has no order, and everything else is elementwise.
+G = ceil(K / 128). Matrices are row-major, and elements outside count as zero. The tiling never affects a bit: a group's scale
+comes from a maximum, which does not depend on order, and everything else is elementwise.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from jetrl_patch.kernels.common import (
 from jetrl_patch.kernels.formats import FP8, ScaleFormat, groups
 from jetrl_patch.kernels.gemm_common import ALIGN
 
-#: rows per tile of one group; fewer when there are few tokens, to occupy more SMs
+#: rows per tile of one group, and fewer for up to ``FEW`` tokens, to occupy more SMs
 ROWS, FEW_ROWS, FEW = 32, 4, 1024
 #: columns per tile of 128 tokens
 COLUMNS = 64
-#: warps per tile of 128 x 128; fewer would need too many registers
+#: warps per tile of 128 x 128. With fewer, a thread would need too many registers
 BOTH_WARPS = 16
-#: warps per block of a weight, written once and also transposed
+#: warps per block of a weight that is written once, and of one that is also written transposed
 WEIGHT_WARPS = 8, BOTH_WARPS
 
 
@@ -103,11 +103,11 @@ def quantize_rows(x_MK: Tensor, scale_format: ScaleFormat, columns: bool = False
     """As ``backends.quantize.quantize_activation``: e4m3 [M, K] and FP32 [M, G].
 
     Args:
-        x_MK: BF16 with contiguous rows; the row stride is free.
-        columns: give the scales strides (1, M rounded up to 4), as the libraries read them, instead of (G, 1).
+        x_MK: BF16 with contiguous rows; any row stride.
+        columns: the scales get strides (1, M rounded up to 4), as the libraries read them, instead of (G, 1).
 
     Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``; this holds for every quantizer here.
+        TypeError, ValueError, ConfigError: as ``common.check_input``; this holds for every quantizer here.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
@@ -125,9 +125,9 @@ def quantize_tokens(
     """As ``backends.quantize.quantize_tokens``: e4m3 [M, K] and FP32 [ceil(M / 128), K].
 
     Args:
-        x_MK: BF16 with contiguous rows; the row stride is free.
-        transposed: write the e4m3 matrix as [K, M], tokens contiguous, which is WGrad's operand.
-        pad: with ``transposed`` only: write [K, ceil(M / 128) * 128]; tokens past M count as zero.
+        x_MK: BF16 with contiguous rows; any row stride.
+        transposed: write the e4m3 matrix as [K, M], with the tokens contiguous: WGrad's operand.
+        pad: with ``transposed`` only: write [K, ceil(M / 128) * 128]. Tokens past M count as zero.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
@@ -145,7 +145,7 @@ def quantize_both(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Two layouts from one read: (q [M, K], s [M, G]) of ``quantize_rows``, (q [K, M], s [ceil(M / 128), K]) of tokens.
 
-    The second pair is row-major, with strides (M, 1) (``pad``: (ceil(M / 128) * 128, 1)) and (K, 1).
+    The second pair is row-major, with strides (M, 1) and (K, 1). With ``pad``, M is rounded up to a multiple of 128.
     """
     check_input("x", x_MK)
     fixed, (M, K) = options(x_MK, scale_format), x_MK.shape
@@ -161,23 +161,23 @@ def quantize_both(
 def quantize_weight(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor]:
     """As ``backends.quantize.quantize_weight``: e4m3 [N, K] and FP32 [ceil(N / 128), G], from BF16 or an FP32 master.
 
-    Of a stack [S, N, K], each matrix in blocks of its own: FP32 [S, ceil(N / 128), G], in one launch.
+    A stack [S, N, K] takes one launch: each matrix has its own blocks, FP32 [S, ceil(N / 128), G].
     """
     q, s, _ = _weight(w_NK, scale_format, transposed=False)
     return q, s
 
 
 def quantize_weight_transposed(w_NK: Tensor, scale_format: ScaleFormat) -> tuple[Tensor, Tensor, Tensor]:
-    """``quantize_weight``, and ``gemm_backward.transposed`` of its bytes, e4m3 [K, N], from one read.
+    """``quantize_weight``, and ``gemm_backward.transposed`` of its bytes, e4m3 [K, N], from one read of W.
 
-    Writes one more byte an element.
+    This writes one more byte per element.
     """
     q, s, qt = _weight(w_NK, scale_format, transposed=True)
     return q, s, qt[..., : w_NK.shape[-2]]
 
 
 def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """``transposed``: the third tensor is W^T, in rows of a pitch; otherwise it is W."""
+    """With ``transposed``, the third tensor is W^T in rows of ``pitch`` bytes; otherwise it is W."""
     *stack, N, K = w_NK.shape
     w_RK = w_NK.flatten(0, 1) if stack else w_NK
     check_input("weight", w_RK, torch.bfloat16, torch.float32)
@@ -193,9 +193,9 @@ def _weight(w_NK: Tensor, scale_format: ScaleFormat, transposed: bool) -> tuple[
     return as_fp8(q), s, as_fp8(qt)
 
 
-# ---- Requantize a saved FP8 activation in groups of 128 tokens, which makes WGrad's operand from bytes alone
+# ---- Requantize a saved FP8 activation in groups of 128 tokens, which gives WGrad's operand without the BF16 values
 # X e4m3 [M, K] with s [M, G] in 1x128 groups -> X^T e4m3 [K, M] with s [ceil(M / 128), K]. As in ``NativeBackend.wgrad``,
-# q * s is rounded to BF16 (exact with power-of-two scales) and quantized again. The BF16 values never reach memory.
+# q * s is rounded to BF16 (exact with power-of-two scales) and quantized again. The BF16 values are never written to memory.
 
 
 @triton.jit(do_not_specialize=["M", "s_g"])  # one binary for every batch
@@ -219,11 +219,11 @@ def requantize_tokens(
     """e4m3 [K, M] and FP32 [ceil(M / 128), K] from e4m3 [M, K] and FP32 [M, G]; the scales may have any strides.
 
     Args:
-        q_MK: contiguous rows; the row stride is free.
-        pad: write [K, ceil(M / 128) * 128]; tokens past M count as zero.
+        q_MK: contiguous rows; any row stride.
+        pad: write [K, ceil(M / 128) * 128]. Tokens past M count as zero.
 
     Raises:
-        TypeError, ValueError, ConfigError: as ``outputs.check_input``.
+        TypeError, ValueError, ConfigError: as ``common.check_input``.
     """
     check_input("activation", q_MK, FP8)
     fixed, (M, K) = options(q_MK, scale_format), q_MK.shape

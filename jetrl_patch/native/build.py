@@ -2,8 +2,8 @@
 
 One source gives a library for each instruction set of ``SETS``, all with the same bits. The library in use is that of the widest
 set that both processor and compiler support, or of the set that ``JETRL_CPU_ISA`` names. The file name contains the set and a
-hash of the sources and the compiler, so a new release, a new compiler or another machine with the same home folder never loads
-the wrong library. The file ends with a hash of its contents, which the loader ignores. A file cut short by a full disk or a broken
+hash of the sources and the compiler. A new release, a new compiler or another machine with the same home folder never loads the
+wrong library. The file ends with a hash of its contents, which the loader ignores. A file cut short by a full disk or a broken
 copy would load and then kill the process with a bus error. The hash shows this, and the library is compiled again. Files that
 another user could have written are not loaded.
 """
